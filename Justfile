@@ -108,10 +108,10 @@ notebooks:
 
 # Write docs/arguments.md, docs/sampling.md, docs/models.md and docs/monitoring/metrics.md anew from the declarations.
 docs:
-    {{bin}}/python -m serve explain --table markdown > docs/arguments.md
-    {{bin}}/python -m serve explain --table sampling > docs/sampling.md
-    {{bin}}/python -m serve explain --table metrics > docs/monitoring/metrics.md
-    {{bin}}/python -m serve models --table > docs/models.md
+    {{bin}}/just study documents arguments > docs/arguments.md
+    {{bin}}/just study documents sampling > docs/sampling.md
+    {{bin}}/just study documents metrics > docs/monitoring/metrics.md
+    {{bin}}/just study documents models > docs/models.md
 
 # Train the demo model anew (one to two hours on two cores, minutes on a GPU): `just demo-model --help`.
 [positional-arguments]

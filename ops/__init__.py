@@ -1,6 +1,6 @@
-"""The kernels: tensors in, tensors out. Knows nothing of the engine around it.
+"""Kernels: functions from tensors to tensors, independent of the engine.
 
-Shape letters, the same in the whole repository: T tokens in the batch, B rows, R rows that sample,
+Letters of shapes, in the whole repository: T tokens in the batch, B rows, R sampled rows,
 H query heads, K kv heads, D head dim, E model dim, F mlp dim, X experts, V vocabulary, P pages,
 S slots, L layers.
 """

@@ -1,8 +1,8 @@
-"""The backends that users can name: one declaration each.
+"""Backends that users can name, with one declaration each.
 
-The command line's choices and help, what is refused and why, the choice at start, `explain` and the tables in
-docs/kernels.md follow from it. A backend of attention is an entry of `ATTENTION` here and its file in `ops/attention`,
-whose `make_attend(**settings)` makes it. Torch is not imported here, so that a choice can be explained without it.
+The declarations determine the choices and help of the command line, refusals and their reasons, the choice at start,
+the output of `explain` and the tables in docs/kernels.md. An attention backend is an entry of `ATTENTION` and a file in
+`ops/attention` with `make_attend(**settings)`. This module does not import torch, so `explain` needs no torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from dataclasses import dataclass, field
 
 from ops.machine import Gpu, Machine
 
-CAPABILITY = (8, 0)  # of the GPUs that our kernels are compiled for
-GENERATIONS = {9: "Hopper", 10: "Blackwell"}  # major number of the capability -> what it is called
+CAPABILITY = (8, 0)  # minimum compute capability of the Triton kernels
+GENERATIONS = {9: "Hopper", 10: "Blackwell"}  # major number of the compute capability -> name
 
 
 @dataclass(frozen=True, slots=True)
 class GpuWith:
-    """A GPU that is new enough, or of one generation (the major number of its capability), and a package."""
+    """Requires a package, and a GPU with at least `CAPABILITY`.
+
+    If `generation` is given, it is the required major number of the GPU's compute capability.
+    """
 
     package: str
     generation: int | None = None
@@ -29,7 +32,9 @@ class GpuWith:
         return f"an NVIDIA GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or newer"
 
     def unmet(self, machine: Machine, gpu: Gpu | None) -> str:
-        """See `Backend.unmet`."""
+        """Return the requirement that this GPU (None: the CPU) or the machine does not meet, as a text that begins
+        with "needs"; "" if all are met.
+        """
         if gpu is None:
             return f"needs {self}, and this model runs on the CPU"
         if gpu.capability < CAPABILITY or self.generation not in (None, gpu.capability[0]):
@@ -41,77 +46,83 @@ class GpuWith:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """One implementation of an operation as users call it."""
+    """One implementation of an operation, under a name for users."""
 
-    file: str  # in the operation's folder
-    kernels: str  # whose they are
-    needs: GpuWith | None = None  # None: it runs everywhere
-    # Whether a CUDA graph can hold it for any rows: it reads nothing of them on the host, or leaves what does.
+    file: str  # module in the operation's package
+    kernels: str  # where its kernels come from, for help texts
+    needs: GpuWith | None = None  # required hardware and package; None: runs on every machine
+    # Whether CUDA graphs can capture it for all kinds of rows. To be captured, a backend must not read data of the rows
+    # on the host, unless it registers a function in `AttentionMetadata.replans`. A sampling backend that cannot be
+    # captured is captured for greedy rows only.
     captured: bool = False
 
     def unmet(self, machine: Machine, gpu: Gpu | None) -> str:
-        """What is missing to run for a model on this GPU (None: the CPU) of the machine.
+        """Return which requirement is not met if the model runs on this GPU (None: the CPU), or "" if all are met.
 
-        The end of a sentence that begins with the backend's name; empty if nothing is missing.
+        The text begins with a verb, such as "needs", and its subject is the backend's name.
         """
         return "" if self.needs is None else self.needs.unmet(machine, gpu)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What a model wants of attention, as far as it decides who can compute it."""
+    """Properties of a model's attention that decide which backends can compute it."""
 
-    dtype: str  # as torch calls it
-    head_dim: int | None  # None: no model is known
+    dtype: str  # name of the torch dtype, for example "bfloat16"
+    head_dim: int | None  # None if the model is unknown
     page_size: int
-    kv_dtype: str  # of the cache
-    features: frozenset[str] = frozenset()  # of "sliding window", "chunks", "soft cap", "sinks", "ALiBi"
+    kv_dtype: str  # dtype of the cache
+    features: frozenset[str] = frozenset()  # "sliding window", "chunks", "soft cap", "sinks", "ALiBi"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionBackend(Backend):
-    """An implementation of attention. What is empty has no limit."""
+    """An implementation of attention. Empty fields mean no restriction."""
 
     head_dims: tuple[int, ...] = ()
     max_head_dim: int | None = None
     dtypes: tuple[str, ...] = ()
     page_sizes: tuple[int, ...] = ()
-    float8_cache: bool = True  # it reads a cache of another dtype than the model's
-    lacks: frozenset[str] = frozenset()  # features
-    decode_settings: Mapping[str, str] = field(default_factory=dict)  # option -> keyword of make_attend
-    uncaptured_with: Mapping[str, str] = field(default_factory=dict)  # option -> why no graph holds it then
+    float8_cache: bool = True  # whether it reads a float8 cache if the model has another dtype
+    lacks: frozenset[str] = frozenset()  # the `AttentionShape.features` that it does not support
+    # Whether it needs exact values in `AttentionMetadata.starts_host` for rows of one token, and not upper bounds.
+    exact_starts: bool = False
+    decode_settings: Mapping[str, str] = field(default_factory=dict)  # command-line option -> argument of `make_attend`
+    uncaptured_with: Mapping[str, str] = field(
+        default_factory=dict
+    )  # command-line option -> reason why it excludes CUDA graphs
 
     def lacking(self, shape: AttentionShape) -> list[str]:
-        """What it does not compute of this shape, each as the end of a sentence that begins with "it"."""
+        """Return the reasons why this backend cannot compute the shape. Each begins with a verb, such as "takes"."""
         missing = []
         if shape.head_dim is not None and self.head_dims and shape.head_dim not in self.head_dims:
-            missing.append(
-                f"takes heads of {_listed(self.head_dims)} dimensions, and this model has {shape.head_dim}"
-            )
+            missing.append(f"takes heads of {_listed(self.head_dims)} dimensions, and this model has {shape.head_dim}")
         if self.max_head_dim is not None and (shape.head_dim or 0) > self.max_head_dim:
-            missing.append(
-                f"takes heads of up to {self.max_head_dim} dimensions, and this model has {shape.head_dim}"
-            )
+            missing.append(f"takes heads of up to {self.max_head_dim} dimensions, and this model has {shape.head_dim}")
         if shape.head_dim is not None and self.dtypes and shape.dtype not in self.dtypes:
             missing.append(f"computes in {' or '.join(self.dtypes)}, and this model in {shape.dtype}")
         if self.page_sizes and shape.page_size not in self.page_sizes:
-            missing.append(
-                f"reads pages of {_listed(self.page_sizes)} tokens, and --page-size is {shape.page_size}"
-            )
+            missing.append(f"reads pages of {_listed(self.page_sizes)} tokens, and --page-size is {shape.page_size}")
         if not self.float8_cache and shape.kv_dtype != shape.dtype:
             missing.append(f"reads a cache of the model's dtype only, and this one is in {shape.kv_dtype}")
-        missing += [
-            f"has no {feature}, which this model has" for feature in sorted(self.lacks & shape.features)
-        ]
+        missing += [f"has no {feature}, which this model has" for feature in sorted(self.lacks & shape.features)]
         return missing
 
 
-# What FlashInfer's kernels compute, whichever they are.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBackend(Backend):
+    """An implementation of sampling."""
+
+    # Names of the limits in `ops.sampling.SamplingArrays` that it supports. `native` computes rows with other limits.
+    limits: frozenset[str] = frozenset()
+
+
+# Head dimensions and dtypes that all FlashInfer kernels support, and page sizes of its TensorRT-LLM kernels.
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_DTYPES = ("float16", "bfloat16")
 TRTLLM_PAGE_SIZES = (16, 32, 64)
 
-# In the order in which they are tried where nobody names one.
+# Without an option, the first backend of this order that can compute the model is used.
 ATTENTION: Mapping[str, AttentionBackend] = {
     "triton": AttentionBackend(
         file="with_triton",
@@ -125,7 +136,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         },
         uncaptured_with={"triton_attention_split_tile_size": "the longest row decides what is launched"},
     ),
-    "torch_native": AttentionBackend(file="native", kernels="plain torch"),
+    "torch_native": AttentionBackend(file="native", kernels="plain torch", exact_starts=True),
     "flashinfer": AttentionBackend(
         file="with_flashinfer",
         kernels="FlashInfer's own choice",
@@ -134,6 +145,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         dtypes=FLASHINFER_DTYPES,
         lacks=frozenset({"sinks", "chunks", "ALiBi"}),
         captured=True,
+        exact_starts=True,
     ),
     "fa3": AttentionBackend(
         file="with_fa3",
@@ -144,6 +156,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         float8_cache=False,
         lacks=frozenset({"sinks", "chunks", "ALiBi"}),
         captured=True,
+        exact_starts=True,
     ),
     "trtllm_mha": AttentionBackend(
         file="with_trtllm",
@@ -157,15 +170,19 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         captured=True,
     ),
 }
-SAMPLING: Mapping[str, Backend] = {
-    "triton": Backend(
-        file="with_triton", kernels="our own in Triton", needs=GpuWith("triton"), captured=True
+SAMPLING: Mapping[str, SamplingBackend] = {
+    "triton": SamplingBackend(
+        file="with_triton",
+        kernels="our own in Triton",
+        needs=GpuWith("triton"),
+        captured=True,
+        limits=frozenset({"top_k", "top_p", "min_p"}),
     ),
-    "pytorch": Backend(file="native", kernels="plain torch"),
+    "pytorch": SamplingBackend(file="native", kernels="plain torch"),
 }
-# Operations that users do not choose for: the first backend that runs.
-SMALL_OPERATIONS = ("activation", "kv", "norm", "rope")
-GPU_OPERATIONS = ("embedding", "moe")  # likewise on a GPU; on a CPU plain torch or C++
+# Operations without an option use the first backend that runs on the machine.
+SMALL_OPERATIONS = ("activation", "kv", "low_rank", "norm", "rope")
+GPU_OPERATIONS = ("embedding", "moe")  # Triton or torch on a GPU, C++ or torch on a CPU
 SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}
 
 

@@ -1,4 +1,4 @@
-"""The beginning and the end of a step that is captured whole (`source/whole.h`)."""
+"""Launches the first and the last kernel of a step that a CPU graph captures completely (`ops/cpp/source/whole.h`)."""
 
 from __future__ import annotations
 
@@ -10,45 +10,66 @@ from torch import Tensor
 from ops.attention import AttentionMetadata
 from ops.cpp.kernel_launcher import KernelLauncher, NotCapturable
 from ops.cpp.library import address
-from ops.cpp.structures import Begin, Choose, Last, PoolTexts, Product, Product8, Step
+from ops.cpp.structures import Begin, Choose, Last, PoolRows, Product, Product8, Step
 from ops.matmul.with_cpp import PACKED, PackedWeight4, PackedWeight8, product4, scratch8
 
-SAMPLES = -1  # as the number of a kernel's rows: those of the step that sample
-BEST_BYTES = 5 * 64  # of what a thread notes about a row
+SAMPLES = -1  # as a product's number of rows, it means the number of sampled rows of each step
+BEST_BYTES = 5 * 64  # size of the scratch memory that one thread needs for one row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """What a step's kernels derive from its batch first, for all that follow."""
+    """Buffers that the first kernel of a step fills and the other kernels read. `row_values` is the kernel's input."""
 
     query_starts: Tensor  # int32 [B + 1]
     token_ids: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     slot_mapping: Tensor  # int64 [T]
-    page_table: Tensor | None = None  # int32, as wide as the step's: of a pool with pages of its own
+    row_values: Tensor  # int32 [N, B], N values of each row
+    token_values: Tensor  # int32 [N, T], the values of each token's row
+    position_axes: Tensor | None = None  # int64 [3, T]
+    page_table: Tensor | None = None  # int32; None if the pool uses the step's page table
 
     @classmethod
-    def empty(cls, max_tokens: int, max_rows: int) -> Inputs:
+    def empty(cls, max_tokens: int, max_rows: int, num_values: int = 0, *, with_axes: bool = False) -> Inputs:
+        """Return uninitialised buffers. Only the row values are initialised, to 0."""
         ids, positions, slot_mapping = (torch.empty(max_tokens, dtype=torch.int64) for _ in range(3))
-        return cls(torch.empty(max_rows + 1, dtype=torch.int32), ids, positions, slot_mapping)
+        return cls(
+            torch.empty(max_rows + 1, dtype=torch.int32),
+            ids,
+            positions,
+            slot_mapping,
+            torch.zeros(num_values, max_rows, dtype=torch.int32),
+            torch.empty(num_values, max_tokens, dtype=torch.int32),
+            torch.empty(3, max_tokens, dtype=torch.int64) if with_axes else None,
+        )
 
     def with_own_pages(self, page_table: Tensor) -> Inputs:
-        """The same for a pool with pages of its own, named by this table, int32 of any width."""
-        return replace(self, slot_mapping=torch.empty_like(self.slot_mapping), page_table=page_table)
+        """Return these inputs with `page_table` (int32) and a new slot mapping, for a pool that has its own pages.
+
+        They have no row values and no position axes.
+        """
+        return replace(
+            self,
+            slot_mapping=torch.empty_like(self.slot_mapping),
+            row_values=self.row_values[:0],
+            position_axes=None,
+            page_table=page_table,
+        )
 
     def addresses(self) -> dict[str, int]:
-        """As fields of a `Step`."""
+        """Return the addresses of these tensors, by the field names of `Step` and `Begin`."""
         names = ("query_starts", "token_ids", "positions", "slot_mapping")
-        own = {} if self.page_table is None else {"page_table": self.page_table.data_ptr()}
-        return {name: getattr(self, name).data_ptr() for name in names} | own
+        pages = {} if self.page_table is None else {"page_table": self.page_table.data_ptr()}
+        return {name: getattr(self, name).data_ptr() for name in names} | pages
 
     def attention(self, step: Step) -> AttentionMetadata:
-        """What layers are given while they are captured: it says nothing of any batch."""
-        nothing = torch.empty(0, 0, dtype=torch.int32)
+        """Return metadata with these buffers, to capture the layers. It has no rows; a graph gets them in each step."""
+        empty = torch.empty(0, 0, dtype=torch.int32)
         return AttentionMetadata(
-            page_table=nothing if self.page_table is None else self.page_table[None],
-            starts=nothing[0:0],
-            counts=nothing[0:0],
+            page_table=empty if self.page_table is None else self.page_table[None],
+            starts=empty[0:0],
+            counts=empty[0:0],
             query_starts=self.query_starts,
             slot_mapping=self.slot_mapping,
             page_size=step.page_size,
@@ -57,31 +78,46 @@ class Inputs:
         )
 
 
-def begin(launcher: KernelLauncher, inputs: Inputs, dtype: torch.dtype) -> None:
-    """Token ids, positions and slot mapping from the batch's arrays."""
-    launcher.launch("begin", dtype, Begin(**inputs.addresses()))
+def derive_inputs(launcher: KernelLauncher, inputs: Inputs, dtype: torch.dtype) -> None:
+    """Launch the kernel that computes all arrays of `inputs`, except the row values, from the arrays of the step."""
+    operands = Begin(
+        **inputs.addresses(),
+        position_axes=address(inputs.position_axes),
+        row_values=address(inputs.row_values),
+        token_values=address(inputs.token_values),
+        num_values=len(inputs.row_values),
+        max_rows=inputs.row_values.shape[1],
+        max_tokens=len(inputs.token_ids),
+    )
+    launcher.launch("begin", dtype, operands)
 
 
-def last(launcher: KernelLauncher, hidden: Tensor, out: Tensor) -> None:
-    """hidden [T, E] of the tokens that predict one -> out [R, E]."""
-    launcher.launch("last", hidden.dtype, Last(address(hidden), address(out), hidden.shape[1]))
+def select_sampled(launcher: KernelLauncher, hidden: Tensor, out: Tensor) -> None:
+    """Copy the hidden states [T, E] of the sampled positions to out [R, E]."""
+    launcher.launch("last", hidden.dtype, Last(hidden=address(hidden), out=address(out), size=hidden.shape[1]))
 
 
-def pool_texts(
-    launcher: KernelLauncher, hidden: Tensor, out: Tensor, *, mean: bool, normalized: bool
-) -> None:
-    """hidden [T, E] -> out [B, E], float32: the mean of each row's tokens or its first one, of length one if asked."""
-    operands = PoolTexts(address(hidden), address(out), hidden.shape[1], mean, normalized)
-    launcher.launch("pool_texts", hidden.dtype, operands)
+def pool_rows(launcher: KernelLauncher, hidden: Tensor, out: Tensor, *, mean: bool, normalized: bool) -> None:
+    """Write one vector per row of the hidden states [T, E] to out, float32 [B, E].
+
+    The vector is the mean over the row's tokens if `mean` is true, else its first token. `normalized` scales it to
+    length 1.
+    """
+    operands = PoolRows(
+        hidden=address(hidden), out=address(out), size=hidden.shape[1], mean=mean, normalized=normalized
+    )
+    launcher.launch("pool_rows", hidden.dtype, operands)
 
 
-def likeliest(launcher: KernelLauncher, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The id of the largest of hidden @ weight.T, int64 [R], and whether the row is sound, bool [R].
+def choose_greedy(launcher: KernelLauncher, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the id of each row's largest logit (int64 [R]), and whether the row is sound (bool [R]).
 
-    As choose in `ops.sampling` for greedy rows, but no logit is written down. `last_tokens` of the step get the ids.
+    The logits are hidden [R, E] @ weight.T, but they are not stored. The results equal the results of `choose` in
+    `ops.sampling` for greedy rows. The kernel also writes the ids to the step's `last_tokens`. Raises `NotCapturable`
+    if the weight is not packed.
     """
     if not isinstance(weight, PACKED):
-        raise NotCapturable("the head's weight is not packed")
+        raise NotCapturable("the weight of the LM head is not packed")
     max_rows, (out_size, in_size) = len(hidden), weight.shape
     ids, sound = launcher.empty((max_rows,), torch.int64), launcher.empty((max_rows,), torch.bool)
     best = launcher.empty((launcher.num_threads * max_rows * BEST_BYTES,), torch.uint8)
@@ -96,8 +132,8 @@ def likeliest(launcher: KernelLauncher, hidden: Tensor, weight: Tensor) -> tuple
     product = Product8(plain=plain)
     if isinstance(weight, PackedWeight8):
         rounded = scratch8(launcher, max_rows, in_size)
-        product = Product8(plain, weight.scales_address, address(rounded))
-    operands = Choose(address(best), address(ids), address(sound), max_rows, product)
+        product = Product8(plain=plain, scales=weight.scales_address, rounded=address(rounded))
+    operands = Choose(best=address(best), ids=address(ids), sound=address(sound), max_samples=max_rows, product=product)
     if isinstance(weight, PackedWeight4):
         operands.product4, _kept = product4(launcher, plain, weight, max_rows, hidden.dtype)
         launcher.launch("choose4", hidden.dtype, operands)

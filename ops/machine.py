@@ -1,4 +1,4 @@
-"""What this machine is: processor, memory, GPUs, packages. Found without importing torch."""
+"""Description of this machine: processor, memory, GPUs and packages. It does not import torch."""
 
 from __future__ import annotations
 
@@ -36,27 +36,27 @@ class Gpu:
 
     name: str
     capability: tuple[int, int]  # compute capability, (9, 0) for Hopper
-    memory_bytes: int  # total
+    memory_bytes: int  # total memory of the GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """A machine. `Machine.probe()` describes this one; tests and `explain` make others by hand."""
+    """A machine. `Machine.probe()` describes this machine; tests and `explain` construct others."""
 
     system: str = "Linux"
     processor: str = "x86_64"
-    num_cpus: int = 1  # that this process may use
-    cpu_flags: frozenset[str] = frozenset()  # such as "avx512f", "amx_bf16"
-    total_bytes: int = 0  # main memory, or the container's limit
-    available_bytes: int = 0  # of it, now
+    num_cpus: int = 1  # CPUs that this process may use
+    cpu_flags: frozenset[str] = frozenset()  # for example "avx512f", "amx_bf16"
+    total_bytes: int = 0  # main memory, or the container's memory limit if that is smaller
+    available_bytes: int = 0  # main memory that is available now
     gpus: tuple[Gpu, ...] = ()
     torch_cuda: str | None = None  # the CUDA version that the installed torch is built for
-    packages: Mapping[str, str] = field(default_factory=dict)  # name -> version, of those we care about
-    compiler: str | None = None  # a C++ compiler
+    packages: Mapping[str, str] = field(default_factory=dict)  # name -> version, for `PACKAGES`
+    compiler: str | None = None  # path of a C++ compiler
 
     @classmethod
     def probe(cls) -> Self:
-        """Look at this machine. Takes milliseconds; what cannot be found out is left at its empty value."""
+        """Return the description of this machine. Takes milliseconds. Unknown properties have their default values."""
         total_bytes, available_bytes = _memory()
         return cls(
             system=platform.system(),
@@ -73,7 +73,10 @@ class Machine:
 
     @classmethod
     def named(cls, name: str) -> Self:
-        """A machine one might rent: "cpu", or one GPU as "h200", "a100", ... Raises `KeyError` for others."""
+        """Return a typical server with this GPU of `KNOWN_GPUS`, or without a GPU if the name is "cpu".
+
+        Raises `KeyError` for other names.
+        """
         return cls(
             num_cpus=16,
             cpu_flags=SERVER_CPU_FLAGS,
@@ -85,11 +88,11 @@ class Machine:
         )
 
 
-# What the extra `cuda` installs, and what others do.
+# `CUDA_PACKAGES` are the packages that the extra `cuda` installs. `EXTRAS` are packages of the other extras.
 EXTRAS = {"xgrammar": "0.2.8", "outlines-core": "0.2.14"}
 CUDA_PACKAGES = {"triton": "3.6.0", "flashinfer-python": "0.6.13"}
 
-# Of any x86 server processor of the last years, beside what it may have more.
+# Flags that all recent x86 server processors have.
 SERVER_CPU_FLAGS = frozenset({"avx2", "fma", "avx512f", "avx512bw", "avx512dq", "avx512vl"})
 
 KNOWN_GPUS: Mapping[str, Gpu] = {
@@ -103,9 +106,9 @@ KNOWN_GPUS: Mapping[str, Gpu] = {
 
 
 def cache_folder(name: str) -> Path:
-    """Where this user's things of one kind are kept between runs that can be made anew, whether it is there or not.
+    """Return the folder of one of this user's caches, which may not exist yet.
 
-    `$XDG_CACHE_HOME/penstock/NAME`, by default under `~/.cache`. Raises RuntimeError for a user without a home.
+    It is `$XDG_CACHE_HOME/penstock/NAME`, by default under `~/.cache`. Raises RuntimeError if the user has no home.
     """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / name
 
@@ -117,28 +120,28 @@ def _num_cpus() -> int:
 
 
 def _cpu_flags() -> frozenset[str]:
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
-    return frozenset(found[1].split()) if found else frozenset()
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)
+    return frozenset(match[1].split()) if match else frozenset()
 
 
 def _memory() -> tuple[int, int]:
-    """(total, available) bytes of main memory, within the limit of the container if there is one."""
+    """Return (total, available) bytes of main memory, within the container's limit."""
     lines = re.findall(r"^(MemTotal|MemAvailable):\s*(\d+) kB$", _read("/proc/meminfo"), re.MULTILINE)
     kilobytes = dict(lines)
-    room = _address_space()
+    address_space = _address_space()
     total = int(kilobytes.get("MemTotal", 0)) * 1024 or _physical_bytes()
     available = int(kilobytes.get("MemAvailable", 0)) * 1024 or total
     limit, used = _container_memory()
     if limit is not None and limit < total:
         total, available = limit, max(0, min(available, limit - used))
-    return total, min(available, room)
+    return total, min(available, address_space)
 
 
 def _address_space() -> int:
-    """Bytes that this process may still map (`ulimit -v`)."""
+    """Return the number of bytes that this process may still map (`ulimit -v`)."""
     try:
         import resource
-    except ImportError:  # not on Windows
+    except ImportError:  # the module does not exist on Windows
         return sys.maxsize
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
@@ -155,7 +158,10 @@ def _physical_bytes() -> int:
 
 
 def _container_memory() -> tuple[int | None, int]:
-    """(limit, used) bytes of the control group; file pages that can be dropped do not count as used."""
+    """Return the memory (limit, used) of the control group in bytes, or (None, 0) if it has no limit.
+
+    Reclaimable file pages do not count as used.
+    """
     for folder, limit_file, used_file, reclaimable in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -163,13 +169,13 @@ def _container_memory() -> tuple[int | None, int]:
         limit = _read(f"{folder}/{limit_file}").strip()
         if limit.isdigit():
             used = int(_read(f"{folder}/{used_file}").strip() or 0)
-            found = re.search(rf"^{reclaimable} (\d+)$", _read(f"{folder}/memory.stat"), re.MULTILINE)
-            return int(limit), used - (int(found[1]) if found else 0)
+            match = re.search(rf"^{reclaimable} (\d+)$", _read(f"{folder}/memory.stat"), re.MULTILINE)
+            return int(limit), used - (int(match[1]) if match else 0)
     return None, 0
 
 
 def _gpus() -> tuple[Gpu, ...]:
-    """The GPUs that the CUDA driver shows (it honours CUDA_VISIBLE_DEVICES); no context is made on any."""
+    """Return the GPUs that the CUDA driver shows (it honours CUDA_VISIBLE_DEVICES), without creating a context."""
     library = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
     try:
         driver = ctypes.CDLL(library)
@@ -203,12 +209,12 @@ def _torch_cuda() -> str | None:
     if spec is None or spec.origin is None:
         return None
     version = _read(str(Path(spec.origin).with_name("version.py")))
-    found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", version, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", version, re.MULTILINE)
+    return match[1] if match else None
 
 
 def _packages() -> dict[str, str]:
-    """The versions of those that are installed, without parsing all of their descriptions (5 ms each)."""
+    """Return the versions of the installed `PACKAGES`. Does not parse their whole metadata, which takes 5 ms each."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""Which implementation of each operation is used: chosen once, handed to the layers."""
+"""Selects the implementation of each operation once, at start, for all layers."""
 
 from __future__ import annotations
 
@@ -22,19 +22,23 @@ from ops.sampling import Scores
 if TYPE_CHECKING:
     from ops.cpp.kernel_launcher import KernelLauncher
 
-PREFILL = "prefill_attention"  # in choices: attention of rows of several tokens
+PREFILL = "prefill_attention"  # key in `choices` for the attention backend of rows with several tokens
 
-# operation -> (the Kernels fields its backend file provides, the backend files there are)
+# operation -> (fields of `Kernels` that a backend file provides, names of the backend files)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "activation": (("gate", "activate", "modulate"), ("native", "with_cpp", "with_triton")),
     "attention": (
         ("attend",),
         ("with_cpp", "with_onednn", *(backend.file for backend in ATTENTION.values())),
     ),
-    "embedding": (("embed", "embed_placed", "reads", "as_logits"), ("native", "with_cpp", "with_triton")),
-    "encoder_attention": (("attend_texts",), ("native", "with_cpp")),
+    "embedding": (
+        ("embed", "embed_with_positions", "reads", "as_logits"),
+        ("native", "with_cpp", "with_triton"),
+    ),
+    "encoder_attention": (("attend_bidirectional",), ("native", "with_cpp")),
     "kv": (("store", "copy_pages"), ("native", "with_cpp", "with_triton")),
     "latent": (("prepare_heads", "join", "attend_latent"), ("native", "with_cpp")),
+    "low_rank": (("add_low_rank",), ("native", "with_cpp", "with_triton")),
     "matmul": (
         ("prepare", "prepare_grouped", "linear", "logits"),
         ("native", "int8", "with_cpp", "with_onednn", "with_triton"),
@@ -48,7 +52,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("native", "with_cpp", "with_triton"),
     ),
     "recurrence": (("convolve", "delta_rule", "scan"), ("native", "with_cpp")),
-    "rope": (("rotate",), ("native", "with_cpp", "with_triton")),
+    "rope": (("rotate", "angles"), ("native", "with_cpp", "with_triton")),
     "sampling": (
         ("choose", "penalize", "score"),
         ("with_cpp", *(backend.file for backend in SAMPLING.values())),
@@ -58,10 +62,10 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """One callable per operation; each contract stands in its folder, that of `attend` in `ops.attention`."""
+    """The selected callables. The package of each operation documents them: `ops.attention` documents `attend`."""
 
     attend: Attend
-    attend_texts: Callable[..., Tensor]
+    attend_bidirectional: Callable[..., Tensor]
     store: Callable[..., None]
     copy_pages: Callable[..., None]
     rms_norm: Callable[..., Tensor]
@@ -69,12 +73,13 @@ class Kernels:
     layer_norm: Callable[..., Tensor]
     add_layer_norm: Callable[..., tuple[Tensor, Tensor]]
     add: Callable[..., Tensor]
+    angles: Callable[..., Tensor]
     rotate: Callable[..., tuple[Tensor, Tensor]]
     gate: Callable[..., Tensor]
     activate: Callable[..., Tensor]
     modulate: Callable[..., Tensor]
     embed: Callable[..., Tensor]
-    embed_placed: Callable[..., Tensor]
+    embed_with_positions: Callable[..., Tensor]
     reads: Callable[[Tensor], bool]
     as_logits: Callable[..., Tensor]
     route: Callable[..., tuple[Tensor, Tensor]]
@@ -91,15 +96,16 @@ class Kernels:
     prepare_grouped: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     logits: Callable[[Tensor, Tensor], Tensor]
+    add_low_rank: Callable[..., Tensor]
     choose: Callable[..., tuple[Tensor, Tensor]]
     penalize: Callable[..., None]
     score: Callable[..., Scores]
-    backends: Mapping[str, str]  # operation -> backend file of what was chosen; also "prefill_attention"
-    launcher: KernelLauncher | None = None  # of those in C++, where there are some
+    backends: Mapping[str, str]  # operation or "prefill_attention" -> selected backend file
+    launcher: KernelLauncher | None = None  # runs the C++ kernels; None if no operation uses them
 
     @property
     def description(self) -> KernelDescription:
-        """Which arithmetic is used on a CPU: that of the kernels in C++ where there are some, or else torch's."""
+        """Return the description of the C++ kernels if any operation uses them, otherwise of torch's CPU kernels."""
         if self.launcher is not None:
             return self.launcher.description
         return KernelDescription(
@@ -114,11 +120,12 @@ class Kernels:
 def select(
     choices: Mapping[str, str] | None = None, settings: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Kernels:
-    """The kernels for `choices`: operation -> backend file, for example {"attention": "with_triton"}.
+    """Return the kernels for `choices`, which maps operations to backend files: {"attention": "with_triton"}.
 
-    What is not named is "native". Where "prefill_attention" is named and differs from "attention", that takes
-    the rows of several tokens. `settings` are what a backend is made with, by backend file. Raises ValueError for an
-    operation or backend that does not exist, and `ops.cpp.build.BuildError` where kernels in C++ cannot be compiled.
+    The default of each operation is "native". If `choices` has "prefill_attention", that attention backend computes the
+    rows with several tokens. `settings` maps backend files to keyword arguments of the backend.
+    Raises ValueError for an unknown operation or backend, and `ops.cpp.build.BuildError` if the C++ kernels cannot be
+    compiled.
     """
     choices, settings = dict(choices or {}), dict(settings or {})
     cpp, launcher = settings.pop("with_cpp", {}), None
@@ -128,9 +135,7 @@ def select(
     prefill = choices.pop(PREFILL, None)
     for operation in choices:
         if operation not in OPERATIONS:
-            raise ValueError(
-                f"There is no operation '{operation}'; there are {', '.join(sorted(OPERATIONS))}."
-            )
+            raise ValueError(f"Unknown operation '{operation}'. Operations: {', '.join(sorted(OPERATIONS))}.")
     callables: dict[str, Any] = {}
     backends = {operation: choices.get(operation, "native") for operation in OPERATIONS}
     for operation, (fields, _) in OPERATIONS.items():
@@ -148,7 +153,7 @@ def select(
 
 
 def _launcher(num_threads: int | None = None, compiler: str | None = None) -> KernelLauncher:
-    """Runs the kernels in C++, on as many threads as torch uses unless told."""
+    """Return a launcher of the C++ kernels. By default it uses torch's number of threads and the machine's compiler."""
     from ops.cpp.build import BuildError
     from ops.cpp.kernel_launcher import KernelLauncher
     from ops.cpp.library import load
@@ -156,22 +161,22 @@ def _launcher(num_threads: int | None = None, compiler: str | None = None) -> Ke
     machine = Machine.probe()
     compiler = compiler or machine.compiler
     if compiler is None:
-        raise BuildError("There is no C++ compiler.")
+        raise BuildError("No C++ compiler is installed.")
     library = load(compiler, machine.cpu_flags)
     return KernelLauncher(library, num_threads or torch.get_num_threads())
 
 
 def _attention(decode: str, prefill: str | None, settings: Mapping[str, Mapping[str, Any]]) -> Attend:
-    def made(file: str) -> Attend:
+    def make(file: str) -> Attend:
         return _backend("attention", file).make_attend(**settings.get(file, {}))
 
     if prefill is None or prefill == decode:
-        return made(decode)
-    return hybrid(made(decode), made(prefill))
+        return make(decode)
+    return hybrid(make(decode), make(prefill))
 
 
 def _backend(operation: str, file: str) -> ModuleType:
     backends = OPERATIONS[operation][1]
     if file not in backends:
-        raise ValueError(f"'{operation}' has no backend '{file}'; it has {', '.join(backends)}.")
+        raise ValueError(f"'{operation}' has no backend '{file}'. Backends: {', '.join(backends)}.")
     return import_module(f"ops.{operation}.{file}")

@@ -1,7 +1,7 @@
-"""One step's work as plain host arrays, and what comes back from it.
+"""The contract between scheduler and worker: the batch of a step as host arrays, and its output.
 
-A batch is made by `Scheduler.fill`, frozen, and read by the runner, in this process or in a worker's. Nothing in
-it refers to a device, and the runner never looks inside a Sequence.
+`Scheduler.fill` builds a batch, which is then immutable. The runner reads it, in this or a worker process. A batch
+refers to no device, and the runner never reads a Sequence.
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.constraint import HostData
-from runtime.profile import ProfileOptions
 from runtime.request import LogprobParams, Logprobs
 
 if TYPE_CHECKING:
@@ -26,16 +24,26 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-UNKNOWN = -1  # in Batch.token_ids: the token that this sequence sampled last, known on the device only
+SECOND_START = "second_start"  # a row value: position where the second text of a pair begins
+ADAPTER = "adapter"  # a row value: slot of the row's LoRA adapter
+UNKNOWN = -1  # in Batch.token_ids: the last sampled token of the sequence, known only on the device
+
+
+class MediaSpan(NamedTuple):
+    """Tokens of a step whose embeddings are given, for example by an image encoder. No layer reads their ids."""
+
+    offset: int  # index of the first token in [T]
+    vectors: Floats  # [N, E]
 
 
 class StepStats(NamedTuple):
-    """What a step is made of, for logs and metrics."""
+    """Counts of a step, for logs and metrics."""
 
-    num_new: int = 0  # sequences that left the queue
-    num_cached_tokens: int = 0  # tokens that these found in the prefix tree
+    num_new: int = 0  # newly admitted sequences
+    num_cached_tokens: int = 0  # cached prompt tokens of the newly admitted sequences
     num_prompt_tokens: int = 0
     num_decode_rows: int = 0
+    num_scored: int = 0  # prompt tokens whose log-probabilities are computed
 
 
 NO_STATS = StepStats()
@@ -43,128 +51,178 @@ NO_STATS = StepStats()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """B rows; row b computes positions starts[b] .. starts[b] + counts[b] - 1, T tokens in all.
+    """B rows with T tokens in total. Row b computes positions starts[b] .. starts[b] + counts[b] - 1.
 
-    KV of every row is stored before any row attends, layer by layer, so rows may share pages that are written
-    in this very step.
+    Each layer stores the KV of all rows before any row attends, so rows may share pages that this step writes.
     """
 
     number: int
-    sequences: tuple[Sequence, ...]  # [B], for the scheduler alone
+    sequences: tuple[Sequence, ...]  # [B], only for the scheduler
     starts: Ints  # [B]
     counts: Ints  # [B], each >= 1
-    sequence_indices: Ints  # [B], of each row's sequence in device state, which keeps its last token
-    token_ids: Ints  # [T], rows one after the other, UNKNOWN where only the device knows
-    page_table: Ints  # [B, pages of the longest row], padded with 0 beyond a row's own pages
+    sequence_indices: Ints  # [B], row of each sequence in device state, which keeps its last token
+    token_ids: Ints  # [T], row after row; UNKNOWN if only the device knows the id
+    page_table: Ints  # [B, pages of the longest row], padded with 0 after a row's pages
     sampling: Sampling | None  # None: no row yields a token
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    # Rows of which a vector is wanted instead of a token; None: there are none.
+    # Rows that compute an embedding instead of a token; None: no such rows.
     embedding_rows: Ints | None = None
-    # What layers are told of each row, [B] each, by name (`Request.row_values`); no graph was captured with them.
+    # Row values that layers read, by name, [B] each; 0 is the default. A batch has only names that the model's layers
+    # declare (`runtime.layers.batch_reads`).
     row_values: Mapping[str, Ints] = field(default_factory=dict)
-    # By kind of cache beside the pages, what its layers need to know (`runtime.kv_cache.kinds`): arrays by name.
+    # Arrays of other cache kinds than pages (`CacheKind.step_arrays`), by kind and name.
     kinds: Mapping[str, Mapping[str, Ints]] = field(default_factory=dict)
-    second_starts: Ints | None = None  # [B], where the second text of a pair begins; None: there are no pairs
+    drafts: Drafts | None = None  # None: no row proposes ids
+    # bool [B], rows that compute one token after drafts in flight. Their `starts` are upper bounds, which hold if all
+    # drafts are accepted; the device takes the start from its own array of lengths. None: all starts are exact.
+    unknown_starts: NDArray[np.bool_] | None = None
+    # [3, T], offset of each token's position on each axis (time, height, width) from its position in the row; None: all
+    # are 0. After an image, the three axes of a row have equal offsets.
+    position_offsets: Ints | None = None
+    media: tuple[MediaSpan, ...] = ()  # tokens whose embeddings are given as vectors
+    # Page copies, performed in this order after all earlier steps and before this step's forward.
+    copies: tuple[PageCopy, ...] = ()
+    adapters: tuple[AdapterPlacement, ...] = ()  # placed in this order before this step's forward
     stats: StepStats = NO_STATS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sampling:
-    """The R rows whose last position yields a token, and how each chooses it. Stateless but for penalties.
+class Drafts:
+    """The D rows that end with proposed ids, each after the row's last token and the proposed ids before it.
 
-    Order on the logits: penalties, bias (with -inf for forbidden tokens), host data (custom processor, grammar
-    mask), temperature, then top-k, top-p and min-p on the probabilities, then the row's uniform number picks by
-    inverse distribution function.
+    A row with k proposed ids computes 1 + k positions and samples at each of them. An id is accepted if it equals the
+    token that the model samples at the position before it and all ids before it are accepted. Random numbers depend
+    only on the seed and the output position, so the accepted ids and the token after them are exactly the tokens of
+    decoding without drafts, also with random sampling.
+
+    Draft trees, which would need the parent of each id, are not supported.
     """
 
-    rows: Ints  # [R], index into the batch, ascending
-    greedy: NDArray[np.bool_]  # [R]
-    uniform: Floats  # [R] in [0, 1), from (sequence seed, output position): independent of the batch
-    # By name, those of `sampling_params.ROW_ARRAYS` that are not neutral for every row: [R] each.
+    rows: Ints  # [D], row indices, ascending
+    counts: Ints  # [D], number of proposed ids of each row, >= 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampling:
+    """The N sampled positions of a step and their parameters. Stateless except for penalties.
+
+    A row samples at its last position; a row with drafts samples at each of its positions.
+
+    Order of operations: penalties, bias (-inf for forbidden tokens), host data (custom processor, grammar mask) and
+    temperature on the logits, then top-k, top-p and min-p on the probabilities, then the position's uniform number
+    selects a token by the inverse cumulative distribution.
+    """
+
+    positions: Ints  # [N], index into the flat batch [T], ascending
+    row_of: Ints  # [N], the row of each position
+    greedy: NDArray[np.bool_]  # [N]
+    uniform: Floats  # [N] in [0, 1), from (sequence seed, output position): independent of the batch
+    # Arrays of `sampling_params.ROW_ARRAYS`, [N] each, by name. Arrays with only neutral values are omitted.
     params: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     bias: Bias | None = None
     penalties: Penalties | None = None
-    logprobs: tuple[LogprobParams | None, ...] | None = None  # [R]; None: nobody asked
-    # By index into `rows`, ascending, of rows with a constraint: what they are sampled with once it is there.
+    logprobs: tuple[LogprobParams | None, ...] | None = None  # [N]; None: no row requested log-probabilities
+    # Host data of positions with a constraint, by index into [N], ascending. Sampling waits for it.
     host_data: Mapping[int, HostData] = field(default_factory=dict)
 
 
 class Bias(NamedTuple):
-    """Additive changes to single logits; -inf forbids. N entries over all rows."""
+    """M values to add to single logits; -inf forbids a token."""
 
-    rows: Longs  # [N], index into Sampling.rows
-    token_ids: Longs  # [N]
-    values: Floats  # [N]
+    rows: Longs  # [M], index into the N sampled positions
+    token_ids: Longs  # [M]
+    values: Floats  # [M]
 
 
 class Penalties(NamedTuple):
-    """The Q sampling rows with penalties. Counts live on the device by sequence index."""
+    """The Q sampled positions with penalties. Token counts are on the device, by sequence index."""
 
-    rows: Longs  # [Q], index into Sampling.rows
+    rows: Longs  # [Q], index into the N sampled positions
     sequence_indices: Longs  # [Q]
-    fresh: tuple[FreshSequence, ...]  # whose counts start anew in this step
+    fresh: tuple[FreshSequence, ...]  # sequences whose counts this step initialises
 
 
 class FreshSequence(NamedTuple):
-    """A sequence gets a row in device state: what must be counted before the first penalty."""
+    """A sequence with penalties, and the tokens from which its token counts on the device are initialised."""
 
     sequence_index: int
     prompt_ids: Ints
     output_ids: Ints
 
 
+class PageCopy(NamedTuple):
+    """Copy pages of all layers between pools or within one pool: `source_pages[i]` to `target_pages[i]`.
+
+    Pools are "device" (the pages of `Batch.page_table`) and "host". Every rank copies its shard of each page.
+    """
+
+    source: str
+    target: str
+    source_pages: Ints  # [N]
+    target_pages: Ints  # [N], distinct; within one pool, none of them is also a source
+
+
+class AdapterPlacement(NamedTuple):
+    """Copy a loaded adapter from host memory into a slot. Rows refer to the slot by their row value "adapter"."""
+
+    slot: int  # from 1 on
+    adapter_id: int
+
+
 class PromptLogprobs(NamedTuple):
-    """Logprobs of prompt tokens: position `offset + i` of the flat batch predicts `targets[i]`."""
+    """Requested logprobs of prompt tokens: position `offset + i` of the flat batch predicts `targets[i]`."""
 
     row: int
-    offset: int  # into [T]
+    offset: int  # index into [T]
     targets: Ints  # [N]
     params: LogprobParams
 
 
 class StepOutput(NamedTuple):
-    """What a step produced, on the host. B rows, as in its batch."""
+    """The results of a step on the host, for the B rows of its batch."""
 
-    # [B], the new ids of each row: none (where host data is late, too), one, or several.
+    # [B], new ids of each row: one, or the accepted drafts and one more. Empty if it samples none or waits for host
+    # data.
     tokens: list[list[int]]
-    failed: list[int]  # rows whose logits were not finite numbers, or whose constraint failed
-    logprobs: list[Logprobs | None] | None = None  # [B], of the new ids; None: nobody asked
-    prompt_logprobs: list[tuple[int, Logprobs]] = []  # (row, of its wanted prompt positions)  # noqa: RUF012
-    embeddings: list[list[float] | None] | None = None  # [B]; None: nobody asked for a vector
-    stuck: Collection[int] = ()  # of the failed rows, those whose constraint failed, or left nothing
+    failed: list[int]  # rows whose logits were not finite, or whose constraint failed
+    logprobs: list[Logprobs | None] | None = None  # [B], of the new ids; None: not requested
+    prompt_logprobs: list[tuple[int, Logprobs]] = []  # (row, requested logprobs)  # noqa: RUF012
+    embeddings: list[list[float] | None] | None = None  # [B]; None: not requested
+    stuck: Collection[int] = ()  # failed rows whose constraint failed or allowed no token
 
 
 class Runner(Protocol):
-    """Computes batches in order, beside the event loop. The scheduler actor owns, watches and closes it."""
+    """Computes batches in order, outside the event loop. The scheduler actor owns, watches and closes it."""
 
     @property
     def kernels_description(self) -> str:
-        """Which implementation of each operation runs, and which arithmetic it uses, in one line."""
+        """One line with the implementation and arithmetic of each operation."""
         ...
 
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Enqueue the batch and return at once. The future raises what the forward raised.
+        """Enqueue the batch and return immediately. The future raises the exception of the forward.
 
-        Whoever waits shields the future: a cancelled wait must not cancel the step.
+        Callers must shield the future while they wait: a cancelled wait must not cancel the step.
         """
         ...
 
     def finish_oldest(self) -> None:
-        """No batch is launched before the oldest step is waited for: a pipeline enqueues that step's end now."""
+        """Called when the caller is about to wait for the oldest step. A pipeline enqueues the end of this step."""
         ...
 
-    async def start_profile(self, options: ProfileOptions) -> None:
-        """Profile the next steps. Raises `InvalidRequest` while that is being done."""
-        ...
+    def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
+        """Run a verb of `runtime/worker/verbs.py` on every rank, after the steps launched so far and before later ones.
 
-    async def stop_profile(self) -> Path | None:
-        """End the profile, or the last one that ended by itself -> where it was written; None: there is none."""
+        The result holds the answer of each rank, rank 0 first. `payload` holds JSON values and int32 arrays by name.
+        The future raises `InvalidRequest` or `CheckpointError` if a rank refused the call; that rank is unchanged, and
+        steps continue. Any other failure ends a runner of several ranks, like a failed step. Shield the future.
+        """
         ...
 
     async def watch(self) -> None:
-        """Never returns; raises `WorkerFailed` when a process that the runner needs is gone."""
+        """Never return; raise `WorkerFailed` when a process that the runner needs has ended."""
         ...
 
     def close(self) -> None:
-        """Finish what was launched and give everything back. Blocks; `watch` has ended before."""
+        """Finish launched steps and release everything. Blocks. `watch` must have ended."""
         ...

@@ -1,13 +1,13 @@
-"""What a request does to its logits with data that the host computes while the forward runs.
+"""Constraints on the tokens of a request, with data that the host computes while the forward runs.
 
-The seam for grammars and custom logits processors. A step's forward is enqueued first; what the sampling of a row
-needs from the host (a grammar's mask needs the token before) may arrive until the forward is done. A row whose data
-has not arrived by then yields no token in that step and is computed again once it has; other rows do not wait.
+Grammars and custom logits processors use this interface. A step's forward is enqueued first. The data that sampling
+needs from the host (a grammar's mask depends on the previous token) may arrive until the forward is done. A row whose
+data is late yields no token in that step and is computed again once the data is there. Other rows do not wait.
 
-    scheduler: batch n+1 is filled         -> an empty HostData for each row, for the token after one still unknown
-               the result of step n        -> Constraint.host_data_after(its tokens), which any thread fills
-    sampler:   forward n+1 is enqueued     -> waits for them until the forward is done and a moment longer
-               what has arrived is applied -> token; what has not: no token, and the scheduler goes back by one
+    scheduler: fills batch n+1             -> an empty HostData per row, for the token after a still unknown one
+               gets the result of step n   -> Constraint.host_data_after(its tokens); any thread fills the data
+    sampler:   enqueued forward n+1        -> waits for the data until the forward is done, and a moment longer
+               applies the data            -> a token; without data: no token, and the scheduler rewinds by one
 """
 
 from __future__ import annotations
@@ -22,28 +22,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.scheduler")
 
-FEW_ROWS = 4  # whose bits are looked through sooner as numbers of Python's than as arrays
+FEW_ROWS = 4  # up to this many masks are searched faster as Python integers than as arrays
+
+
+# The message of `Finish` if an output ends because of its constraint.
+NOTHING_ALLOWED = "The output cannot go on: the constraint of this request allows no token, or exceeds a limit."
 
 
 class HostData:
-    """What one row does to its logits before its token is chosen: after penalties and biases, in this order.
+    """Changes to one row's logits before its token is chosen: first `process`, then `bitmask`, after biases.
 
-    Made empty, and filled once by any thread. It has no lock: the fields are written before `is_there`, in the order
-    that Python's own lock keeps, and mean nothing before it.
+    It starts empty, and any thread fills it once. It needs no lock: the fields are written before `is_there`, in the
+    order that the GIL preserves, and are valid only after it is set.
     """
 
     is_there = False
-    failed = False  # something broke, or nothing is left to choose: ends the choice with an error
-    # Changes the row's logits, a float32 tensor [V], in place; on a device it must not wait for it.
+    failed = False  # the constraint failed or allows no token; the choice ends with an error
+    # Changes the row's logits (float32 [V]) in place; it must not wait for a device.
     process: Callable[[Any], None] | None = None
-    # int32 [at least ceil(V / 32)]: bit i % 32, counted from the lowest, of word i // 32 is 1 where token i is
-    # allowed. None: all are.
+    # int32 [at least ceil(V / 32)]: bit i % 32 (from the lowest) of word i // 32 is 1 if token i is
+    # allowed. None: all tokens are allowed.
     bitmask: NDArray[np.int32] | None = None
-    # The only token that `bitmask` allows, and those behind it of which the same is known; (): there is a choice.
-    # Known before the rest where it is a part of what was known to be forced.
+    # The only token that `bitmask` allows, and the forced tokens after it; (): several tokens are allowed.
+    # Set before the other fields if an earlier token already determined it.
     forced: tuple[int, ...] = ()
 
-    def __init__(self) -> None:  # of every row of a step: what is not set costs nothing
+    # Each row of each step creates an object, so fields are class attributes until they are set.
+    def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
 
     def give(
@@ -52,20 +57,20 @@ class HostData:
         forced: tuple[int, ...] = (),
         process: Callable[[Any], None] | None = None,
     ) -> None:
-        """Say what applies, unless that was done. Where logits are processed, nothing is forced."""
+        """Set the data, unless it is set already. With a logits processor no token is forced."""
         if not self.is_there:
             self.bitmask, self.process = bitmask, process
             self.forced = forced if process is None else ()
             self._tell()
 
     def fail(self) -> None:
-        """End the choice with an error. Whoever calls it says why, in the log."""
+        """End the choice with an error. The caller logs the reason."""
         if not self.is_there:
             self.failed, self.forced = True, ()
             self._tell()
 
     def when_there(self, call: Callable[[], object]) -> None:
-        """Call this, once or twice, on any thread, as soon as the data is there."""
+        """Call `call`, on any thread, when the data is there. `call` may be called twice."""
         self._calls.append(call)
         if self.is_there:
             call()
@@ -98,14 +103,14 @@ def allows(bitmask: NDArray[np.int32], token_id: int) -> bool:
 
 
 def rows_that_allow(bitmasks: NDArray[np.int32], places: Places) -> set[int]:
-    """Of bitmasks [n, words] those that allow one of the tokens that have these `places_of`."""
+    """Return the rows of bitmasks [n, words] that allow a token with these `places_of`."""
     words, bits = places
     rows, _ = (bitmasks.view(bits.dtype)[:, words] & bits).nonzero()
     return set(rows.tolist())
 
 
 def only_tokens(bitmasks: NDArray[np.int32]) -> dict[int, int]:
-    """By row, of bitmasks [n, words] that allow a single token: that token."""
+    """Map each row of bitmasks [n, words] that allows a single token to this token."""
     import numpy as np
 
     found: dict[int, int] = {}
@@ -116,7 +121,7 @@ def only_tokens(bitmasks: NDArray[np.int32]) -> dict[int, int]:
                 found[row] = bits.bit_length() - 1
         return found
     together = np.bitwise_or.reduce(bitmasks.view(np.uint32), axis=1)
-    for row in np.flatnonzero(together & (together - 1) == 0).tolist():  # the others have two bits at least
+    for row in np.flatnonzero(together & (together - 1) == 0).tolist():  # other rows have at least two bits
         words = np.flatnonzero(bitmasks[row])
         if len(words) == 1:
             found[row] = 32 * int(words[0]) + int(together[row]).bit_length() - 1
@@ -124,7 +129,7 @@ def only_tokens(bitmasks: NDArray[np.int32]) -> dict[int, int]:
 
 
 def allowing_only(token_ids: Iterable[int], num_words: int) -> NDArray[np.int32]:
-    """int32 [num_words] with the bits of these tokens alone."""
+    """Return int32 [num_words] with only the bits of these tokens."""
     import numpy as np
 
     bitmask = np.zeros(num_words, np.int32)
@@ -133,7 +138,7 @@ def allowing_only(token_ids: Iterable[int], num_words: int) -> NDArray[np.int32]
 
 
 def allowing_all_but(token_ids: Iterable[int], num_words: int) -> NDArray[np.int32]:
-    """int32 [num_words] with all bits but those of these tokens."""
+    """Return int32 [num_words] with all bits except those of these tokens."""
     import numpy as np
 
     bitmask = np.full(num_words, -1, np.int32)
@@ -142,7 +147,7 @@ def allowing_all_but(token_ids: Iterable[int], num_words: int) -> NDArray[np.int
 
 
 def places_of(token_ids: Iterable[int]) -> Places:
-    """The words that the bits of these tokens are in, and words with only those bits."""
+    """Return for each token the index of the word with its bit, and a word in which only this bit is set."""
     import numpy as np
 
     ids = np.fromiter(token_ids, np.int64)
@@ -153,23 +158,23 @@ Places: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.uint32]]"
 
 
 class Output(NamedTuple):
-    """The tokens of a choice that were known when its next one was asked for."""
+    """The known tokens of a choice. A constraint gets them to compute the data for the next token."""
 
-    ids: list[int]  # the prompt, the output, and what came behind it meanwhile
+    ids: list[int]  # prompt and output; the list grows when later tokens arrive
     num_prompt: int
-    num_before: int  # output tokens at the call before; 0: the output begins, perhaps anew
+    num_before: int  # output tokens at the previous call; 0 at the first call and after a restart
     num_output: int
-    # Whether tokens that are known to be forced will be appended; else none need be found.
+    # Whether forced tokens will be appended; if not, the constraint need not find them.
     wants_forced: bool = True
 
     @property
     def new_ids(self) -> list[int]:
-        """What came since the call before."""
+        """Output tokens since the previous call."""
         return self.ids[self.num_prompt + self.num_before : self.num_prompt + self.num_output]
 
     @property
     def output_ids(self) -> tuple[int, ...]:
-        """All of it, which takes time where it is long."""
+        """All output tokens; copies the list."""
         return tuple(self.ids[self.num_prompt : self.num_prompt + self.num_output])
 
 
@@ -177,18 +182,18 @@ class Constraint(Protocol):
     """Decides, token by token, what a request may generate. One constraint serves all choices of its request."""
 
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
-        """Fill `data` with what applies to the token behind this output of the choice.
+        """Fill `data` for the token after this output of the choice.
 
-        Called on the event loop, once for each step that a choice goes on, so it returns at once and computes
-        elsewhere. What fails, or raises here, ends that choice with an error.
+        The event loop calls it once per step of the choice, so it must return at once and compute elsewhere. A failure
+        or an exception ends the choice with an error.
         """
         ...
 
 
 class SequenceConstraint:
-    """The constraint of one sequence, and the host data of its next tokens.
+    """The constraint of one sequence, with the host data of its next tokens.
 
-    Belongs to the scheduler. Host data may be handed out before the tokens that it depends on are known.
+    The scheduler owns it. It may hand out host data before the tokens that the data depends on are known.
     """
 
     __slots__ = ("_choice", "_constraint", "_later", "_num_told", "next")
@@ -196,13 +201,16 @@ class SequenceConstraint:
     def __init__(self, constraint: Constraint, choice: int) -> None:
         self._constraint = constraint
         self._choice = choice
-        self._num_told = -1  # length of the output for which the constraint was asked last
-        self.next = HostData()  # of the token behind that output
-        # Of tokens behind longer outputs, of which not all tokens are known.
+        self._num_told = -1  # output length at the last call of the constraint; -1 before the first
+        self.next = HostData()  # data for the token after the output of the last call
+        # Data for tokens after longer outputs, not all of whose tokens are known.
         self._later: dict[int, HostData] = {}
 
     def data_after(self, num_output: int, ids: list[int], num_prompt: int) -> HostData:
-        """For the token behind `num_output` others; `ids` are the prompt and those that are known."""
+        """Return the host data for the token after `num_output` output tokens.
+
+        `ids` are the prompt and the known output.
+        """
         if num_prompt + num_output == len(ids):
             self.advance(ids, num_prompt)
         if num_output == self._num_told:
@@ -213,19 +221,19 @@ class SequenceConstraint:
         return data
 
     def forced_after(self, num_output: int) -> tuple[int, ...]:
-        """The tokens behind `num_output` others about which nothing is left to choose, as far as that is known."""
+        """Return the known forced tokens after `num_output` output tokens."""
         return self.next.forced[num_output - self._num_told :]
 
     def advance(self, ids: list[int], num_prompt: int, wants_forced: bool = True) -> None:
-        """These are all tokens that are known now: ask for what applies to the next one, unless that was done.
+        """Ask the constraint for the data of the token after `ids` (prompt and known output), unless already asked.
 
-        `wants_forced` as in `Output`.
+        `wants_forced` tells the constraint whether forced tokens will be appended.
         """
         num_output, num_before = len(ids) - num_prompt, max(self._num_told, 0)
         if self._num_told == num_output:
             return
         data = self._later.pop(num_output, None) or HostData()
-        if self._later:  # forced tokens were appended
+        if self._later:  # forced tokens were appended meanwhile
             self._later = {length: each for length, each in self._later.items() if length > num_output}
         if self.next.forced:
             data.forced = self.forced_after(num_output)
@@ -233,12 +241,12 @@ class SequenceConstraint:
         try:
             output = Output(ids, num_prompt, num_before, num_output, wants_forced)
             self._constraint.host_data_after(self._choice, output, data)
-        except Exception as error:  # foreign code: it costs its own request, not the engine
+        except Exception as error:  # user code: a failure ends its own request only
             logger.error("a constraint failed", exc_info=error)
             data.fail()
 
     def release(self) -> None:
-        """The sequence ended, and its tokens of steps in flight will be dropped: let these steps not wait."""
+        """Fill all open host data without a mask, so that no step waits for it. Called when the sequence has ended."""
         for data in (self.next, *self._later.values()):
             data.give()
 
@@ -250,5 +258,5 @@ class AllowedTokens:
         self._bitmask = allowing_only(token_ids, -(-vocab_size // 32))
 
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
-        """The mask, which is there already."""
+        """Set the constant mask."""
         data.give(self._bitmask)

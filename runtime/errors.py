@@ -1,26 +1,26 @@
-"""Everything that Penstock raises on purpose.
+"""The exceptions of Penstock.
 
     PenstockError
-    ├── ConfigurationError        refused before start; says what to use instead
-    │   └── CheckpointError       the files are not the model they claim to be
-    ├── RequestError              the sender's mistake; carries an HTTP status and the parameter's path
+    ├── ConfigurationError        refused before the start; the message says what to use instead
+    │   └── CheckpointError       the checkpoint's files are missing or invalid
+    ├── RequestError              the request is invalid; has an HTTP status and the parameter's path
     │   ├── InvalidRequest        400
     │   │   └── ContextOverflow   400, the prompt does not fit
     │   ├── Unauthorized          401
     │   ├── Forbidden             403
     │   ├── NotFound              404
     │   ├── PayloadTooLarge       413
-    │   └── NotSupported          501, there is nothing here yet that does it
+    │   └── NotSupported          501, the feature is not supported yet
     ├── Overloaded                503, try again later (Retry-After)
     ├── WrongEventLoop            an engine was called from another event loop than its own
-    └── EngineFailure             500, our mistake
-        ├── StepFailed            a forward fails for this request, which is lost; the engine goes on
-        │   ├── NotFinite         the model computed no numbers for a request; it alone is lost
-        │   └── OutOfMemory       for want of memory: one request is lost, the others are computed again
-        ├── WorkerFailed          a process that computes with this one is gone; so is the whole replica
-        └── EngineClosed          503, the engine is gone or going
+    └── EngineFailure             500, Penstock failed
+        ├── StepFailed            the forward fails for this request, which ends; the engine goes on
+        │   ├── NotFinite         the model computed non-finite values for this request, which ends
+        │   └── OutOfMemory       too little memory: one request ends, the others are computed again
+        ├── WorkerFailed          a worker process is gone, and so is its replica
+        └── EngineClosed          503, the engine is shut down or shutting down
 
-Messages of foreign libraries never reach a client: handlers send the text of these and nothing else.
+Messages of other libraries never reach a client: handlers send only the text of these exceptions.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from typing import overload
 
 
 class PenstockError(Exception):
-    """The root of the tree."""
+    """Base class of all exceptions of Penstock."""
 
 
 class ConfigurationError(PenstockError):
-    """What the user asked for cannot be done here.
+    """This machine cannot do what the options ask for.
 
-    All refusals are collected before anything heavy is touched; `refusals` holds one sentence each.
+    All refusals are collected before weights are loaded; `refusals` has one sentence per refusal.
     """
 
     def __init__(self, *refusals: str) -> None:
@@ -45,11 +45,11 @@ class ConfigurationError(PenstockError):
 
 
 class CheckpointError(ConfigurationError):
-    """A checkpoint is missing, unreadable, or its tensors do not fit the model (each is named)."""
+    """A checkpoint is missing or unreadable, or its tensors do not fit the model. The message lists all problems."""
 
 
 class RequestError(PenstockError):
-    """One request is wrong; nobody else is affected. `param` is the dotted path of the culprit."""
+    """A request is invalid; other requests are not affected. `param` is the dotted path of the parameter."""
 
     status = 400
     kind = "BadRequestError"
@@ -61,19 +61,19 @@ class RequestError(PenstockError):
 
 
 class InvalidRequest(RequestError):
-    """A value of the wrong type or outside its range, or a combination that makes no sense."""
+    """A value has the wrong type or is out of range, or values contradict each other."""
 
 
 class TakesLong(InvalidRequest):
-    """A chat would hold the event loop for too long: prepare it again in a thread."""
+    """Preparing a chat would block the event loop too long: prepare it again in a thread."""
 
 
 class ContextOverflow(InvalidRequest):
-    """The prompt (with what is to be generated) is longer than the model or the pool can hold."""
+    """The prompt with its output is longer than the model's context or the KV pool."""
 
     @classmethod
     def of_input(cls, num_tokens: int, context_length: int, param: str) -> ContextOverflow:
-        """For a prompt that does not fit, or leaves no room for output."""
+        """Make the error for a prompt that does not fit or leaves no room for output."""
         trouble = "is longer than" if num_tokens > context_length else "leaves no room for output in"
         return cls(
             f"The input ({num_tokens} tokens) {trouble} the model's context length ({context_length} tokens).",
@@ -82,42 +82,42 @@ class ContextOverflow(InvalidRequest):
 
 
 class Unauthorized(RequestError):
-    """The route asks for a key, and the request has none that is known."""
+    """The route requires a key, and the request has no known key."""
 
     status = 401
     kind = "AuthenticationError"
 
 
 class Forbidden(RequestError):
-    """The sender is known, or a page of another origin, and may not do this."""
+    """The sender may not do this with its key, or is a web page of another origin."""
 
     status = 403
     kind = "PermissionDeniedError"
 
 
 class NotFound(RequestError):
-    """What was named is not there: a model, a file, a response, a batch, metrics."""
+    """The named model, file, response, batch or metric does not exist."""
 
     status = 404
     kind = "NotFoundError"
 
 
 class PayloadTooLarge(RequestError):
-    """The body has more bytes, or holds more values, than its route takes."""
+    """The body has more bytes or values than its route accepts."""
 
     status = 413
     kind = "PayloadTooLargeError"
 
 
 class NotSupported(RequestError):
-    """A route or a field that means something for which there is nothing here yet."""
+    """The feature of a route or field is not supported yet."""
 
     status = 501
     kind = "NotImplementedError"
 
 
 class Overloaded(PenstockError):
-    """Too much is waiting. `retry_after_s` is a hint for the sender."""
+    """The queue is full. `retry_after_s` tells the sender when to retry."""
 
     status = 503
     kind = "ServiceUnavailableError"
@@ -129,18 +129,18 @@ class Overloaded(PenstockError):
 
 
 class TooManyRequests(Overloaded):
-    """This client has too many requests open, whatever the others do."""
+    """This client has too many open requests."""
 
     status = 429
     kind = "TooManyRequestsError"
 
 
 class WrongEventLoop(PenstockError):
-    """An `Engine` lives on the loop that started it; calls from another one would wait for ever."""
+    """An `Engine` was called from another event loop than its own, where the call would never return."""
 
 
 class EngineFailure(PenstockError):
-    """Something of ours broke. The cause is chained for the log, never for the client."""
+    """Penstock failed. The chained cause goes to the log, never to the client."""
 
     status = 500
     kind = "InternalServerError"
@@ -151,19 +151,19 @@ class EngineFailure(PenstockError):
 
 
 class StepFailed(EngineFailure):
-    """The forward pass fails for this request, alone too."""
+    """The forward pass fails for this request, even without other requests in the batch."""
 
 
 class NotFinite(StepFailed):
-    """The model computed values for this request that are not finite numbers."""
+    """The model computed non-finite values for this request."""
 
 
 class OutOfMemory(StepFailed):
-    """The device had too little memory for a step; the request that came last was given up for the others."""
+    """The device had too little memory for a step; the newest request was given up."""
 
 
 class WorkerFailed(EngineFailure):
-    """A rank can compute no more; `message` names it. What it raised, with its traceback, is the cause."""
+    """A worker process has ended. `message` names its rank, and the chained cause has the traceback."""
 
 
 class EngineClosed(EngineFailure):
@@ -178,7 +178,7 @@ def first_error(error: Exception) -> Exception: ...
 @overload
 def first_error(error: BaseException) -> BaseException: ...
 def first_error(error: BaseException) -> BaseException:
-    """The first leaf of nested exception groups, or the error itself."""
+    """Return the first leaf of nested exception groups, or the error itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

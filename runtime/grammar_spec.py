@@ -1,4 +1,4 @@
-"""What a request's output must match, as handlers say it."""
+"""The grammar of a request's output, as handlers describe it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal
 
 
 class InvalidGrammar(ValueError):
-    """The grammar is malformed, too large, or asks for what cannot be enforced; the message says what and where."""
+    """The grammar is invalid, too large or cannot be enforced; the message says what and where."""
 
 
 MAX_WHITESPACE = 256
-# Enough for what serializers write, and no more: a model must not go on with blanks for ever.
+# As much white space as serializers write. More would let a model write blanks without end.
 WHITESPACE = r"(?: |\r?\n[ \t]{0,40})"
-# What a whitespace pattern may be made of: blanks, classes of them, groups and repetitions.
+# Allowed parts of a whitespace pattern: blanks, classes of blanks, groups and repetitions.
 _BLANK_PATTERN = re.compile(
     r"(?:\\[ntrs]|[ \t\n\r]|\[(?:\\[ntr]|[ \t\n\r])+\]|\((?:\?:)?|[)|*+?]|\{\d{1,4}(?:,\d{0,4})?\})*"
 )
@@ -25,39 +25,41 @@ Kind = Literal["json_object", "json_schema", "regex", "ebnf", "structural_tag", 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """What an output must match, from its first token to its end.
+    """A grammar that an output must match, from its first token to its end.
 
     `source` is the text of a JSON schema, a regular expression, an EBNF grammar, a structural tag (JSON), a JSON list
-    of the texts to choose from, or a grammar in llguidance's dialect of Lark; for a json_object it is empty.
+    of choices, or a grammar in llguidance's dialect of Lark. It is empty for a json_object.
     """
 
     kind: Kind
     source: str = ""
-    # Regular expression of what may stand between the tokens of JSON; None: what the server takes by default.
+    # Regular expression of the white space between JSON tokens; None: the server's default.
     whitespace: str | None = None
-    # The output is free up to and with this text, and constrained behind it; None: constrained from its first token.
+    # The grammar begins after this text, which ends the free part; None: it begins with the first token.
     begins_after: str | None = None
-    # With `begins_after`: only where this token begins the output; else it is constrained from its first token.
+    # With `begins_after`: the output has a free part only if it begins with this token. None: it always has one.
     opened_by: int | None = None
-    # What the client called it, for errors; None: the kind.
+    must_begin: bool = True  # with `begins_after`: whether the output must reach this text before it may end
+    # The client's name of the grammar, for errors; None: its kind.
     param: str | None = field(default=None, compare=False)
-    # Of Lark that we wrote: what the client called the schema in a rule, by the rule's name; for errors.
+    # For Lark that Penstock wrote: rule -> the client's name of its schema, for errors.
     places: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingLimit:
-    """How long a model may think: its block of reasoning is then closed by force."""
+    """A limit on reasoning: after it, the block is closed by force."""
 
-    max_tokens: int  # within the block, before its closing mark
-    open: str | None  # the mark that an output may begin with; None: it begins within the block
+    max_tokens: int  # maximum number of tokens in the block, before its closing mark
+    open: str | None  # mark that may open the block at the start of the output; None: the output begins within it
     close: str
     param: str = "max_thinking_tokens"
-    reopens: bool = False  # further blocks may follow; they count too
+    reopens: bool = False  # whether further blocks may follow, whose tokens count too
+    also_close: tuple[str, ...] = ()  # other texts that end the block
 
 
 def check_whitespace(pattern: str) -> str:
-    """The pattern as the backend reads it. Raises `InvalidGrammar` where it may match what is no blank of JSON."""
+    """Return the pattern for the backend. Raises `InvalidGrammar` if it may match anything but JSON blanks."""
     if len(pattern) > MAX_WHITESPACE or _BLANK_PATTERN.fullmatch(pattern) is None:
         raise InvalidGrammar(
             f"the whitespace pattern {pattern!r:.80} must be made of blanks, such as [ \\n\\t]{{0,20}}"

@@ -1,4 +1,4 @@
-"""What a profile of the running steps is to hold, and where it goes."""
+"""Options of a profile of running steps, and its file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runtime.errors import InvalidRequest
 
-MAX_STEPS = 1000  # in one profile: some hundred bytes of memory for each operation
+MAX_STEPS = 1000  # per profile; each operation takes some hundred bytes of memory
 MAX_FOLDER_BYTES = 4 * 1024**3
 FOLDER_VARIABLES = ("PENSTOCK_PROFILE_DIR", "SGLANG_TORCH_PROFILER_DIR", "VLLM_TORCH_PROFILER_DIR")
 
@@ -20,21 +20,19 @@ FOLDER_VARIABLES = ("PENSTOCK_PROFILE_DIR", "SGLANG_TORCH_PROFILER_DIR", "VLLM_T
 class ProfileOptions:
     """One profile. It ends by itself after `num_steps` steps."""
 
-    path: Path  # of the trace, which must not exist
+    path: Path  # path of the trace, which must not exist
     num_steps: int = MAX_STEPS
     cpu: bool = True
-    gpu: bool = True  # where there is one
-    with_stack: bool = False  # Python's, for each operation: slow
+    gpu: bool = True  # record GPU kernels, if there is a GPU
+    with_stack: bool = False  # record Python stacks per operation, which is slow
     record_shapes: bool = False
     memory: bool = False
 
 
-def profile_path(
-    output_dir: str | None, prefix: str | None, environment: Mapping[str, str] = os.environ
-) -> Path:
-    """A new file's path in the server's folder of profiles, or in the folder `output_dir` within that one.
+def profile_path(output_dir: str | None, prefix: str | None, environment: Mapping[str, str] = os.environ) -> Path:
+    """Return a new path in the server's folder of profiles, or in its subfolder `output_dir`.
 
-    Makes the folder. Raises `InvalidRequest` for a folder elsewhere, and where the profiles take too much room.
+    It creates the folder. Raises `InvalidRequest` for a folder elsewhere, or if the profiles take too much disk space.
     """
     named = next((environment[name] for name in FOLDER_VARIABLES if environment.get(name)), None)
     base = Path(named or Path(tempfile.gettempdir()) / "penstock-profiles").resolve()

@@ -1,4 +1,4 @@
-"""What a user asks for and what comes back: frozen, read by all parts of the engine."""
+"""Requests and their results: frozen values that all parts of the engine read."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from runtime.grammar_spec import Grammar, ThinkingLimit
 from runtime.sampling_params import MAX_BIASES, SamplingParams, grammars_of
 
 MAX_TOP_LOGPROBS = 128
-LOWEST_LOGPROB = -3.4028234663852886e38  # of a float32; stands for minus infinity, which JSON cannot say
+LOWEST_LOGPROB = -3.4028234663852886e38  # lowest float32; stands for minus infinity, which JSON lacks
 
 _request_ids = count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobParams:
-    """Which log-probabilities to return with the tokens."""
+    """The log-probabilities to return with the tokens."""
 
-    start: int = -1  # first prompt position whose logprob is wanted; -1: of the output only
+    start: int = -1  # first prompt position to score; -1: score the output only
     top: int = 0  # alternatives per position
-    token_ids: tuple[int, ...] = ()  # logprobs of these ids at every position
-    text: bool = False  # name the tokens by their text too; in OpenAI APIs: by that alone, else by their ids
+    token_ids: tuple[int, ...] = ()  # return the log-probabilities of these ids at every position
+    text: bool = False  # return the tokens' text too (OpenAI APIs: text instead of ids)
 
     def __post_init__(self) -> None:
         if not 0 <= self.top <= MAX_TOP_LOGPROBS:
@@ -35,57 +35,65 @@ class LogprobParams:
                 param="top_logprobs_num",
             )
         if len(self.token_ids) > MAX_BIASES:
-            raise InvalidRequest(
-                f"token_ids_logprob may name at most {MAX_BIASES} tokens.", param="token_ids_logprob"
-            )
+            raise InvalidRequest(f"token_ids_logprob may name at most {MAX_BIASES} tokens.", param="token_ids_logprob")
         if self.start < -1:
-            raise InvalidRequest(
-                "logprob_start_len must be -1 or a prompt position.", param="logprob_start_len"
-            )
+            raise InvalidRequest("logprob_start_len must be -1 or a prompt position.", param="logprob_start_len")
 
 
 class Caller(NamedTuple):
-    """What is known of the sender beside the request itself."""
+    """Facts about the sender of a request."""
 
-    labels: tuple[str, ...] = ()  # values of `ObservePlan.request_labels`, from a header
-    trace: tuple[tuple[str, str], ...] = ()  # headers of W3C's trace context, where requests are traced
+    labels: tuple[str, ...] = ()  # values of `ObservePlan.request_labels` from a header
+    trace: tuple[tuple[str, str], ...] = ()  # W3C trace-context headers, if requests are traced
 
 
 NOBODY = Caller()
 
 
+class Adapter(NamedTuple):
+    """A LoRA adapter that the engine serves. An adapter that is loaded again under its name gets another id."""
+
+    id: int  # unique in the process
+    name: str
+    path: str  # folder on this machine
+    pinned: bool = False  # whether it keeps its slot on the device and its place in host memory
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt and what to do with it. `ids` is None until the tokenizer filled it in.
+    """One prompt with its parameters. `ids` is None until the tokenizer sets it.
 
-    With `wants_embedding` no token is generated: the vector that the model's pooling gives comes back, or a
-    classifier's scores (`runtime/layers/pooler.py`). `id` is ours and unique in the process; `label` is what the client
-    calls it (`rid`) and may repeat. `owner` names the client, who may end its own requests by their labels.
+    With `wants_embedding` the engine generates no token and returns the pooled vector or a classifier's scores
+    (`runtime/layers/pooler.py`). `id` is Penstock's and unique in the process. `label` is the client's name of the
+    request (`rid`); two running requests of one owner have different labels. `owner` names the client, which may end
+    its own requests by their labels.
     """
 
     text: str | None = None
-    second_text: str | None = None  # of a pair, which a cross-encoder compares with the first
+    second_text: str | None = None  # second text of a pair for a cross-encoder
     ids: tuple[int, ...] | None = None
-    second_start: int | None = None  # in the ids: where the second text begins, if the tokenizer marks it
+    second_start: int | None = None  # index in `ids` of the second text's first token, if the tokenizer marks it
     sampling: SamplingParams = field(default_factory=SamplingParams)
     logprobs: LogprobParams | None = None
-    add_special_tokens: bool = True  # chat templates write their own
-    truncate: bool = False  # cut a too long prompt instead of refusing it
-    cut_output: bool = False  # where all of `max_new_tokens` would not fit, generate as many as do
-    # So many tokens of the prompt's end; -1: as many as leave room for the output.
+    add_special_tokens: bool = True  # False for chats, whose template writes special tokens
+    truncate: bool = False  # cut a prompt that is too long instead of refusing it
+    cut_output: bool = False  # lower `max_new_tokens` to what fits instead of refusing
+    # Keep only this many tokens at the end of the prompt; -1: as many as leave room for the output; None: keep all.
     keep_last: int | None = None
     wants_embedding: bool = False
-    grammar: Grammar | None = None  # what the output must match; the engine makes the constraint of it
-    # `cache_salt` and `extra_key`: shares prefixes within it.
+    grammar: Grammar | None = None  # grammar of the output; the engine makes the constraint from it
+    # `cache_salt` and `extra_key`; requests share prefixes within one namespace.
     namespace: tuple[str | None, str | None] | None = None
-    # What layers are told of its rows, 0 where others say nothing: which adapter, say.
+    # Integers by name that layers read for the request's rows, for example the index of an adapter. Default: 0.
     row_values: Mapping[str, int] = field(default_factory=dict)
-    priority: int | None = None  # None: after all that have one
-    follows: bool = False  # another prompt of its call was let in: the queue takes this one too, full or not
-    shown_special_ids: frozenset[int] = frozenset()  # special tokens that stay in the text all the same
-    thinking: ThinkingLimit | None = None  # how long the model may think; it becomes part of the constraint
-    constraint: Constraint | None = None  # of a grammar, or of our own making
-    counted: bool = True  # by the metrics of requests; health checks are not
+    lora: str | None = None  # name of an adapter
+    adapter: Adapter | None = None  # the adapter with this name; the engine sets it
+    priority: int | None = None  # None: after all requests with a priority
+    follows: bool = False  # another prompt of the same call was admitted, so the queue admits this one even if full
+    shown_special_ids: frozenset[int] = frozenset()  # special tokens that `skip_special_tokens` keeps
+    thinking: ThinkingLimit | None = None  # limit of the reasoning block; the constraint enforces it
+    constraint: Constraint | None = None  # made from a grammar, or by Penstock itself
+    counted: bool = True  # whether request metrics count it; False for health checks
     label: str = field(default_factory=lambda: uuid4().hex)
     owner: str = ""
     caller: Caller = NOBODY
@@ -93,14 +101,14 @@ class Request:
 
     @property
     def cuts(self) -> bool:
-        """Whether a prompt that is too long is cut."""
+        """Whether the request cuts a prompt that is too long."""
         return self.truncate or self.keep_last is not None
 
 
 def with_grammar(request: Request) -> Request:
-    """The request with the grammar that its sampling parameters name, if they name one.
+    """Return the request with the grammar that its sampling parameters name, if any.
 
-    Raises `InvalidRequest` for more than one grammar, from wherever they come.
+    Raises `InvalidRequest` if there is more than one grammar.
     """
     named = grammars_of(request.sampling)
     if request.grammar is not None:
@@ -114,12 +122,12 @@ def with_grammar(request: Request) -> Request:
 
 
 class Finish(NamedTuple):
-    """Why a sequence ended."""
+    """The reason why a sequence ended."""
 
     kind: Literal["stop", "length", "abort"]
-    matched: int | str | None = None  # stop: the token id or string
-    length: int | None = None  # length: the limit that was reached
-    message: str | None = None  # abort
+    matched: int | str | None = None  # for "stop": the token id or string that matched
+    length: int | None = None  # for "length": the limit that was reached
+    message: str | None = None  # for "abort": the reason
 
 
 class Usage(NamedTuple):
@@ -128,37 +136,44 @@ class Usage(NamedTuple):
     prompt: int
     output: int
     cached: int
+    verified: int = 0  # steps that checked drafts
+    accepted: int = 0  # drafts that became output
+
+    @property
+    def accept_length(self) -> float:
+        """Average number of tokens from a step with drafts: the accepted drafts and one more. 0 without such steps."""
+        return 1 + self.accepted / self.verified if self.verified else 0.0
 
 
 class Logprobs(NamedTuple):
     """Log-probabilities of N consecutive tokens. Pairs are (logprob, token id)."""
 
-    chosen: list[tuple[float | None, int]]  # [N]; None where nothing precedes the token
-    top: list[list[tuple[float, int]] | None]  # [N], empty when none were asked for
-    requested: list[list[tuple[float, int]] | None]  # [N], empty when none were asked for
+    chosen: list[tuple[float | None, int]]  # [N]; None for the first token of a text
+    top: list[list[tuple[float, int]] | None]  # [N], or empty if not requested
+    requested: list[list[tuple[float, int]] | None]  # [N], or empty if not requested
 
 
 class Delta(NamedTuple):
-    """What one step added to one choice: from the scheduler to the detokenizer, at most one per step."""
+    """The output that one step added to one choice, from the scheduler to the detokenizer."""
 
     request_id: int
     index: int
-    ids: list[int]  # new token ids; the token that matched a stop id is included
+    ids: list[int]  # new token ids, including a token that matched a stop id
     finish: Finish | None
     usage: Usage
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
-    embedding: list[float] | None = None  # with the finish, where the request wants one
+    embedding: list[float] | None = None  # with the finish, if the request wants an embedding
 
 
 class Chunk(NamedTuple):
     """A piece of one choice's output, as it leaves the detokenizer."""
 
-    index: int  # which of the request's n choices
+    index: int  # index of the choice
     text: str  # new text since the last chunk of this choice
     ids: list[int]  # new token ids
     finish: Finish | None
     usage: Usage
-    logprobs: Logprobs | None = None  # of the new ids
-    prompt_logprobs: Logprobs | None = None  # once, with the first chunk
-    embedding: list[float] | None = None  # with the finish, where the request wants one
+    logprobs: Logprobs | None = None  # log-probabilities of the new ids
+    prompt_logprobs: Logprobs | None = None  # only in the first chunk
+    embedding: list[float] | None = None  # with the finish, if the request wants an embedding

@@ -1,8 +1,8 @@
-"""The sampling parameters: one declaration each, from which everything else is derived.
+"""The sampling parameters, one declaration each.
 
-What is derived: the JSON checks of every API and the names of parameters in its errors (`serve.sampling`), the
-check of `--preferred-sampling-params`, what is taken from a model's generation_config, docs/sampling.md, and the
-arrays with one value per row that reach the sampler (`ROW_ARRAYS`).
+Derived from the declarations: the JSON checks of every API with the names in errors (`serve.calls.sampling`),
+the check of `--preferred-sampling-params`, the values taken from generation_config.json, docs/sampling.md, and arrays
+with one value per row that reach the sampler (`ROW_ARRAYS`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 from runtime.errors import InvalidRequest
 from runtime.grammar_spec import Grammar, Kind
@@ -24,7 +24,7 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
 MAX_INT32 = 2**31 - 1
-TOP_K_OFF = 2**30  # more than any vocabulary holds
+TOP_K_OFF = 2**30  # larger than any vocabulary
 
 Api = Literal["native", "chat", "completions"]
 APIS: Mapping[Api, str] = {  # their routes
@@ -36,19 +36,20 @@ APIS: Mapping[Api, str] = {  # their routes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Taken:
-    """How one API takes a parameter. Defaults are the parameter's own."""
+    """Name of a parameter in one API, and its default there if it differs."""
 
-    names: tuple[str, ...] = ()  # in its JSON; of several the first that is set counts
-    default: Any = ...
-    low: float | None = None
+    # Its names in JSON requests; if a request sets several, the first counts. Empty: the parameter's own name.
+    names: tuple[str, ...] = ()
+    default: Any = ...  # ...: the parameter's own default
+    low: float | None = None  # lower limit in this API; None: the parameter's own
 
 
 class RowArray(NamedTuple):
-    """A parameter as an array with one value for each row that samples."""
+    """A parameter as an array with one value per sampled position."""
 
     dtype: Literal["float32", "int32"]
-    neutral: float  # what does nothing; stands for the parameter's default
-    when_greedy: bool = False  # greedy rows need it, too; else it is neutral for them
+    neutral: float  # value without effect, for rows whose parameter has its default
+    when_greedy: bool = False  # greedy rows use it too; otherwise it is neutral for them
 
 
 EVERYWHERE: Mapping[Api, Taken] = dict.fromkeys(APIS, Taken())
@@ -57,37 +58,31 @@ NATIVE: Mapping[Api, Taken] = {"native": Taken()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamSpec:
-    """What is declared about a parameter beside its name, type and default."""
+    """Declaration of a parameter besides its name, type and default."""
 
-    help: str
+    help: str = field(kw_only=False)
     low: float = -math.inf
     high: float = math.inf
-    above_low: bool = False  # `low` itself is out of range
+    above_low: bool = False  # exclude `low` itself
     apis: Mapping[Api, Taken] = field(default_factory=lambda: EVERYWHERE)
-    json: Any = None  # the annotation of its JSON value, where that is of another type; see `serve.decode`
-    read: Callable[[Any], Any] | None = None  # from such a JSON value to the parameter's
-    from_model: bool = False  # a model's generation_config may set the default (OpenAI APIs)
+    json: Any = None  # annotation of its JSON value if it differs (see `serve.calls.decode`)
+    read: Callable[[Any], Any] | None = None  # converts this JSON value to the parameter's type
+    from_model: bool = False  # generation_config.json may set its default (OpenAI APIs)
     row_array: RowArray | None = None
 
     @property
     def limits(self) -> str:
-        """The range in words; empty when there is none."""
+        """The range in words; empty if there is none."""
         if self.high < MAX_INT32:
             return f"in {'(' if self.above_low else '['}{self.low:.15g}, {self.high:.15g}]"
         return f"at least {self.low:.15g}" if self.low > -math.inf and self.high == MAX_INT32 else ""
 
     def check(self, name: str, value: float) -> None:
-        """Raises `InvalidRequest` naming the parameter when a number is out of range."""
-        if (
-            math.isfinite(value)
-            and self.low <= value <= self.high
-            and not (self.above_low and value == self.low)
-        ):
+        """Raise `InvalidRequest` that names the parameter if a number is out of range."""
+        if math.isfinite(value) and self.low <= value <= self.high and not (self.above_low and value == self.low):
             return
         words = f"at most {self.high}" if self.high >= MAX_INT32 and value > self.high else self.limits
-        raise InvalidRequest(
-            f"{name} must be {words or f'at least {self.low:.15g}'}, not {value}.", param=name
-        )
+        raise InvalidRequest(f"{name} must be {words or f'at least {self.low:.15g}'}, not {value}.", param=name)
 
 
 def _stops(value: str | list[str]) -> tuple[str, ...]:
@@ -97,9 +92,7 @@ def _stops(value: str | list[str]) -> tuple[str, ...]:
 def _biases(value: Mapping[str, float]) -> dict[int, float]:
     for key in value:
         if not (key.isascii() and key.isdecimal() and len(key) < 10):
-            raise InvalidRequest(
-                f"logit_bias must name tokens by their ids, not {key[:80]!r}.", param="logit_bias"
-            )
+            raise InvalidRequest(f"logit_bias must name tokens by their ids, not {key[:80]!r}.", param="logit_bias")
     return {int(key): bias for key, bias in value.items()}
 
 
@@ -108,241 +101,229 @@ def _schema_text(value: str | Mapping[str, Any]) -> str:
 
 
 def _also_called(name: str, *others: str) -> Mapping[Api, Taken]:
-    """By its own name everywhere, in the OpenAI APIs by those of vLLM and llama.cpp as well."""
+    """Accept the parameter by its own name and, in the OpenAI APIs, also by the names of vLLM and llama.cpp."""
     return {api: Taken() if api == "native" else Taken(names=(name, *others)) for api in APIS}
+
+
+def param(default: Any, help: str, **spec: Any) -> Any:
+    """Declare a parameter: `top_k: int = param(-1, "Keep ...", low=-1)`. Keywords are the fields of `ParamSpec`."""
+    made: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
+    return field(**made, metadata={"spec": ParamSpec(help, **spec)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen and when generation ends. Names are the native API's.
+    """Parameters that choose tokens and end generation. Names are those of the native API.
 
-    Raises `InvalidRequest` naming the parameter when a value is out of range.
+    Raises `InvalidRequest` that names the parameter if a value is out of range.
     """
 
-    max_new_tokens: Annotated[
-        int | None,
-        ParamSpec(
-            help="Tokens to generate at most; null: until the context ends; 0: only the prompt is computed.",
-            low=0,
-            high=MAX_INT32,
-            apis={
-                "native": Taken(),
-                "chat": Taken(names=("max_tokens", "max_completion_tokens"), default=None, low=1),
-                "completions": Taken(names=("max_tokens",), default=16),
-            },
-        ),
-    ] = 128
-    min_new_tokens: Annotated[
-        int,
-        ParamSpec(
-            help="Tokens to generate at least: until then the end of the text and stop_token_ids are forbidden.",
-            low=0,
-            high=MAX_INT32,
-            apis={
-                "native": Taken(),
-                "chat": Taken(names=("min_tokens",)),
-                "completions": Taken(names=("min_tokens",)),
-            },
-        ),
-    ] = 0
-    temperature: Annotated[
-        float,
-        ParamSpec(
-            help="Divides the logits; below 1e-6 the likeliest token is taken.",
-            low=0,
-            high=1e3,
-            apis={"native": Taken(), "chat": Taken(default=0.7), "completions": Taken(default=1.0)},
-            from_model=True,
-            row_array=RowArray("float32", 1.0),
-        ),
-    ] = 1.0
-    top_p: Annotated[
-        float,
-        ParamSpec(
-            help="Keep the likeliest tokens whose probabilities together reach this; 1: all.",
-            low=0,
-            high=1,
-            above_low=True,
-            from_model=True,
-            row_array=RowArray("float32", 1.0),
-        ),
-    ] = 1.0
-    top_k: Annotated[
-        int,
-        ParamSpec(
-            help="Keep so many of the likeliest tokens; -1: all.",
-            low=-1,
-            high=MAX_INT32,
-            from_model=True,
-            row_array=RowArray("int32", TOP_K_OFF),
-        ),
-    ] = -1
-    min_p: Annotated[
-        float,
-        ParamSpec(
-            help="Keep tokens with at least this part of the largest probability.",
-            low=0,
-            high=1,
-            from_model=True,
-            row_array=RowArray("float32", 0.0),
-        ),
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float,
-        ParamSpec(
-            help="Subtracted from a token's logit for each time that it was generated.",
-            low=-2,
-            high=2,
-            row_array=RowArray("float32", 0.0, when_greedy=True),
-        ),
-    ] = 0.0
-    presence_penalty: Annotated[
-        float,
-        ParamSpec(
-            help="Subtracted from the logit of a token that was generated.",
-            low=-2,
-            high=2,
-            row_array=RowArray("float32", 0.0, when_greedy=True),
-        ),
-    ] = 0.0
-    repetition_penalty: Annotated[
-        float,
-        ParamSpec(
-            help="Divides positive and multiplies negative logits of tokens in the prompt or the output.",
-            low=1e-3,
-            high=2,
-            from_model=True,
-            row_array=RowArray("float32", 1.0, when_greedy=True),
-        ),
-    ] = 1.0
-    stop: Annotated[
-        tuple[str, ...],
-        ParamSpec(
-            help=f"Texts that end the output, up to {MAX_STOPS} of 1 to {MAX_STOP_CHARS} characters.",
-            json=str | list[str],
-            read=_stops,
-        ),
-    ] = ()
-    stop_token_ids: Annotated[
-        frozenset[int],
-        ParamSpec(
-            help=f"Further token ids that end the output, up to {MAX_STOPS}.", json=list[int], read=frozenset
-        ),
-    ] = frozenset()
-    ignore_eos: Annotated[
-        bool,
-        ParamSpec(
-            help="Neither the end of the text nor stop_token_ids end the output; stop strings still do."
-        ),
-    ] = False
-    n: Annotated[int, ParamSpec(help="Choices to generate.", low=1, high=MAX_CHOICES)] = 1
-    seed: Annotated[
-        int | None,
-        ParamSpec(
-            help="The same seed and prompt give the same tokens.",
-            low=-(2**63),
-            high=2**64 - 1,
-            apis={**EVERYWHERE, "native": Taken(names=("seed", "sampling_seed"))},
-            json=int,
-        ),
-    ] = None
-    logit_bias: Annotated[
-        Mapping[int, float],
-        ParamSpec(
-            help=f"Added to the logits of tokens, up to {MAX_BIASES}, named by their ids.",
-            json=dict[str, float],
-            read=_biases,
-        ),
-    ] = field(default_factory=dict)
-    allowed_token_ids: Annotated[
-        frozenset[int] | None,
-        ParamSpec(
-            help="The only tokens that may be generated, named by their ids; list an end of the text if the output "
-            "may end before its last token.",
-            json=list[int],
-            read=frozenset,
-        ),
-    ] = None
-    bad_words: Annotated[
-        tuple[str, ...],
-        ParamSpec(
-            help=f"Words that are never generated, up to {MAX_BAD_WORDS}, alone and after a space; each must be a "
-            "single token of the model.",
-            json=list[str],
-            read=tuple,
-        ),
-    ] = ()
-    json_schema: Annotated[
-        str | None,
-        ParamSpec(
-            help="JSON schema, as an object or a text, that the output is an instance of; see "
-            "[structured output](structured-output.md). At most one of this and the five below.",
-            apis=_also_called("json_schema", "guided_json"),
-            json=str | dict[str, Any],
-            read=_schema_text,
-        ),
-    ] = None
-    regex: Annotated[
-        str | None,
-        ParamSpec(
-            help="Regular expression that the whole output matches.",
-            apis=_also_called("regex", "guided_regex"),
-        ),
-    ] = None
-    ebnf: Annotated[
-        str | None,
-        ParamSpec(
-            help="Grammar in EBNF (GBNF) for the output, from `root` on.",
-            apis=_also_called("ebnf", "guided_grammar", "grammar"),
-        ),
-    ] = None
-    structural_tag: Annotated[
-        str | None,
-        ParamSpec(
-            help="Free text in which triggers begin tags that hold JSON.",
-            json=str | dict[str, Any],
-            read=_schema_text,
-        ),
-    ] = None
-    choice: Annotated[
-        tuple[str, ...] | None,
-        ParamSpec(
-            help="The texts of which the output is one.",
-            apis=_also_called("choice", "guided_choice"),
-            json=list[str],
-            read=tuple,
-        ),
-    ] = None
-    lark: Annotated[
-        str | None, ParamSpec(help="Grammar in llguidance's dialect of Lark for the output, from `start` on.")
-    ] = None
-    skip_special_tokens: Annotated[bool, ParamSpec(help="Leave special tokens out of the text.")] = True
-    spaces_between_special_tokens: Annotated[
-        bool, ParamSpec(help="Put spaces between special tokens in the text.")
-    ] = True
-    no_stop_trim: Annotated[
-        bool,
-        ParamSpec(
-            help="Keep the stop string or token that ended the text in the text.",
-            apis=_also_called("no_stop_trim", "include_stop_str_in_output"),
-        ),
-    ] = False
-    stream_interval: Annotated[
-        int | None,
-        ParamSpec(
-            help="Tokens between two events of a stream; default: that of --stream-interval.",
-            low=1,
-            high=MAX_INT32,
-            apis=NATIVE,
-        ),
-    ] = None
+    max_new_tokens: int | None = param(
+        128,
+        "Tokens to generate at most; null: until the context ends; 0: only the prompt is computed.",
+        low=0,
+        high=MAX_INT32,
+        apis={
+            "native": Taken(),
+            "chat": Taken(names=("max_tokens", "max_completion_tokens"), default=None, low=1),
+            "completions": Taken(names=("max_tokens",), default=16),
+        },
+    )
+    min_new_tokens: int = param(
+        0,
+        "Tokens to generate at least: until then the end of the text and stop_token_ids are forbidden.",
+        low=0,
+        high=MAX_INT32,
+        apis={
+            "native": Taken(),
+            "chat": Taken(names=("min_tokens",)),
+            "completions": Taken(names=("min_tokens",)),
+        },
+    )
+    temperature: float = param(
+        1.0,
+        "Divides the logits; below 1e-6 the likeliest token is taken.",
+        low=0,
+        high=1e3,
+        apis={"native": Taken(), "chat": Taken(default=0.7), "completions": Taken(default=1.0)},
+        from_model=True,
+        row_array=RowArray("float32", 1.0),
+    )
+    top_n_sigma: float = param(
+        -1.0,
+        "Keep tokens whose logit is at most this many standard deviations of all logits below the largest; "
+        "-1 or 0: all.",
+        low=-1,
+        high=1e3,
+        row_array=RowArray("float32", -1.0),
+    )
+    typical_p: float = param(
+        1.0,
+        "Keep the tokens whose surprise is nearest to the entropy, until their probabilities together reach this; "
+        "1: all.",
+        low=0,
+        high=1,
+        above_low=True,
+        apis=_also_called("typical_p", "typical"),
+        row_array=RowArray("float32", 1.0),
+    )
+    top_k: int = param(
+        -1,
+        "Keep so many of the likeliest tokens; -1: all.",
+        low=-1,
+        high=MAX_INT32,
+        from_model=True,
+        row_array=RowArray("int32", TOP_K_OFF),
+    )
+    top_p: float = param(
+        1.0,
+        "Keep the likeliest tokens whose probabilities together reach this; 1: all.",
+        low=0,
+        high=1,
+        above_low=True,
+        from_model=True,
+        row_array=RowArray("float32", 1.0),
+    )
+    min_p: float = param(
+        0.0,
+        "Keep tokens with at least this part of the largest probability.",
+        low=0,
+        high=1,
+        from_model=True,
+        row_array=RowArray("float32", 0.0),
+    )
+    xtc_probability: float = param(
+        0.0,
+        "Probability that XTC drops, of the kept tokens that reach xtc_threshold, all but the least likely one; "
+        "0: never.",
+        low=0,
+        high=1,
+        row_array=RowArray("float32", 0.0),
+    )
+    xtc_threshold: float = param(
+        0.1,
+        "Least probability of the tokens that XTC drops; above 0.5 it drops none.",
+        low=0,
+        high=1,
+        row_array=RowArray("float32", 0.1),
+    )
+    frequency_penalty: float = param(
+        0.0,
+        "Subtracted from a token's logit for each time that it was generated.",
+        low=-2,
+        high=2,
+        row_array=RowArray("float32", 0.0, when_greedy=True),
+    )
+    presence_penalty: float = param(
+        0.0,
+        "Subtracted from the logit of a token that was generated.",
+        low=-2,
+        high=2,
+        row_array=RowArray("float32", 0.0, when_greedy=True),
+    )
+    repetition_penalty: float = param(
+        1.0,
+        "Divides positive and multiplies negative logits of tokens in the prompt or the output.",
+        low=1e-3,
+        high=2,
+        from_model=True,
+        row_array=RowArray("float32", 1.0, when_greedy=True),
+    )
+    stop: tuple[str, ...] = param(
+        (),
+        f"Texts that end the output, up to {MAX_STOPS} of 1 to {MAX_STOP_CHARS} characters.",
+        json=str | list[str],
+        read=_stops,
+    )
+    stop_token_ids: frozenset[int] = param(
+        frozenset(),
+        f"Further token ids that end the output, up to {MAX_STOPS}.",
+        json=list[int],
+        read=frozenset,
+    )
+    ignore_eos: bool = param(
+        False, "Neither the end of the text nor stop_token_ids end the output; stop strings still do."
+    )
+    n: int = param(1, "Choices to generate.", low=1, high=MAX_CHOICES)
+    seed: int | None = param(
+        None,
+        "The same seed and prompt give the same tokens.",
+        low=-(2**63),
+        high=2**64 - 1,
+        apis={**EVERYWHERE, "native": Taken(names=("seed", "sampling_seed"))},
+        json=int,
+    )
+    logit_bias: Mapping[int, float] = param(
+        {},
+        f"Added to the logits of tokens, up to {MAX_BIASES}, named by their ids.",
+        json=dict[str, float],
+        read=_biases,
+    )
+    allowed_token_ids: frozenset[int] | None = param(
+        None,
+        "The only tokens that may be generated, named by their ids; list an end of the text if the output "
+        "may end before its last token.",
+        json=list[int],
+        read=frozenset,
+    )
+    bad_words: tuple[str, ...] = param(
+        (),
+        f"Words that are never generated, up to {MAX_BAD_WORDS}, alone and after a space; each must be a "
+        "single token of the model.",
+        json=list[str],
+        read=tuple,
+    )
+    json_schema: str | None = param(
+        None,
+        "JSON schema, as an object or a text, that the output is an instance of; see "
+        "[structured output](structured-output.md). At most one of this and the five below.",
+        apis=_also_called("json_schema", "guided_json"),
+        json=str | dict[str, Any],
+        read=_schema_text,
+    )
+    regex: str | None = param(
+        None, "Regular expression that the whole output matches.", apis=_also_called("regex", "guided_regex")
+    )
+    ebnf: str | None = param(
+        None,
+        "Grammar in EBNF (GBNF) for the output, from `root` on.",
+        apis=_also_called("ebnf", "guided_grammar", "grammar"),
+    )
+    structural_tag: str | None = param(
+        None,
+        "Free text in which triggers begin tags that hold JSON.",
+        json=str | dict[str, Any],
+        read=_schema_text,
+    )
+    choice: tuple[str, ...] | None = param(
+        None,
+        "The texts of which the output is one.",
+        apis=_also_called("choice", "guided_choice"),
+        json=list[str],
+        read=tuple,
+    )
+    lark: str | None = param(None, "Grammar in llguidance's dialect of Lark for the output, from `start` on.")
+    skip_special_tokens: bool = param(True, "Leave special tokens out of the text.")
+    spaces_between_special_tokens: bool = param(True, "Put spaces between special tokens in the text.")
+    no_stop_trim: bool = param(
+        False,
+        "Keep the stop string or token that ended the text in the text.",
+        apis=_also_called("no_stop_trim", "include_stop_str_in_output"),
+    )
+    stream_interval: int | None = param(
+        None,
+        "Tokens between two events of a stream; default: that of --stream-interval.",
+        low=1,
+        high=MAX_INT32,
+        apis=NATIVE,
+    )
 
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-6 or self.top_k == 1
 
     def non_neutral_values(self) -> list[tuple[str, float]]:
-        """(name, value) of the row arrays in which this is not neutral."""
+        """Return (name, value) of each row array in which this request has a value with an effect."""
         greedy = self.greedy
         return [
             (name, value)
@@ -359,8 +340,7 @@ class SamplingParams:
             raise InvalidRequest("top_k must be -1 (off) or at least 1, not 0.", param="top_k")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequest(
-                f"min_new_tokens ({self.min_new_tokens}) must not exceed max_new_tokens "
-                f"({self.max_new_tokens}).",
+                f"min_new_tokens ({self.min_new_tokens}) must not exceed max_new_tokens ({self.max_new_tokens}).",
                 param="min_new_tokens",
             )
         self._check_stops()
@@ -372,9 +352,7 @@ class SamplingParams:
             raise InvalidRequest(f"At most {MAX_STOPS} stops are allowed.", param="stop")
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_CHARS:
-                raise InvalidRequest(
-                    f"A stop string must have 1 to {MAX_STOP_CHARS} characters.", param="stop"
-                )
+                raise InvalidRequest(f"A stop string must have 1 to {MAX_STOP_CHARS} characters.", param="stop")
 
     def _check_tokens(self) -> None:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -392,17 +370,18 @@ class SamplingParams:
             raise InvalidRequest(f"logit_bias may name at most {MAX_BIASES} tokens.", param="logit_bias")
         for token_id, bias in self.logit_bias.items():
             if math.isnan(bias) or not -1e6 <= bias <= 1e6:
-                raise InvalidRequest(
-                    f"logit_bias of token {token_id} is not a usable number.", param="logit_bias"
-                )
+                raise InvalidRequest(f"logit_bias of token {token_id} is not a usable number.", param="logit_bias")
 
 
-NOT_BUILT = ("stop_regex", "custom_params")  # in every API
+NOT_BUILT = (  # parameters that no API supports yet; 0 turns a parameter off
+    "stop_regex", "custom_params", "dry_multiplier", "mirostat", "mirostat_mode", "top_a", "epsilon_cutoff",
+    "eta_cutoff", "smoothing_factor", "dynatemp_range", "no_repeat_ngram_size",
+)  # fmt: skip
 GRAMMARS: tuple[Kind, ...] = ("json_schema", "regex", "ebnf", "structural_tag", "choice", "lark")
 
 
 def grammars_of(sampling: SamplingParams) -> list[Grammar]:
-    """Those that these parameters name, of which a request may have one."""
+    """Return the grammars that the parameters name; a request may have one."""
     found = []
     for kind in GRAMMARS:
         value = getattr(sampling, kind)
@@ -416,12 +395,12 @@ class Parameter(NamedTuple):
     """A declared parameter."""
 
     name: str
-    json: Any  # the annotation of its JSON value
+    json: Any  # annotation of its JSON value
     default: Any
     spec: ParamSpec
 
     def names_in(self, api: Api) -> tuple[str, ...]:
-        """What an API calls it, the preferred name first; empty where it is not taken."""
+        """Names in an API, the preferred one first; empty if the API lacks the parameter."""
         taken = self.spec.apis.get(api)
         return () if taken is None else taken.names or (self.name,)
 
@@ -432,22 +411,19 @@ class Parameter(NamedTuple):
 
 @cache
 def parameters() -> tuple[Parameter, ...]:
-    """Every declared parameter, in the order of the declaration."""
-    hints = get_type_hints(SamplingParams, include_extras=True)
+    """Return all parameters in the order of their declaration."""
+    hints = get_type_hints(SamplingParams)
     found = []
     for declared in fields(SamplingParams):
-        hint = hints[declared.name]
-        if get_origin(hint) is not Annotated:
-            raise TypeError(f"{declared.name} has no ParamSpec")
-        kind, spec = get_args(hint)
+        spec = declared.metadata["spec"]
         default = declared.default_factory() if callable(declared.default_factory) else declared.default
-        found.append(Parameter(declared.name, spec.json or kind, default, spec))
+        found.append(Parameter(declared.name, spec.json or hints[declared.name], default, spec))
     return tuple(found)
 
 
 _RANGED = tuple((p.name, p.spec) for p in parameters() if p.spec.low > -math.inf)
-# The parameters that reach the sampler as arrays. One that is neutral for every row is left out of a step.
+# Parameters that reach the sampler as arrays. A step leaves out arrays that are neutral for all rows.
 ROW_ARRAYS: Mapping[str, RowArray] = {p.name: p.spec.row_array for p in parameters() if p.spec.row_array}
 _ROW_DEFAULTS = {p.name: p.default for p in parameters() if p.spec.row_array}
-# What a model's generation_config may say.
+# Parameters that generation_config.json may set.
 FROM_MODEL = tuple(p.name for p in parameters() if p.spec.from_model)

@@ -1,4 +1,4 @@
-"""The record of one choice of one request. Mutable; once it is admitted, only the scheduler changes it."""
+"""The state of one choice of a request. After admission, only the scheduler changes it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from typing import Any
 from runtime.constraint import HostData, SequenceConstraint
 from runtime.request import Finish, Logprobs, Request
 from runtime.sampling_params import SamplingParams
+from runtime.speculative.ngram import NgramDrafter
 
 
 class Sequence:
-    """Tokens known, tokens computed, pages held.
+    """The known tokens of a choice, its counts of pending and computed tokens, and its pages.
 
-    `ids` holds the prompt and every output token known on the host. `num_pending` counts tokens that steps
-    in flight will still sample; they have a position but no value here yet. `num_computed` counts the
-    tokens whose KV is, or will be once the launched steps are done, in `pages`. So a step computes positions
-    [num_computed, len(ids) + num_pending) or a part of them: one rule for prefill, decode and recomputation.
+    `ids` has the prompt and every output token known to the host. `num_pending` counts the tokens that steps in flight
+    will sample; they have a position but no id yet. `num_computed` counts the tokens whose KV is in `pages` after the
+    launched steps. A step computes positions [num_computed, len(ids) + num_pending) or a part of them: one rule for
+    prefill, decode and recomputation. While a row with drafts is in flight, both counts are upper bounds, which are
+    exact if all drafts are accepted.
     """
 
     __slots__ = (
         "banned_ids",
         "constraint",
+        "drafter",
         "finish",
         "ids",
         "index",
@@ -30,13 +33,17 @@ class Sequence:
         "max_tokens",
         "namespace",
         "next_logprob",
+        "num_accepted",
         "num_cached",
         "num_computed",
+        "num_drafted",
         "num_pending",
         "num_prompt",
+        "num_retracted",
         "num_shared",
-        "num_unsent",
-        "num_void",
+        "num_superseded",
+        "num_undelivered",
+        "num_verified",
         "pages",
         "prompt_logprobs",
         "request",
@@ -61,34 +68,39 @@ class Sequence:
         urgency: int = 0,
     ) -> None:
         self.request = request
-        self.index = index  # which of the request's n choices
+        self.index = index  # index of the choice among the request's n choices
         self.sampling: SamplingParams = request.sampling
         self.ids: list[int] = list(ids)
         self.num_prompt = len(self.ids)
-        self.max_tokens = max_tokens  # prompt and output together, never more than the context
+        self.max_tokens = max_tokens  # maximum length of prompt and output together, at most the context length
         self.banned_ids = banned_ids  # never sampled
-        self.stop_ids = stop_ids  # ends the sequence when sampled (empty with ignore_eos)
-        self.seed = seed  # 64 bits; with the output position it fixes every random choice
+        self.stop_ids = stop_ids  # sampling one of them ends the sequence; empty with ignore_eos
+        self.seed = seed  # 64 bits; seed and output position determine every random number
         constraint = request.constraint
         self.constraint = None if constraint is None else SequenceConstraint(constraint, index)
         self.num_computed = 0
         self.num_pending = 0
-        self.num_void = 0  # results in flight, the oldest, whose tokens were forced and are known by now
-        self.num_unsent = 0  # known tokens, the last ones, that were forced and that no Delta has brought yet
-        self.num_cached = -1  # prompt tokens found in the prefix tree at first admission; -1 before it
+        self.num_drafted = 0  # proposed ids in flight, included in the pending tokens
+        self.drafter: NgramDrafter | None = None  # None: rows of this sequence have no drafts
+        self.num_verified = 0  # rows with drafts whose results are known
+        self.num_accepted = 0  # proposed ids that became output
+        self.num_superseded = 0  # number of results to ignore (the oldest in flight): their tokens were forced
+        self.num_undelivered = 0  # number of forced tokens at the end of `ids` that no Delta has yet
+        self.num_cached = -1  # cached prompt tokens at the first admission; -1 before it
+        self.num_retracted = 0  # computed tokens at the last retraction; 0 once the sequence runs again
         self.num_shared = 0  # leading tokens whose pages the prefix tree owns
         self.pages: list[int] = []
-        self.locked_node: Any = None  # of the prefix tree, where the shared pages end
+        self.locked_node: Any = None  # node of the prefix tree where the shared pages end
         self.sequence_index = -1  # row in the request tables and in device state while running
         self.finish: Finish | None = None
         self.namespace = namespace  # sequences of different namespaces never share pages
-        self.urgency = urgency  # larger ones go first, where requests have priorities
-        wanted = request.logprobs.start if request.logprobs is not None else -1
-        self.next_logprob = wanted if wanted >= 0 else self.num_prompt  # first position still to be asked for
-        self.prompt_logprobs: Logprobs | None = None  # gathered until the first output
+        self.urgency = urgency  # with priorities, a higher urgency runs first
+        start = request.logprobs.start if request.logprobs is not None else -1
+        self.next_logprob = start if start >= 0 else self.num_prompt  # next position to request logprobs for
+        self.prompt_logprobs: Logprobs | None = None  # collected until the first output
 
     def restarted(self) -> Sequence:
-        """The same work from the start, for another scheduler."""
+        """Return a copy with only the prompt, for another scheduler."""
         return Sequence(
             self.request,
             self.index,
@@ -103,24 +115,24 @@ class Sequence:
 
     @property
     def output_ids(self) -> list[int]:
-        """The output tokens that are known."""
+        """Known output tokens."""
         return self.ids[self.num_prompt :]
 
     @property
     def next_host_data(self) -> HostData:
-        """What the token behind the known ones waits for. Raises `RuntimeError` without a constraint."""
+        """Host data for the token after the known ones. Raises `RuntimeError` without a constraint."""
         if self.constraint is None:
             raise RuntimeError(f"{self!r} has no constraint.")
         return self.constraint.data_after(len(self.ids) - self.num_prompt, self.ids, self.num_prompt)
 
     @property
     def num_output(self) -> int:
-        """Output tokens so far, the pending ones included."""
+        """Number of known and pending output tokens."""
         return len(self.ids) + self.num_pending - self.num_prompt
 
     @property
     def num_tokens(self) -> int:
-        """Known and pending tokens."""
+        """Number of known and pending tokens."""
         return len(self.ids) + self.num_pending
 
     def __repr__(self) -> str:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
         PenstockError,
         RequestError,
     )
-    from serve.engine import Engine
-    from serve.sync_engine import SyncEngine
+    from serve.python.engine import Engine
+    from serve.python.sync_engine import SyncEngine
 
 __version__ = "0.1.0"
 
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'serve' has no attribute '{name}'")
     check_packages()
-    module = {"Engine": "serve.engine", "SyncEngine": "serve.sync_engine"}.get(name, "runtime.errors")
+    module = {"Engine": "serve.python.engine", "SyncEngine": "serve.python.sync_engine"}.get(name, "runtime.errors")
     return getattr(import_module(module), name)
 
 
@@ -57,15 +57,15 @@ class WrongPackageError(ImportError):
 
 
 def check_packages(names: tuple[str, ...] = ("runtime", "ops")) -> None:
-    """Raise `WrongPackageError` unless the named packages lie beside this one. Imports none of them.
+    """Raise `WrongPackageError` unless the named packages are in the same folder as this one. Imports none of them.
 
-    Other projects use these names too, so this runs before anything is imported from `runtime` or `ops`.
+    Other projects use these names too, so this check runs before any import from `runtime` or `ops`.
     """
     root = Path(__file__).resolve().parent.parent
     for name in names:
         spec = util.find_spec(name)
         if spec is None or spec.origin is None:
-            raise WrongPackageError(f"The package '{name}' of Penstock is missing; install Penstock again.")
+            raise WrongPackageError(f"Penstock's package '{name}' is missing; install Penstock again.")
         if Path(spec.origin).resolve() != root / name / "__init__.py":
             raise WrongPackageError(
                 f"The package '{name}' is not Penstock's: Python finds {spec.origin} first. Use a virtual "

@@ -9,13 +9,13 @@ from serve import WrongPackageError, check_packages
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     try:
         check_packages()
     except WrongPackageError as error:
         sys.stderr.write(f"penstock: {error}\n")
         return 2
-    from serve.cli import run  # imports what is checked above
+    from serve.cli.main import run  # imports the packages checked above
 
     return run(sys.argv[1:] if argv is None else argv)
 

@@ -1,7 +1,7 @@
-"""Tasks and event loops in the background that end, completely, when their owner says so.
+"""Background tasks and event loops that end completely when their owner stops them.
 
-`Engine` runs in a `BackgroundTask`: a task group must be left by the task that entered it, while notebook cells,
-fixtures and web frameworks enter in one task and leave in another. `SyncEngine` runs in an `event_loop_thread`.
+`Engine` runs in a `BackgroundTask`: the task that enters a task group must also leave it, but notebook cells, fixtures
+and web frameworks enter in one task and leave in another. `SyncEngine` runs in an `event_loop_thread`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class BackgroundTask:
     """Runs `main(started)` in its own task from `start` to `stop`.
 
-    `main` calls `started()` when it is up and then runs until it is cancelled.
+    `main` calls `started()` when it is ready, and then runs until it is cancelled.
     """
 
     def __init__(self, main: Callable[[Callable[[], None]], Awaitable[None]]) -> None:
@@ -37,7 +37,9 @@ class BackgroundTask:
         return self._task is not None and not self._task.done()
 
     async def start(self) -> None:
-        """Return when `main` is up, or raise what it raised before. Cancelled, it leaves nothing running."""
+        """Start `main`, and return when it is ready. Raises the exception of `main`. A cancelled `start` ends `main`
+        first.
+        """
         up = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(up), name="penstock-engine")
         try:
@@ -57,39 +59,42 @@ class BackgroundTask:
         await self._main(started)
 
     async def wait(self) -> None:
-        """Until `main` ends; raises what ended it."""
+        """Wait until `main` ends, and raise its exception, if any."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
     def abandon(self) -> None:
-        """Cancel `main` from any thread, without waiting. Does nothing where its loop is gone."""
+        """Cancel `main` from any thread, without waiting. Does nothing if its event loop is closed."""
         task = self._task
         if task is not None and not task.done():
             with suppress(RuntimeError):  # the loop is closed
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
     async def stop(self) -> None:
-        """Cancel `main` and return when it has ended. What it raised is not raised again here.
+        """Cancel `main`, and return when it has ended. Does not raise the exception of `main`.
 
-        Cancelled, however often, it still waits until `main` has ended, and raises `CancelledError` then.
+        A cancelled `stop`, even if it is cancelled repeatedly, still waits until `main` has ended, and then raises
+        `CancelledError`.
         """
         if (task := self._task) is None:
             return
         try:
             await cancel_and_wait(task)
         finally:
-            if self._task is task:  # not started again meanwhile
+            if self._task is task:  # `start` may have set a new task in the meantime
                 self._task = None
 
 
 @asynccontextmanager
-async def background_tasks(*work: Coroutine[Any, Any, Any]) -> AsyncIterator[tuple[asyncio.Task[Any], ...]]:
-    """Tasks that are cancelled when the block ends, which need not wait for any.
+async def background_tasks(
+    *coroutines: Coroutine[Any, Any, Any],
+) -> AsyncIterator[tuple[asyncio.Task[Any], ...]]:
+    """Run coroutines as tasks while the block runs. When the block ends, the tasks that still run are cancelled.
 
-    Used for every HTTP request instead of an anyio task group: a group and its scopes cost as much as reading the
-    request, and each task that they cancel leaves a reference cycle that holds the request's memory.
+    Every HTTP request uses this instead of an anyio task group: a group and its scopes cost as much as reading the
+    request, and each task that they cancel leaves a reference cycle that retains the request's memory.
     """
-    tasks = tuple(asyncio.create_task(one) for one in work)
+    tasks = tuple(asyncio.create_task(coroutine) for coroutine in coroutines)
     try:
         yield tasks
     finally:
@@ -97,13 +102,13 @@ async def background_tasks(*work: Coroutine[Any, Any, Any]) -> AsyncIterator[tup
 
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel the tasks and return when all have ended. What they raised is left to their other readers.
+    """Cancel the tasks, and return when all have ended. Does not raise their exceptions.
 
-    The wait is shielded: cancelled, however often, it still ends only when the tasks have ended, and raises
-    `CancelledError` then.
+    If the caller is cancelled, even repeatedly, this function still waits until the tasks have ended, and then raises
+    `CancelledError`.
     """
     for task in tasks:
-        if not task.cancelling():  # a second cancellation would interrupt its shutdown
+        if not task.cancelling():  # a second cancellation would interrupt the task's shutdown
             task.cancel()
     try:
         await asyncio.wait(tasks)
@@ -116,15 +121,15 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
     finally:
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # else asyncio reports it as never retrieved
+                task.exception()  # otherwise asyncio logs the exception as never retrieved
 
 
 @contextmanager
 def event_loop_thread(name: str) -> Iterator[BlockingPortal]:
-    """Run a new event loop in a new thread; yields what calls into it.
+    """Run a new event loop in a new thread, and yield a portal for calls into it.
 
-    Leaving the context ends the loop and the thread. The thread is a daemon, unlike that of anyio's own
-    portals, so that an interpreter can exit while the context is still open.
+    Leaving the context ends the loop and the thread. Unlike the thread of anyio's own portals, the thread is
+    a daemon, so the interpreter can exit while the context is still open.
     """
     opened: Future[BlockingPortal] = Future()
     thread = Thread(target=anyio.run, args=(_run_loop, opened), name=name, daemon=True)
@@ -144,9 +149,10 @@ async def _run_loop(opened: Future[BlockingPortal]) -> None:
 
 
 async def run_in_daemon(work: Callable[[], T]) -> T:
-    """What `work` returns, from a thread that is left alone when the caller is cancelled and when the process ends.
+    """Return `work()`, called in a daemon thread.
 
-    For what may wait for ever, such as a terminal's next line.
+    If the caller is cancelled, the thread is abandoned; it does not delay the end of the process. Use this for calls
+    that may block forever, for example reading the next line of a terminal.
     """
     outcome: Future[T] = Future()
 
@@ -157,7 +163,7 @@ async def run_in_daemon(work: Callable[[], T]) -> T:
             set_outcome = partial(outcome.set_exception, error)
         else:
             set_outcome = partial(outcome.set_result, result)
-        with suppress(InvalidStateError):  # nobody waits any more
+        with suppress(InvalidStateError):  # the caller was cancelled
             set_outcome()
 
     Thread(target=run, daemon=True).start()

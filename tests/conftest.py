@@ -1,4 +1,4 @@
-"""Settings for every test: one torch thread, no network, the same random numbers, no deadlines, logging left alone."""
+"""Settings for every test: one torch thread, no network, fixed random seeds, no deadlines, unchanged logging."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Set before torch is imported: two threads beside another busy process make a step twenty times slower.
+# Set before torch is imported. With two threads next to another busy process, a step would take twenty times longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -20,7 +20,7 @@ settings.load_profile("penstock")
 
 
 def _seed() -> None:
-    """The same random tensors in every run, whichever tests run: torch begins each process with a seed of its own."""
+    """Seed torch, which otherwise starts each process with a random seed."""
     import numpy as np
     import torch
 
@@ -42,7 +42,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def _logging_left_alone() -> Iterator[None]:
-    """Fails a test that leaves the log configured, as a server does in its process: later tests would see no line."""
+    """Fail a test that leaves logging configured, as a server does, because later tests would see no log lines."""
     log = logging.getLogger("penstock")
     before = log.propagate, log.level, list(log.handlers)
     yield

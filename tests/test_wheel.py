@@ -55,10 +55,8 @@ def test_it_measures_servers_and_the_engine_and_compares_with_nobody(wheel: dict
         "metrics.py",
         "offline.py",
         "options.py",
-        "property_order.py",
         "protocol.py",
         "report.py",
-        "schemas.py",
         "serving.py",
         "workload.py",
     }

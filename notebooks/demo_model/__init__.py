@@ -1,1 +1,1 @@
-"""How the demo model is made: corpus, tokenizer, training, evaluation. Never imported by the server."""
+"""How the demo model is made: corpus, tokenizer, training and evaluation. The server never imports this package."""

@@ -1,6 +1,6 @@
-"""Make the demo model: `just demo-model`, or one stage after the other with `just demo-model STAGE`.
+"""Make the demo model: `just demo-model`, or a single stage with `just demo-model STAGE`.
 
-corpus: documents and tokenizer; train: weights; export: the folder that is served; evaluate: the table.
+Stages: corpus (documents and tokenizer), train (weights), export (the folder that is served), evaluate (the table).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from demo_model.network import Shape
 from demo_model.training import Schedule, Trainer
 from serve.demo import WEIGHTS
 
-SHARES = {  # of the tokens; skill by skill
+SHARES = {  # each skill's share of the training tokens
     "arguments": 0.12,
     "arithmetic": 0.26,
     "tools": 0.16,
@@ -35,7 +35,7 @@ SHARES = {  # of the tokens; skill by skill
     "stories": 0.01,
     "refusal": 0.01,
 }
-COUNTS = {  # documents, enough for one walk or a few
+COUNTS = {  # number of documents, which suffices for one or a few passes
     "arguments": 120_000,
     "arithmetic": 110_000,
     "tools": 30_000,
@@ -50,7 +50,7 @@ COUNTS = {  # documents, enough for one walk or a few
 }
 SEED = 1
 LONGEST = 768
-TOKENIZER_SAMPLE = 5000  # documents of each skill
+TOKENIZER_SAMPLE = 5000  # documents of each skill for the tokenizer's training
 EVERY = 200  # steps between checkpoints
 
 
@@ -67,9 +67,7 @@ def make_corpus(options: argparse.Namespace) -> None:
     print(f"tokenizer: {tokenizer.get_vocab_size()} tokens")
     for name, count in COUNTS.items():
         encoded = encode(tokenizer, documents(name, SEED, max(100, int(count * options.scale))), LONGEST)
-        np.savez(
-            options.work / f"{name}.npz", tokens=encoded.tokens, learnt=encoded.learnt, starts=encoded.starts
-        )
+        np.savez(options.work / f"{name}.npz", tokens=encoded.tokens, learnt=encoded.learnt, starts=encoded.starts)
         size, learnt = len(encoded.tokens), encoded.learnt.mean()
         print(f"{name}: {len(encoded)} documents, {size / 1e6:.2f} M tokens, {learnt:.0%} learnt", flush=True)
 
@@ -83,15 +81,13 @@ def _corpus(work: Path) -> dict[str, Encoded]:
 
 
 def _shares(text: str) -> dict[str, float]:
-    """The mixture, with the shares named on the command line in place of the usual ones."""
-    named = {
-        name: float(share) for name, _, share in (part.partition("=") for part in text.split(",") if part)
-    }
+    """Return the mixture of skills. Shares on the command line replace the default shares."""
+    named = {name: float(share) for name, _, share in (part.partition("=") for part in text.split(",") if part)}
     return SHARES | named
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train from the beginning, from the last checkpoint, or further with a new clock."""
+    """Train from scratch, from the last checkpoint, or from its weights with a new schedule."""
     torch.manual_seed(options.seed)
     given = {field.name: getattr(options, field.name) for field in fields(Schedule)}
     schedule = replace(Schedule(), **{name: value for name, value in given.items() if value is not None})
@@ -128,7 +124,7 @@ def write(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Print the table of the evaluation, and wrong answers if asked."""
+    """Print the table of the evaluation, and wrong answers if requested."""
     backend = Server(options.server) if options.server else Transformers(options.folder, options.device)
     print(evaluation.HEADER, flush=True)
     for exam in evaluation.EXAMS:
@@ -142,16 +138,15 @@ def evaluate(options: argparse.Namespace) -> None:
                 )
 
 
-STAGES = {"corpus": make_corpus, "train": train, "export": write, "evaluate": evaluate}  # in their order
+# in the order in which they run
+STAGES = {"corpus": make_corpus, "train": train, "export": write, "evaluate": evaluate}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     top = argparse.ArgumentParser(prog="just demo-model", description=__doc__)
     top.add_argument("stage", nargs="?", choices=("all", *STAGES), default="all", help="all when left out")
-    top.add_argument(
-        "--work", type=Path, default=Path("build/demo-model"), help="where corpus and checkpoints live"
-    )
+    top.add_argument("--work", type=Path, default=Path("build/demo-model"), help="where corpus and checkpoints live")
     top.add_argument("--folder", type=Path, default=WEIGHTS, help="where the model is written")
     top.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     top.add_argument("--threads", type=int, default=0, help="CPU threads of training; 0: torch decides")
@@ -173,7 +168,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main() -> None:
-    """Run the stage."""
+    """Run the stage that the command line names."""
     options = parser().parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)

@@ -1,7 +1,7 @@
-"""Conversations as the model reads them: messages in, the exact text of the chat template out.
+"""Conversations as text for the model, in exactly the format of the chat template.
 
-The template itself is `chat_template.jinja`; `render` writes the same text faster and also says which parts
-the model has to produce. A test holds the two equal. A question is a conversation that waits for its last answer.
+The template itself is `chat_template.jinja`. `render` writes the same text faster, and marks the parts that the model
+has to produce. A test compares both. A question is a conversation without its last answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOOL_FORMAT = 'To call one, write <tool_call>\n{"name": the name, "arguments": {
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `thought` is None where thinking is off."""
+    """One message. `thought` is None if thinking is off."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str = ""
@@ -32,7 +32,7 @@ class Message:
     calls: tuple[dict[str, Any], ...] = ()
 
     def as_chat(self) -> dict[str, Any]:
-        """The message in the form of the chat-completions protocol."""
+        """Return the message in the format of the chat-completions API."""
         chat: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.thought is not None:
             chat["reasoning_content"] = self.thought
@@ -43,7 +43,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages and the tools that are offered with them."""
+    """Messages, and the tools that are offered with them."""
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = field(default=())
@@ -51,7 +51,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Prose:
-    """Plain text without a chat around it; `pieces` says what is learnt where that is not everything."""
+    """Plain text without a chat. `pieces` marks the parts to learn, if the model does not learn the whole text."""
 
     text: str
     pieces: tuple[tuple[str, bool], ...] = ()
@@ -61,7 +61,7 @@ Document = Conversation | Prose
 
 
 def call_text(call: dict[str, Any]) -> str:
-    """A tool call as the hermes and qwen25 parsers read it."""
+    """Return a tool call in the format that the hermes and qwen25 parsers read."""
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
@@ -86,7 +86,7 @@ def _answer(message: Message) -> Iterator[tuple[str, bool]]:
 
 
 def render(document: Document) -> Iterator[tuple[str, bool]]:
-    """Pieces of text with whether the model must learn to write them."""
+    """Return pieces of text, each with whether the model must learn to write it."""
     if isinstance(document, Prose):
         yield from document.pieces or ((document.text, True),)
         yield "<|endoftext|>", True
@@ -109,7 +109,7 @@ def render(document: Document) -> Iterator[tuple[str, bool]]:
 
 
 def ask(question: str, answer: str, thought: str | None = None, system: str = "") -> Conversation:
-    """One question and its answer."""
+    """Return a conversation with one question and its answer."""
     opening = (Message("system", system),) if system else ()
     return Conversation((*opening, Message("user", question), Message("assistant", answer, thought)))
 
@@ -125,7 +125,7 @@ class Question:
 
 
 def says(expected: str) -> Callable[[str], bool]:
-    """Right if the answer contains the expected words, whatever stands around them."""
+    """Return a check that is true if the answer contains the expected words, with any text around them."""
 
     def check(answer: str) -> bool:
         return expected.lower() in answer.lower()

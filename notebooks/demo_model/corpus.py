@@ -1,6 +1,6 @@
-"""The corpus: documents of every skill by seed, as token arrays, and the steps of training drawn from them.
+"""The corpus: documents of every skill by seed, as token arrays, and training steps that are drawn from them.
 
-A step is laid out flat, in groups of documents of one padded length.
+A step is a flat batch of groups. The documents of a group are padded to the same length.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SKILLS: dict[str, Any] = {
 
 
 def documents(skill: str, seed: int, count: int, split: Split = "train") -> Iterator[Document]:
-    """`count` documents of one skill; the same seed gives the same documents."""
+    """Return `count` documents of one skill. The same seed gives the same documents."""
     rng = Random(f"{skill}/{split}/{seed}")
     for _ in range(count):
         document = SKILLS[skill].document(rng, split)
@@ -55,7 +55,7 @@ def documents(skill: str, seed: int, count: int, split: Split = "train") -> Iter
 
 
 def _without_old_thoughts(document: Document) -> Document:
-    """Clients send earlier answers back without their thoughts."""
+    """Remove the thoughts of earlier answers, because clients do not send them back."""
     if isinstance(document, Prose):
         return document
     *earlier, last = document.messages
@@ -64,11 +64,11 @@ def _without_old_thoughts(document: Document) -> Document:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Documents as one long array of tokens with the marks of what is to be learnt."""
+    """Documents as one long array of tokens, with marks at the tokens to learn."""
 
     tokens: np.ndarray  # uint16
     learnt: np.ndarray  # bool
-    starts: np.ndarray  # int64, one more than documents
+    starts: np.ndarray  # int64 [documents + 1]
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -79,7 +79,7 @@ class Encoded:
 
 
 def encode(tokenizer: Tokenizer, source: Iterator[Document], longest: int) -> Encoded:
-    """Tokenise piece by piece, so that what is learnt begins at a token; longer documents are left out."""
+    """Tokenize each piece separately, so that parts to learn begin at a token. Longer documents are left out."""
     tokens: list[np.ndarray] = []
     learnt: list[np.ndarray] = []
     for chunk in batched(source, 1000):
@@ -95,13 +95,15 @@ def encode(tokenizer: Tokenizer, source: Iterator[Document], longest: int) -> En
 
 
 def batched(source: Iterator[Document], size: int) -> Iterator[list[Document]]:
-    """Lists of at most `size` documents."""
+    """Yield lists of at most `size` documents."""
     while chunk := list(islice(source, size)):
         yield chunk
 
 
 def _joined(pieces: Iterator[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Neighbours of one kind become one piece, as the tokenizer sees them at serving time."""
+    """Merge neighbouring pieces of the same kind, because the tokenizer also sees them as one text when the model is
+    served.
+    """
     joined: list[tuple[str, bool]] = []
     for text, wanted in pieces:
         if joined and joined[-1][1] == wanted:
@@ -116,17 +118,17 @@ GRAIN = 16  # lengths are padded to a multiple of this
 
 @dataclass(frozen=True)
 class Layout:
-    """One step as host arrays of fixed size: whatever was drawn, the shapes stay the same."""
+    """One step as host arrays of fixed size. The shapes do not depend on the documents that were drawn."""
 
     tokens: np.ndarray  # [T]
     positions: np.ndarray  # [T]
-    learnt_index: np.ndarray  # [N], where in the flat tokens the next one is learnt
-    targets: np.ndarray  # [N], -100 where nothing is learnt
-    groups: tuple[tuple[int, int], ...]  # rows, length
+    learnt_index: np.ndarray  # [N], flat positions after which the next token is learnt
+    targets: np.ndarray  # [N], -100 at positions without a token to learn
+    groups: tuple[tuple[int, int], ...]  # (rows, length)
 
 
 class Mixture:
-    """Draws documents so that each skill has its share of the tokens; every skill is walked in order."""
+    """Draws documents so that each skill has its share of the tokens. The documents of a skill are drawn in order."""
 
     def __init__(self, skills: dict[str, Encoded], shares: dict[str, float], seed: int) -> None:
         self.skills = skills
@@ -137,13 +139,13 @@ class Mixture:
         self.next_document = {name: self.rng.randrange(len(skills[name])) for name in shares}
 
     def draw(self) -> tuple[np.ndarray, np.ndarray]:
-        """The next document of a skill drawn by weight."""
+        """Return the next document of a skill that is drawn by weight."""
         name = self.rng.choices(self.names, self.weights)[0]
         self.next_document[name] = (self.next_document[name] + 1) % len(self.skills[name])
         return self.skills[name].document(self.next_document[name])
 
     def step(self, size: int, most_learnt: int) -> Layout:
-        """Documents of together at most `size` padded tokens."""
+        """Return documents with at most `size` padded tokens in total."""
         by_length: defaultdict[int, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
         room = size
         while True:

@@ -1,6 +1,6 @@
-"""The evaluation: held-out questions of every skill, greedy, as a table.
+"""The evaluation: held-out questions of every skill, answered greedily, as a table.
 
-Transformers in this process answers them, or a server over HTTP.
+The answers come from transformers in this process, or from a server over HTTP.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Backend(Protocol):
     """Answers conversations greedily."""
 
     def answers(self, asked: Sequence[Conversation], thinking: bool) -> list[str]:
-        """The text after the thought, tool calls written out, for each conversation."""
+        """Return the answer to each conversation, without the thought, and with tool calls as text."""
         ...
 
 
 def without_thought(text: str) -> str:
-    """What stands after the thought."""
+    """Return the text after the thought."""
     return text.rsplit("</think>", 1)[-1].strip()
 
 
@@ -54,7 +54,7 @@ def _tools(conversation: Conversation) -> list[dict] | None:
 
 
 class Transformers:
-    """The exported folder, run by transformers."""
+    """Runs the exported folder with transformers."""
 
     def __init__(self, folder: Path, device: str = "cpu") -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
@@ -91,7 +91,7 @@ class Transformers:
 
 
 class Server:
-    """A running server, asked through its chat-completions endpoint."""
+    """A running server, which answers through its chat-completions endpoint."""
 
     def __init__(self, address: str, parallel: int = 8) -> None:
         self.client = httpx.Client(base_url=address, timeout=120)
@@ -120,7 +120,7 @@ class Server:
         return without_thought(f"{message.get('content') or ''}{written}")
 
 
-SEED = 20_000  # of the questions; every document of training has another
+SEED = 20_000  # seed of the questions, which no training document has
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ EXAMS: tuple[Exam, ...] = (
 
 @dataclass(frozen=True)
 class Score:
-    """How one exam went."""
+    """The result of one exam."""
 
     exam: Exam
     right: int
@@ -176,7 +176,9 @@ def take(exam: Exam, backend: Backend, most: int = 0) -> Score:
 
 
 def last_answers(backend: Backend, asked: list[Conversation], thinking: bool) -> list[str]:
-    """The answers to the last turns; a turn that follows another of the user waits for the answer to it."""
+    """Return the answers to the last user messages. A message that follows another user message waits for the answer
+    to it.
+    """
     pauses = [_pause(conversation.messages) for conversation in asked]
     places = [place for place, pause in enumerate(pauses) if pause]
     if not places:
@@ -192,7 +194,7 @@ def last_answers(backend: Backend, asked: list[Conversation], thinking: bool) ->
 
 
 def _pause(messages: tuple[Message, ...]) -> int:
-    """Where the first answer is missing between two turns of the user; 0 where none is."""
+    """Return the position between two user messages where the first answer is missing; 0 if no answer is missing."""
     for place, (first, second) in enumerate(pairwise(messages), start=1):
         if first.role == second.role == "user":
             return place
@@ -200,7 +202,7 @@ def _pause(messages: tuple[Message, ...]) -> int:
 
 
 def line(score: Score) -> str:
-    """One row of the table, in Markdown."""
+    """Return one row of the table, in Markdown."""
     goal = f"{score.exam.goal:.0%}" if score.exam.goal else ""
     return f"| {score.exam.name} | {score.asked} | {score.share:.1%} | {goal} |"
 

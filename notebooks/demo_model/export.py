@@ -1,4 +1,4 @@
-"""A checkpoint of training as the folder that transformers and Penstock load."""
+"""Write a training checkpoint as a folder that transformers and Penstock load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONTEXT = 2048
 
 
 def config(shape: Shape, tokenizer: Tokenizer) -> dict[str, object]:
-    """The config.json of a Qwen3 model of this shape."""
+    """Return the config.json of a Qwen3 model of this shape."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -53,7 +53,7 @@ def write(checkpoint: Path, tokenizer: Tokenizer, folder: Path) -> None:
     state = torch.load(checkpoint, map_location="cpu", weights_only=True)["network"]
     tensors = {f"model.{name}": weight.to(torch.bfloat16).contiguous() for name, weight in state.items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "model.safetensors").chmod(0o644)  # safetensors lets only the owner read
+    (folder / "model.safetensors").chmod(0o644)  # safetensors makes the file readable only for its owner
     ends = [tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>")]
     generation = {
         "eos_token_id": ends,

@@ -1,7 +1,7 @@
-"""The Qwen3 decoder in plain torch, as small as training needs it.
+"""A Qwen3 decoder in plain torch, with only what training needs.
 
-Parameter names are those of the published layout, so that exporting is a dictionary copy. Documents of one
-step are laid out flat; attention alone knows where each begins, so no token is spent on keeping them apart.
+Parameter names are those of published checkpoints, so that exporting copies a dictionary. The documents of a step are a
+flat batch. Only attention knows where each document begins, so no separator tokens are needed.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(size, shape.eps)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of flat tokens, each [T, heads, D]."""
+        """Return queries, keys and values of flat tokens, each [T, heads, D]."""
         size = self.shape.head_dim
         q = self.q_norm(self.q_proj(x).view(-1, self.shape.heads, size))
         k = self.k_norm(self.k_proj(x).view(-1, self.shape.kv_heads, size))
@@ -109,7 +109,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer, split where documents matter (attention) and where they do not."""
+    """One decoder layer, divided into parts that depend on document boundaries (attention) and parts that do not."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Embedding, blocks, final norm; the output matrix is the embedding."""
+    """Embedding, blocks and final norm. The output matrix is the embedding."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -143,14 +143,14 @@ class Network(nn.Module):
                 nn.init.zeros_(weight)
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of every position's rotation, [T, 1, D / 2]."""
+        """Return the cosine and sine of every position's rotation, [T, 1, D / 2]."""
         half = self.shape.head_dim // 2
         steps = torch.arange(half, device=positions.device, dtype=torch.float32) / half
         turns = positions.float()[:, None, None] * self.shape.rope_theta**-steps
         return turns.cos().bfloat16(), turns.sin().bfloat16()
 
     def forward(self, tokens: Tensor, positions: Tensor, groups: list[Group]) -> Tensor:
-        """Final hidden states [T, E] of flat tokens [T]."""
+        """Return the final hidden states [T, E] of flat tokens [T]."""
         cos, sin = self.angles(positions)
         x = self.embed_tokens(tokens).bfloat16()
         for block in self.layers:
@@ -158,5 +158,5 @@ class Network(nn.Module):
         return self.norm(x)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of the given rows only: [N, E] against [N]."""
+        """Return the mean cross-entropy of the given rows only: [N, E] against [N]."""
         return F.cross_entropy(F.linear(hidden, self.embed_tokens.weight).float(), targets)

@@ -1,7 +1,7 @@
-"""Ways of asking, split by construction: what evaluation asks is never in the training text; and our word lists.
+"""Phrasings of questions, and word lists. Phrasings of the evaluation never occur in training texts.
 
-Every skill writes its question patterns in two lists. `train` patterns are decorated (greetings, missing
-punctuation, lower case); `held` patterns are used as they stand and only by evaluation.
+Every skill has two lists of question patterns. `train` patterns are varied (greetings, missing punctuation, lower
+case). `held` patterns are used only by the evaluation, without variation.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ SYSTEMS = (
 
 @dataclass(frozen=True)
 class Patterns:
-    """Question patterns of one meaning, with named places in braces."""
+    """Question patterns with one meaning, with named placeholders in braces."""
 
     train: tuple[str, ...]
     held: tuple[str, ...]
 
     def pick(self, rng: Random, split: Split, **places: object) -> str:
-        """One question; only training questions are decorated."""
+        """Return one question. Only training questions are varied."""
         if split == "held":
             return rng.choice(self.held).format(**places)
         return decorate(rng, rng.choice(self.train).format(**places))
 
 
 def decorate(rng: Random, question: str) -> str:
-    """Vary the edges of a question as people do."""
+    """Vary the beginning and the end of a question as people do."""
     chance = rng.random()
     if chance < 0.18:
         question = rng.choice(OPENINGS) + question
@@ -84,7 +84,7 @@ def decorate(rng: Random, question: str) -> str:
 
 
 def maybe_system(rng: Random) -> str:
-    """A system prompt, now and then."""
+    """Return a system prompt, in a part of the cases."""
     return rng.choice(SYSTEMS) if rng.random() < 0.15 else ""
 
 
@@ -120,15 +120,9 @@ CITIES = _words(
     "Tallinn "
     "Krakow Ghent Leeds Bristol Cork Basel Graz"
 )
-COLOURS = _words(
-    "red blue green yellow orange purple pink brown black white grey silver gold turquoise violet"
-)
-ANIMALS = _words(
-    "cat dog horse rabbit parrot turtle hamster fish goat sheep fox bear owl duck mouse hedgehog frog"
-)
-FOODS = _words(
-    "pizza soup bread rice pasta salad cheese noodles pancakes apples curry fish dumplings beans potatoes"
-)
+COLOURS = _words("red blue green yellow orange purple pink brown black white grey silver gold turquoise violet")
+ANIMALS = _words("cat dog horse rabbit parrot turtle hamster fish goat sheep fox bear owl duck mouse hedgehog frog")
+FOODS = _words("pizza soup bread rice pasta salad cheese noodles pancakes apples curry fish dumplings beans potatoes")
 ITEMS = _words(
     "apples pears books pens chairs lamps cups plates shirts shoes bottles candles boxes tables bags clocks "
     "pencils towels mirrors hats keys stamps batteries cables"
@@ -138,36 +132,34 @@ MONTHS = (
     "January", "February", "March", "April", "May", "June",
     "July", "August", "September", "October", "November", "December",
 )  # fmt: skip
-JOBS = _words(
-    "teacher baker nurse pilot farmer painter doctor driver cook writer singer lawyer gardener plumber"
-)
+JOBS = _words("teacher baker nurse pilot farmer painter doctor driver cook writer singer lawyer gardener plumber")
 _STARTS = _words("b d f g h j k l m n p r s t v w z br dr gr kr st tr sh ch")
 _VOWELS = _words("a e i o u")
 _ENDS = ("", "n", "r", "l", "s", "m", "k", "t", "")
 
 
 def invented(rng: Random, syllables: int = 2) -> str:
-    """A word nobody has seen, so that it can only be copied."""
+    """Return an invented word, which the model can only copy."""
     word = "".join(rng.choice(_STARTS) + rng.choice(_VOWELS) for _ in range(syllables)) + rng.choice(_ENDS)
     return word.capitalize()
 
 
 def first_name(rng: Random) -> str:
-    """A first name, sometimes an invented one."""
+    """Return a first name, sometimes an invented one."""
     return invented(rng) if rng.random() < 0.3 else rng.choice(FIRST_NAMES)
 
 
 def last_name(rng: Random) -> str:
-    """A family name, sometimes an invented one."""
+    """Return a family name, sometimes an invented one."""
     return invented(rng) if rng.random() < 0.3 else rng.choice(LAST_NAMES)
 
 
 def city(rng: Random) -> str:
-    """A city, sometimes an invented one."""
+    """Return a city, sometimes an invented one."""
     return invented(rng) if rng.random() < 0.25 else rng.choice(CITIES)
 
 
 def number(rng: Random, digits: int = 3) -> int:
-    """A whole number whose length is uniform between one digit and `digits`."""
+    """Return an integer whose number of digits is uniform between 1 and `digits`."""
     length = rng.randint(1, digits)
     return rng.randint(0 if length == 1 else 10 ** (length - 1), 10**length - 1)

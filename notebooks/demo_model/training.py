@@ -1,9 +1,10 @@
-"""The training loop: plain torch, the same on a CPU and on a GPU, resumable at any moment.
+"""The training loop in plain torch, for CPU and GPU, resumable at any step.
 
-Muon for the matrices, AdamW for the rest.
+Matrices are trained with Muon, other parameters with AdamW.
 
-Muon: K. Jordan et al., 2024, "Muon: an optimizer for hidden layers in neural networks": momentum, then the
-nearest orthogonal matrix by a quintic Newton-Schulz iteration. Matrices of one shape are treated together.
+Muon: K. Jordan et al., 2024, "Muon: an optimizer for hidden layers in neural networks". It replaces the momentum of a
+matrix by the nearest orthogonal matrix, which a quintic Newton-Schulz iteration computes. Matrices of the same shape
+are processed together.
 """
 
 from __future__ import annotations
@@ -37,11 +38,9 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum orthogonalised per matrix; the step is scaled to the size of an AdamW step."""
+    """Muon: momentum, orthogonalised per matrix. The step is scaled to the size of an AdamW step."""
 
-    def __init__(
-        self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float
-    ) -> None:
+    def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -52,14 +51,14 @@ class Muon(torch.optim.Optimizer):
                 if weight.grad is not None:
                     by_shape[weight.shape].append((weight, self._looked_ahead(weight, weight.grad, group)))
             for shape, pairs in by_shape.items():
-                scale = 0.2 * max(shape) ** 0.5  # root mean square of the step equals that of AdamW
+                scale = 0.2 * max(shape) ** 0.5  # makes the root mean square of the step equal to that of AdamW
                 steps = orthogonalise(torch.stack([update for _, update in pairs]))
                 for (weight, _), update in zip(pairs, steps, strict=True):
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                     weight.add_(update.to(weight.dtype), alpha=-group["lr"] * scale)
 
     def _looked_ahead(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, float]) -> Tensor:
-        """Nesterov's momentum: the gradient moved towards its running mean."""
+        """Return the Nesterov momentum: the gradient moved towards its running mean."""
         velocity = self.state[weight].setdefault("velocity", torch.zeros_like(weight))
         velocity.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(velocity, group["momentum"])
@@ -67,7 +66,7 @@ class Muon(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast. Training ends at `steps`, or when `minutes` are over (0: no limit)."""
+    """Length and learning rate of a run. Training ends at `steps`, or after `minutes` (0: no limit)."""
 
     steps: int = 5000
     minutes: float = 0.0
@@ -76,18 +75,18 @@ class Schedule:
     matrix_lr: float = 3e-3
     other_lr: float = 3e-3
     weight_decay: float = 0.05
-    warm_up: float = 0.02  # share of the run
-    decay: float = 0.45  # share of the run, at its end, in which the rate falls to zero
+    warm_up: float = 0.02  # share of the run with a rising rate
+    decay: float = 0.45  # share of the run, at its end, in which the rate falls to 0
 
     def rate(self, progress: float) -> float:
-        """The factor of the learning rates at a progress between 0 and 1: up, flat, down to zero."""
+        """Return the factor of the learning rates at a progress between 0 and 1: rising, constant, falling to 0."""
         if progress < self.warm_up:
             return (progress + 1e-3) / (self.warm_up + 1e-3)
         return min(1.0, max(0.0, (1 - progress) / self.decay))
 
 
 class Trainer:
-    """Network, optimisers and the clock of one run."""
+    """The network, the optimisers and the progress of one run."""
 
     def __init__(self, shape: Shape, schedule: Schedule, device: str, compiled: bool) -> None:
         self.shape, self.schedule, self.device = shape, schedule, device
@@ -107,12 +106,12 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """Share of the run that is over, by steps or by the clock, whichever is further."""
+        """Share of the run that is complete, by steps or by time, whichever is larger."""
         by_clock = self.seconds / (self.schedule.minutes * 60) if self.schedule.minutes else 0.0
         return max(self.step / self.schedule.steps, by_clock)
 
     def run(self, mixture: Mixture) -> Iterator[float]:
-        """Train to the end, yielding the loss of every step."""
+        """Train to the end, and yield the loss of every step."""
         while self.progress < 1:
             began = time.monotonic()
             layout = mixture.step(self.schedule.tokens_per_step, self.schedule.learnt_per_step)
@@ -135,7 +134,7 @@ class Trainer:
         return loss.item()
 
     def loss(self, layout: Layout) -> Tensor:
-        """Mean loss of what is learnt in one step."""
+        """Return the mean loss over the tokens to learn in one step."""
         tokens, positions, learnt_index, targets = (
             torch.from_numpy(array).to(self.device)
             for array in (layout.tokens, layout.positions, layout.learnt_index, layout.targets)
@@ -146,7 +145,7 @@ class Trainer:
             return self.network.loss(hidden[learnt_index], targets)
 
     def save(self, path: Path) -> None:
-        """Write everything that resuming needs; the file is replaced in one move."""
+        """Write everything that is needed to resume. The file is replaced atomically."""
         state = {
             "shape": asdict(self.shape),
             "schedule": asdict(self.schedule),
@@ -160,7 +159,7 @@ class Trainer:
         path.with_suffix(".new").replace(path)
 
     def restore(self, path: Path, fresh_clock: bool = False) -> None:
-        """Continue from a file, or only from its weights and momenta with a new clock."""
+        """Continue from a file, or only from its weights and momenta with a new schedule."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.network.load_state_dict(state["network"])
         self.muon.load_state_dict(state["muon"])
@@ -170,5 +169,5 @@ class Trainer:
 
 
 def shape_of(path: Path) -> Shape:
-    """The sizes of a saved network."""
+    """Return the shape of a saved network."""
     return replace(Shape(), **torch.load(path, map_location="cpu", weights_only=True)["shape"])

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE trained on our own corpus, every digit a token."""
+"""The tokenizer: byte-level BPE that is trained on the corpus. Every digit is a token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIECES = r"\n+| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|[^\S\n]+(?!\S)|[^\S\n]+"
 
 
 def train(texts: Iterable[str], size: int) -> Tokenizer:
-    """Learn `size` tokens, the special ones and all bytes included."""
+    """Learn `size` tokens, including special tokens and all bytes."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(  # type: ignore[assignment]
         [
@@ -30,7 +30,7 @@ def train(texts: Iterable[str], size: int) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens(list(MARKS))  # read and written as text: parsers need to see them
+    tokenizer.add_tokens(list(MARKS))  # not special tokens, because parsers must see them as text
     return tokenizer
 
 

@@ -1,12 +1,16 @@
-"""Activations, alone or as gates.
+"""Activations and gated activations.
 
-A backend file holds `gate(x [..., 2F], activation) -> [..., F]`: activation(first half) * second half, where
-the activation is one of `ACTIVATIONS`; `activate(x [..., F], activation) -> [..., F]`, the same of x alone,
-whose memory it may take: nobody may read x afterwards; and `modulate(x [T, F], gate [T, F], activation) -> [T, F]`:
-x * activation(gate), in float32 and rounded once, where the activation is "silu" or "sigmoid".
+A backend file defines
 
-"relu2" is the square of relu. "clamped_swiglu" is that of gpt-oss: gates are held below 7 and pass through
-g * sigmoid(1.702 g), what they gate is held between -7 and 7, and 1 is added to it; it is a gate only.
+    gate(x [..., 2F], activation) -> [..., F]                    activation(first half) * second half
+    activate(x [..., F], activation) -> [..., F]                 activation(x)
+    modulate(x [T, F], gate [T, F], activation) -> [T, F]        x * activation(gate)
+
+`activation` is one of `ACTIVATIONS`; for `modulate`, "silu" or "sigmoid". `activate` may overwrite x, so its caller
+must not read x afterwards. `modulate` computes in float32 and rounds once.
+
+"relu2" is the square of relu. "clamped_swiglu" is the activation of gpt-oss, for `gate` only: with gates g clamped to
+at most 7 and values v clamped to -7 .. 7, it is g * sigmoid(1.702 g) * (v + 1).
 """
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")

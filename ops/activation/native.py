@@ -25,7 +25,7 @@ _FUNCTIONS = {
 
 
 def gate(x: Tensor, activation: str) -> Tensor:
-    """activation(first half) * second half (see `ops.activation`)."""
+    """Return activation(first half) * second half (see `ops.activation`)."""
     gates, values = x.chunk(2, dim=-1)
     if activation == "clamped_swiglu":
         gates = gates.clamp(max=SWIGLU_LIMIT)
@@ -35,11 +35,11 @@ def gate(x: Tensor, activation: str) -> Tensor:
 
 
 def modulate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
-    """x * activation(gate) (see `ops.activation`)."""
+    """Return x * activation(gate) (see `ops.activation`)."""
     function = torch.sigmoid if activation == "sigmoid" else _FUNCTIONS[activation]
     return (x.float() * function(gate.float())).to(x.dtype)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:
-    """activation(x) (see `ops.activation`)."""
+    """Return activation(x) (see `ops.activation`)."""
     return _FUNCTIONS[activation](x)

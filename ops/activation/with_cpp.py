@@ -8,28 +8,36 @@ from typing import Any
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import address, in_line
+from ops.cpp.library import address, contiguous_tokens
 from ops.cpp.structures import Gate
 
-NAMES = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu", "sigmoid")  # as in `small.h`
+NAMES = (
+    "silu",
+    "gelu",
+    "gelu_tanh",
+    "relu",
+    "relu2",
+    "clamped_swiglu",
+    "sigmoid",
+)  # in the order of `Activation` in `small.h`
 KINDS = {name: kind for kind, name in enumerate(NAMES)}
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """All of `ops.activation`."""
+    """Return all operations of `ops.activation`."""
 
     def gate(x: Tensor, activation: str) -> Tensor:
-        """Activate the first half and multiply it with the second."""
+        """Return activation(first half) * second half."""
         gates, gated = x.contiguous().view(-1, x.shape[-1]).chunk(2, dim=-1)
         return launch(gates, gated, activation).view(*x.shape[:-1], gates.shape[1])
 
     def activate(x: Tensor, activation: str) -> Tensor:
-        """Activate all of x."""
+        """Return activation(x)."""
         return launch(x.contiguous().view(-1, x.shape[-1]), None, activation).view(x.shape)
 
     def modulate(x: Tensor, gate: Tensor, activation: str) -> Tensor:
-        """Multiply x with what is activated."""
-        x, gate = in_line(x), in_line(gate)
+        """Return x * activation(gate)."""
+        x, gate = contiguous_tokens(x), contiguous_tokens(gate)
         return launch(gate, x, activation)
 
     def launch(x: Tensor, gated: Tensor | None, activation: str) -> Tensor:

@@ -1,6 +1,6 @@
-"""Gated activations in Triton: both halves are read once, the product is rounded once."""
+"""Gated activations in Triton. They read both halves once and round the product once."""
 
-# The types of a launch are not those of its kernel.
+# Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ops.activation.native import activate, modulate
 
-__all__ = ["activate", "gate", "modulate"]  # but for the gate they are torch's
+__all__ = ["activate", "gate", "modulate"]  # torch computes all but `gate`
 
 BLOCK = 1024
 
 
 def gate(x: Tensor, activation: str) -> Tensor:
-    """activation(first half) * second half (see `ops.activation`)."""
+    """Return activation(first half) * second half (see `ops.activation`)."""
     x = x.contiguous()
     width = x.shape[-1] // 2
     out = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)

@@ -1,19 +1,18 @@
 """Attention over a paged cache.
 
-A backend file holds `attend(q, k_pool, v_pool, metadata, options) -> out`:
+A backend file defines `make_attend(**settings)`, which returns an `attend` for one engine, with the backend's settings:
+`attend(q, k_pool, v_pool, metadata, options) -> out`
 
-    q        [T, H, D]           queries of all rows, one row after the other
-    k_pool   [P, K, page, D]     keys, contiguous; the query's dtype, or float8 (e4m3fn or e5m2)
+    q        [T, H, D]           queries of all rows, row by row
+    k_pool   [P, K, page, D]     keys, contiguous, in q's dtype or float8 (e4m3fn or e5m2)
     v_pool   [P, K, page, D]
-    metadata AttentionMetadata   where the rows of the step stand
-    options  AttentionOptions    what a layer asks for
+    metadata AttentionMetadata   the rows of the step
+    options  AttentionOptions    options of the layer
     out      [T, H, D]           a new tensor of q's dtype
 
-Token i of row b has the position p = starts[b] + i and attends to the positions 0 .. p, or to those that the layer's
-window leaves. Query head h reads kv head h // (H / K). All KV of the step is stored before the call.
-Nothing outside a row's own positions has any influence on it, not even a value that is no number.
-
-`make_attend(**settings)` gives an engine an `attend` of its own, with the settings that the backend has.
+Token i of row b has the position p = starts[b] + i and attends to the positions 0 .. p, within the layer's window.
+Query head h reads kv head h // (H / K). All KV of the step is stored before the call. Memory outside a row's
+positions does not influence the row, even if it contains NaN.
 """
 
 from __future__ import annotations
@@ -30,25 +29,27 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class AttentionMetadata:
-    """Where each row of one step stands in the cache: made once per step, read by every layer.
+    """Rows of one step and their pages in the cache; built once per step, read by every layer.
 
-    `plan_cache` is for backends: what one derives from the other fields in the first layer (a gather index, a mask)
-    it keeps there for the others. Its keys begin with the backend's module name.
+    `plan_cache` is for backends: values that the first layer derives from the other fields (a gather index, a mask)
+    are kept there for later layers. Keys begin with the backend's module name.
 
-    `replans` is None but in a step of single tokens that is captured as a CUDA graph, whose tensors keep their
-    addresses. There `starts_host` says nothing of the steps that will replay it: a backend that has to know their rows
-    on the host leaves, under a key of its own, what brings them to where the captured kernels look. It is called with
-    each step's metadata before the replay, and kept while the graph is; the same dict is given to the run that warms
-    up and to the one that is captured.
+    `replans` is None, except in a step of single tokens that is captured as a CUDA graph. The tensors of such a step
+    keep their addresses, and its `starts_host` does not describe the steps that will replay the graph. A backend that
+    needs the rows of these steps on the host registers a function in `replans`, under its own key. Before each replay
+    the function is called with the metadata of the new step, and updates the buffers of the captured kernels. The
+    warm-up run and the captured run share this dict, which lives as long as the graph.
     """
 
-    page_table: Tensor  # int32 [B, W], a row's pages in order; entries beyond its length are any valid page
-    starts: Tensor  # int32 [B], the first position computed of each row
-    counts: Tensor  # int32 [B], how many positions are computed
+    page_table: Tensor  # int32 [B, W], a row's pages in order; entries after its last page may be any valid pages
+    starts: Tensor  # int32 [B], first computed position of each row
+    counts: Tensor  # int32 [B], number of computed positions
     query_starts: Tensor  # int32 [B + 1], prefix sums of counts
-    slot_mapping: Tensor  # int64 [T], page * page_size + offset: where each token's KV goes
+    slot_mapping: Tensor  # int64 [T], page * page_size + offset: slot of each token's KV
     page_size: int
-    starts_host: Sequence[int]  # the same as above, so that no backend has to wait for the device
+    # Copies on the host, so that backends need not wait for the device. For rows of one token, starts may be upper
+    # bounds, unless the backend declares `exact_starts` (`ops.backends`).
+    starts_host: Sequence[int]
     counts_host: Sequence[int]
     plan_cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     replans: dict[Hashable, Callable[[AttentionMetadata], None]] | None = None
@@ -62,9 +63,9 @@ class AttentionMetadata:
         page_size: int,
         device: torch.device | str = "cpu",
     ) -> AttentionMetadata:
-        """The metadata of rows that compute positions starts[b] .. starts[b] + counts[b] - 1.
+        """Return the metadata of rows that compute positions starts[b] .. starts[b] + counts[b] - 1.
 
-        Computes the slot mapping and prefix sums on the host and copies all of it to the device (blocking).
+        Computes slot mapping and prefix sums on the host. Copies to the device are blocking.
         """
         starts, counts = [int(n) for n in starts], [int(n) for n in counts]
         rows = np.repeat(np.arange(len(counts)), counts)
@@ -85,22 +86,24 @@ class AttentionMetadata:
 
 
 class AttentionOptions(NamedTuple):
-    """How the tokens of one layer attend.
+    """Options of one layer's attention.
 
-    A token attends to the last `window` positions (its own included), or where `chunked` to those of its own chunk:
-    positions are divided into chunks of `window`. Scores are q.k * scale, then soft_cap * tanh(score / soft_cap) where
-    a soft cap is given. With slopes a score loses slope times its key's distance (ALiBi, arXiv 2108.12409); they come
-    without a soft cap. A sink takes part in the softmax of its head, neither scaled nor capped (attention sinks,
-    arXiv 2309.17453, as learned numbers). Keys and values are what the pools hold times k_scale and v_scale. With
-    `below` the results of rows of that many tokens or more are not wanted; a backend may compute them nevertheless.
+    - window: a token attends to the last `window` positions, including its own. If `chunked`, positions are divided
+      into chunks of `window`, and a token attends within its chunk.
+    - soft_cap: each score, which is q.k * scale, is replaced by soft_cap * tanh(score / soft_cap).
+    - slopes: a score decreases by slope * distance to its key (ALiBi, arXiv 2108.12409). Not combined with soft_cap.
+    - sinks: the softmax of each head has exp(sink) as a further term in its denominator. A sink is neither scaled nor
+      capped (attention sinks, arXiv 2309.17453).
+    - k_scale, v_scale: keys and values are the elements of the pools times these scales.
+    - below: results are needed only for rows with fewer tokens than this; a backend may compute all rows.
     """
 
     scale: float
     window: int | None = None
     chunked: bool = False
     soft_cap: float | None = None
-    sinks: Tensor | None = None  # float32 [H], a score without a value for each head
-    slopes: Tensor | None = None  # float32 [H], what a head's scores lose for each position of distance
+    sinks: Tensor | None = None  # float32 [H]
+    slopes: Tensor | None = None  # float32 [H]
     k_scale: float = 1.0
     v_scale: float = 1.0
     below: int | None = None
@@ -110,6 +113,6 @@ Attend = Callable[[Tensor, Tensor, Tensor, AttentionMetadata, AttentionOptions],
 
 
 def token_positions(starts: Sequence[int], counts: Sequence[int]) -> NDArray[np.int64]:
-    """The position of every token of a batch, [T]."""
+    """Return the position of each token of a batch, [T]."""
     ranges = [np.arange(start, start + count) for start, count in zip(starts, counts)]
     return np.concatenate(ranges) if ranges else np.zeros(0, np.int64)

@@ -1,4 +1,4 @@
-"""Attention by two backends: one for decode rows (single tokens), another for prefill (longer rows)."""
+"""Attention with two backends: one for decode rows (single tokens), one for prefill rows (longer)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ops.sampling.native import to_device
 
 
 class Part(NamedTuple):
-    """Some rows of a step, as a step of their own."""
+    """Some rows of a step, with metadata that describes only these rows."""
 
     tokens: Tensor  # int64 [n], index into the flat batch
     metadata: AttentionMetadata
 
 
 def hybrid(decode: Attend, prefill: Attend) -> Attend:
-    """An `attend` (see `ops.attention`) that gives rows of one token to `decode` and all others to `prefill`."""
+    """Return an `attend` (see `ops.attention`) with `decode` for rows of one token and `prefill` for longer rows."""
 
     def attend(
         q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, options: AttentionOptions
@@ -39,15 +39,15 @@ def hybrid(decode: Attend, prefill: Attend) -> Attend:
             )
         out = torch.empty_like(q)
         for backend, part in zip((decode, prefill), metadata.plan_cache[__name__], strict=True):
-            found = backend(q.index_select(0, part.tokens), k_pool, v_pool, part.metadata, options)
-            out.index_copy_(0, part.tokens, found)
+            attended = backend(q.index_select(0, part.tokens), k_pool, v_pool, part.metadata, options)
+            out.index_copy_(0, part.tokens, attended)
         return out
 
     return attend
 
 
 def part_of(metadata: AttentionMetadata, rows: Sequence[int]) -> Part:
-    """These rows of a step, in order."""
+    """Return the part of a step that consists of `rows`, in this order."""
     first_tokens = [0, *accumulate(metadata.counts_host)]
     counts = [metadata.counts_host[row] for row in rows]
     tokens = [first_tokens[row] + i for row, count in zip(rows, counts) for i in range(count)]

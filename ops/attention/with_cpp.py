@@ -1,6 +1,6 @@
-"""Attention in C++: pages are read in place, all rows in one call.
+"""Attention in C++. It reads pages in place and computes all rows in one call.
 
-A token's result does not depend on the other rows, on how its prompt is divided or on the number of threads.
+A token's result does not depend on other rows, on the chunks of its prompt or on the number of threads.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from torch import Tensor
 from ops.attention import Attend, AttentionMetadata, AttentionOptions, native
 from ops.cpp import structures
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import TYPES, address, cache_type, in_line
+from ops.cpp.library import TYPES, address, cache_type, contiguous_tokens
 
-NUM_PARTS = 2**22  # floats through which tasks give each other parts of a long row or of what rows share
+NUM_PARTS = 2**22  # size of the scratch memory for partial results, in floats
 HEAD_DIM_MULTIPLE = 16
 
 
 def make_attend(launcher: KernelLauncher) -> Attend:
-    """An `attend` (see `ops.attention`). What `computes` says no to goes to `native`."""
+    """Return an `attend` (see `ops.attention`). `native` computes unsupported tensors."""
     parts = torch.empty(NUM_PARTS)
 
     def attend(
@@ -28,10 +28,10 @@ def make_attend(launcher: KernelLauncher) -> Attend:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attention of every row over its pages."""
+        """Attend with every row over its pages."""
         if not computes(q.dtype, q.shape[2], k_pool):
             return native.attend(q, k_pool, v_pool, metadata, options)
-        q = in_line(q)
+        q = contiguous_tokens(q)
         out = launcher.empty(q.shape, q.dtype)
         operands = structures.Attend(
             q=address(q),
@@ -61,13 +61,13 @@ def make_attend(launcher: KernelLauncher) -> Attend:
 
 
 def computes(dtype: torch.dtype, head_dim: int, k_pool: Tensor) -> bool:
-    """Whether the C++ kernel takes queries of this dtype and head dimension, and pools like this one."""
+    """Return whether the C++ kernel supports queries of this dtype and head dimension, and the pool's dtype."""
     known = dtype in TYPES and cache_type(k_pool, dtype) is not None
     return known and head_dim % HEAD_DIM_MULTIPLE == 0
 
 
 def step_in(metadata: AttentionMetadata) -> structures.Step:
-    """What kernels of a step's rows read, made once for all layers. It holds addresses in the metadata."""
+    """Return the metadata as a `Step`, with the addresses of its tensors. It is built once per step for all layers."""
     key = (__name__, "step")
     if key not in metadata.plan_cache:
         metadata.plan_cache[key] = structures.Step(

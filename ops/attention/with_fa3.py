@@ -1,4 +1,4 @@
-"""Paged attention by FlashAttention 3, as FlashInfer contains it."""
+"""Paged attention with FlashAttention 3, which FlashInfer contains."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from ops.attention.with_flashinfer import FA3, FlashInfer
 
 
 def make_attend() -> Attend:
-    """An `attend` for one engine."""
+    """Return an `attend` for one engine."""
     return FlashInfer(FA3).attend

@@ -1,11 +1,11 @@
-"""Paged attention by FlashInfer (arXiv 2501.01005): a plan for each step and kind of layer, then one launch.
+"""Paged attention with FlashInfer (arXiv 2501.01005): a plan per step and kind of layer, then one launch per layer.
 
-Written against flashinfer-python 0.6.13. Its wrappers keep what they planned, so they belong to one engine:
-`FlashInfer` owns them. A row's pages are read in our own layout, which FlashInfer calls HND. Which of its kernels run
-is its own choice, or FlashAttention 3 (arXiv 2407.08608) for all rows.
+Written for flashinfer-python 0.6.13. Its wrappers keep their plan, so they belong to one engine: `FlashInfer` owns
+them. Pages have the layout that FlashInfer calls HND. FlashInfer chooses the kernels, or FlashAttention 3
+(arXiv 2407.08608) computes all rows.
 
-A step that is captured gets a wrapper of its own for each number of rows, over buffers that keep their addresses; it
-is planned outside the graph before each replay, as `AttentionMetadata.replans` says.
+Captured steps have a separate wrapper for each number of rows, with buffers that keep their addresses. The plan of
+such a wrapper is updated outside the graph before each replay (see `AttentionMetadata.replans`).
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ from ops.attention.hybrid import hybrid
 from ops.backends import FLASHINFER_HEAD_DIMS
 from ops.sampling.native import to_device
 
-WORKSPACE_BYTES = 256 * 2**20  # for partial results; shared by all wrappers, which run one after the other
-PLAN_BYTES = 8 * 2**20  # for what a plan says to the kernels
-# A plan is copied from a pinned buffer of its wrapper while later steps are launched already, so wrappers take
-# turns; the runner keeps two steps in flight.
+# size of the workspace for partial results, which wrappers share because they run one after the other
+WORKSPACE_BYTES = 256 * 2**20
+PLAN_BYTES = 8 * 2**20  # size of the buffer with a plan's data for the kernels
+# Number of wrappers that take turns in successive steps. The GPU may still copy the plan of a step from the wrapper's
+# pinned buffer while the host plans later steps. The runner keeps two steps in flight.
 TURNS = 3
 FA3 = "fa3"
-CUDA_CORE_GROUPS = (1, 2)  # query heads per kv head up to which tensor cores do not pay in decode
+CUDA_CORE_GROUPS = (1, 2)  # numbers of query heads per kv head with which decode is faster without tensor cores
 
 
 class Setting(NamedTuple):
-    """What a plan depends on besides the rows."""
+    """Properties, besides the rows, on which a plan depends."""
 
     is_decode: bool
     num_heads: int
@@ -50,21 +51,21 @@ class Setting(NamedTuple):
 
 
 class FixedBuffers(NamedTuple):
-    """Where captured kernels look for a step's rows: one for all sizes, each of which is planned before its replay."""
+    """Buffers from which captured kernels read a step's rows. Steps of all sizes share them."""
 
     plan: Tensor  # uint8 [PLAN_BYTES]
     query_starts: Tensor  # int32 [B + 1]
-    page_starts: Tensor  # int32 [B + 1]
-    pages: Tensor  # int32 [all rows' pages at most]
-    last_lengths: Tensor  # int32 [B]
+    page_starts: Tensor  # int32 [B + 1], prefix sums of the rows' numbers of pages
+    pages: Tensor  # int32 [number of elements of the page table]
+    last_lengths: Tensor  # int32 [B], number of tokens in each row's last page
 
 
 class FlashInfer:
-    """FlashInfer's wrappers of one engine. `attend` follows the contract of `ops.attention`, without sinks,
-    chunks and slopes (it has ALiBi's usual ones alone, of all heads).
+    """Owns FlashInfer's wrappers of one engine.
 
-    `kernels` is "auto" or "fa3". FlashAttention 3 takes rows of all lengths in one launch, and a cache of the query's
-    dtype only.
+    `attend` follows the contract of `ops.attention`, without sinks, chunks and slopes (FlashInfer supports ALiBi only
+    with its standard slopes). `kernels` is "auto" or "fa3". FlashAttention 3 computes rows of all lengths in one
+    launch, and reads only a cache of the query's dtype.
     """
 
     def __init__(self, kernels: str = "auto") -> None:
@@ -72,7 +73,8 @@ class FlashInfer:
         self._kernels = kernels
         self._workspace: Tensor | None = None
         self._wrappers: dict[Setting, list[Any]] = {}
-        # Of captured steps, by setting and address of the page table; the wrappers also by the number of rows.
+        # Buffers and wrappers of captured steps. Keys are the setting, the address of the page table and, for wrappers,
+        # the number of rows.
         self._buffers: dict[tuple[Setting, int], FixedBuffers] = {}
         self._fixed: dict[tuple[Setting, int, int], Any] = {}
 
@@ -84,17 +86,17 @@ class FlashInfer:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Rows that are all of one token, or all longer. Raises ValueError for what FlashInfer lacks."""
+        """Attend with rows that all have one token, or all have more. Raises ValueError for unsupported features."""
         (_, num_heads, head_dim), (_, num_kv_heads, page_size, _) = q.shape, k_pool.shape
         if options.sinks is not None:
-            raise ValueError("FlashInfer's paged kernels have no attention sinks; use triton")
+            raise ValueError("FlashInfer's paged kernels have no attention sinks. Use triton.")
         if options.chunked:
-            raise ValueError("FlashInfer's paged kernels have no chunks; use triton")
+            raise ValueError("FlashInfer's paged kernels have no chunks. Use triton.")
         if options.slopes is not None:
-            raise ValueError("FlashInfer's paged kernels have no slopes of ours (ALiBi); use triton")
+            raise ValueError("FlashInfer's paged kernels support no custom slopes (ALiBi). Use triton.")
         check_heads(q)
         if self._kernels == FA3 and k_pool.dtype != q.dtype:
-            raise ValueError(f"fa3 reads a cache of the query's {q.dtype}, not of {k_pool.dtype}; use triton")
+            raise ValueError(f"fa3 reads a cache of the query's {q.dtype}, not of {k_pool.dtype}. Use triton.")
         setting = Setting(
             self._kernels != FA3 and all(count == 1 for count in metadata.counts_host),
             num_heads,
@@ -107,18 +109,14 @@ class FlashInfer:
             options.window,
             options.soft_cap,
         )
-        wrapper = (
-            self._planned(setting, metadata)
-            if metadata.replans is None
-            else self._captured(setting, metadata)
-        )
+        wrapper = self._planned(setting, metadata) if metadata.replans is None else self._captured(setting, metadata)
         scales = {"k_scale": options.k_scale, "v_scale": options.v_scale}
-        # Each costs a pass over the result.
+        # Each given scale costs a pass over the result, so a scale of 1 is omitted.
         used = {name: scale for name, scale in scales.items() if scale != 1.0}
         return wrapper.run(q, (k_pool, v_pool), **used)
 
     def _planned(self, setting: Setting, metadata: AttentionMetadata) -> Any:
-        """The wrapper of this step for this setting, planned by the first layer that asks."""
+        """Return the wrapper of this step and setting. The first layer with this setting plans it."""
         key = (__name__, setting)
         if key not in metadata.plan_cache:
             ring = self._wrappers.setdefault(setting, [])
@@ -129,7 +127,7 @@ class FlashInfer:
         return metadata.plan_cache[key]
 
     def _captured(self, setting: Setting, metadata: AttentionMetadata) -> Any:
-        """The wrapper of captured steps of so many rows; planned in the run that warms up, and not in the capture."""
+        """Return the wrapper of captured steps with this number of rows. The warm-up run plans it."""
         size, table = len(metadata.counts_host), metadata.page_table.data_ptr()
         if (setting, table, size) not in self._fixed:
             self._fixed[setting, table, size] = self._new_fixed(setting, metadata)
@@ -140,7 +138,7 @@ class FlashInfer:
         return wrapper
 
     def _new(self, setting: Setting, device: torch.device, **fixed: Any) -> Any:
-        flashinfer = import_module("flashinfer")  # seconds, and an extra: for those who chose it
+        flashinfer = import_module("flashinfer")  # takes seconds and is an optional package
         if self._workspace is None:
             self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         if not setting.is_decode:
@@ -153,7 +151,7 @@ class FlashInfer:
         )
 
     def _new_fixed(self, setting: Setting, metadata: AttentionMetadata) -> Any:
-        """A wrapper over the fixed buffers. The largest size is captured first, so that they serve all others."""
+        """Return a wrapper with the fixed buffers. The first captured step has the most rows and decides their size."""
         size, device = len(metadata.counts_host), metadata.page_table.device
         key = (setting, metadata.page_table.data_ptr())
         if key not in self._buffers or len(self._buffers[key].last_lengths) < size:
@@ -175,21 +173,21 @@ class FlashInfer:
 
 
 def make_attend() -> Attend:
-    """An `attend` for one engine."""
+    """Return an `attend` for one engine."""
     return FlashInfer().attend
 
 
 def check_heads(q: Tensor) -> None:
-    """Raise ValueError for heads that FlashInfer has no kernels for."""
+    """Raise ValueError if FlashInfer has no kernels for these heads."""
     if q.shape[2] not in FLASHINFER_HEAD_DIMS or q.dtype.itemsize != 2:
         raise ValueError(
-            f"FlashInfer computes head dimensions {FLASHINFER_HEAD_DIMS} in 16 bits, not {q.shape[2]} in {q.dtype}; "
-            f"use triton"
+            f"FlashInfer computes head dimensions {FLASHINFER_HEAD_DIMS} in 16 bits, not {q.shape[2]} in {q.dtype}. "
+            f"Use triton."
         )
 
 
 def _plan(wrapper: Any, setting: Setting, metadata: AttentionMetadata) -> None:
-    """Tell a wrapper which rows it will be run for."""
+    """Plan a wrapper for the rows of a step."""
     pages = _pages(metadata)
     shared: dict[str, Any] = {
         "num_qo_heads": setting.num_heads,
@@ -209,9 +207,9 @@ def _plan(wrapper: Any, setting: Setting, metadata: AttentionMetadata) -> None:
 
 
 def _pages(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
-    """(prefix sums of the rows' numbers of pages, their pages, tokens in each last page).
+    """Return (prefix sums of the rows' numbers of pages, the rows' pages, number of tokens in each row's last page).
 
-    The pages are on the device; the others on the host, where a plan reads them. Found once for all settings.
+    The pages are on the device, the other tensors on the host, where a plan reads them. Computed once per step.
     """
     key = (__name__, "pages")
     if key not in metadata.plan_cache:
@@ -219,7 +217,8 @@ def _pages(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
         lengths = np.add(metadata.starts_host, metadata.counts_host)
         num_pages = -(-lengths // size)
         starts = np.concatenate([[0], np.cumsum(num_pages)])
-        first = np.arange(len(lengths)) * width - starts[:-1]  # what to add to a page's number in the batch
+        # For each row: the index of its first page in the flattened page table, minus the index in the result.
+        first = np.arange(len(lengths)) * width - starts[:-1]
         index = torch.from_numpy(np.arange(starts[-1]) + np.repeat(first, num_pages))
         metadata.plan_cache[key] = (
             _pinned(starts, device),
@@ -230,6 +229,6 @@ def _pages(metadata: AttentionMetadata) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pinned(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    """int32 on the host, which a plan can copy to this device without anybody waiting."""
+    """Return int32 values on the host, pinned if a plan copies them to a GPU."""
     host = torch.from_numpy(np.array(values, np.int32))
     return host.pin_memory() if device.type == "cuda" else host

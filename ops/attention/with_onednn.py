@@ -1,7 +1,7 @@
-"""Attention of single tokens by two batched matrix products of oneDNN, for bfloat16 on a CPU.
+"""Attention of single tokens with two batched matrix products of oneDNN, for bfloat16 on a CPU.
 
-Torch's own attention multiplies each row and kv head alone. Where that is not done by AMX it costs 6 to 9 us each,
-several times what a batched product needs. Prompts, other dtypes and small batches go to `native`.
+torch's attention multiplies each row and kv head separately. Without AMX each product takes 6 to 9 us,
+several times its share of a batched product. `native` computes prompts, other dtypes and small batches.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ops.attention import Attend, AttentionMetadata, AttentionOptions, native
 
-MIN_PRODUCTS = 32  # rows x kv heads; with fewer the operations cost what they save
+MIN_PRODUCTS = 32  # minimum of rows x kv heads; with fewer, `native.dense` is faster
 
 
 def attend(
@@ -21,24 +21,23 @@ def attend(
     metadata: AttentionMetadata,
     options: AttentionOptions,
 ) -> Tensor:
-    """Attention of every row over its pages (see `ops.attention`)."""
     return native.attend(q, k_pool, v_pool, metadata, options, attend_gathered=_by_products)
 
 
 def make_attend() -> Attend:
-    """`attend` itself: there is nothing to set."""
+    """Return `attend`. It has no settings."""
     return attend
 
 
 def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: native.Scoring) -> Tensor:
-    """[N, K, G, D] queries over [N, K, S, D] keys and values; see `native.dense`."""
+    """Attend from queries [N, K, G, D] to keys and values [N, K, S, D]; see `native.dense`."""
     num_rows, num_kv_heads = q.shape[:2]
     small = num_rows * num_kv_heads < MIN_PRODUCTS
     if small or not scoring.is_plain or not q.dtype == k.dtype == torch.bfloat16:
         return native.dense(q, k, v, mask, scoring)
     queries, keys, values = (x.flatten(0, 1) for x in (q, k.transpose(2, 3), v))
-    # A product adds in float32 and rounds once, to bfloat16, which is too coarse for an exponent: a second one gives
-    # what the first has rounded away, and their sum has 16 bits.
+    # A product sums in float32 and rounds once to bfloat16, which is too coarse for an exponent. A second product
+    # computes the rounding error of the first, and their sum has 16 bits.
     rounded = torch.bmm(queries, keys)  # [N * K, G, S]
     scores = torch.baddbmm(rounded, queries, keys, beta=-1).float().add_(rounded).mul_(scoring.scale)
     if mask is not None:

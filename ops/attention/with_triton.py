@@ -1,13 +1,13 @@
 """Paged attention in Triton: split decode for single tokens, ragged prefill for longer rows.
 
-Both walk over the keys of a row in tiles with a running softmax (FlashAttention, arXiv 2205.14135); a tile
-of queries holds all heads that share a kv head. Rows of one token are cut along their keys and merged by a
-second kernel (Flash-Decoding, pytorch.org/blog/flash-decoding). The cuts depend on the row alone, so a row's
-result does not depend on the batch. Grids depend on shapes only and everything else is read on the device,
-so that the launches can be captured in a CUDA graph.
+Both kernels iterate over the keys of a row in tiles with a running softmax (FlashAttention, arXiv 2205.14135). A tile
+of queries has all heads that share a kv head. The keys of single-token rows are split, and a second kernel merges the
+splits (Flash-Decoding, pytorch.org/blog/flash-decoding). Splits depend only on the row, so a row's result does not
+depend on the batch. Grids depend only on shapes, and all other values are read on the device, so that a CUDA graph can
+capture the launches.
 """
 
-# The types of a launch are not those of its kernel.
+# Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from torch import Tensor
 from ops.attention import Attend, AttentionMetadata, AttentionOptions
 
 NUM_KV_SPLITS = 8
-MIN_SPLIT_TOKENS = 256  # less than that is not worth a program of its own
+MIN_SPLIT_TOKENS = 256  # minimum number of keys per split; fewer do not justify a program
 LOG2_E = tl.constexpr(1.4426950408889634)
-# The running maximum starts here and not at -inf, so that a tile without any visible key gives no NaN.
+# Initial value of the running maximum. With -inf, a tile without visible keys would produce NaN.
 LOWEST = tl.constexpr(-1.0e30)
 
 
@@ -38,9 +38,10 @@ def attend(
     num_kv_splits: int = NUM_KV_SPLITS,
     split_tile_tokens: int | None = None,
 ) -> Tensor:
-    """Attention of every row over its pages (see `ops.attention`).
+    """Attend with every row over its pages (see `ops.attention`).
 
-    Single tokens' keys are cut into at most `num_kv_splits` parts, or into parts of `split_tile_tokens`.
+    The keys of single-token rows are split into at most `num_kv_splits` equal parts. If `split_tile_tokens`
+    is given, they are split into parts of this number of keys instead.
     """
     if q.stride(-1) != 1:
         q = q.contiguous()
@@ -59,7 +60,7 @@ def attend(
         "PAGE": metadata.page_size,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
-    sinks = out if options.sinks is None else options.sinks  # any pointer; it is not read
+    sinks = out if options.sinks is None else options.sinks  # without sinks, a valid pointer that is not read
     slopes = out if options.slopes is None else options.slopes
     if any(count == 1 for count in metadata.counts_host):
         longest = metadata.page_table.shape[1] * metadata.page_size
@@ -73,7 +74,7 @@ def attend(
 
 
 def make_attend(num_kv_splits: int = NUM_KV_SPLITS, split_tile_tokens: int | None = None) -> Attend:
-    """`attend` with these cuts of the keys."""
+    """Return `attend` with these settings."""
     return partial(attend, num_kv_splits=num_kv_splits, split_tile_tokens=split_tile_tokens)
 
 
@@ -168,20 +169,21 @@ def _prefill(
 
 
 def _queries_block(q: Tensor, shared: dict[str, Any]) -> int:
-    """Lines of the query tile: what a program's registers hold together with as wide a sum."""
+    """Return the number of rows of a query tile whose queries and sums fit in a program's registers."""
     if q.dtype.itemsize == 4:
         return 16
     return 128 if shared["DIM_BLOCK"] <= 128 else 64
 
 
 def _keys_block(q: Tensor, shared: dict[str, Any]) -> int:
-    """Keys per tile: fewer where a key takes more bytes."""
+    """Return the number of keys per tile, which is smaller for larger keys."""
     if q.dtype.itemsize == 4:
         return 16
     return 64 if shared["DIM_BLOCK"] <= 128 else 32
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # differs from step to step
+# varies between steps; a specialised kernel would be compiled for each value
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q,  # [T, H, DIM]
     k_pool,  # [P, KV_HEADS, PAGE, DIM]
@@ -190,15 +192,15 @@ def _decode_kernel(
     starts,  # [B]
     query_starts,  # [B + 1]
     slopes,  # [H]
-    parts,  # [B, H, SPLITS, DIM], softmax of each part by itself
-    masses,  # [B, H, SPLITS], base 2 logarithm of each part's sum; -inf where a part is empty
+    parts,  # [B, H, SPLITS, DIM], attention result of each split
+    masses,  # [B, H, SPLITS], log2 of each split's softmax denominator; -inf for empty splits
     table_stride,
     q_token_stride,
     q_head_stride,
     scale,
-    WINDOW: tl.constexpr,  # or None
+    WINDOW: tl.constexpr,  # None: no window
     CHUNKED: tl.constexpr,  # whether positions are divided into chunks of WINDOW
-    SOFT_CAP: tl.constexpr,  # or None
+    SOFT_CAP: tl.constexpr,  # None: no soft cap
     HAS_SLOPES: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -208,7 +210,7 @@ def _decode_kernel(
     HEADS_BLOCK: tl.constexpr,
     KEYS_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLIT_TILE: tl.constexpr,  # None: SPLITS equal parts
+    SPLIT_TILE: tl.constexpr,  # keys per split; None: SPLITS equal splits
     MIN_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -238,8 +240,8 @@ def _decode_kernel(
     if begin >= end:
         tl.store(masses + offset, float("-inf"), mask=in_group < GROUP)
         return
-    lines = token.to(tl.int64) * q_token_stride + heads * q_head_stride
-    queries = tl.load(q + lines[:, None] + dims[None, :], mask=inside, other=0.0)
+    offsets = token.to(tl.int64) * q_token_stride + heads * q_head_stride
+    queries = tl.load(q + offsets[:, None] + dims[None, :], mask=inside, other=0.0)
     positions = tl.zeros([HEADS_BLOCK], tl.int32) + position
     peak = tl.full([HEADS_BLOCK], LOWEST, tl.float32)
     total = tl.zeros([HEADS_BLOCK], tl.float32)
@@ -288,11 +290,12 @@ def _merge_kernel(
         summed = summed * kept + part * added
         total = total * kept + added
         peak = higher
-    line = (token.to(tl.int64) * num_heads + head) * DIM + dims
-    tl.store(out + line, (summed / total * v_scale).to(out.dtype.element_ty), mask=dims < DIM)
+    index = (token.to(tl.int64) * num_heads + head) * DIM + dims
+    tl.store(out + index, (summed / total * v_scale).to(out.dtype.element_ty), mask=dims < DIM)
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_stride"])  # differ from step to step
+# both vary between steps; a specialised kernel would be compiled for each value
+@triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _prefill_kernel(
     q,  # [T, H, DIM]
     k_pool,  # [P, KV_HEADS, PAGE, DIM]
@@ -319,29 +322,30 @@ def _prefill_kernel(
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
     PAGE: tl.constexpr,
-    ROWS_BLOCK: tl.constexpr,  # lines of the query tile: TOKENS_BLOCK tokens times GROUP heads, and padding
+    ROWS_BLOCK: tl.constexpr,  # rows of the query tile: TOKENS_BLOCK tokens times GROUP heads, and padding
     TOKENS_BLOCK: tl.constexpr,
     KEYS_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # Row b owns the programs from query_starts[b] // TOKENS_BLOCK + b on, which are always enough of them.
+    # Row b has the programs from number query_starts[b] // TOKENS_BLOCK + b up to the first program of row b + 1. They
+    # are always enough for its tokens.
     program, kv_head = tl.program_id(0), tl.program_id(1)
-    row, above = 0, num_rows
-    while above - row > 1:
-        middle = (row + above) // 2
+    row, end_row = 0, num_rows
+    while end_row - row > 1:
+        middle = (row + end_row) // 2
         if tl.load(query_starts + middle) // TOKENS_BLOCK + middle <= program:
             row = middle
         else:
-            above = middle
+            end_row = middle
     token = tl.load(query_starts + row)
     count = tl.load(query_starts + row + 1) - token
     first = (program - token // TOKENS_BLOCK - row) * TOKENS_BLOCK
     if (count == 1) | (first >= count):
         return
 
-    lines, dims = tl.arange(0, ROWS_BLOCK), tl.arange(0, DIM_BLOCK)
-    tokens, heads = first + lines // GROUP, kv_head * GROUP + lines % GROUP  # [lines]
-    is_query = (lines < TOKENS_BLOCK * GROUP) & (tokens < count)
+    tile_rows, dims = tl.arange(0, ROWS_BLOCK), tl.arange(0, DIM_BLOCK)
+    tokens, heads = first + tile_rows // GROUP, kv_head * GROUP + tile_rows % GROUP  # [ROWS_BLOCK]
+    is_query = (tile_rows < TOKENS_BLOCK * GROUP) & (tokens < count)
     inside = is_query[:, None] & (dims[None, :] < DIM)
     flat = (token + tokens).to(tl.int64)
     offset = flat * q_token_stride + heads * q_head_stride
@@ -376,12 +380,12 @@ def _over_keys(
     positions,  # [M]
     begin,
     end,
-    peak,  # [M], the largest score so far in units of log 2
-    total,  # [M], the sum of 2 ** (score - peak)
-    summed,  # [M, DIM], the values weighted by it
+    peak,  # [M], the largest score so far, times log2(e)
+    total,  # [M], the sum of the weights 2 ** (score * log2(e) - peak)
+    summed,  # [M, DIM], the sum of the values times these weights
     k_pool,
     v_pool,
-    pages,  # [W], of one row
+    pages,  # [W], the pages of one row
     kv_head,
     scale,
     slope,  # [M], or None
@@ -395,17 +399,19 @@ def _over_keys(
     KEYS_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Attend to the keys at begin .. end - 1 that each query may see."""
+    """Add the keys at positions begin .. end - 1 that each query may see to its running softmax."""
     dims = tl.arange(0, DIM_BLOCK)
     for base in range(begin, end, KEYS_BLOCK):
-        keys = base + tl.arange(0, KEYS_BLOCK)  # positions, [N]
+        keys = base + tl.arange(0, KEYS_BLOCK)  # [N], positions of the keys
         page = tl.load(pages + keys // PAGE, mask=keys < end, other=0).to(tl.int64)
         offset = ((page * KV_HEADS + kv_head) * PAGE + keys % PAGE) * DIM
         inside = (keys < end)[:, None] & (dims < DIM)[None, :]
         k = tl.load(k_pool + offset[:, None] + dims[None, :], mask=inside, other=0.0)  # [N, DIM]
         scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision=PRECISION) * scale  # [M, N]
         if SOFT_CAP is not None:
-            scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)  # tanh
+            scores = SOFT_CAP * (
+                2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0
+            )  # SOFT_CAP * tanh(scores / SOFT_CAP)
         if slope is not None:
             scores += slope[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
         is_seen = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]

@@ -1,8 +1,8 @@
-"""Paged attention by TensorRT-LLM's kernels, as FlashInfer contains them: no plan, the page table is read as it is.
+"""Paged attention with TensorRT-LLM's kernels in FlashInfer. They need no plan and read the page table directly.
 
-Written against flashinfer-python 0.6.13. The kernels are machine code that FlashInfer fetches at first use, or that
-its package flashinfer-cubin holds. What they read lies on the device but for the longest lengths, by which they only
-divide their work: in a captured step it is that of the page table.
+Written for flashinfer-python 0.6.13. FlashInfer downloads the compiled kernels at first use, or takes them from the
+package flashinfer-cubin. The kernels read all arguments on the device, except for the maximum lengths. They only
+decide how the work is divided, so a captured step passes the number of positions that the page table can hold.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ WORKSPACE_BYTES = 256 * 2**20
 
 
 class Lengths(NamedTuple):
-    """Of a step's rows: what the kernels want beside `AttentionMetadata`."""
+    """Lengths of a step's rows, which the kernels need besides `AttentionMetadata`."""
 
-    of_rows: Tensor  # int32 [B]
-    starts: Tensor  # int32 [B + 1], prefix sums
-    longest: int
-    most_queries: int
+    of_rows: Tensor  # int32 [B], number of positions of each row
+    starts: Tensor  # int32 [B + 1], prefix sums of `of_rows`
+    longest: int  # largest of `of_rows`; in captured steps, an upper bound
+    most_queries: int  # largest number of queries of a row
 
 
 class TensorRT:
-    """The kernels' workspace of one engine. `attend` follows the contract of `ops.attention`."""
+    """Owns the kernels' workspace of one engine. `attend` follows the contract of `ops.attention`."""
 
     def __init__(self) -> None:
         self.attend = hybrid(self._decode, self._prefill)
@@ -45,7 +45,7 @@ class TensorRT:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Rows of one token."""
+        """Attend with rows of one token."""
         run = import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
         shared = self._shared(q, k_pool, v_pool, metadata, options)
         return run(max_seq_len=_lengths(metadata).longest, backend="trtllm-gen", **shared)
@@ -58,7 +58,7 @@ class TensorRT:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Longer rows."""
+        """Attend with longer rows."""
         run = import_module("flashinfer.prefill").trtllm_batch_context_with_kv_cache
         shared, lengths = self._shared(q, k_pool, v_pool, metadata, options), _lengths(metadata)
         return run(
@@ -78,23 +78,21 @@ class TensorRT:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> dict[str, Any]:
-        """The arguments that both launches take. Raises ValueError for what the kernels lack."""
+        """Return the arguments that decode and prefill share. Raises ValueError for features that the kernels lack."""
         if options.soft_cap is not None:
-            raise ValueError("trtllm_mha has no soft cap; use triton")
+            raise ValueError("trtllm_mha has no soft cap. Use triton.")
         if options.chunked:
-            raise ValueError("trtllm_mha has no chunks; use triton")
+            raise ValueError("trtllm_mha has no chunks. Use triton.")
         if options.slopes is not None:
-            raise ValueError("trtllm_mha has no slopes (ALiBi); use triton")
+            raise ValueError("trtllm_mha has no slopes (ALiBi). Use triton.")
         if metadata.page_size not in TRTLLM_PAGE_SIZES:
             raise ValueError(
-                f"trtllm_mha reads pages of {TRTLLM_PAGE_SIZES}, not of {metadata.page_size}; use triton"
+                f"trtllm_mha reads pages of {TRTLLM_PAGE_SIZES} tokens, not of {metadata.page_size}. Use triton."
             )
         check_heads(q)
         if k_pool.dtype != q.dtype:
-            raise ValueError(
-                f"trtllm_mha reads a cache of the query's {q.dtype}, not of {k_pool.dtype}; use triton"
-            )
-        if self._workspace is None:  # the kernels count in it, from 0
+            raise ValueError(f"trtllm_mha reads a cache of the query's {q.dtype}, not of {k_pool.dtype}. Use triton.")
+        if self._workspace is None:  # the kernels keep counters in it, which start at 0
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         return {
             "query": q.contiguous(),
@@ -111,7 +109,7 @@ class TensorRT:
 
 
 def make_attend() -> Attend:
-    """An `attend` for one engine."""
+    """Return an `attend` for one engine."""
     return TensorRT().attend
 
 
@@ -122,7 +120,7 @@ def _lengths(metadata: AttentionMetadata) -> Lengths:
         torch.cumsum(of_rows, 0, dtype=torch.int32, out=starts[1:])
         if metadata.replans is None:
             longest = max(start + count for start, count in zip(metadata.starts_host, metadata.counts_host))
-        else:  # of any step that replays this one
+        else:  # an upper bound that is valid for all steps that replay the graph
             longest = metadata.page_table.shape[1] * metadata.page_size
         metadata.plan_cache[__name__] = Lengths(of_rows, starts, longest, max(metadata.counts_host))
     return metadata.plan_cache[__name__]

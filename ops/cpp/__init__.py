@@ -1,5 +1,5 @@
-"""Kernels in C++ for the CPU: compiled on first use, loaded with ctypes, run without Python's lock.
+"""C++ kernels for the CPU: compiled on first use, loaded with ctypes, run without the GIL.
 
-`build` makes the library and keeps it, `library` describes its kernels' operands, `kernel_launcher` runs them or
-captures them in a graph. The operations' `with_cpp` files stand on these.
+`build` compiles and caches the library, `library` loads it, `structures` declares the operands of its kernels, and
+`kernel_launcher` runs the kernels or captures them in a graph. The `with_cpp` files of the operations use them.
 """

@@ -1,8 +1,8 @@
-"""Compiling the C++ kernels for this processor, once.
+"""Compiles the C++ kernels for this processor, once.
 
-The library is plain C++ without torch's headers, and its units are compiled at the same time, so it takes seconds. It
-is kept in the user's cache under a name made of its sources, the compiler and the processor: another machine on the
-same home directory makes its own.
+The library is plain C++ without torch's headers, and its units are compiled in parallel, so a build takes seconds. The
+file name in the user's cache contains a hash of the sources, the compiler and the processor. Different machines can
+therefore share a home directory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ops.machine import cache_folder
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).with_name("source")
-# What takes longest comes first.
+# The unit that takes longest comes first.
 UNITS = ("quantized.cpp", "kernels.cpp", "attention.cpp", "products.cpp", "library.cpp")
 FLAGS = (
     "-O3",
@@ -36,24 +36,24 @@ FLAGS = (
     "-fPIC",
     "-Wno-psabi",
 )
-TIMEOUT_S = 300  # of one unit
-DIGEST_BYTES = 32  # of the SHA-256 that follows a library in its file
+TIMEOUT_S = 300  # seconds per compiled unit
+DIGEST_BYTES = 32  # the SHA-256 digest at the end of a library's file
 
 
 class BuildError(RuntimeError):
-    """The kernels cannot be compiled here; the message says why."""
+    """The kernels cannot be compiled on this machine. The message gives the reason."""
 
 
 def library_path(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS) -> Path:
-    """Where the library for this compiler and a processor of these flags is, or will be."""
+    """Return the path of the library for this compiler and processor. The file may not exist yet."""
     return cache_folder("cpp") / _name(SOURCES, compiler, processor, flags)
 
 
 def build(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS) -> Path:
-    """The compiled library, from the cache where it is there. Blocks for some seconds where it is not.
+    """Return the path of the compiled library. Compiles it, for some seconds, if the cache does not have it.
 
-    One process compiles at a time, others wait for it and take what it made. A build that fails is tried once more.
-    Where the cache cannot be written, the user's folder among the temporary files is the cache. Raises `BuildError`.
+    One process compiles at a time; other processes wait and use its result. A failed build is retried once. If the
+    cache is not writable, a folder of this user in the temporary directory replaces it. Raises `BuildError`.
     """
     name = _name(SOURCES, compiler, processor, flags)
     try:
@@ -70,21 +70,21 @@ def build(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAG
 
 
 def _spare_directory(reason: Exception) -> Path:
-    """A folder that later starts of this user find again, and that nobody else can write to.
+    """Return a folder that later processes of this user find, and that no other user can write to.
 
-    What lies in it is loaded as code. Raises `BuildError` where another user holds the name.
+    Files in it are loaded as code. Raises `BuildError` if another user owns the folder or may write to it.
     """
     folder = Path(tempfile.gettempdir()) / f"penstock-kernels-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         facts = folder.lstat()
     except OSError as error:
-        raise BuildError(f"Neither the cache ({reason}) nor {folder} can be written: {error}.") from error
+        raise BuildError(f"Cannot write to the cache ({reason}) or to {folder}: {error}.") from error
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.getuid() or facts.st_mode & 0o022:
-        raise BuildError(f"The cache cannot be written ({reason}), and {folder} is not this user's alone.")
+        raise BuildError(f"Cannot write to the cache ({reason}), and other users may write to {folder}.")
     logger.warning(
-        "The cache of compiled kernels cannot be written (%s); %s is used. Set XDG_CACHE_HOME to a folder that "
-        "can be written.",
+        "Cannot write to the cache of compiled kernels (%s). Using %s instead. Set XDG_CACHE_HOME to a writable "
+        "folder.",
         reason,
         folder,
     )
@@ -92,12 +92,12 @@ def _spare_directory(reason: Exception) -> Path:
 
 
 def _name(sources: Path, compiler: str, processor: Collection[str], flags: Sequence[str]) -> str:
-    """Of the library's file. A compiler is known by its path, size and time, which change with its version."""
+    """Return the name of the library's file. Path, size and time identify the compiler's version."""
     try:
         program = Path(shutil.which(compiler) or compiler).resolve(strict=True)
         facts = program.stat()
     except OSError as error:
-        raise BuildError(f"{compiler} cannot be run: {error}.") from error
+        raise BuildError(f"Cannot run {compiler}: {error}.") from error
     digest = hashlib.sha256()
     for source in _sources(sources):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -111,7 +111,7 @@ def _sources(folder: Path) -> list[Path]:
 
 
 def _is_whole(path: Path) -> bool:
-    """Whether the file is there as it was written: loading a part of a library can end the process."""
+    """Return whether the file exists and is complete. Loading an incomplete library can crash the process."""
     try:
         content = memoryview(path.read_bytes())
     except FileNotFoundError:
@@ -120,8 +120,8 @@ def _is_whole(path: Path) -> bool:
 
 
 def _locked(folder: Path) -> IO[bytes]:
-    """Wait until no other process compiles into the folder; others wait until the file is closed."""
-    import fcntl  # not on Windows, for which there are no kernels in C++
+    """Lock the folder until the returned file is closed. Waits for other processes that hold the lock."""
+    import fcntl  # does not exist on Windows, which has no C++ kernels
 
     file = (folder / "lock").open("ab")
     fcntl.flock(file, fcntl.LOCK_EX)
@@ -129,28 +129,28 @@ def _locked(folder: Path) -> IO[bytes]:
 
 
 def _make(folder: Path, compiler: str, processor: Collection[str], flags: Sequence[str]) -> Path:
-    """Compile a copy of the sources into the folder -> the library, named after what was compiled."""
+    """Compile a copy of the sources into the folder. The name of the library contains a hash of this copy."""
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         sources = Path(scratch)
         for source in _sources(SOURCES):
             shutil.copyfile(source, sources / source.name)
         path = folder / _name(sources, compiler, processor, flags)
         try:
-            made = _compile(compiler, flags, sources, os.cpu_count() or 1)
-        except BuildError as error:  # killed for want of memory, say, or out of time
-            logger.warning("Compiling the kernels in C++ is tried again, one unit at a time: %s", error)
-            made = _compile(compiler, flags, sources, 1)
-        with made.open("r+b") as file:
+            library = _compile(compiler, flags, sources, os.cpu_count() or 1)
+        except BuildError as error:  # for example out of memory, or a timeout
+            logger.warning("Cannot compile the C++ kernels in parallel. Trying one unit at a time: %s", error)
+            library = _compile(compiler, flags, sources, 1)
+        with library.open("r+b") as file:
             file.write(hashlib.sha256(file.read()).digest())
             file.flush()
             os.fsync(file.fileno())
-        made.replace(path)
+        library.replace(path)
     _sync(folder)
     return path
 
 
 def _sync(folder: Path) -> None:
-    """Write a folder's names to the disk."""
+    """Flush the folder's directory entries to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -159,18 +159,18 @@ def _sync(folder: Path) -> None:
 
 
 def _compile(compiler: str, flags: Sequence[str], sources: Path, parallel: int) -> Path:
-    """Compile the units, so many at a time, and link them -> the library, beside its sources."""
+    """Compile the units, `parallel` at a time, and link them. The library is in the folder of the sources."""
     objects = [str(sources / f"{number}.o") for number in range(len(UNITS))]
 
-    def compile_unit(unit: str, made: str) -> None:
-        _run(compiler, [*flags, "-c", str(sources / unit), "-o", made])
+    def compile_unit(unit: str, output: str) -> None:
+        _run(compiler, [*flags, "-c", str(sources / unit), "-o", output])
 
     with ThreadPoolExecutor(min(len(UNITS), parallel)) as pool:
-        list(pool.map(compile_unit, UNITS, objects))  # raises what the first of them raised
+        list(pool.map(compile_unit, UNITS, objects))  # the list raises the first unit's exception
     library = sources / "library.so"
     _run(compiler, [*flags, "-shared", *objects, "-o", str(library)])
     if not library.is_file():
-        raise BuildError(f"{compiler} wrote no library.")
+        raise BuildError(f"{compiler} did not write a library.")
     return library
 
 
@@ -183,18 +183,18 @@ def _run(compiler: str, arguments: Sequence[str]) -> None:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            process_group=0,  # with the programs that it starts, which do not end with it
+            process_group=0,  # so that a timeout also ends the compiler's child processes
         )
     except OSError as error:
-        raise BuildError(f"{compiler} cannot be run: {error}.") from error
+        raise BuildError(f"Cannot run {compiler}: {error}.") from error
     with process:
         try:
             _, output = process.communicate(timeout=TIMEOUT_S)
         except subprocess.TimeoutExpired as error:
-            raise BuildError(f"{compiler} cannot be run: {error}.") from error
+            raise BuildError(f"Cannot run {compiler}: {error}.") from error
         finally:
             if process.returncode is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode != 0:
         lines = [line for line in output.splitlines() if "error" in line] or output.splitlines()
-        raise BuildError(f"{compiler} fails: {(lines or ['no message'])[0].strip()}")
+        raise BuildError(f"{compiler} failed: {(lines or ['no message'])[0].strip()}")

@@ -1,4 +1,4 @@
-"""Running C++ kernels one by one, or capturing them in a graph that a later step runs in a single call."""
+"""Runs C++ kernels one by one, or captures them in a graph that later steps run in one call."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ from ops.cpp.structures import Attend, Gate, GraphNode, Rotate, RotateStore, Ste
 
 CACHE_LINE = 64
 LARGE_PAGE = 2 << 20
-BLOCK_BYTES = 64 << 20  # of weights, at least
+BLOCK_BYTES = 64 << 20  # minimum size of a block of weights
 
 
 class NotCapturable(RuntimeError):
-    """A step does something that no graph can repeat: torch computes a part of it."""
+    """A step cannot be captured in a graph, for example because torch computes a part of it."""
 
 
 def _large_pages(size: int) -> memoryview:
-    """Memory of zeros in large pages, where the system has some; what is never written takes none."""
+    """Return zeroed memory in large pages if the system has them. Pages take no memory until they are written."""
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # the Linux kernel may not support large pages
             block.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(block)
 
 
 class KernelLauncher:
-    """Runs the kernels of one engine, on so many threads. For one thread at a time.
+    """Runs the kernels of one engine on `num_threads` threads. Only one thread may use it at a time.
 
-    Operations ask it for their outputs (`empty`) and give it their kernels (`launch`). While a graph is captured
-    nothing is computed: kernels are noted with the addresses of their operands.
+    Operations allocate outputs with `empty` and run kernels with `launch`. During graph capture nothing is computed:
+    the graph records the kernels with the addresses of their operands.
     """
 
     def __init__(self, library: Library, num_threads: int) -> None:
@@ -54,17 +54,17 @@ class KernelLauncher:
         self._pool = _Pool(library, num_threads)
         self._close = weakref.finalize(self, self._pool.close)
         self._graph: KernelGraph | None = None
-        self._captured: Step | None = None  # what captured kernels may read of rows
-        self._own_pages: Sequence[Step] = ()  # and those whose pools have pages of their own
-        self._block = memoryview(b"")  # where further weights go
+        self._captured: Step | None = None  # buffers from which captured kernels read rows
+        self._own_pages: Sequence[Step] = ()  # further buffers for pools with their own pages
+        self._block = memoryview(b"")  # free memory for further weights
 
     def close(self) -> None:
-        """End the threads, after the run that another thread is in; nothing can be run any more."""
+        """Stop the threads after the current run, if any. Later runs raise RuntimeError."""
         self._close()
 
     @property
     def description(self) -> KernelDescription:
-        """Which arithmetic the kernels use."""
+        """Arithmetic of the kernels."""
         library = self.library
         return KernelDescription(
             kernels="C++",
@@ -76,50 +76,52 @@ class KernelLauncher:
 
     @property
     def dtypes(self) -> Collection[torch.dtype]:
-        """What the kernels compute in."""
+        """Dtypes in which the kernels compute."""
         return TYPES.keys()
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor for a kernel to write."""
+        """Return an uninitialised contiguous tensor for a kernel's output."""
         if self._graph is None:
             return torch.empty(*shape, dtype=dtype)
         return self._graph.arena.empty(shape, dtype)
 
     def weight_memory(self, size: int) -> Tensor:
-        """So many bytes for a weight, uint8, that begin at a cache line and at the beginning of their storage.
+        """Return `size` bytes (uint8) for a weight, aligned to a cache line, at the beginning of a storage.
 
-        Weights stand one after the other in blocks of large pages: a step reads all of them once, and to find a small
-        page takes a good part of the time of reading it. A block lasts as long as any weight in it.
+        Weights are adjacent in blocks of large pages. A step reads all weights once, and with small pages address
+        translation would take a large part of that time. A block is freed with its last weight.
         """
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
         if size > len(self._block):
             self._block = _large_pages(max(size, BLOCK_BYTES))
-        taken, self._block = self._block[:size], self._block[-(-size // CACHE_LINE) * CACHE_LINE :]
-        return torch.frombuffer(taken, dtype=torch.uint8)
+        weight, self._block = self._block[:size], self._block[-(-size // CACHE_LINE) * CACHE_LINE :]
+        return torch.frombuffer(weight, dtype=torch.uint8)
 
     def tokens(self, x: Tensor) -> int:
-        """The number of tokens of x [T, ...] as operands say it: in a graph it is the step's."""
+        """Return the number of tokens of x [T, ...] as an operand.
+
+        During capture it is 0: kernels then use the number of tokens of each step. Raises `NotCapturable` if x does not
+        have a row for each token of the step.
+        """
         if self._graph is None:
             return len(x)
         if len(x) != self._graph.capacity:
-            raise NotCapturable("an operation takes something else than the step's tokens")
+            raise NotCapturable("an operation reads a tensor that does not have one row per token of the step")
         return 0
 
-    def launch(
-        self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure, step: Step | None = None
-    ) -> None:
-        """Run a kernel now, for the rows in `step` if it reads any; or note it."""
+    def launch(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure, step: Step | None = None) -> None:
+        """Run a kernel now, or record it during capture. `step` has the rows; None if the kernel needs none."""
         if self._graph is not None:
             if step is not None and self._captured is not None:
                 self._bind(operands, step, self._captured)
-            self._graph.note(kernel, dtype, operands)
+            self._graph.append(kernel, dtype, operands)
             return
-        node = GraphNode(self.library.kernel(kernel, dtype), ctypes.addressof(operands))
+        node = GraphNode(kernel=self.library.kernel(kernel, dtype), operands=ctypes.addressof(operands))
         self.run(ctypes.addressof(node), 1, step or _NO_STEP)
 
     def _bind(self, operands: ctypes.Structure, step: Step, captured: Step) -> None:
-        """Have a captured kernel read rows from the captured step, or page table and slots of its pool's own pages."""
+        """Make a captured kernel read rows from the captured step, or from the step of a pool with its own pages."""
         for own in self._own_pages:
             if isinstance(operands, Attend | Store) and step.slot_mapping == own.slot_mapping:
                 if isinstance(operands, Attend):
@@ -130,7 +132,7 @@ class KernelLauncher:
         _check_same(step, captured)
 
     def run(self, nodes: int, count: int, step: Step) -> None:
-        """Run so many nodes from an address on. Raises RuntimeError after `close`."""
+        """Run `count` nodes from the address `nodes` on. Raises RuntimeError after `close`."""
         self._pool.run(nodes, count, ctypes.addressof(step))
 
     def capture(
@@ -140,11 +142,11 @@ class KernelLauncher:
         step: Step | None = None,
         own_pages: Sequence[Step] = (),
     ) -> KernelGraph:
-        """What `forward` launches for steps of up to `capacity` tokens.
+        """Return a graph of the kernels that `forward` launches, for steps of up to `capacity` tokens.
 
-        Raises `NotCapturable` where torch itself would have to compute something. With a `step`, whose buffers
-        every step that is run will have, also where a kernel is given token ids, positions, a slot mapping or
-        the rows' borders that are not in those buffers, or page table and slot mapping of one of `own_pages`.
+        `step` has the buffers that all later steps use, and `own_pages` the same for pools with their own pages.
+        Raises `NotCapturable` if torch would have to compute a part, or if a kernel reads token ids, positions, a
+        slot mapping or query starts that are not in these buffers.
         """
         graph = KernelGraph(self, capacity)
         self._graph, self._captured, self._own_pages = graph, step, own_pages
@@ -161,15 +163,15 @@ _NO_STEP = Step()
 _BUFFERS = ("token_ids", "positions", "slot_mapping", "query_starts")
 
 
-def _check_same(given: Step, captured: Step) -> None:
-    """Raise `NotCapturable` where a kernel was given buffers that the captured step does not have."""
+def _check_same(step: Step, captured: Step) -> None:
+    """Raise `NotCapturable` if a kernel reads buffers that differ from the captured step's."""
     for name in _BUFFERS:
-        if getattr(given, name) not in (None, getattr(captured, name)):
-            raise NotCapturable(f"an operation reads {name} that are not the step's own")
+        if getattr(step, name) not in (None, getattr(captured, name)):
+            raise NotCapturable(f"an operation reads {name} from another buffer than the step's")
 
 
 class _Pool:
-    """The threads. They are not ended while one runs kernels: that may be in a thread that the process ends with."""
+    """The worker threads. `close` waits for a running kernel, since at exit a daemon thread may still run one."""
 
     def __init__(self, library: Library, num_threads: int) -> None:
         self._library = library
@@ -179,7 +181,7 @@ class _Pool:
     def run(self, nodes: int, count: int, step: int) -> None:
         with self._in_use:
             if self._threads is None:
-                raise RuntimeError("The threads of the kernels have ended.")
+                raise RuntimeError("The kernel launcher is closed.")
             self._library.run(self._threads, nodes, count, step)
 
     def close(self) -> None:
@@ -190,62 +192,74 @@ class _Pool:
 
 
 class KernelGraph:
-    """The kernels of a step, in order, with memory for what passes between them."""
+    """The kernels of a step, in order, with the memory of their intermediate tensors."""
 
     def __init__(self, launcher: KernelLauncher, capacity: int) -> None:
         self.capacity = capacity
         self.arena = Arena()
         self.nodes: list[GraphNode] = []
         self.operands: list[ctypes.Structure] = []
-        self._parts: tuple[KernelGraph, ...] = ()  # whose memory this one uses
+        self._parts: tuple[KernelGraph, ...] = ()  # graphs whose memory this graph uses
         self._launcher = launcher
         self._array: ctypes.Array[GraphNode] | None = None
 
-    def note(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure) -> None:
-        """Add a kernel; one that stores the keys which the last one rotated takes that one's place and does both.
+    def append(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure) -> None:
+        """Add a kernel, or fuse it with the last one.
 
-        So keys are stored while they are in the cache of the core that rotated them. Likewise a product activates
-        its results itself, for which nobody asks otherwise (see `ops.activation`).
+        A store of keys is fused with their rotation, so that the keys are still in the cache of the core that rotated
+        them. An activation is fused with the product before it: no other kernel may read the product's results (see
+        `ops.activation`).
         """
         last = self.operands[-1] if self.operands else None
         if isinstance(operands, Store) and isinstance(last, Rotate) and operands.k == last.k:
             del self.nodes[-1], self.operands[-1]
-            kernel, operands = "rotate_store", RotateStore(last, operands)
-        if isinstance(operands, Gate) and not operands.gated and self._gives(operands.x, dtype):
+            kernel, operands = "rotate_store", RotateStore(rotate=last, store=operands)
+        if isinstance(operands, Gate) and not operands.gated and self._last_product_writes(operands.x, dtype):
             last_product = self.operands[-1]
             last_product.out, last_product.activation = operands.out, operands.kind + 1
             return
-        self.nodes.append(GraphNode(self._launcher.library.kernel(kernel, dtype), ctypes.addressof(operands)))
+        self.nodes.append(
+            GraphNode(kernel=self._launcher.library.kernel(kernel, dtype), operands=ctypes.addressof(operands))
+        )
         self.operands.append(operands)
 
-    def _gives(self, x: int | None, dtype: torch.dtype) -> bool:
-        """Whether the last kernel is a plain product with these results."""
+    def _last_product_writes(self, x: int | None, dtype: torch.dtype) -> bool:
+        """Return whether the last kernel is an unquantised product that writes to address `x`."""
         if not self.operands or self.nodes[-1].kernel != self._launcher.library.kernel("product", dtype):
             return False
         return self.operands[-1].out == x
 
     def close(self) -> None:
-        """No kernels come any more."""
+        """Complete the graph: it gets no more kernels."""
         self._array = (GraphNode * len(self.nodes))(*self.nodes)
 
     def followed_by(self, other: KernelGraph) -> KernelGraph:
-        """The kernels of this graph, then those of the other, with the memory of both."""
+        """Return a graph that runs this graph and then `other`. It uses the memory of both."""
         joined = KernelGraph(self._launcher, min(self.capacity, other.capacity))
         joined.nodes = [*self.nodes, *other.nodes]
         joined._parts = (self, other)
         joined.close()
         return joined
 
+    def without(self, kernel: str) -> KernelGraph:
+        """Return a graph that runs all kernels but those with this name. It uses the memory of this graph."""
+        rest = KernelGraph(self._launcher, self.capacity)
+        name_of = self._launcher.library.name_of
+        rest.nodes = [node for node in self.nodes if name_of(node.kernel) != kernel]
+        rest._parts = (self,)
+        rest.close()
+        return rest
+
     def run(self, step: Step) -> None:
-        """Compute a step. ValueError if it has more tokens than the graph has room for."""
+        """Compute a step. Raises ValueError if the step has more tokens than the graph's capacity."""
         if self._array is None:
             raise RuntimeError("The graph is still being captured.")
         if step.num_tokens > self.capacity:
-            raise ValueError(f"The graph takes {self.capacity} tokens, not {step.num_tokens}.")
+            raise ValueError(f"The step has {step.num_tokens} tokens, but the graph's capacity is {self.capacity}.")
         self._launcher.run(ctypes.addressof(self._array), len(self._array), step)
 
     def time(self, step: Step) -> list[tuple[str, float]]:
-        """Compute a step kernel by kernel -> the name of each and the seconds that it took, its call included."""
+        """Compute a step kernel by kernel. Return each kernel's name and seconds, with the call's overhead."""
         times = []
         for node in self.nodes:
             began = perf_counter()
@@ -254,14 +268,14 @@ class KernelGraph:
         return times
 
     def record(self, step: Step) -> None:
-        """Compute a step kernel by kernel, each under its name in the profile that torch takes."""
+        """Compute a step kernel by kernel, each under its name in torch's profile."""
         for node in self.nodes:
             with torch.profiler.record_function(self._launcher.library.name_of(node.kernel)):
                 self._launcher.run(ctypes.addressof(node), 1, step)
 
     @property
     def nbytes(self) -> int:
-        """Of what passes between the kernels."""
+        """Bytes of the intermediate tensors."""
         return self.arena.nbytes + sum(part.nbytes for part in self._parts)
 
 
@@ -277,25 +291,23 @@ class _Block:
 
 @dataclass(slots=True)
 class Arena:
-    """Memory for the tensors of a graph. What nobody holds any more while capturing is used again.
+    """Memory for the intermediate tensors of a graph. Memory of a tensor that was freed during capture is reused.
 
-    So a step of many layers needs the memory of one, and stays in the processor's caches.
+    Therefore a step of many layers needs only the memory of one layer, which stays in the processor's caches.
     """
 
     blocks: list[_Block] = field(default_factory=list)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A contiguous tensor in a block that nobody uses any more, or in a new one."""
+        """Return a contiguous tensor in a free block, or in a new one."""
         nbytes = max(1, prod(shape)) * dtype.itemsize
-        fitting = [
-            block for block in self.blocks if block.free and nbytes <= block.memory.nbytes <= 2 * nbytes
-        ]
+        fitting = [block for block in self.blocks if block.free and nbytes <= block.memory.nbytes <= 2 * nbytes]
         if fitting:
             block = min(fitting, key=lambda block: block.memory.nbytes)
         else:
             block = _Block(_aligned(nbytes))
             self.blocks.append(block)
-        # A storage of its own over the same memory: it ends when the last view of this tensor does.
+        # A separate storage over the block's memory. It expires with the last view of this tensor.
         whole = torch.frombuffer(block.memory[:nbytes].data, dtype=dtype)
         block.user = StorageWeakRef(whole.untyped_storage())
         return whole.view(*shape)
@@ -306,18 +318,18 @@ class Arena:
 
 
 def _aligned(nbytes: int) -> np.ndarray:
-    """So many bytes that begin at a cache line, or fill large pages where they are as many as one has."""
+    """Return `nbytes` bytes, aligned to a cache line, or to a large page if they fill one."""
     if nbytes < LARGE_PAGE:
-        memory, grain = np.empty(nbytes + CACHE_LINE, np.uint8), CACHE_LINE
+        memory, alignment = np.empty(nbytes + CACHE_LINE, np.uint8), CACHE_LINE
     else:
         whole_pages = -(-nbytes // LARGE_PAGE) * LARGE_PAGE
-        memory, grain = np.frombuffer(_large_pages(whole_pages + LARGE_PAGE), np.uint8), LARGE_PAGE
-    first = -memory.ctypes.data % grain
+        memory, alignment = np.frombuffer(_large_pages(whole_pages + LARGE_PAGE), np.uint8), LARGE_PAGE
+    first = -memory.ctypes.data % alignment
     return memory[first : first + nbytes]
 
 
 class _ViewsOnly(TorchDispatchMode):
-    """Lets torch look at tensors, not compute."""
+    """Allows torch to create views of tensors, but not to compute."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -328,6 +340,6 @@ class _ViewsOnly(TorchDispatchMode):
     ) -> Any:
         returns = func._schema.returns
         views = bool(returns) and all(result.alias_info is not None for result in returns)
-        if not views or func._schema.is_mutable:  # before it computes on memory that nothing was written to
+        if not views or func._schema.is_mutable:  # raise before torch computes on uninitialised memory
             raise NotCapturable(f"{func} is computed by torch")
         return func(*args, **(kwargs or {}))

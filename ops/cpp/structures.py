@@ -1,450 +1,181 @@
-"""The operands of the kernels as ctypes sees them: the structures mirror those in `source/`."""
+"""Operands of the kernels as ctypes structures, with the fields that the headers in `source/` declare."""
 
 from __future__ import annotations
 
-from ctypes import Structure, c_float, c_int64, c_void_p
-
-
-class Step(Structure):
-    """Where each row of a step stands (`step.h`)."""
-
-    _fields_ = (
-        ("num_tokens", c_int64),
-        ("num_rows", c_int64),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("slot_mapping", c_void_p),
-        ("page_table", c_void_p),
-        ("table_width", c_int64),
-        ("starts", c_void_p),
-        ("counts", c_void_p),
-        ("query_starts", c_void_p),
-        ("page_size", c_int64),
-        ("given_ids", c_void_p),
-        ("sequence_indices", c_void_p),
-        ("last_tokens", c_void_p),
-        ("num_samples", c_int64),
-        ("sample_rows", c_void_p),
-    )
-
-
-class GraphNode(Structure):
-    """A kernel and its operands (`step.h`)."""
-
-    _fields_ = (("kernel", c_void_p), ("operands", c_void_p))
-
-
-class Embed(Structure):
-    _fields_ = (
-        ("weight", c_void_p),
-        ("out", c_void_p),
-        ("size", c_int64),
-        ("scale", c_float),
-        ("places", c_void_p),
-        ("type", c_void_p),
-    )
-
-
-class Norm(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("residual", c_void_p),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("out", c_void_p),
-        ("tokens", c_int64),
-        ("lines", c_int64),
-        ("stride", c_int64),
-        ("size", c_int64),
-        ("weight_stride", c_int64),
-        ("centred", c_int64),
-        ("eps", c_float),
-        ("offset", c_float),
-    )
-
-
-class Add(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("y", c_void_p),
-        ("gate", c_void_p),
-        ("tokens", c_int64),
-        ("size", c_int64),
-        ("scale", c_float),
-    )
-
-
-class Rotate(Structure):
-    _fields_ = (
-        ("q", c_void_p),
-        ("k", c_void_p),
-        ("table", c_void_p),
-        ("q_stride", c_int64),
-        ("k_stride", c_int64),
-        ("num_heads", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("size", c_int64),
-        ("interleaved", c_int64),
-    )
-
-
-class Store(Structure):
-    _fields_ = (
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("k_pool", c_void_p),
-        ("v_pool", c_void_p),
-        ("k_stride", c_int64),
-        ("v_stride", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("slot_mapping", c_void_p),
-        ("type", c_int64),
-        ("k_steps", c_float),
-        ("v_steps", c_float),
-    )
-
-
-class RotateStore(Structure):
-    _fields_ = (("rotate", Rotate), ("store", Store))
-
-
-class Gate(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("gated", c_void_p),
-        ("out", c_void_p),
-        ("tokens", c_int64),
-        ("x_stride", c_int64),
-        ("gated_stride", c_int64),
-        ("size", c_int64),
-        ("kind", c_int64),
-    )
-
-
-class Attend(Structure):
-    _fields_ = (
-        ("q", c_void_p),
-        ("q_stride", c_int64),
-        ("k_pool", c_void_p),
-        ("v_pool", c_void_p),
-        ("out", c_void_p),
-        ("num_heads", c_int64),
-        ("num_kv_heads", c_int64),
-        ("head_dim", c_int64),
-        ("window", c_int64),
-        ("chunked", c_int64),
-        ("scale", c_float),
-        ("soft_cap", c_float),
-        ("sinks", c_void_p),
-        ("slopes", c_void_p),
-        ("parts", c_void_p),
-        ("num_parts", c_int64),
-        ("page_table", c_void_p),
-        ("type", c_int64),
-        ("v_scale", c_float),
-        ("below", c_int64),
-    )
-
-
-class AttendTexts(Structure):
-    _fields_ = (
-        ("q", c_void_p),
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("out", c_void_p),
-        ("q_stride", c_int64),
-        ("k_stride", c_int64),
-        ("v_stride", c_int64),
-        ("num_heads", c_int64),
-        ("head_dim", c_int64),
-        ("reach", c_int64),
-        ("scale", c_float),
-    )
-
-
-class Pack(Structure):
-    _fields_ = (("weight", c_void_p), ("packed", c_void_p), ("in_size", c_int64), ("out_size", c_int64))
-
-
-class Product(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("x_stride", c_int64),
-        ("rows", c_int64),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("out", c_void_p),
-        ("in_size", c_int64),
-        ("out_size", c_int64),
-        ("activation", c_int64),
-    )
-
-
-class Pack8(Structure):
-    _fields_ = (
-        ("weight", c_void_p),
-        ("packed", c_void_p),
-        ("scales", c_void_p),
-        ("in_size", c_int64),
-        ("out_size", c_int64),
-    )
-
-
-class Product8(Structure):
-    _fields_ = (
-        ("plain", Product),
-        ("scales", c_void_p),
-        ("rounded", c_void_p),
-    )
-
-
-class Product4(Structure):
-    _fields_ = (
-        ("plain", Product),
-        ("table", c_void_p),
-        ("group_sums", c_void_p),
-        ("group", c_int64),
-        ("shifted", c_int64),
-        ("rounded", c_void_p),
-        ("bits", c_int64),
-    )
-
-
-class Pack4(Structure):
-    _fields_ = (
-        ("codes", c_void_p),
-        ("scales", c_void_p),
-        ("shifts", c_void_p),
-        ("packed", c_void_p),
-        ("in_size", c_int64),
-        ("out_size", c_int64),
-        ("group", c_int64),
-        ("bits", c_int64),
-    )
-
-
-class Begin(Structure):
-    _fields_ = (
-        ("query_starts", c_void_p),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("slot_mapping", c_void_p),
-        ("page_table", c_void_p),
-    )
-
-
-class Last(Structure):
-    _fields_ = (("hidden", c_void_p), ("out", c_void_p), ("size", c_int64))
-
-
-class Choose(Structure):
-    _fields_ = (
-        ("best", c_void_p),
-        ("ids", c_void_p),
-        ("sound", c_void_p),
-        ("max_samples", c_int64),
-        ("product", Product8),
-        ("product4", Product4),
-    )
-
-
-class Route(Structure):
-    _fields_ = (
-        ("logits", c_void_p),
-        ("stride", c_int64),
-        ("bias", c_void_p),
-        ("weights", c_void_p),
-        ("experts", c_void_p),
-        ("tokens", c_int64),
-        ("num_experts", c_int64),
-        ("top_k", c_int64),
-        ("scoring", c_int64),
-        ("renormalise", c_int64),
-        ("num_groups", c_int64),
-        ("top_groups", c_int64),
-        ("group_scores", c_int64),
-        ("scale", c_float),
-    )
-
-
-class PairTable(Structure):
-    _fields_ = (("positions", c_void_p), ("starts", c_void_p), ("blocks", c_void_p))
-
-
-class Dispatch(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("x_stride", c_int64),
-        ("experts", c_void_p),
-        ("weights", c_void_p),
-        ("table", PairTable),
-        ("rows", c_void_p),
-        ("tokens", c_int64),
-        ("num_experts", c_int64),
-        ("top_k", c_int64),
-        ("size", c_int64),
-    )
-
-
-class Experts(Structure):
-    _fields_ = (
-        ("product", Product8),
-        ("product4", Product4),
-        ("table", PairTable),
-        ("bias", c_void_p),
-        ("out", c_void_p),
-        ("num_experts", c_int64),
-        ("panels", c_int64),
-        ("out_size", c_int64),
-        ("kind", c_int64),
-    )
-
-
-class Combine(Structure):
-    _fields_ = (
-        ("results", c_void_p),
-        ("positions", c_void_p),
-        ("weights", c_void_p),
-        ("out", c_void_p),
-        ("tokens", c_int64),
-        ("top_k", c_int64),
-        ("size", c_int64),
-    )
-
-
-class Convolve(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("weight", c_void_p),
-        ("bias", c_void_p),
-        ("before", c_void_p),
-        ("behind", c_void_p),
-        ("pool", c_void_p),
-        ("out", c_void_p),
-        ("spans", c_void_p),
-        ("tokens", c_int64),
-        ("x_stride", c_int64),
-        ("before_stride", c_int64),
-        ("behind_stride", c_int64),
-        ("channels", c_int64),
-        ("kernel", c_int64),
-    )
-
-
-class Recur(Structure):
-    _fields_ = (
-        ("q", c_void_p),
-        ("k", c_void_p),
-        ("v", c_void_p),
-        ("a", c_void_p),
-        ("b", c_void_p),
-        ("rate", c_void_p),
-        ("shift", c_void_p),
-        ("skip", c_void_p),
-        ("pool", c_void_p),
-        ("out", c_void_p),
-        ("spans", c_void_p),
-        ("tokens", c_int64),
-        ("q_stride", c_int64),
-        ("k_stride", c_int64),
-        ("v_stride", c_int64),
-        ("a_stride", c_int64),
-        ("b_stride", c_int64),
-        ("groups", c_int64),
-        ("heads", c_int64),
-        ("key_dim", c_int64),
-        ("value_dim", c_int64),
-        ("wide", c_int64),
-        ("low", c_float),
-        ("high", c_float),
-    )
-
-
-class ProductHeads(Structure):
-    _fields_ = (
-        ("product", Product),
-        ("heads", c_int64),
-        ("x_head", c_int64),
-        ("out_stride", c_int64),
-        ("out_head", c_int64),
-        ("below", c_int64),
-    )
-
-
-class CopyHeads(Structure):
-    _fields_ = (
-        ("x", c_void_p),
-        ("out", c_void_p),
-        ("tokens", c_int64),
-        ("heads", c_int64),
-        ("size", c_int64),
-        ("x_stride", c_int64),
-        ("x_head", c_int64),
-        ("out_stride", c_int64),
-        ("out_head", c_int64),
-    )
-
-
-class EmbedGroups(Structure):
-    _fields_ = (("weight", Product4), ("out", c_void_p), ("scale", c_float))
-
-
-class Draw(Structure):
-    _fields_ = (
-        ("logits", c_void_p),
-        ("skip", c_void_p),
-        ("greedy", c_void_p),
-        ("temperature", c_void_p),
-        ("min_p", c_void_p),
-        ("uniform", c_void_p),
-        ("ids", c_void_p),
-        ("sound", c_void_p),
-        ("mask_of", c_void_p),
-        ("masks", c_void_p),
-        ("words", c_int64),
-        ("rows", c_int64),
-        ("vocab_size", c_int64),
-    )
-
-
-class PoolTexts(Structure):
-    _fields_ = (
-        ("hidden", c_void_p),
-        ("out", c_void_p),
-        ("size", c_int64),
-        ("mean", c_int64),
-        ("normalized", c_int64),
-    )
-
-
-class AttendExpanded(Structure):
-    _fields_ = (
-        ("plain", c_void_p),
-        ("turned", c_void_p),
-        ("plain_stride", c_int64),
-        ("plain_head", c_int64),
-        ("turned_stride", c_int64),
-        ("turned_head", c_int64),
-        ("pool", c_void_p),
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("out", c_void_p),
-        ("num_heads", c_int64),
-        ("rank", c_int64),
-        ("plain_dim", c_int64),
-        ("turned_dim", c_int64),
-        ("value_dim", c_int64),
-        ("scale", c_float),
-        ("type", c_int64),
-        ("expand_from", c_int64),
-    )
-
-
-# In the order of STRUCTURE_SIZES in `library.cpp`.
-STRUCTURES = (
-    Step, GraphNode, Embed, Norm, Rotate, Store, Gate, Attend, Pack, Product, Pack8, Product8, Begin, Last, Choose,
-    RotateStore, Add, Product4, Pack4, Route, PairTable, Dispatch, Experts, Combine, AttendTexts, Convolve, Recur,
-    ProductHeads, CopyHeads, EmbedGroups, Draw, PoolTexts, AttendExpanded,
-)  # fmt: skip
+import re
+from collections.abc import Mapping
+from ctypes import Structure, c_bool, c_double, c_float, c_int32, c_int64, c_void_p
+from typing import TYPE_CHECKING, Any
+
+from ops.cpp.build import SOURCES
+
+_NUMBERS = {"int64_t": c_int64, "int32_t": c_int32, "float": c_float, "double": c_double, "bool": c_bool}
+_COMMENT = re.compile(r"//[^\n]*")
+_STRUCTURE = re.compile(r"^struct (\w+) \{\n(.*?)^\};", re.DOTALL | re.MULTILINE)
+_ENUM = re.compile(r"^enum (?:class )?(\w+) : (\w+)", re.MULTILINE)
+_POINTER = re.compile(r"(?:const )?\w+\* (\w+)")
+_FUNCTION = re.compile(r"void \(\*(\w+)\)\([^()]*\)")
+_VALUES = re.compile(r"(\w+) (\w+(?:, \w+)*)")
+
+
+class Declarations:
+    """Structures that C++ code declares."""
+
+    def __init__(self, code: str) -> None:
+        self._bodies = dict(_STRUCTURE.findall(code))
+        self._numbers = _NUMBERS | {name: _NUMBERS[base] for name, base in _ENUM.findall(code)}
+
+    def __contains__(self, structure: str) -> bool:
+        return structure in self._bodies
+
+    def fields(self, structure: str, known: Mapping[str, type[Structure]]) -> list[tuple[str, Any]]:
+        """Return (name, ctypes type) of each field, in order. A field may be one of the `known` structures.
+
+        Raises ValueError if it cannot parse a declaration.
+        """
+        fields: list[tuple[str, Any]] = []
+        for declaration in _COMMENT.sub("", self._bodies[structure]).split(";"):
+            text = " ".join(declaration.split())
+            if pointer := _POINTER.fullmatch(text) or _FUNCTION.fullmatch(text):
+                fields.append((pointer[1], c_void_p))
+            elif text:
+                values = _VALUES.fullmatch(text)
+                kind = values and (self._numbers.get(values[1]) or known.get(values[1]))
+                if values is None or kind is None:
+                    raise ValueError(f"Cannot parse the declaration '{text}' in the structure {structure}.")
+                fields += [(name, kind) for name in values[2].split(", ")]
+        return fields
+
+
+_HEADERS = Declarations("\n".join(path.read_text(encoding="utf-8") for path in sorted(SOURCES.glob("*.h"))))
+STRUCTURES: dict[str, type[Structure]] = {}  # by name in C++
+
+
+class _Declared(type(Structure)):
+    """Creates a class with the fields of the C++ structure of the same name. Instances have no other attributes."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+        namespace["__slots__"] = ()
+        if bases == (Structure,):
+            return super().__new__(cls, name, bases, namespace)
+        structure = f"{name}Operands" if f"{name}Operands" in _HEADERS else name
+        namespace["_fields_"] = _HEADERS.fields(structure, STRUCTURES)
+        declared: Any = super().__new__(cls, name, bases, namespace)
+        STRUCTURES[structure] = declared
+        return declared
+
+
+class Operands(Structure, metaclass=_Declared):
+    """A C++ structure: `class Norm` has the fields of `NormOperands`, and `class Step` the fields of `Step`."""
+
+    if TYPE_CHECKING:  # Pyright accepts keywords only, so no code depends on the order of fields
+
+        def __init__(self, **fields: Any) -> None: ...
+
+
+class Step(Operands): ...
+
+
+class GraphNode(Operands): ...
+
+
+class Media(Operands): ...
+
+
+class Embed(Operands): ...
+
+
+class Norm(Operands): ...
+
+
+class Add(Operands): ...
+
+
+class Rotate(Operands): ...
+
+
+class Angles(Operands): ...
+
+
+class Store(Operands): ...
+
+
+class RotateStore(Operands): ...
+
+
+class Gate(Operands): ...
+
+
+class Attend(Operands): ...
+
+
+class AttendBidirectional(Operands): ...
+
+
+class Pack(Operands): ...
+
+
+class Product(Operands): ...
+
+
+class Pack8(Operands): ...
+
+
+class Product8(Operands): ...
+
+
+class Product4(Operands): ...
+
+
+class Pack4(Operands): ...
+
+
+class Begin(Operands): ...
+
+
+class Last(Operands): ...
+
+
+class Choose(Operands): ...
+
+
+class Route(Operands): ...
+
+
+class PairTable(Operands): ...
+
+
+class Dispatch(Operands): ...
+
+
+class Experts(Operands): ...
+
+
+class Combine(Operands): ...
+
+
+class Convolve(Operands): ...
+
+
+class Recur(Operands): ...
+
+
+class ProductHeads(Operands): ...
+
+
+class CopyHeads(Operands): ...
+
+
+class EmbedGroups(Operands): ...
+
+
+class Draw(Operands): ...
+
+
+class PoolRows(Operands): ...
+
+
+class AddLowRank(Operands): ...
+
+
+class AttendExpanded(Operands): ...

@@ -1,18 +1,25 @@
-"""Both ends of a vocabulary that may be cut over ranks: vectors of token ids, and logits.
+"""Embedding of token ids, and conversion of products to logits. The vocabulary may be sharded over ranks.
 
-A backend file holds
+A backend file defines
 
-    embed(token_ids int64 [T], weight [V', E], first_id=None, *, scale=None) -> [T, E]
-    embed_placed(token_ids int64 [T], words [V, E], positions int64 [T], places [N, E] | None, type [E] | None)
-        -> [T, E]
+    embed(token_ids int64 [T], weight [V', E], first_id=None, *, scale=None, media=None) -> [T, E]
+    embed_with_positions(token_ids int64 [T], weight [V, E], positions int64 [T], position_weight [N, E] | None,
+                         type_weight [N, E] | None, second_starts int32 [T] | None) -> [T, E]
     reads(prepared [V', E]) -> bool
     as_logits(products [R, V'], *, scale=None, soft_cap=None) -> float32 [R, V']
 
-`embed` gives row `id - first_id` of `weight` for each of its own ids, first_id .. first_id + V' - 1, and zeros for all
-others, so that the sum over ranks is the lookup of the whole vocabulary. Without a `first_id` the weight is all of it,
-and every id lies in it. Rows are multiplied by `scale` and rounded to the weight's dtype.
-`embed_placed` adds what stands for a token's position and for the type of all of them. `reads` tells whether `embed`
-takes a weight also as `ops.matmul` has prepared it: then a model whose two ends have one weight holds it once.
-`as_logits` turns the products of hidden states and a rank's part of the vocabulary into logits: in float32, times
-`scale`, then bounded to soft_cap * tanh(logit / soft_cap). `products` may be overwritten: use what it returns.
+`embed` returns row `id - first_id` of `weight` for ids in first_id .. first_id + V' - 1, and zeros for other ids: the
+sum over ranks is the lookup in the whole vocabulary. Without `first_id` the weight is the whole vocabulary. Rows
+are multiplied by `scale` and rounded to the weight's dtype. `media` is a pair of vectors [T, E] in that dtype and a
+mask bool [T]: a masked token gets its vector unchanged, and its id is ignored. `media` excludes `first_id`.
+
+`embed_with_positions` adds the vector of a token's position and the vector of its type. A token has the second type
+if its element of `second_starts` is not 0 and its position is at least that element. Otherwise it has the first type.
+
+`reads` returns whether `embed` accepts a weight that `ops.matmul` has prepared. If so, a model with tied embeddings
+keeps only the prepared weight.
+
+`as_logits` converts the products of hidden states and a rank's part of the vocabulary to float32 logits. It
+multiplies them by `scale` and then, if `soft_cap` is given, replaces each logit by soft_cap * tanh(logit / soft_cap).
+It may overwrite `products`; use the returned tensor.
 """

@@ -1,17 +1,26 @@
-"""Embedding and logits in plain torch."""
+"""Embedding and logits in torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
 def embed(
-    token_ids: Tensor, weight: Tensor, first_id: int | None = None, *, scale: float | None = None
+    token_ids: Tensor,
+    weight: Tensor,
+    first_id: int | None = None,
+    *,
+    scale: float | None = None,
+    media: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The vectors of a rank's own ids (see `ops.embedding`)."""
+    """Return the vectors of the ids in a rank's part of the vocabulary (see `ops.embedding`)."""
+    if media is not None:
+        vectors = embed(token_ids.masked_fill(media[1], 0), weight, first_id, scale=scale)
+        return torch.where(media[1].unsqueeze(1), media[0], vectors)
     vectors = look_up(F.embedding, token_ids, weight, first_id)
     return vectors if scale is None else vectors.mul_(scale)
 
@@ -19,30 +28,39 @@ def embed(
 def look_up(
     rows: Callable[[Tensor, Tensor], Tensor], token_ids: Tensor, weight: Tensor, first_id: int | None
 ) -> Tensor:
-    """`embed` by `rows(indices [T], weight)`, which takes indices within the weight alone."""
+    """Look up the ids with `rows(indices [T], weight)`, which gets only valid indices. Other ids have zeros."""
     if first_id is None:
         return rows(token_ids, weight)
     indices = token_ids - first_id
-    elsewhere = (indices < 0) | (indices >= len(weight))
-    return rows(indices.masked_fill(elsewhere, 0), weight).masked_fill_(elsewhere.unsqueeze(1), 0)
+    outside = (indices < 0) | (indices >= len(weight))
+    return rows(indices.masked_fill(outside, 0), weight).masked_fill_(outside.unsqueeze(1), 0)
 
 
-def embed_placed(
-    token_ids: Tensor, words: Tensor, positions: Tensor, places: Tensor | None, type: Tensor | None
+def embed_with_positions(
+    token_ids: Tensor,
+    weight: Tensor,
+    positions: Tensor,
+    position_weight: Tensor | None,
+    type_weight: Tensor | None,
+    second_starts: Tensor | None,
 ) -> Tensor:
-    """The vectors of words, of their positions and of their type (see `ops.embedding`)."""
-    x = F.embedding(token_ids, words)
-    x = x if type is None else x + type
-    return x if places is None else x + F.embedding(positions, places)
+    """Return the sum of the tokens', positions' and types' vectors (see `ops.embedding`)."""
+    x = F.embedding(token_ids, weight)
+    if type_weight is not None:
+        if second_starts is None:
+            x = x + type_weight[0]
+        else:
+            x = x + type_weight[((second_starts > 0) & (positions >= second_starts)).long()]
+    return x if position_weight is None else x + F.embedding(positions, position_weight)
 
 
 def reads(prepared: Tensor) -> bool:
-    """Plain weights only (see `ops.embedding`)."""
+    """Return False: `embed` accepts only unprepared weights (see `ops.embedding`)."""
     return False
 
 
 def as_logits(products: Tensor, *, scale: float | None = None, soft_cap: float | None = None) -> Tensor:
-    """Scaled and bounded in float32 (see `ops.embedding`)."""
+    """Return scaled and bounded logits in float32 (see `ops.embedding`)."""
     logits = products.float()
     if soft_cap is not None:
         return logits.mul_((scale or 1.0) / soft_cap).tanh_().mul_(soft_cap)

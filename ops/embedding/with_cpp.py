@@ -1,4 +1,4 @@
-"""Embedding in C++, from a plain weight (`ops/cpp/source/small.h`), a head's panels or groups (`whole.h` there)."""
+"""Embedding in C++: from plain weights (`ops/cpp/source/small.h`) or packed weights of an LM head (`whole.h`)."""
 
 from __future__ import annotations
 
@@ -9,57 +9,82 @@ from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import TYPES, address
-from ops.cpp.structures import Embed, EmbedGroups, Step
+from ops.cpp.structures import Embed, EmbedGroups, Media, Step
 from ops.embedding import native
 from ops.matmul.with_cpp import PackedWeight, PackedWeight4, grouped_operands
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """All of `ops.embedding`; `as_logits` is torch's."""
+    """Return all operations of `ops.embedding`. torch computes `as_logits`."""
 
     def reads(prepared: Tensor) -> bool:
-        """A packed weight of its own dtype holds all that there was."""
+        """Return whether the weight is packed without quantisation."""
         return isinstance(prepared, PackedWeight)
 
     def embed(
-        token_ids: Tensor, weight: Tensor, first_id: int | None = None, *, scale: float | None = None
+        token_ids: Tensor,
+        weight: Tensor,
+        first_id: int | None = None,
+        *,
+        scale: float | None = None,
+        media: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """The vectors of a rank's own ids."""
+        """Return the vectors of the ids in a rank's part of the vocabulary."""
         packed = isinstance(weight, PackedWeight | PackedWeight4)
         if not packed and not (weight.dtype in TYPES and weight.is_contiguous()):
-            return native.embed(token_ids, weight, first_id, scale=scale)
+            return native.embed(token_ids, weight, first_id, scale=scale, media=media)
 
         def rows(indices: Tensor, weight: Tensor) -> Tensor:
-            return look_up(indices, weight, 1.0 if scale is None else scale)
+            return look_up(indices, weight, 1.0 if scale is None else scale, media)
 
         return native.look_up(rows, token_ids, weight, first_id)
 
-    def look_up(indices: Tensor, weight: Tensor, scale: float) -> Tensor:
+    def look_up(indices: Tensor, weight: Tensor, scale: float, media: tuple[Tensor, Tensor] | None) -> Tensor:
         indices = indices.contiguous()
         step = Step(num_tokens=len(indices), token_ids=address(indices))
+        x = launcher.empty((len(indices), weight.shape[1]), weight.dtype)
+        contiguous = () if media is None else tuple(each.contiguous() for each in media)
+        pointers = Media(vectors=address(contiguous[0]), given=address(contiguous[1])) if contiguous else Media()
         if isinstance(weight, PackedWeight4):
-            x = launcher.empty((len(indices), weight.shape[1]), weight.dtype)
-            operands = EmbedGroups(grouped_operands(weight), address(x), scale)
+            operands = EmbedGroups(weight=grouped_operands(weight), out=address(x), scale=scale, media=pointers)
             launcher.launch("embed_groups", x.dtype, operands, step)
             return x
-        x = launcher.empty((len(indices), weight.shape[1]), weight.dtype)
         kernel = "embed_packed" if isinstance(weight, PackedWeight) else "embed"
-        launcher.launch(
-            kernel, weight.dtype, Embed(address(weight), address(x), weight.shape[1], scale), step
-        )
+        operands = Embed(weight=address(weight), out=address(x), size=weight.shape[1], scale=scale, media=pointers)
+        launcher.launch(kernel, weight.dtype, operands, step)
         return x
 
-    def embed_placed(
-        token_ids: Tensor, words: Tensor, positions: Tensor, places: Tensor | None, type: Tensor | None
+    def embed_with_positions(
+        token_ids: Tensor,
+        weight: Tensor,
+        positions: Tensor,
+        position_weight: Tensor | None,
+        type_weight: Tensor | None,
+        second_starts: Tensor | None,
     ) -> Tensor:
-        """The vectors of words, of their positions and of their type."""
-        if words.dtype not in TYPES:
-            return native.embed_placed(token_ids, words, positions, places, type)
+        """Return the sum of the tokens', positions' and types' vectors."""
+        if weight.dtype not in TYPES:
+            return native.embed_with_positions(
+                token_ids, weight, positions, position_weight, type_weight, second_starts
+            )
         token_ids, positions = token_ids.contiguous(), positions.contiguous()
-        x = launcher.empty((len(token_ids), words.shape[1]), words.dtype)
+        x = launcher.empty((len(token_ids), weight.shape[1]), weight.dtype)
         step = Step(num_tokens=len(token_ids), token_ids=address(token_ids), positions=address(positions))
-        operands = Embed(address(words), address(x), words.shape[1], 1.0, address(places), address(type))
-        launcher.launch("embed_placed", words.dtype, operands, step)
+        operands = Embed(
+            weight=address(weight),
+            out=address(x),
+            size=weight.shape[1],
+            scale=1.0,
+            position_weight=address(position_weight),
+            type_weight=address(type_weight),
+            second_starts=address(second_starts),
+        )
+        launcher.launch("embed_with_positions", weight.dtype, operands, step)
         return x
 
-    return {"embed": embed, "embed_placed": embed_placed, "reads": reads, "as_logits": native.as_logits}
+    return {
+        "embed": embed,
+        "embed_with_positions": embed_with_positions,
+        "reads": reads,
+        "as_logits": native.as_logits,
+    }

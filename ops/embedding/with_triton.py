@@ -1,6 +1,6 @@
-"""Embedding and logits in Triton: one pass over what is written, no mask in memory."""
+"""Embedding and logits in Triton. A kernel computes its output in one pass, without a mask of ids in memory."""
 
-# The types of a launch are not those of its kernel.
+# Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -9,39 +9,48 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.embedding.native import embed_placed
+from ops.embedding.native import embed_with_positions
 
-__all__ = ["as_logits", "embed", "embed_placed", "reads"]  # `embed_placed` is torch's
+__all__ = ["as_logits", "embed", "embed_with_positions", "reads"]  # torch computes `embed_with_positions`
 BLOCK = 1024
 
 
 def embed(
-    token_ids: Tensor, weight: Tensor, first_id: int | None = None, *, scale: float | None = None
+    token_ids: Tensor,
+    weight: Tensor,
+    first_id: int | None = None,
+    *,
+    scale: float | None = None,
+    media: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The vectors of a rank's own ids (see `ops.embedding`)."""
+    """Return the vectors of the ids in a rank's part of the vocabulary (see `ops.embedding`)."""
     num_ids, width = weight.shape
     out = torch.empty((len(token_ids), width), dtype=weight.dtype, device=weight.device)
+    vectors, mask = media or (None, None)
     _embed_kernel[(len(token_ids), triton.cdiv(width, BLOCK))](
         token_ids,
         weight,
+        vectors,
+        mask,
         out,
         first_id or 0,
         num_ids,
         width,
         weight.stride(0),
         1.0 if scale is None else scale,
+        HAS_MEDIA=media is not None,
         BLOCK=min(BLOCK, triton.next_power_of_2(width)),
     )
     return out
 
 
 def reads(prepared: Tensor) -> bool:
-    """Plain weights only (see `ops.embedding`)."""
+    """Return False: `embed` accepts only unprepared weights (see `ops.embedding`)."""
     return False
 
 
 def as_logits(products: Tensor, *, scale: float | None = None, soft_cap: float | None = None) -> Tensor:
-    """Scaled and bounded in float32 (see `ops.embedding`)."""
+    """Return scaled and bounded logits in float32 (see `ops.embedding`)."""
     if products.dtype == torch.float32 and scale is None and soft_cap is None:
         return products
     products = products if products.stride(-1) == 1 else products.contiguous()
@@ -63,21 +72,31 @@ def as_logits(products: Tensor, *, scale: float | None = None, soft_cap: float |
 def _embed_kernel(
     token_ids,  # [T]
     weight,  # [num_ids, width]
+    vectors,  # [T, width], or None without media
+    mask,  # [T], or None
     out,  # [T, width]
     first_id,
     num_ids,
     width,
     stride,
     vector_scale,
+    HAS_MEDIA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(token_ids + token) - first_id
-    is_own = (index >= 0) & (index < num_ids)
-    read = tl.where(is_own, width, 0)
-    vector = tl.load(weight + index * stride + columns, mask=columns < read, other=0.0)
+    in_shard = (index >= 0) & (index < num_ids)
+    if HAS_MEDIA:
+        has_vector = tl.load(mask + token) != 0
+        in_shard = in_shard & ~has_vector
+    num_read = tl.where(in_shard, width, 0)
+    vector = tl.load(weight + index * stride + columns, mask=columns < num_read, other=0.0)
     vector = vector.to(tl.float32) * vector_scale
+    if HAS_MEDIA:
+        inside = columns < tl.where(has_vector, width, 0)
+        medium = tl.load(vectors + token * width + columns, mask=inside, other=0.0)
+        vector = tl.where(has_vector, medium.to(tl.float32), vector)
     tl.store(out + token * width + columns, vector, mask=columns < width)
 
 
@@ -96,5 +115,5 @@ def _logits_kernel(
     inside = columns < width
     logits = tl.load(products + row * stride + columns, mask=inside, other=0.0).to(tl.float32) * scale
     if SOFT_CAP is not None:
-        logits = SOFT_CAP * (2.0 * tl.sigmoid(logits * (2.0 / SOFT_CAP)) - 1.0)  # tanh
+        logits = SOFT_CAP * (2.0 * tl.sigmoid(logits * (2.0 / SOFT_CAP)) - 1.0)  # computes tanh
     tl.store(out + row * width + columns, logits, mask=inside)

@@ -1,10 +1,12 @@
-"""Attention of encoders: every token of a row sees the whole row, and nothing is cached.
+"""Bidirectional attention of encoders: every token attends to its whole row, without a cache.
 
-A backend file holds
+A backend file defines
 
-    attend_texts(q [T, H, D], k [T, H, D], v [T, H, D], metadata, *, scale, reach=None, bias=None) -> [T, H, D]
+    attend_bidirectional(q [T, H, D], k [T, H, D], v [T, H, D], metadata, *, scale, reach=None, bias=None)
+        -> [T, H, D]
 
-`metadata` (`ops.attention.AttentionMetadata`) says where the rows begin and end, each a whole text. A token attends to
-all tokens of its row, or to those at most `reach` positions before and behind it. Scores are q.k * scale, and `bias`
-where there is one: a function that gives what is added in a row of so many tokens, [H, L, L] in the dtype of q.
+`metadata` (`ops.attention.AttentionMetadata`) has the bounds of the rows; each row is a complete text. A token attends
+to all tokens of its row, or only to the tokens at a distance of at most `reach`. Scores are q.k * scale. If `bias` is
+given, `bias(L)` [H, L, L], in the dtype of q, is added to the scores of a row of L tokens. `bias` and `reach` must not
+be combined.
 """

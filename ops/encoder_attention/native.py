@@ -1,4 +1,4 @@
-"""Attention of encoders by torch's own, which is blocked on a CPU and fused on a GPU."""
+"""Bidirectional attention with torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ops.attention import AttentionMetadata
 
-MIN_BLOCK = 256  # queries that are attended together where only their neighbours are keys
+MIN_BLOCK = 256  # minimum number of queries per block if `reach` limits the keys
 
 
 Bias = Callable[[int], Tensor]
 
 
-def attend_texts(
+def attend_bidirectional(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -27,31 +27,31 @@ def attend_texts(
     reach: int | None = None,
     bias: Bias | None = None,
 ) -> Tensor:
-    """Attention [T, H, D] of each row to itself (see `ops.encoder_attention`)."""
+    """Return the attention [T, H, D] of each row to itself (see `ops.encoder_attention`)."""
     counts = metadata.counts_host
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if q.is_cuda and len(set(counts)) > 1:
         return _padded(q, k, v, counts, scale, reach, bias)
     first = 0
-    for length, rows in groupby(counts):  # neighbours of one length are one product
+    for length, rows in groupby(counts):  # adjacent rows of equal length share one call
         end = first + length * sum(1 for _ in rows)
-        # Each [N, H, L, D].
-        queries, keys, values, found = (
+        # Each tensor is [N, H, L, D]: N rows of L tokens.
+        queries, keys, values, result = (
             x[first:end].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v, out)
         )
         if reach is None or length <= reach + 1:
-            added = None if bias is None else bias(length)
-            found.copy_(F.scaled_dot_product_attention(queries, keys, values, attn_mask=added, scale=scale))
+            mask = None if bias is None else bias(length)
+            result.copy_(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale))
         elif bias is not None:
-            raise ValueError("Attention to neighbours alone takes no bias.")
+            raise ValueError("`bias` cannot be combined with `reach`.")
         else:
-            _near(queries, keys, values, found, reach, scale)
+            _attend_near(queries, keys, values, result, reach, scale)
         first = end
     return out
 
 
-def _near(q: Tensor, k: Tensor, v: Tensor, out: Tensor, reach: int, scale: float) -> None:
-    """Attention of [N, H, L, D] to neighbours alone, by blocks, so that far keys cost nothing."""
+def _attend_near(q: Tensor, k: Tensor, v: Tensor, out: Tensor, reach: int, scale: float) -> None:
+    """Write the attention of rows [N, H, L, D] to `out`, in blocks of queries that skip most keys outside `reach`."""
     length = q.shape[2]
     block = max(reach, MIN_BLOCK)
     for low in range(0, length, block):
@@ -68,14 +68,14 @@ def _near(q: Tensor, k: Tensor, v: Tensor, out: Tensor, reach: int, scale: float
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale: float, reach: int | None, bias: Bias | None
 ) -> Tensor:
-    """All rows in one product, filled up to the longest: launching is what costs on a GPU."""
+    """Compute all rows in one call, padded to the longest, because on a GPU the number of launches decides the time."""
     num_rows, width = len(counts), max(counts)
     index = torch.cat([torch.arange(count) + row * width for row, count in enumerate(counts)])
     index = index.to(q.device, non_blocking=True)
     lengths = torch.tensor(counts).to(q.device, non_blocking=True)
     positions = torch.arange(width, device=q.device)
     mask = (positions < lengths.unsqueeze(1))[:, None, None]  # [N, 1, 1, width]
-    if reach is not None:  # a padded query near no key of its row has none: its result is thrown away
+    if reach is not None:  # some padding queries see no key; their NaN results are dropped
         mask = mask & ((positions - positions.unsqueeze(1)).abs() <= reach)
     if bias is not None:
         mask = bias(width).masked_fill(~mask, -torch.inf)

@@ -1,4 +1,4 @@
-"""Attention of encoders in C++: all texts in one call (`ops/cpp/source/attend_texts.h`)."""
+"""Bidirectional attention in C++: all rows in one call (`ops/cpp/source/attend_bidirectional.h`)."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from ops.attention import AttentionMetadata
 from ops.attention.with_cpp import computes, step_in
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import address, in_line
-from ops.cpp.structures import AttendTexts
+from ops.cpp.library import address, contiguous_tokens
+from ops.cpp.structures import AttendBidirectional
 from ops.encoder_attention import native
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """`attend_texts` (see `ops.encoder_attention`)."""
+    """Return `attend_bidirectional` (see `ops.encoder_attention`)."""
 
-    def attend_texts(
+    def attend_bidirectional(
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -28,12 +28,12 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         reach: int | None = None,
         bias: native.Bias | None = None,
     ) -> Tensor:
-        """Attention of each row to itself. What has a bias, or `computes` says no to, goes to `native`."""
+        """Return the attention of each row to itself. `native` computes calls with a bias or unsupported tensors."""
         if bias is not None or not computes(q.dtype, q.shape[2], k):
-            return native.attend_texts(q, k, v, metadata, scale=scale, reach=reach, bias=bias)
-        q, k, v = in_line(q), in_line(k), in_line(v)
+            return native.attend_bidirectional(q, k, v, metadata, scale=scale, reach=reach, bias=bias)
+        q, k, v = contiguous_tokens(q), contiguous_tokens(k), contiguous_tokens(v)
         out = launcher.empty(q.shape, q.dtype)
-        operands = AttendTexts(
+        operands = AttendBidirectional(
             q=address(q),
             k=address(k),
             v=address(v),
@@ -46,7 +46,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
             reach=-1 if reach is None else reach,
             scale=scale,
         )
-        launcher.launch("attend_texts", q.dtype, operands, step_in(metadata))
+        launcher.launch("attend_bidirectional", q.dtype, operands, step_in(metadata))
         return out
 
-    return {"attend_texts": attend_texts}
+    return {"attend_bidirectional": attend_bidirectional}

@@ -1,14 +1,17 @@
-"""Writing keys and values into the paged cache, and copying its pages.
+"""Writes to the paged KV cache, and copies of pages within a device and between device and host.
 
-A backend file holds `store(k, v, k_pool, v_pool, metadata, *, k_scale=1.0, v_scale=1.0) -> None`:
+A backend file defines
 
-    k, v            [T, K, D]          of the step's tokens
-    k_pool, v_pool  [P, K, page, D]    contiguous, written in place at metadata.slot_mapping
+    store(k, v, k_pool, v_pool, metadata, *, k_scale=1.0, v_scale=1.0) -> None
+    copy_pages(source, target, source_pages, target_pages) -> None
 
-Values are converted to the pool's dtype. A pool of one byte per value (float8 e4m3fn or e5m2) holds them
-divided by the scale, and what it cannot hold becomes the largest value that it can; scales of other pools
-are 1. Slots of one step are distinct but for padding, whose page nobody reads.
+`store` writes the step's keys and values k, v [T, K, D] to the contiguous pools k_pool, v_pool [P, K, page, D], at the
+slots in metadata.slot_mapping. It converts them to the pool's dtype. For float8 pools (e4m3fn, e5m2) it divides them by
+the scale and clamps them to the largest value of the dtype; the scales of other pools are 1. The slots of one step are
+distinct, except for padding, which goes to a page that no row reads.
 
-And `copy_pages(k_pool, v_pool, sources, targets) -> None`: the pages `sources` (int64 [N]) are copied to
-`targets` (int64 [N], distinct) in both pools. No page is both a source and a target.
+`copy_pages` copies the pages `source_pages` (int64 [N]) of the pool `source` to the pages `target_pages` (int64 [N],
+distinct) of the pool `target`. Both pools are contiguous [P, K, page, D] with their own P. They may be the same tensor
+if no page is both a source and a target. The page ids are on the device that computes. Either pool may be in
+page-locked host memory, which kernels of a GPU can access.
 """

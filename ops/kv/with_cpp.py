@@ -10,15 +10,15 @@ from torch import Tensor
 from ops.attention import AttentionMetadata
 from ops.attention.with_cpp import step_in
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import TYPES, address, cache_type, in_line
+from ops.cpp.library import TYPES, address, cache_type, contiguous_tokens
 from ops.cpp.structures import Store
 from ops.kv import native
 
-BYTES_AT_ONCE = 16  # of a float8 pool
+BYTES_AT_ONCE = 16  # number of float8 elements that the kernel converts at a time; it must divide the head dim
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """`store` and `copy_pages` (see `ops.kv`). Pools of other dtypes than the step's and float8 go to `native`."""
+    """Return `store` and `copy_pages` (see `ops.kv`). `native` writes to pools that the kernel does not support."""
 
     def store(
         k: Tensor,
@@ -30,12 +30,12 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         k_scale: float = 1.0,
         v_scale: float = 1.0,
     ) -> None:
-        """Put each token's keys and values at its slot."""
+        """Write each token's keys and values to its slot."""
         type = cache_type(k_pool, k.dtype)
         if type is None or k.dtype not in TYPES or (type and k.shape[2] % BYTES_AT_ONCE):
             native.store(k, v, k_pool, v_pool, metadata, k_scale=k_scale, v_scale=v_scale)
             return
-        k, v = in_line(k), in_line(v)
+        k, v = contiguous_tokens(k), contiguous_tokens(v)
         operands = Store(
             k=address(k),
             v=address(v),

@@ -1,6 +1,6 @@
-"""Cache writes and page copies in Triton: one program for each token, or page and head."""
+"""Cache writes in Triton with one program per token, and page copies with one program per block of a page."""
 
-# The types of a launch are not those of its kernel.
+# Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ops.attention import AttentionMetadata
 
-COPY_BLOCK = 2048  # elements of a page that one program copies
+COPY_BLOCK = 2048  # elements that one program copies
 
 
 def store(
@@ -24,7 +24,7 @@ def store(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Put each token's keys and values at its slot (see `ops.kv`)."""
+    """Write each token's keys and values to its slot (see `ops.kv`)."""
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     _, num_kv_heads, page_size, head_dim = k_pool.shape
     _store_kernel[(len(metadata.slot_mapping),)](
@@ -49,11 +49,11 @@ def store(
     )
 
 
-def copy_pages(k_pool: Tensor, v_pool: Tensor, sources: Tensor, targets: Tensor) -> None:
-    """Copy whole pages within both pools (see `ops.kv`)."""
-    page_elements = k_pool[0].numel()
-    grid = (len(sources), triton.cdiv(page_elements, COPY_BLOCK))
-    _copy_kernel[grid](k_pool, v_pool, sources, targets, page_elements, BLOCK=COPY_BLOCK)
+def copy_pages(source: Tensor, target: Tensor, source_pages: Tensor, target_pages: Tensor) -> None:
+    """Copy pages from one pool to another (see `ops.kv`)."""
+    page_elements = source[0].numel()
+    grid = (len(source_pages), triton.cdiv(page_elements, COPY_BLOCK))
+    _copy_kernel[grid](source, target, source_pages, target_pages, page_elements, BLOCK=COPY_BLOCK)
 
 
 @triton.jit
@@ -69,7 +69,7 @@ def _store_kernel(
     v_head_stride,
     k_factor,
     v_factor,
-    LARGEST: tl.constexpr,  # that an fp8 pool holds; None for wider dtypes
+    LARGEST: tl.constexpr,  # values are clamped to -LARGEST .. LARGEST in a float8 pool; None for other pools
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,
@@ -92,18 +92,16 @@ def _store_kernel(
 
 @triton.jit
 def _copy_kernel(
-    k_pool,  # [P, page_elements]
-    v_pool,
-    sources,  # [N]
-    targets,  # [N]
+    source,  # [P, page_elements]
+    target,  # [P, page_elements]
+    source_pages,  # [N]
+    target_pages,  # [N]
     page_elements,
     BLOCK: tl.constexpr,
 ):
     pair = tl.program_id(0)
-    source, target = tl.load(sources + pair), tl.load(targets + pair)
+    source_page, target_page = tl.load(source_pages + pair), tl.load(target_pages + pair)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < page_elements
-    keys = tl.load(k_pool + source * page_elements + offsets, mask=inside)
-    values = tl.load(v_pool + source * page_elements + offsets, mask=inside)
-    tl.store(k_pool + target * page_elements + offsets, keys, mask=inside)
-    tl.store(v_pool + target * page_elements + offsets, values, mask=inside)
+    values = tl.load(source + source_page * page_elements + offsets, mask=inside)
+    tl.store(target + target_page * page_elements + offsets, values, mask=inside)

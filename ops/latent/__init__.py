@@ -1,21 +1,24 @@
 """Attention over latent vectors (DeepSeek V2, arXiv 2405.04434), absorbed or with expanded keys and values.
 
-A backend file holds
+A backend file defines
 
     prepare_heads(weight [H, O, I]) -> prepared
-    join(latent [T, R], rotated [T, P]) -> [T, 1, R + P]
-    attend_latent(plain [T, H, N], turned [T, H, P], pool, weights, metadata, options, attend) -> [T, H * V]
+    join(latent [T, R], k_pe [T, P]) -> [T, 1, R + P]
+    attend_latent(q_nope [T, H, N], q_pe [T, H, P], pool, weights, metadata, options, attend) -> [T, H * V]
 
-`join` puts a token's latent vector and rotated key one behind the other, as the pool [pages, 1, page, R + P] holds
-them. Of a head's query the N plain numbers meet the latent vector, and the P turned ones the rotated key. Its keys are
-latent @ weight.T, and so are its values, with weights of their own (`LatentWeights`). `attend_latent` computes
+`join` concatenates a token's latent vector and its rotated key, as the pool [pages, 1, page, R + P] holds them.
+`q_nope` is the part of a query that is multiplied with the latent part of a key, and `q_pe` is the rotated part. The
+latent part of a head's keys is latent @ weight.T, and its values are latent @ weight.T with another weight
+(`LatentWeights`). `prepare_heads` converts such weights to the backend's layout.
+`attend_latent` computes
 
-- rows of fewer than `expand_from` tokens absorbed: the keys' weight is applied to the queries and the values' to what
-  was read, so that `attend`, an attention of `ops.attention`, reads the latent vectors as one head's keys and values;
-- longer rows, if `expand_from` is a number, with keys and values that are made of the latent vectors for the while, of
-  some heads or positions at a time.
+- rows of fewer than `expand_from` tokens absorbed: the weight of the keys is applied to the queries and the weight of
+  the values to the result. `attend`, a kernel of `ops.attention`, then reads the latent vectors as keys and values of
+  one head;
+- longer rows, if `expand_from` is a number, with expanded keys and values. They are computed from the latent vectors
+  for some heads or positions at a time and then dropped.
 
-Both give the same but for rounding. All KV of the step is stored before the call.
+Both methods give the same result except for rounding. All KV of the step is stored before the call.
 """
 
 from __future__ import annotations
@@ -24,27 +27,33 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-FEWEST = 128  # tokens of rows that are expanded, however cheap that is: shorter ones keep the bits of single tokens
+# Minimum number of tokens of an expanded row. In shorter rows, each token has bit for bit the result of a single token.
+MIN_EXPANDED_TOKENS = 128
 
 
 class LatentWeights(NamedTuple):
-    """What makes keys and values of latent vectors, each as `prepare_heads` gives it."""
+    """The weights that convert latent vectors to keys and values. `prepare_heads` has returned the three tensors."""
 
-    absorbing: Tensor  # of [H, R, N]: the keys' weight, turned over
-    values: Tensor  # of [H, V, R]
+    absorbing: Tensor  # [H, R, N]: the keys' weight, transposed
+    values: Tensor  # [H, V, R]
     value_dim: int  # V
-    expanding: Tensor  # of [H, N, R]: the keys' weight; anything where nothing is expanded
-    expand_from: int | None  # tokens that a row computes in this step; None: nothing is expanded
+    expanding: Tensor  # [H, N, R]: the keys' weight; unused if no row is expanded
+    expand_from: int | None  # minimum number of tokens of an expanded row; None: no row is expanded
 
 
-def fewest_to_expand(rank: int, plain_dim: int, value_dim: int) -> int | None:
-    """The tokens of a row from which on keys and values of all that it sees had better be expanded; None: never.
+def min_tokens_to_expand(rank: int, nope_dim: int, value_dim: int) -> int | None:
+    """Return the number of tokens from which a row is faster with expanded keys and values, or None if it never is.
 
-    Multiplications of a head for C tokens that follow S cached ones, of which each sees S + C / 2: absorbed they are
-    C (S + C / 2) (2 R + P), and C R (N + V) before and behind that; expanded C (S + C / 2) (N + P + V), and
-    (S + C) R (N + V) for the keys and values. Behind much context the second is less from C = R (N + V) / (2 R - N - V)
-    on: 171 tokens in DeepSeek V2 and V3, 399 in GLM-4.7-Flash. The times of the kernels in C++ meet there too or before
-    (docs/benchmarks.md). Behind little context fewer would do, but what such rows save is little.
+    A row computes C tokens after S cached ones, and each token sees S + C / 2 positions on average. One head needs
+    these multiplications:
+
+    - absorbed: C (S + C / 2) (2 R + P) for attention, and C R (N + V) before and after it;
+    - expanded: C (S + C / 2) (N + P + V) for attention, and (S + C) R (N + V) for the keys and values.
+
+    With a long context, expansion needs fewer multiplications if C is at least R (N + V) / (2 R - N - V). This is 171
+    tokens in DeepSeek V2 and V3, and 399 in GLM-4.7-Flash. In measurements of the C++ kernels, expansion is faster from
+    this number or a smaller one on (tests/bench/lab-notes.md). With a short context it is faster for fewer tokens
+    already, but it saves little time.
     """
-    saved = 2 * rank - plain_dim - value_dim
-    return max(FEWEST, -(-rank * (plain_dim + value_dim) // saved)) if saved > 0 else None
+    saved = 2 * rank - nope_dim - value_dim
+    return max(MIN_EXPANDED_TOKENS, -(-rank * (nope_dim + value_dim) // saved)) if saved > 0 else None

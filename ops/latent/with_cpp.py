@@ -1,5 +1,7 @@
-"""Latent attention in C++: products of every head with its own weight (`ops/cpp/source/heads.h`), and attention with
-expanded keys and values (`attend_expanded.h`); that over the latent vectors is an attention as others are.
+"""Latent attention in C++.
+
+`ops/cpp/source/heads.h` multiplies each head by its weight, `attend_expanded.h` attends with expanded keys and values.
+A kernel of `ops.attention` attends over the latent vectors.
 """
 
 from __future__ import annotations
@@ -20,118 +22,122 @@ from ops.latent import LatentWeights, native
 
 
 class PackedHeads(Tensor):
-    """Weights [H, O, I], each packed in panels of its own: a view of their memory, filled up to whole panels."""
+    """A view [H, O, I] of weights that are packed into panels. In memory, each head is padded to whole panels."""
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """All of `ops.latent`."""
+    """Return all operations of `ops.latent`."""
     operations = (prepare_heads, join, attend_latent)
     return {operation.__name__: partial(operation, launcher) for operation in operations}
 
 
 def prepare_heads(launcher: KernelLauncher, weight: Tensor) -> Tensor:
-    """The weights in panels; as torch takes them where the kernels do not."""
+    """Pack the weights into panels, or prepare them for `native` if the kernels lack their dtype."""
     dtype, (heads, out_size, in_size) = weight.dtype, weight.shape
     if weight.device.type != "cpu" or dtype not in TYPES or in_size * dtype.itemsize % 4:
         return native.prepare_heads(weight)
     width = launcher.library.panel_width
     padded = -(-out_size // width) * width
     memory = torch.empty(heads * padded * in_size, dtype=dtype)
-    for plain, packed in zip(weight.detach().contiguous(), memory.view(heads, -1), strict=True):
-        launcher.launch("pack", dtype, Pack(address(plain), address(packed), in_size, out_size))
+    for head_weight, packed in zip(weight.detach().contiguous(), memory.view(heads, -1), strict=True):
+        launcher.launch(
+            "pack",
+            dtype,
+            Pack(weight=address(head_weight), packed=address(packed), in_size=in_size, out_size=out_size),
+        )
     shape, strides = (heads, out_size, in_size), (padded * in_size, in_size, 1)
     return memory.as_strided(shape, strides).as_subclass(PackedHeads)
 
 
-def join(launcher: KernelLauncher, latent: Tensor, rotated: Tensor) -> Tensor:
-    """A token's key."""
+def join(launcher: KernelLauncher, latent: Tensor, k_pe: Tensor) -> Tensor:
     if latent.dtype not in TYPES:
-        return native.join(latent, rotated)
+        return native.join(latent, k_pe)
     rank = latent.shape[1]
-    out = launcher.empty((len(latent), 1, rank + rotated.shape[1]), latent.dtype)
+    out = launcher.empty((len(latent), 1, rank + k_pe.shape[1]), latent.dtype)
     _copy(launcher, latent.unsqueeze(1), out[..., :rank])
-    _copy(launcher, rotated.unsqueeze(1), out[..., rank:])
+    _copy(launcher, k_pe.unsqueeze(1), out[..., rank:])
     return out
 
 
 def attend_latent(
     launcher: KernelLauncher,
-    plain: Tensor,
-    turned: Tensor,
+    q_nope: Tensor,
+    q_pe: Tensor,
     pool: Tensor,
     weights: LatentWeights,
     metadata: AttentionMetadata,
     options: AttentionOptions,
     attend: Attend,
 ) -> Tensor:
-    """Attention of all rows: which of them are expanded the kernels find out for themselves, step by step.
+    """Compute some rows absorbed and the other rows expanded (see `ops.latent`).
 
-    Nothing is expanded where the kernels do not take the weights or the pool.
+    The kernels select the rows to expand, so that a captured graph can run steps with other rows. No row is expanded if
+    the kernels do not support the weights or the pool.
     """
     packed = [isinstance(weight, PackedHeads) for weight in (weights.absorbing, weights.values)]
     if not any(packed):
-        return native.attend_latent(plain, turned, pool, weights, metadata, options, attend)
-    width = weights.absorbing.shape[1] + turned.shape[2]
-    expands = all(packed) and weights.expand_from is not None and computes(plain.dtype, width, pool)
-    least = weights.expand_from if expands else None
-    query = _absorb(launcher, plain, turned, weights.absorbing, metadata, least)
-    read = attend(query, pool, pool, metadata, options._replace(below=least))
-    out = _expand(launcher, read, weights, metadata, least)
-    if least is not None:
+        return native.attend_latent(q_nope, q_pe, pool, weights, metadata, options, attend)
+    width = weights.absorbing.shape[1] + q_pe.shape[2]
+    expands = all(packed) and weights.expand_from is not None and computes(q_nope.dtype, width, pool)
+    expand_from = weights.expand_from if expands else None
+    query = _absorb(launcher, q_nope, q_pe, weights.absorbing, metadata, expand_from)
+    attended = attend(query, pool, pool, metadata, options._replace(below=expand_from))
+    out = _expand(launcher, attended, weights, metadata, expand_from)
+    if expand_from is not None:
         operands = AttendExpanded(
-            plain=address(plain),
-            turned=address(turned),
-            plain_stride=plain.stride(0),
-            plain_head=plain.stride(1),
-            turned_stride=turned.stride(0),
-            turned_head=turned.stride(1),
+            q_nope=address(q_nope),
+            q_pe=address(q_pe),
+            q_nope_stride=q_nope.stride(0),
+            q_nope_head=q_nope.stride(1),
+            q_pe_stride=q_pe.stride(0),
+            q_pe_head=q_pe.stride(1),
             pool=address(pool),
             keys=address(weights.expanding),
             values=address(weights.values),
             out=address(out),
-            num_heads=plain.shape[1],
+            num_heads=q_nope.shape[1],
             rank=weights.values.shape[2],
-            plain_dim=plain.shape[2],
-            turned_dim=turned.shape[2],
+            nope_dim=q_nope.shape[2],
+            rope_dim=q_pe.shape[2],
             value_dim=weights.value_dim,
             scale=options.scale,
-            type=cache_type(pool, plain.dtype),
-            expand_from=least,
+            type=cache_type(pool, q_nope.dtype),
+            expand_from=expand_from,
         )
-        launcher.launch("attend_expanded", plain.dtype, operands, step_in(metadata))
+        launcher.launch("attend_expanded", q_nope.dtype, operands, step_in(metadata))
     return out.flatten(1)
 
 
 def _absorb(
     launcher: KernelLauncher,
-    plain: Tensor,
-    turned: Tensor,
+    q_nope: Tensor,
+    q_pe: Tensor,
     absorbing: Tensor,
     metadata: AttentionMetadata,
     below: int | None,
 ) -> Tensor:
-    """What the cache is asked with, [T, H, R + P]."""
+    """Return the absorbed queries [T, H, R + P]. Rows with `below` tokens or more may stay uninitialised."""
     if not isinstance(absorbing, PackedHeads):
-        return native.absorb(plain, turned, absorbing)
+        return native.absorb(q_nope, q_pe, absorbing)
     rank = absorbing.shape[1]
-    out = launcher.empty((*plain.shape[:2], rank + turned.shape[2]), plain.dtype)
-    _multiply(launcher, plain, absorbing, out[..., :rank], metadata, below)
-    _copy(launcher, turned, out[..., rank:])
+    out = launcher.empty((*q_nope.shape[:2], rank + q_pe.shape[2]), q_nope.dtype)
+    _multiply(launcher, q_nope, absorbing, out[..., :rank], metadata, below)
+    _copy(launcher, q_pe, out[..., rank:])
     return out
 
 
 def _expand(
     launcher: KernelLauncher,
-    read: Tensor,
+    attended: Tensor,
     weights: LatentWeights,
     metadata: AttentionMetadata,
     below: int | None,
 ) -> Tensor:
-    """What heads make of what they read, [T, H, V]."""
+    """Return the output of the heads [T, H, V]. Rows with `below` tokens or more may stay uninitialised."""
     if not isinstance(weights.values, PackedHeads):
-        return native.expand(read, weights.values).view(*read.shape[:2], -1)
-    out = launcher.empty((*read.shape[:2], weights.value_dim), read.dtype)
-    _multiply(launcher, read, weights.values, out, metadata, below)
+        return native.expand(attended, weights.values).view(*attended.shape[:2], -1)
+    out = launcher.empty((*attended.shape[:2], weights.value_dim), attended.dtype)
+    _multiply(launcher, attended, weights.values, out, metadata, below)
     return out
 
 
@@ -143,7 +149,7 @@ def _multiply(
     metadata: AttentionMetadata,
     below: int | None,
 ) -> None:
-    """out[:, h] = x[:, h] @ weight[h].T of all tokens, or those in rows of fewer than `below`."""
+    """Compute out[:, h] = x[:, h] @ weight[h].T for rows with fewer than `below` tokens, or for all rows if None."""
     heads, out_size, in_size = weight.shape
     product = Product(
         x=address(x),
@@ -154,7 +160,14 @@ def _multiply(
         in_size=in_size,
         out_size=out_size,
     )
-    operands = ProductHeads(product, heads, x.stride(1), out.stride(0), out.stride(1), below or 0)
+    operands = ProductHeads(
+        product=product,
+        heads=heads,
+        x_head=x.stride(1),
+        out_stride=out.stride(0),
+        out_head=out.stride(1),
+        below=below or 0,
+    )
     launcher.launch("product_heads", x.dtype, operands, step_in(metadata) if below else None)
 
 

@@ -1,19 +1,23 @@
 """Matrix products with a model's weights.
 
-A backend file holds
+A backend file defines
 
     prepare(weight [O, I], *, bits=None) -> weight
     prepare_grouped(weight: GroupedWeight, dtype, *, out_size=None, into=None, first=0) -> weight
     linear(x [..., I], weight [O, I], bias [O] | None) -> [..., O]
     logits(x [R, I], weight [O, I]) -> [R, O]
 
-`linear` is x @ weight.T + bias in x's dtype, `logits` is x @ weight.T in x's dtype or, where that costs nothing, in
-float32; every product with a weight goes through one of them. They take plain weights and what `prepare` makes of
-them. `prepare` is called once for each complete weight: it returns the weight as it is, or in a layout that only
-products can read, of the same shape; then the plain one may be let go. With `bits` 8 it is rounded, each output with a
-scale of its own; a backend that cannot do that raises ValueError. `prepare_grouped` is the same for weights of 4 to 8
-bits (`ops/matmul/grouped.py`) and products in `dtype`: they stay so, or become plain ones where a backend has
-no kernel for them. Only where they stay are the rows of x rounded, if the weight says that they may be. A large weight
-may come in pieces, to the kernels in C++ alone: with the first rows it is said how many there will be (`out_size`), the
-others are put `into` what that gave, from row `first` on, a multiple of the panels' 32.
+`linear` returns x @ weight.T + bias in x's dtype. `logits` returns x @ weight.T in float32 if this costs the backend no
+additional time, otherwise in x's dtype. All products with weights use `linear` or `logits`, which accept unprepared and
+prepared weights.
+
+`prepare` is called once per complete weight. It returns the weight unchanged, or a tensor of the same shape whose
+layout only products can read. In the second case the caller may free the original. With bits=8 it quantises the weight
+to 8 bits with one scale per output. It raises ValueError if the backend does not support `bits`.
+
+`prepare_grouped` does the same for weights with 4 to 8 bits (`ops/matmul/grouped.py`) and products in `dtype`. A
+backend without a kernel for such weights dequantises them. Products with a grouped weight may round the rows of x if
+the weight permits it (`rounded_rows`). The C++ backend accepts a large weight in parts. The first call gets the first
+rows, and the total number of rows as `out_size`. Each later call gets as `into` the tensor that the first call
+returned, and as `first` the number of its first row, a multiple of the panel width 32.
 """

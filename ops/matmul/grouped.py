@@ -1,4 +1,4 @@
-"""Weights of 4 to 8 bits in groups: what a checkpoint holds or rounding gives, before a backend packs it."""
+"""Weights with 4 to 8 bits and scales per group, from a checkpoint or from rounding, before a backend packs them."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# What codes 0 .. 15 stand for where they are whole numbers.
+# Values of the 4-bit codes 0 .. 15 if they represent integers.
 WHOLE = tuple(float(number) for number in range(-8, 8))
-CODE_BITS = (4, 5, 6, 8)  # that codes may have
-ROWS_AT_ONCE = 256  # while rounding: they stay in the cache
+CODE_BITS = (4, 5, 6, 8)  # supported numbers of bits of a code
+ROWS_AT_ONCE = 256  # number of rows that are rounded at a time, so that they stay in the cache
 
 
 class GroupForm(NamedTuple):
-    """How a weight's numbers are given: inputs in a group, bits of a code, and what the codes of 4 bits stand for."""
+    """Format of a grouped weight: inputs per group, bits per code, and the values of 4-bit codes."""
 
     group: int
-    bits: int = 4  # or 5, 6, 8: whole numbers, of which 0 has the code in the middle
+    bits: int = 4  # 4, 5, 6 or 8; more than 4 bits represent integers, and the middle code is 0
     table: tuple[float, ...] = WHOLE
-    shifted: bool = True  # unless it is known that there are no shifts
+    shifted: bool = True  # whether groups have shifts
 
     @property
     def fits(self) -> bool:
-        """Whether groups are whole units of the codes, as kernels have them."""
+        """Whether kernels can read groups of this size. They read 8 codes at a time (5 bits: 32, 6 bits: 16)."""
         return self.group % {5: 32, 6: 16}.get(self.bits, 8) == 0
 
 
 def common_form(forms: Collection[GroupForm]) -> GroupForm | None:
-    """In which all of these weights can be given without loss, in as few bits as there can be; None: there is none."""
+    """Return the form with the fewest bits that fits and represents all these forms without loss, or None."""
     first, *others = forms
     if all(form == first for form in others):
         return first if first.fits else None
@@ -44,27 +44,29 @@ def common_form(forms: Collection[GroupForm]) -> GroupForm | None:
 
 
 def code_bits(bits: int) -> int:
-    """How many bits the codes of whole numbers of so many have, 8 at most."""
+    """Return the smallest of `CODE_BITS` that is at least `bits`."""
     return next(each for each in CODE_BITS if each >= bits)
 
 
 def is_whole(table: tuple[float, ...]) -> bool:
-    """Whether all that codes stand for are whole numbers of 8 bits."""
+    """Return whether all values in the table are 8-bit integers."""
     return all(number == int(number) and -128 <= number < 128 for number in table)
 
 
 class GroupedWeight(NamedTuple):
-    """weight[o, i] = table[codes[o, i]] * scales[o, i // group] + shifts[o, i // group], `group` = I / G.
+    """A weight [O, I] whose rows are divided into G groups of I / G inputs, with a scale and perhaps a shift each.
 
-    Of more than 4 bits the codes stand for themselves, less the one in the middle. Of experts all tensors have one more
-    dimension, the first.
+    weight[o, i] = table[codes[o, i]] * scales[o, i // group] + shifts[o, i // group]
+
+    With more than 4 bits, codes[o, i] - 2 ** (bits - 1) replaces table[codes[o, i]]. Tensors of experts have an
+    additional first dimension.
     """
 
-    codes: Tensor  # uint8 [O, I], 0 .. 15, or up to 31, 63 or 255
+    codes: Tensor  # uint8 [O, I], from 0 to 2 ** bits - 1
     scales: Tensor  # float32 [O, G]
-    shifts: Tensor | None = None  # float32 [O, G]
-    table: tuple[float, ...] = WHOLE  # sixteen
-    rounded_rows: bool = False  # with 4 bits rows of x may be rounded to 8, each with a scale of its own
+    shifts: Tensor | None = None  # float32 [O, G]; None: no shifts
+    table: tuple[float, ...] = WHOLE  # 16 values
+    rounded_rows: bool = False  # whether products may round each row of x to 8 bits with one scale; only for 4 bits
     bits: int = 4
 
     @property
@@ -72,7 +74,7 @@ class GroupedWeight(NamedTuple):
         return self.codes.shape[-1] // self.scales.shape[-1]
 
     def as_form(self, form: GroupForm) -> GroupedWeight:
-        """The same weight in a form that is its own, or common to it and others (`common_form`)."""
+        """Return the same weight in `form`, which is its own form or a `common_form` of several weights."""
         times = self.group // form.group
         scales, shifts = (
             each if each is None or times == 1 else each.repeat_interleave(times, dim=-1)
@@ -86,12 +88,12 @@ class GroupedWeight(NamedTuple):
         return self._replace(codes=codes, scales=scales, shifts=shifts, table=form.table, bits=form.bits)
 
     def rows(self, rows: slice) -> GroupedWeight:
-        """Some of its outputs."""
+        """Return the part of the weight for these outputs."""
         shifts = None if self.shifts is None else self.shifts[rows]
         return self._replace(codes=self.codes[rows], scales=self.scales[rows], shifts=shifts)
 
     def of_experts(self, num_experts: int) -> GroupedWeight:
-        """The weight of all experts one after the other, [X * O, I], as one with a dimension for them."""
+        """Return a weight [X * O, I] of all experts as a weight [X, O, I]."""
         codes, scales, shifts = (
             None if each is None else each.unflatten(0, (num_experts, -1))
             for each in (self.codes, self.scales, self.shifts)
@@ -99,12 +101,12 @@ class GroupedWeight(NamedTuple):
         return self._replace(codes=codes, scales=scales, shifts=shifts)
 
     def expert(self, number: int) -> GroupedWeight:
-        """That of one expert."""
+        """Return the weight of one expert."""
         shifts = None if self.shifts is None else self.shifts[number]
         return self._replace(codes=self.codes[number], scales=self.scales[number], shifts=shifts)
 
     def dequantised(self) -> Tensor:
-        """float32 [O, I]."""
+        """Return the weight in float32 [O, I]."""
         if self.bits == 4:
             numbers = torch.tensor(self.table, device=self.codes.device)[self.codes.int()]
         else:
@@ -114,21 +116,21 @@ class GroupedWeight(NamedTuple):
 
 
 def round_to_groups(weight: Tensor, group: int) -> GroupedWeight:
-    """A weight [O, I] rounded to whole numbers from -8 to 7, `group` inputs with one scale.
+    """Return a weight [O, I] rounded to integers from -8 to 7, with one scale per `group` inputs.
 
-    The number of the largest magnitude becomes -8 exactly; then the scale is the one of the least squares for the codes
-    that were found, and codes are found anew. ValueError where groups do not fill a row.
+    The first scale maps the element of largest magnitude to -8. Then each of two iterations computes the least-squares
+    scale for the current codes, and the codes for the new scale. Raises ValueError if groups do not divide a row.
     """
     out_size, in_size = weight.shape
     if in_size % group:
-        raise ValueError(f"Rows of {in_size} cannot be cut in groups of {group}.")
+        raise ValueError(f"Rows of {in_size} inputs cannot be divided into groups of {group}.")
     codes = torch.empty(out_size, in_size, dtype=torch.uint8, device=weight.device)
     scales = torch.empty(out_size, in_size // group, device=weight.device)
     for first in range(0, out_size, ROWS_AT_ONCE):
         rows = slice(first, first + ROWS_AT_ONCE)
         part = weight[rows].detach().to(torch.float32).unflatten(1, (-1, group))
-        most = part.gather(-1, part.abs().argmax(-1, keepdim=True))
-        scale = most / -8
+        largest = part.gather(-1, part.abs().argmax(-1, keepdim=True))
+        scale = largest / -8
         for _ in range(2):
             numbers = _nearest(part, scale)
             squares = (numbers * numbers).sum(-1, keepdim=True)
@@ -140,7 +142,7 @@ def round_to_groups(weight: Tensor, group: int) -> GroupedWeight:
 
 
 def round_experts(weight: Tensor, group: int) -> GroupedWeight:
-    """As `round_to_groups`, of experts' weights [X, O, I]."""
+    """Return experts' weights [X, O, I] rounded by `round_to_groups`."""
     return round_to_groups(weight.flatten(0, 1), group).of_experts(len(weight))
 
 

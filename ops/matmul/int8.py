@@ -1,7 +1,6 @@
-"""Matrix products with weights of 8 bits, in plain torch: for processors without the kernels in C++.
+"""Matrix products with 8-bit weights in torch, for processors without C++ kernels.
 
-A weight is scale[o] * q with whole numbers q from -127 to 127, and every product makes it wide again: it saves memory,
-not time.
+A weight is scale[o] * q with integers q from -127 to 127. Each product dequantises it: this saves memory, not time.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from ops.matmul.grouped import GroupedWeight
 
 
 class Int8(Tensor):
-    """A weight [O, I] of 8 bits; behind it in the same memory stand the outputs' scales, float32."""
+    """A weight [O, I] with 8 bits. The outputs' float32 scales follow it in the same memory."""
 
 
 def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
-    """The weight rounded to 8 bits if asked, each output with a scale of its own (see `ops.matmul`)."""
+    """Return the weight, quantised with one scale per output if `bits` is 8 (see `ops.matmul`)."""
     if bits is None:
         return weight
     if bits != 8:
-        raise ValueError(f"Weights are rounded to 8 bits, not {bits}.")
+        raise ValueError(f"Weights can be rounded to 8 bits, not to {bits}.")
     out_size, in_size = weight.shape
-    room = -(-out_size * in_size // 4) * 4  # scales stand at a multiple of their size
-    memory = torch.empty(room + 4 * out_size, dtype=torch.int8, device=weight.device)
+    scales_start = -(-out_size * in_size // 4) * 4  # aligned to a scale's size
+    memory = torch.empty(scales_start + 4 * out_size, dtype=torch.int8, device=weight.device)
     scales = weight.detach().float().abs().amax(dim=1) / 127
-    memory[room:].view(torch.float32).copy_(scales)
+    memory[scales_start:].view(torch.float32).copy_(scales)
     whole = (weight.detach() / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(1)).round_()
     rounded = memory.as_strided((out_size, in_size), (in_size, 1))
     rounded.copy_(whole)
@@ -35,12 +34,12 @@ def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
 
 
 def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight as a plain one (see `ops.matmul`)."""
+    """Return the dequantised weight (see `ops.matmul`)."""
     return weight.dequantised().to(dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias (see `ops.matmul`)."""
+    """Return x @ weight.T + bias (see `ops.matmul`)."""
     if not isinstance(weight, Int8):
         return F.linear(x, weight, bias)
     result = logits(x, weight)
@@ -48,12 +47,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T in float32 (see `ops.matmul`)."""
+    """Return x @ weight.T in float32 (see `ops.matmul`)."""
     if not isinstance(weight, Int8):
         return F.linear(x, weight).float()
-    plain = weight.as_subclass(Tensor)
-    room = -(-plain.numel() // 4) * 4
-    scales = plain.as_strided((4 * len(plain),), (1,), room).view(torch.float32)
+    codes = weight.as_subclass(Tensor)
+    scales_start = -(-codes.numel() // 4) * 4
+    scales = codes.as_strided((4 * len(codes),), (1,), scales_start).view(torch.float32)
     if x.dtype == torch.float16:
-        x = x.float()  # sums of whole numbers go beyond what it holds
-    return F.linear(x, plain.to(x.dtype)).float() * scales
+        x = x.float()  # float16 overflows in sums of integers
+    return F.linear(x, codes.to(x.dtype)).float() * scales

@@ -1,7 +1,6 @@
 """Matrix products in C++ with packed weights (`ops/cpp/source/product.h`).
 
-Every output is one sum over the whole depth in a fixed order, in float32, so a row's result does not depend on what
-is computed beside it.
+Each output is one float32 sum over the whole depth in a fixed order, so a row's result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import TYPES, address, in_line
+from ops.cpp.library import TYPES, address, contiguous_tokens
 from ops.cpp.structures import Pack, Pack4, Pack8, Product, Product4, Product8
 from ops.matmul.grouped import GroupedWeight, GroupForm, is_whole
 
@@ -25,11 +24,11 @@ CACHE_LINE = 64
 
 
 class PackedWeight(Tensor):
-    """A weight [O, I] packed in panels of its own dtype: a view of their memory, filled up to whole panels."""
+    """A view [O, I] of a weight that is packed into panels in its own dtype. Its memory is padded to whole panels."""
 
 
 class PackedWeight8(Tensor):
-    """A weight [O, I] packed in panels of 8 bits; before them in the same memory stand the outputs' scales, float32."""
+    """A view [O, I] of a weight that is packed into panels with 8 bits. Its float32 scales precede it in memory."""
 
     @property
     def scales_address(self) -> int:
@@ -37,55 +36,50 @@ class PackedWeight8(Tensor):
 
 
 class Header4(Structure):
-    """What stands before the panels of a weight in groups."""
+    """Header that precedes the panels of a grouped weight in memory."""
 
     _fields_ = (
         ("group", c_int64),
         ("shifted", c_int64),
-        ("type_size", c_int64),  # of the numbers it is multiplied with
-        ("rounded_rows", c_int64),  # whether those are rounded to 8 bits
-        ("bits", c_int64),  # of a code
-        ("unused", c_int64 * 3),
+        ("type_size", c_int64),  # bytes per element of x
+        ("rounded_rows", c_int64),  # whether products round each row of x to 8 bits
+        ("bits", c_int64),  # number of bits per code
+        ("unused", c_int64 * 3),  # aligns the table to a cache line
         ("table", c_float * 16),
     )
 
 
 class PackedWeight4(Tensor):
-    """A weight [O, I] packed in panels of 4, 5, 6 or 8 bits with scales for groups: a view of its shape alone.
+    """A grouped weight [O, I] in panels with 4, 5, 6 or 8 bits. The strides of the tensor are 0.
 
-    Its dtype is that of the rows that it is multiplied with.
-
-    Its memory holds a header (`Header4`), then the panels (`ops/cpp/source/product4.h`).
+    Its dtype is the dtype of x in products. Its memory contains a header (`Header4`), followed by the panels
+    (`ops/cpp/source/product4.h`).
     """
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of all that is held in memory."""
+        """Bytes of the weight's memory."""
         return self.untyped_storage().nbytes()
 
     @property
     def header(self) -> Header4:
-        """What kernels have to know of it."""
+        """The header in the weight's memory."""
         return Header4.from_address(self.untyped_storage().data_ptr())
 
 
 def product4(
     launcher: KernelLauncher, plain: Product, weight: PackedWeight4, rows: int, dtype: torch.dtype
 ) -> tuple[Product4, Tensor | None]:
-    """The operands of a product of so many rows in `dtype`, and what must live until it is launched.
+    """Return the operands of a product with `rows` rows of x in `dtype`, and a tensor that must live until the launch.
 
-    `plain` needs no weight.
-
-    ValueError for a weight that was packed for another dtype.
+    `plain` has all operands except the weight. Raises ValueError if the weight is packed for another dtype.
     """
     header = weight.header
     if header.type_size != dtype.itemsize:
-        raise ValueError(
-            f"A weight in groups packed for another dtype cannot be multiplied with rows in {dtype}."
-        )
+        raise ValueError(f"A grouped weight that is packed for another dtype cannot be multiplied by rows in {dtype}.")
     operands = grouped_operands(weight, plain)
     num_groups, sums, rounded = plain.in_size // header.group, None, None
-    if header.rounded_rows:  # with the groups' sums and the row's scale
+    if header.rounded_rows:  # each rounded row is followed by its groups' sums and its scale
         stride = -(-(plain.in_size + (num_groups + 1) * SCALE_BYTES) // CACHE_LINE) * CACHE_LINE
         rounded = launcher.empty((rows, stride), torch.uint8)
     elif header.shifted:
@@ -95,12 +89,12 @@ def product4(
 
 
 def grouped_operands(weight: PackedWeight4, plain: Product | None = None) -> Product4:
-    """How the weight is packed, for kernels; the rest of its product is `plain`, or nothing."""
+    """Return the operands that describe the packed weight, with the other operands of the product from `plain`."""
     header, first = weight.header, weight.untyped_storage().data_ptr()
     plain = Product(in_size=weight.shape[-1], out_size=weight.shape[-2]) if plain is None else plain
     plain.weight = first + sizeof(Header4)
     return Product4(
-        plain,
+        plain=plain,
         table=first + Header4.table.offset,
         group=header.group,
         shifted=header.shifted,
@@ -112,21 +106,24 @@ PACKED = (PackedWeight, PackedWeight8, PackedWeight4)
 
 
 def scratch8(launcher: KernelLauncher, rows: int, in_size: int) -> Tensor:
-    """Memory for so many rows in 8 bits: each has its depth in whole steps, and one more for its scale and sum."""
+    """Return memory for rows of x in 8 bits, each padded to whole byte steps and followed by its scale and sum."""
     step = launcher.library.byte_step
     return launcher.empty((rows, (-(-in_size // step) + 1) * step), torch.uint8)
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """`prepare`, `linear` and `logits` (see `ops.matmul`)."""
+    """Return all operations of `ops.matmul`."""
     operations = (prepare, prepare_grouped, linear, logits)
     return {operation.__name__: partial(operation, launcher) for operation in operations}
 
 
 def prepare(launcher: KernelLauncher, weight: Tensor, *, bits: int | None = None) -> Tensor:
-    """The weight in packed, of 8 bits if asked; as it is where the kernels do not take it."""
+    """Return the weight packed, or unchanged if the kernels do not support it.
+
+    If `bits` is 8, it is quantised to 8 bits, unless it has more inputs than the 8-bit kernels support.
+    """
     if bits not in (None, 8):
-        raise ValueError(f"Weights are rounded to 8 bits, not {bits}.")
+        raise ValueError(f"Weights can be rounded to 8 bits, not to {bits}.")
     dtype, (out_size, in_size) = weight.dtype, weight.shape
     width, step = launcher.library.panel_width, launcher.library.byte_step
     if weight.device.type != "cpu" or dtype not in TYPES:
@@ -137,12 +134,18 @@ def prepare(launcher: KernelLauncher, weight: Tensor, *, bits: int | None = None
         scales, depth = padded * SCALE_BYTES, -(-in_size // step) * step
         memory = launcher.weight_memory(scales + padded * depth)
         first = memory.data_ptr()
-        launcher.launch("pack8", dtype, Pack8(address(plain), first + scales, first, in_size, out_size))
+        launcher.launch(
+            "pack8",
+            dtype,
+            Pack8(weight=address(plain), packed=first + scales, scales=first, in_size=in_size, out_size=out_size),
+        )
         return memory.as_strided((out_size, in_size), (in_size, 1), scales).as_subclass(PackedWeight8)
     if in_size * dtype.itemsize % 4:
         return weight
     memory = launcher.weight_memory(padded * in_size * dtype.itemsize).view(dtype)
-    launcher.launch("pack", dtype, Pack(address(plain), address(memory), in_size, out_size))
+    launcher.launch(
+        "pack", dtype, Pack(weight=address(plain), packed=address(memory), in_size=in_size, out_size=out_size)
+    )
     return memory.as_strided((out_size, in_size), (in_size, 1)).as_subclass(PackedWeight)
 
 
@@ -155,7 +158,7 @@ def prepare_grouped(
     into: Tensor | None = None,
     first: int = 0,
 ) -> Tensor:
-    """The weight packed as it is; as a plain one where the kernels do not take it."""
+    """Return the grouped weight packed, or dequantised if the kernels do not support it."""
     rows, in_size = weight.codes.shape
     form = GroupForm(weight.group, weight.bits, weight.table, weight.shifts is not None)
     width = launcher.library.panel_width
@@ -164,13 +167,20 @@ def prepare_grouped(
     if into is None:
         into = _grouped_memory(launcher, form, out_size or rows, in_size, dtype, weight.rounded_rows)
     if not isinstance(into, PackedWeight4) or first % width:
-        raise ValueError(f"Rows are packed {width} at a time, not from {first} on.")
+        raise ValueError(f"Rows are packed in panels of {width}, so `first` must be a multiple of it, not {first}.")
     codes, scales = weight.codes.contiguous(), weight.scales.float().contiguous()
     shifts = None if weight.shifts is None else weight.shifts.float().contiguous()
     packed = into.untyped_storage().data_ptr() + sizeof(Header4)
     packed += first // width * _panel_bytes(width, in_size, form, dtype)
     operands = Pack4(
-        address(codes), address(scales), address(shifts), packed, in_size, rows, form.group, form.bits
+        codes=address(codes),
+        scales=address(scales),
+        shifts=address(shifts),
+        packed=packed,
+        in_size=in_size,
+        out_size=rows,
+        group=form.group,
+        bits=form.bits,
     )
     launcher.launch("pack4", dtype, operands)
     return into
@@ -184,17 +194,17 @@ def _grouped_memory(
     dtype: torch.dtype,
     rounded_rows: bool,
 ) -> PackedWeight4:
-    """A weight that is still to be packed."""
+    """Return an uninitialised packed weight with its header."""
     width = launcher.library.panel_width
     panels = -(-out_size // width) * _panel_bytes(width, in_size, form, dtype)
     memory = launcher.weight_memory(sizeof(Header4) + panels).view(dtype)
-    made = memory.as_strided((out_size, in_size), (0, 0)).as_subclass(PackedWeight4)
-    header = made.header
+    weight = memory.as_strided((out_size, in_size), (0, 0)).as_subclass(PackedWeight4)
+    header = weight.header
     header.group, header.bits, header.shifted = form.group, form.bits, form.shifted
     header.type_size = dtype.itemsize
     header.table[:] = form.table
     header.rounded_rows = rounded_rows and form.bits == 4 and is_whole(form.table)
-    return made
+    return weight
 
 
 def _panel_bytes(width: int, in_size: int, form: GroupForm, dtype: torch.dtype) -> int:
@@ -203,14 +213,14 @@ def _panel_bytes(width: int, in_size: int, form: GroupForm, dtype: torch.dtype) 
 
 
 def linear(launcher: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias."""
+    """Return x @ weight.T + bias."""
     if not isinstance(weight, PACKED):
         return F.linear(x, weight, bias)
     return _product(launcher, x, weight, bias, x.dtype)
 
 
 def logits(launcher: KernelLauncher, x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T, not rounded to x's dtype."""
+    """Return x @ weight.T in float32."""
     if not isinstance(weight, PACKED):
         return F.linear(x, weight).float()
     return _product(launcher, x, weight, None, torch.float32)
@@ -221,9 +231,9 @@ def _product(
 ) -> Tensor:
     out_size, in_size = weight.shape
     shape = (*x.shape[:-1], out_size)
-    x = in_line(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+    x = contiguous_tokens(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     if x.shape[1] != in_size:
-        raise ValueError(f"A weight of {in_size} inputs cannot be multiplied with rows of {x.shape[1]}.")
+        raise ValueError(f"A weight with {in_size} inputs cannot be multiplied by rows of {x.shape[1]}.")
     wide = "_wide" if out_dtype != x.dtype else ""
     out = launcher.empty((len(x), out_size), out_dtype)
     plain = Product(
@@ -242,9 +252,13 @@ def _product(
         return out.view(shape)
     if not isinstance(weight, PackedWeight8):
         if x.dtype != weight.dtype:
-            raise ValueError(f"A weight in {weight.dtype} cannot be multiplied with rows in {x.dtype}.")
+            raise ValueError(f"A weight in {weight.dtype} cannot be multiplied by rows in {x.dtype}.")
         launcher.launch(f"product{wide}", x.dtype, plain)
         return out.view(shape)
     rounded = scratch8(launcher, len(x), in_size)
-    launcher.launch(f"product8{wide}", x.dtype, Product8(plain, weight.scales_address, address(rounded)))
+    launcher.launch(
+        f"product8{wide}",
+        x.dtype,
+        Product8(plain=plain, scales=weight.scales_address, rounded=address(rounded)),
+    )
     return out.view(shape)

@@ -1,7 +1,7 @@
-"""Matrix products by oneDNN with weights that are packed once.
+"""Matrix products with oneDNN, whose weights are packed once.
 
-`F.linear` on a CPU packs the weight at every call, which costs as much as reading it: half of the time of a
-product with few rows. In float32 it asks MKL, which is slow on processors that are not Intel's.
+`F.linear` on a CPU packs the weight in each call, which takes half of the time of a product with few rows. In float32
+it uses MKL, which is slow on processors of other vendors than Intel.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
-    """The weight in oneDNN's own layout (see `ops.matmul`); as it is where this torch cannot pack its dtype."""
+    """Return the weight in oneDNN's layout, or unchanged if torch cannot pack its dtype (see `ops.matmul`)."""
     if bits is not None:
-        raise ValueError(f"These products take no weights of {bits} bits.")
+        raise ValueError(f"The oneDNN backend does not support weights with {bits} bits.")
     if weight.device.type != "cpu" or not packs(weight.dtype):
         return weight
     return torch.ops.mkldnn._reorder_linear_weight.default(weight.detach(), None)
 
 
 def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight as a plain one in oneDNN's layout (see `ops.matmul`)."""
+    """Return the dequantised weight in oneDNN's layout (see `ops.matmul`)."""
     return prepare(weight.dequantised().to(dtype))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias (see `ops.matmul`)."""
+    """Return x @ weight.T + bias (see `ops.matmul`)."""
     if not weight.is_mkldnn:
         return F.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, "none", [], "")
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T (see `ops.matmul`)."""
+    """Return x @ weight.T (see `ops.matmul`)."""
     return linear(x, weight)
 
 
 @cache
 def packs(dtype: torch.dtype) -> bool:
-    """Whether this torch, on this processor, packs weights of `dtype`: tried once, and logged where it fails."""
+    """Return whether torch can pack weights in `dtype` on this processor. Tried once; a failure is logged."""
     try:
         weight = torch.ops.mkldnn._reorder_linear_weight.default(torch.ones(16, 16, dtype=dtype), None)
         linear(torch.ones(1, 16, dtype=dtype), weight)
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        logger.warning("oneDNN cannot pack weights in %s, they stay as they are: %s", dtype, reason)
+        logger.warning("oneDNN cannot pack weights in %s. Using unpacked weights: %s", dtype, reason)
         return False
     return True

@@ -1,11 +1,11 @@
-"""Matrix products in Triton with weights of 8 or 4 bits, which become numbers of x's type in the main loop.
+"""Matrix products in Triton with 8-bit and 4-bit weights, which the main loop converts to x's dtype.
 
-Of 4 bits are whole numbers in groups (`ops/matmul/grouped.py`), two in a byte, the lower half first; a group's products
-are scaled once, in float32. Of 8 bits are whole numbers with a scale for each output. Rows of x are never rounded.
-Other weights are plain, and products with them torch's own.
+4-bit weights are integers in groups (`ops/matmul/grouped.py`). A byte has two of them, the first in its lower half. The
+sum of a group's products is scaled once, in float32. 8-bit weights are integers with one scale per output. Rows of x
+are never rounded. torch computes products with other weights.
 """
 
-# The types of a launch are not those of its kernel.
+# Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from torch import Tensor
 
 from ops.matmul.grouped import WHOLE, GroupedWeight
 
-GROUPS = (16, 32, 64, 128)  # inputs of a group that are a step of the main loop; or multiples of the last
-MOST_8 = 127.0
-ALIGNMENT = 256  # bytes
+GROUPS = (16, 32, 64, 128)  # supported numbers of inputs per group; multiples of the last one are supported as well
+LARGEST_8 = 127.0
+ALIGNMENT = 256  # alignment of the parts in bytes
 
 
 class Parts(NamedTuple):
-    """What a weight is made of."""
+    """Tensors of a packed weight."""
 
     codes: Tensor  # uint8 [O, I / 2] or int8 [O, I]
     scales: Tensor  # float32 [O, G] or [O, 1]
@@ -33,22 +33,22 @@ class Parts(NamedTuple):
 
 
 class Packed(Tensor):
-    """A weight [O, I]: a view of nothing but its shape, whose `parts` hold its numbers."""
+    """A packed weight. The tensor has its shape [O, I], but strides of 0. Its data is in `parts`."""
 
     parts: Parts
 
     def detach(self) -> Self:
-        """What a parameter is made of: it keeps the parts."""
+        """Return a detached tensor with the same parts. `Parameter` calls this method."""
         return _view(self.parts)
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Of all that is held in memory."""
+        """Bytes of the weight's memory."""
         return self.untyped_storage().nbytes()
 
 
 def _packed(parts: Parts) -> Any:
-    """The parts one after the other in one memory, so that new weights can take the place of old ones."""
+    """Copy the parts into one block of memory, so that new weights can overwrite it. Return the packed weight."""
     sizes = [0 if part is None else -(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
     memory, first, views = torch.empty(sum(sizes), dtype=torch.uint8, device=parts.codes.device), 0, []
     for part, size in zip(parts, sizes, strict=True):
@@ -63,24 +63,24 @@ def _packed(parts: Parts) -> Any:
 def _view(parts: Parts) -> Any:
     codes = parts.codes
     in_size = codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
-    made = codes.view(torch.uint8).as_strided((len(codes), in_size), (0, 0)).as_subclass(Packed)
-    made.parts = parts
-    return made
+    packed = codes.view(torch.uint8).as_strided((len(codes), in_size), (0, 0)).as_subclass(Packed)
+    packed.parts = parts
+    return packed
 
 
 def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
-    """The weight as it is, or rounded to 8 bits if asked (see `ops.matmul`)."""
+    """Return the weight, quantised if `bits` is 8 (see `ops.matmul`)."""
     if bits is None:
         return weight
     if bits != 8:
-        raise ValueError(f"Weights are rounded to 8 bits, not {bits}.")
+        raise ValueError(f"Weights can be rounded to 8 bits, not to {bits}.")
     wide = weight.detach().float()
-    scales = (wide.abs().amax(1, keepdim=True) / MOST_8).clamp_min(torch.finfo(torch.float32).tiny)
+    scales = (wide.abs().amax(1, keepdim=True) / LARGEST_8).clamp_min(torch.finfo(torch.float32).tiny)
     return _packed(Parts((wide / scales).round_().to(torch.int8), scales))
 
 
 def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight in 4 bits; as a plain one where the kernel does not take it (see `ops.matmul`)."""
+    """Return the packed weight, or the dequantised one if the kernel does not support it (see `ops.matmul`)."""
     if weight.table != WHOLE or not (weight.group in GROUPS or weight.group % GROUPS[-1] == 0):
         return weight.dequantised().to(dtype)
     codes = weight.codes[:, ::2] | (weight.codes[:, 1::2] << 4)
@@ -89,14 +89,14 @@ def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias (see `ops.matmul`)."""
+    """Return x @ weight.T + bias (see `ops.matmul`)."""
     if not isinstance(weight, Packed):
         return F.linear(x, weight, bias)
     return _product(x, weight, bias, x.dtype)
 
 
 def logits(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.T (see `ops.matmul`)."""
+    """Return x @ weight.T (see `ops.matmul`)."""
     if not isinstance(weight, Packed):
         return F.linear(x, weight)
     return _product(x, weight, None, torch.float32)
@@ -104,21 +104,21 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
 
 def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     (codes, scales, shifts), (out_size, in_size) = weight.parts, weight.shape
-    lines = x.reshape(-1, in_size)
-    lines = lines if lines.stride(1) == 1 else lines.contiguous()
-    out = torch.empty((len(lines), out_size), dtype=dtype, device=x.device)
+    rows = x.reshape(-1, in_size)
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    out = torch.empty((len(rows), out_size), dtype=dtype, device=x.device)
     group = in_size // scales.shape[1]
-    tile = _tile(len(lines), group if codes.dtype == torch.uint8 else 128, x.dtype)
-    grid = (triton.cdiv(len(lines), tile["ROWS_BLOCK"]), triton.cdiv(out_size, tile["OUT_BLOCK"]))
+    tile = _tile(len(rows), group if codes.dtype == torch.uint8 else 128, x.dtype)
+    grid = (triton.cdiv(len(rows), tile["ROWS_BLOCK"]), triton.cdiv(out_size, tile["OUT_BLOCK"]))
     _product_kernel[grid](
-        lines,
+        rows,
         codes,
         scales,
         shifts,
         bias,
         out,
-        len(lines),
-        lines.stride(0),
+        len(rows),
+        rows.stride(0),
         OUT=out_size,
         IN=in_size,
         GROUP=group,
@@ -130,7 +130,7 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
 
 
 def _tile(num_rows: int, step: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Tile sizes: a step of the main loop lies within a group."""
+    """Return the tile sizes. Each iteration of the main loop reads at most `step` inputs, which are in one group."""
     step = min(step, 128)
     if dtype.itemsize == 4:
         return {
@@ -150,13 +150,14 @@ def _tile(num_rows: int, step: int, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # differs from step to step
+# varies between steps; a specialised kernel would be compiled for each value
+@triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x,  # [num_rows, IN]
     codes,  # [OUT, IN / 2] or [OUT, IN]
     scales,  # [OUT, IN / GROUP]
-    shifts,  # the same, or none
-    bias,  # [OUT] or none
+    shifts,  # [OUT, IN / GROUP], or None
+    bias,  # [OUT], or None
     out,  # [num_rows, OUT]
     num_rows,
     x_stride,
@@ -172,14 +173,14 @@ def _product_kernel(
     rows = tl.program_id(0) * ROWS_BLOCK + tl.arange(0, ROWS_BLOCK)
     columns = tl.program_id(1) * OUT_BLOCK + tl.arange(0, OUT_BLOCK)
     inner, is_row, is_column = tl.arange(0, IN_BLOCK), rows < num_rows, columns < OUT
-    lines = x + rows.to(tl.int64)[:, None] * x_stride + inner[None, :]  # [ROWS, IN]
+    x_rows = x + rows.to(tl.int64)[:, None] * x_stride + inner[None, :]  # [ROWS, IN]
     total = tl.zeros([ROWS_BLOCK, OUT_BLOCK], tl.float32)
     scale_lines = scales + columns.to(tl.int64) * (IN // GROUP)
     if OF_4_BITS:
         pairs = tl.arange(0, IN_BLOCK // 2)
         bytes_of = codes + columns.to(tl.int64)[:, None] * (IN // 2) + pairs[None, :]
-        for base in range(0, IN, IN_BLOCK):  # which a group's size divides, or it the group's
-            a = tl.load(lines + base, mask=is_row[:, None], other=0.0)
+        for base in range(0, IN, IN_BLOCK):  # IN_BLOCK divides GROUP, so an iteration has one scale per output
+            a = tl.load(x_rows + base, mask=is_row[:, None], other=0.0)
             both = tl.load(bytes_of + base // 2, mask=is_column[:, None], other=0).to(tl.int32)
             numbers = tl.interleave(both & 15, both >> 4) - 8  # [OUT, IN]
             part = tl.dot(a, tl.trans(numbers.to(a.dtype)), input_precision=PRECISION)
@@ -193,7 +194,7 @@ def _product_kernel(
         bytes_of = codes + columns.to(tl.int64)[:, None] * IN + inner[None, :]
         for base in range(0, IN, IN_BLOCK):
             is_in = (base + inner < IN)[None, :]
-            a = tl.load(lines + base, mask=is_row[:, None] & is_in, other=0.0)
+            a = tl.load(x_rows + base, mask=is_row[:, None] & is_in, other=0.0)
             numbers = tl.load(bytes_of + base, mask=is_column[:, None] & is_in, other=0.0)
             total = tl.dot(a, tl.trans(numbers.to(a.dtype)), total, input_precision=PRECISION)
         total *= tl.load(scale_lines, mask=is_column, other=0.0)[None, :]

@@ -1,6 +1,6 @@
-"""Mixtures of experts: each token is computed by a few of X gated feed-forward networks.
+"""Mixtures of experts: a few of X gated feed-forward networks compute each token.
 
-A backend file holds
+A backend file defines
 
     route(logits [T, X], top_k, *, renormalise, scoring="softmax", bias [X] | None = None, grouping=None, scale=1.0)
         -> (weights float32 [T, k], experts int32 [T, k])
@@ -8,18 +8,20 @@ A backend file holds
     prepare_experts(mixture, *, bits=None) -> mixture
     prepare_grouped_experts(mixture: GroupedMixture, dtype) -> mixture
 
-`route` gives each token the `top_k` experts of the largest logits, equal ones by lower number, the best first. Their
-weights are their scores, in float32: the softmax over all X logits, or with scoring="sigmoid" each logit's own
-sigmoid; with `renormalise` divided by their sum; then times `scale`. Source: arXiv 1701.06538. With a `bias` (float32)
-or a `grouping` experts are chosen by score + bias, and only from the best groups (`Grouping`; arXiv 2412.19437).
+`route` selects each token's `top_k` experts with the largest logits, the best first, equal logits by lower number. The
+weights are scores in float32: the softmax over all X logits, or the sigmoid of each logit with scoring="sigmoid". With
+`renormalise` they are divided by their sum; then they are multiplied by `scale`. Source: arXiv 1701.06538. With a
+`bias` (float32), experts are selected by score + bias. With a `grouping`, they are selected by score (+ bias), and only
+from the best groups (`Grouping`; arXiv 2412.19437).
 
-`mix` is the sum over a token's experts of weight * down(activation(gate) * up): the rows 0 .. F - 1 of an expert's
-`gate_up` give the gate, the others what it is multiplied by. Products are rounded to x's dtype, the weighted sum is
-taken in float32 and rounded once. With `weigh_inputs` it is their sum over down(activation(gate) * up) of weight * x,
-which is rounded (Llama 4). `activation` is one of `ops.activation.ACTIVATIONS`. `prepare_experts` is called once
-for complete weights, as `ops.matmul` prepares its own; a backend that has nothing to gain, or that cannot round to so
-many bits, returns them as they are. `prepare_grouped_experts` is the same for weights of 4 bits and products in
-`dtype`.
+`mix` returns the sum over a token's experts of weight * down(activation(gate) * up). The rows 0 .. F - 1 of an expert's
+`gate_up` are the weight of the gate, the other rows the weight of `up`. Products are rounded to x's dtype; the weighted
+sum is computed in float32 and rounded once. With `weigh_inputs`, the rounded weight * x is the input of an expert, and
+the sum is not weighted (Llama 4). `activation` is one of `ops.activation.ACTIVATIONS`.
+
+`prepare_experts` is called once for complete weights, like `prepare` of `ops.matmul`. A backend without a faster
+layout, or without kernels for this number of bits, returns the weights unchanged. `prepare_grouped_experts` does the
+same for 4-bit weights and products in `dtype`.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ SCORINGS = ("softmax", "sigmoid")
 
 
 class Mixture(NamedTuple):
-    """The weights of all experts."""
+    """Weights of all experts."""
 
     gate_up: Tensor  # [X, 2F, E]
     down: Tensor  # [X, E, F]
@@ -44,7 +46,7 @@ class Mixture(NamedTuple):
 
 
 class GroupedMixture(NamedTuple):
-    """The same of 4 bits, before a backend packs it."""
+    """Grouped weights of all experts, before a backend packs them."""
 
     gate_up: GroupedWeight
     down: GroupedWeight
@@ -53,8 +55,8 @@ class GroupedMixture(NamedTuple):
 
 
 class Grouping(NamedTuple):
-    """Experts are chosen from the best of some groups of neighbours."""
+    """Groups of consecutive experts. Experts are selected only from the best groups."""
 
     num_groups: int
-    top_groups: int  # how many are the best
-    num_scores: int  # a group's score is the sum of so many of its best ones
+    top_groups: int  # number of groups from which experts are selected
+    num_scores: int  # a group's score is the sum of this number of its best scores

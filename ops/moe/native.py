@@ -1,4 +1,4 @@
-"""Mixtures of experts in plain torch, one after the other. On a GPU it waits to know how many tokens each has."""
+"""Mixtures of experts in torch, expert by expert. On a GPU it waits for the number of tokens of each expert."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ def route(
     grouping: Grouping | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The best experts of each token and their weights (see `ops.moe`)."""
     choice = logits = logits.float()
     scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
     if bias is not None or grouping is not None:
         choice = scores if bias is None else scores + bias
     if grouping is not None:
         choice = _of_best_groups(choice, grouping)
-    # torch's own top-k leaves the order of equal values open.
+    # torch's topk does not define the order of equal values.
     experts = choice.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     weights = scores.gather(-1, experts)
     if renormalise:
@@ -36,27 +35,27 @@ def route(
 
 
 def _of_best_groups(choice: Tensor, grouping: Grouping) -> Tensor:
-    """choice [T, X] -> the same, with what is in no good group put out of reach."""
+    """Return `choice` [T, X] with -inf for experts outside the best groups."""
     groups = choice.unflatten(-1, (grouping.num_groups, -1))  # [T, G, X / G]
     totals = groups.topk(grouping.num_scores, dim=-1).values.sum(-1)
     best = totals.sort(dim=-1, descending=True, stable=True).indices[:, : grouping.top_groups]
-    out_of_reach = torch.ones_like(totals, dtype=torch.bool).scatter(-1, best, False)
-    return groups.masked_fill(out_of_reach.unsqueeze(-1), float("-inf")).flatten(-2)
+    excluded = torch.ones_like(totals, dtype=torch.bool).scatter(-1, best, False)
+    return groups.masked_fill(excluded.unsqueeze(-1), float("-inf")).flatten(-2)
 
 
 def prepare_experts(mixture: Mixture, *, bits: int | None = None) -> Mixture:
-    """The weights as they are (see `ops.moe`)."""
+    """Return the weights unchanged (see `ops.moe`)."""
     return mixture
 
 
 def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
-    """The weights as plain ones (see `ops.moe`)."""
+    """Return the dequantised weights (see `ops.moe`)."""
     gate_up, down, *biases = mixture
-    plain = [
+    weights = [
         torch.stack([weight.expert(number).dequantised().to(dtype) for number in range(len(weight.codes))])
         for weight in (gate_up, down)
     ]
-    return Mixture(*plain, *biases)
+    return Mixture(*weights, *biases)
 
 
 def mix(
@@ -68,11 +67,10 @@ def mix(
     *,
     weigh_inputs: bool = False,
 ) -> Tensor:
-    """The weighted sum of each token's experts (see `ops.moe`)."""
     gate_up, down, gate_up_bias, down_bias = mixture
     top_k, (num_experts, size, _) = experts.shape[1], down.shape
     chosen = experts.flatten()
-    order = chosen.argsort(stable=True)  # of (token, expert) pairs, by expert
+    order = chosen.argsort(stable=True)  # (token, expert) pairs by expert
     results = x.new_empty(len(chosen), size)
     first = 0
     for expert, count in enumerate(torch.bincount(chosen, minlength=num_experts).tolist()):
@@ -85,5 +83,5 @@ def mix(
             inner = gate(F.linear(rows, gate_up[expert], bias), activation)
             results.index_copy_(0, pairs, F.linear(inner, down[expert], out_bias))
         first += count
-    found = results.view(-1, top_k, size).float()
-    return (found if weigh_inputs else found * weights.unsqueeze(2)).sum(1).to(x.dtype)
+    outputs = results.view(-1, top_k, size).float()
+    return (outputs if weigh_inputs else outputs * weights.unsqueeze(2)).sum(1).to(x.dtype)

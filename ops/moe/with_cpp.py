@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ops.activation.with_cpp import KINDS
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import TYPES, address, in_line
+from ops.cpp.library import TYPES, address, contiguous_tokens
 from ops.cpp.structures import Combine, Dispatch, Experts, PairTable, Product, Product8, Route
 from ops.matmul import with_cpp as matmul
 from ops.matmul.grouped import GroupedWeight
@@ -21,11 +21,11 @@ from ops.moe import GroupedMixture, Grouping, Mixture, native
 
 MAX_EXPERTS = 1024
 SCORINGS = {"softmax": 0, "sigmoid": 1}
-DEPTH = 32  # inner sizes are filled up to whole steps of a matrix unit
+DEPTH = 32  # inner sizes are padded to multiples of it, which are whole steps of a matrix unit
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """All of `ops.moe`."""
+    """Return all operations of `ops.moe`."""
     operations = (route, mix, prepare_experts, prepare_grouped_experts)
     return {operation.__name__: partial(operation, launcher) for operation in operations}
 
@@ -41,7 +41,7 @@ def route(
     grouping: Grouping | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The best experts of each token and their weights."""
+    """Return the best experts of each token and their weights."""
     num_experts = logits.shape[1]
     if num_experts > MAX_EXPERTS or logits.dtype not in TYPES:
         return native.route(
@@ -53,7 +53,7 @@ def route(
             grouping=grouping,
             scale=scale,
         )
-    logits = in_line(logits)
+    logits = contiguous_tokens(logits)
     weights = launcher.empty((len(logits), top_k), torch.float32)
     experts = launcher.empty((len(logits), top_k), torch.int32)
     groups, top_groups, num_scores = grouping or (1, 1, 1)
@@ -78,7 +78,10 @@ def route(
 
 
 def prepare_experts(launcher: KernelLauncher, mixture: Mixture, *, bits: int | None = None) -> Mixture:
-    """All experts' weights packed one after the other, gates beside what they gate."""
+    """Return the packed weights of all experts, or `mixture` itself if the kernels do not support it.
+
+    In `gate_up`, each panel consists of rows of the gate and the same number of rows of `up`.
+    """
     gate_up, down, gate_up_bias, down_bias = mixture
     (num_experts, twice, size), dtype = gate_up.shape, gate_up.dtype
     if gate_up.device.type != "cpu" or dtype not in TYPES or num_experts > MAX_EXPERTS:
@@ -86,39 +89,42 @@ def prepare_experts(launcher: KernelLauncher, mixture: Mixture, *, bits: int | N
     if size * dtype.itemsize % 4 or (bits == 8 and max(size, twice) > launcher.library.max_byte_depth):
         return mixture
     width, pack = launcher.library.panel_width, partial(matmul.prepare, launcher)
-    more = -(twice // 2) % DEPTH  # zeros behind the inner activations
-    inner = twice // 2 + more
-    gate_up = _gates_beside(gate_up.detach(), more, width // 2).reshape(-1, size)
-    down = F.pad(down.detach(), (0, more, 0, -size % width))
+    padding = -(twice // 2) % DEPTH  # zeros after the inner activations
+    inner = twice // 2 + padding
+    gate_up = _interleave(gate_up.detach(), padding, width // 2).reshape(-1, size)
+    down = F.pad(down.detach(), (0, padding, 0, -size % width))
     return Mixture(
         _as_experts(pack(gate_up, bits=bits), num_experts, 2 * inner),
         _as_experts(pack(down.reshape(-1, inner), bits=bits), num_experts, down.shape[1]),
-        _bias_beside(gate_up_bias, more, width // 2),
+        _interleave_bias(gate_up_bias, padding, width // 2),
         down_bias,
     )
 
 
 def prepare_grouped_experts(launcher: KernelLauncher, mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
-    """As `prepare_experts`, in 4 bits; as plain weights where the kernels do not take them."""
+    """Return packed 4-bit weights in the row order of `prepare_experts`.
+
+    Weights that the kernels do not support are dequantised and then prepared by `prepare_experts`.
+    """
     gate_up, down, gate_up_bias, down_bias = mixture
     num_experts, twice, size = gate_up.codes.shape
-    width, more = launcher.library.panel_width, -(twice // 2) % DEPTH
-    taken = dtype in TYPES and num_experts <= MAX_EXPERTS
-    if not taken or gate_up.group % 8 or down.group % 8 or more % down.group:
+    width, padding = launcher.library.panel_width, -(twice // 2) % DEPTH
+    supported = dtype in TYPES and num_experts <= MAX_EXPERTS
+    if not supported or gate_up.group % 8 or down.group % 8 or padding % down.group:
         return prepare_experts(launcher, native.prepare_grouped_experts(mixture, dtype))
 
-    def gates_beside(part: Tensor) -> Tensor:
-        return _gates_beside(part, more, width // 2).flatten(0, 1)
+    def interleave(part: Tensor) -> Tensor:
+        return _interleave(part, padding, width // 2).flatten(0, 1)
 
     def padded(part: Tensor) -> Tensor:
-        columns = more * part.shape[2] // (twice // 2)
+        columns = padding * part.shape[2] // (twice // 2)
         return F.pad(part, (0, columns, 0, -size % width)).flatten(0, 1)
 
     pack = partial(matmul.prepare_grouped, launcher, dtype=dtype)
     return Mixture(
-        _as_experts(pack(_each(gate_up, gates_beside)), num_experts, twice + 2 * more),
+        _as_experts(pack(_each(gate_up, interleave)), num_experts, twice + 2 * padding),
         _as_experts(pack(_each(down, padded)), num_experts, size + -size % width),
-        _bias_beside(gate_up_bias, more, width // 2),
+        _interleave_bias(gate_up_bias, padding, width // 2),
         down_bias,
     )
 
@@ -128,14 +134,14 @@ def _each(weight: GroupedWeight, change: Callable[[Tensor], Tensor]) -> GroupedW
     return weight._replace(codes=change(weight.codes), scales=change(weight.scales), shifts=shifts)
 
 
-def _gates_beside(rows: Tensor, more: int, half: int) -> Tensor:
-    """[X, 2F, n] -> [X, 2 (F + more), n]: `half` gates, then what they gate, and so on."""
-    rows = F.pad(rows.unflatten(1, (2, -1)), (0, 0, 0, more))
+def _interleave(rows: Tensor, padding: int, half: int) -> Tensor:
+    """Interleave [X, 2F, n] to [X, 2 (F + padding), n]: `half` rows of the gate, `half` rows of up, and so on."""
+    rows = F.pad(rows.unflatten(1, (2, -1)), (0, 0, 0, padding))
     return rows.unflatten(2, (-1, half)).transpose(1, 2).flatten(1, 3)
 
 
-def _bias_beside(bias: Tensor | None, more: int, half: int) -> Tensor | None:
-    return None if bias is None else _gates_beside(bias.detach().unsqueeze(2), more, half).squeeze(2)
+def _interleave_bias(bias: Tensor | None, padding: int, half: int) -> Tensor | None:
+    return None if bias is None else _interleave(bias.detach().unsqueeze(2), padding, half).squeeze(2)
 
 
 def mix(
@@ -148,16 +154,18 @@ def mix(
     *,
     weigh_inputs: bool = False,
 ) -> Tensor:
-    """The weighted sum of each token's experts."""
+    """Return the weighted sum of each token's experts."""
     gate_up, down, gate_up_bias, down_bias = mixture
     if not isinstance(gate_up, PACKED):
         return native.mix(x, mixture, weights, experts, activation, weigh_inputs=weigh_inputs)
-    x = in_line(x)
+    x = contiguous_tokens(x)
     (num_tokens, size), top_k, tokens = x.shape, experts.shape[1], launcher.tokens(x)
     (num_experts, twice, _), inner = gate_up.shape, gate_up.shape[1] // 2
     pairs, width = num_tokens * top_k, launcher.library.panel_width
-    tables = [launcher.empty((length,), torch.int32) for length in (pairs, num_experts + 1, num_experts + 1)]
-    table, rows = PairTable(*map(address, tables)), launcher.empty((pairs, size), x.dtype)
+    lengths = {"positions": pairs, "starts": num_experts + 1, "blocks": num_experts + 1}
+    tables = {name: launcher.empty((length,), torch.int32) for name, length in lengths.items()}
+    table = PairTable(**{name: address(tensor) for name, tensor in tables.items()})
+    rows = launcher.empty((pairs, size), x.dtype)
     operands = Dispatch(
         x=address(x),
         x_stride=x.stride(0),
@@ -185,9 +193,7 @@ def mix(
     )
     results = launcher.empty((pairs, size), x.dtype)
     panels = down.shape[1] // width
-    _multiply(
-        launcher, "experts_down", hidden, down, results, bias=address(down_bias), panels=panels, **common
-    )
+    _multiply(launcher, "experts_down", hidden, down, results, bias=address(down_bias), panels=panels, **common)
     out = launcher.empty((num_tokens, size), x.dtype)
     launcher.launch(
         "combine",
@@ -205,26 +211,24 @@ def mix(
     return out
 
 
-def _multiply(
-    launcher: KernelLauncher, kernel: str, x: Tensor, weight: Tensor, out: Tensor, **operands: Any
-) -> None:
+def _multiply(launcher: KernelLauncher, kernel: str, x: Tensor, weight: Tensor, out: Tensor, **operands: Any) -> None:
     plain = Product(x=address(x), x_stride=x.shape[1], weight=address(weight), in_size=x.shape[1])
     product = Product8(plain=plain)
     if isinstance(weight, PackedWeight8):
         kernel += "8"
         rounded = scratch8(launcher, len(x), x.shape[1])
-        product = Product8(plain, weight.scales_address, address(rounded))
-    made = Experts(product=product, out=address(out), out_size=out.shape[1], **operands)
+        product = Product8(plain=plain, scales=weight.scales_address, rounded=address(rounded))
+    expert_operands = Experts(product=product, out=address(out), out_size=out.shape[1], **operands)
     if isinstance(weight, PackedWeight4):
         kernel += "4"
-        made.product4, _kept = product4(launcher, plain, weight, len(x), x.dtype)
-    launcher.launch(kernel, x.dtype, made)
+        expert_operands.product4, _kept = product4(launcher, plain, weight, len(x), x.dtype)
+    launcher.launch(kernel, x.dtype, expert_operands)
 
 
 def _as_experts(packed: Tensor, num_experts: int, rows: int) -> Tensor:
-    """The same memory, seen as the weights of so many experts, [X, rows, I]."""
+    """Return a view of packed memory as the weights of experts, [X, rows, I]."""
     size = packed.shape[1]
     shape, strides = (num_experts, rows, size), (rows * size, size, 1)
-    if isinstance(packed, PackedWeight4):  # of which there is nothing to see
+    if isinstance(packed, PackedWeight4):  # such a view has strides of 0
         strides = (0, 0, 0)
     return packed.as_strided(shape, strides, packed.storage_offset()).as_subclass(type(packed))

@@ -1,11 +1,10 @@
 """Mixtures of experts in Triton: routing, a sort of the (token, expert) pairs by expert, two grouped products.
 
-A tile of a grouped product holds pairs of one expert. Tiles are numbered expert after expert, and a program finds
-its own from the experts' first pairs, so nothing is padded in memory and no size is read back by the host: grids
-depend on shapes alone.
+A tile of a grouped product has pairs of one expert. Tiles are numbered by expert, and a program computes its tile from
+the experts' first pairs. Therefore memory needs no padding and the host reads no sizes: grids depend only on shapes.
 """
 
-# The types of a launch are not those of its kernel.
+# Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
@@ -22,15 +21,15 @@ from ops.moe.native import prepare_experts, prepare_grouped_experts
 
 __all__ = ["mix", "prepare_experts", "prepare_grouped_experts", "route"]
 
-SORT_BLOCK = 1024  # pairs that a program of the sort looks at together
+SORT_BLOCK = 1024  # pairs per iteration of a sort program
 COMBINE_BLOCK = 1024
 
 
 class Sorted(NamedTuple):
-    """The pairs of T tokens and their k experts, by expert and then by number."""
+    """Pairs of a token and one of its k experts, sorted by expert and then by number. Pair t * k + j is of token t."""
 
-    order: Tensor  # int32 [T * k], pair t * k + j at each position
-    starts: Tensor  # int32 [X + 1], each expert's first position
+    order: Tensor  # int32 [T * k], number of the pair at each position
+    starts: Tensor  # int32 [X + 1], first position of each expert, then T * k
 
 
 def route(
@@ -43,7 +42,7 @@ def route(
     grouping: Grouping | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """The best experts of each token and their weights (see `ops.moe`). With a bias or groups torch chooses."""
+    """Return the best experts of each token and their weights (see `ops.moe`). torch computes bias and grouping."""
     if bias is not None or grouping is not None:
         return native.route(
             logits, top_k, renormalise=renormalise, scoring=scoring, bias=bias, grouping=grouping, scale=scale
@@ -78,12 +77,11 @@ def mix(
     *,
     weigh_inputs: bool = False,
 ) -> Tensor:
-    """The weighted sum of each token's experts (see `ops.moe`)."""
     gate_up, down, gate_up_bias, down_bias = mixture
     x, (num_tokens, top_k), (num_experts, size, _) = x.contiguous(), experts.shape, down.shape
     by_expert = sort_pairs(experts, num_experts)
     pairs_per_row = top_k
-    if weigh_inputs:  # a row for each pair
+    if weigh_inputs:  # one row per pair
         x = (x.unsqueeze(1) * weights.unsqueeze(2)).to(x.dtype).flatten(0, 1)
         weights, pairs_per_row = torch.ones_like(weights), 1
     inner = _grouped(x, gate_up, by_expert, pairs_per_row, from_tokens=True)  # [T * k, 2F], by expert
@@ -95,9 +93,7 @@ def mix(
         results += down_bias[experts.flatten()]
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     block = min(COMBINE_BLOCK, triton.next_power_of_2(size))
-    _combine_kernel[(num_tokens, triton.cdiv(size, block))](
-        results, weights, out, size, TOP_K=top_k, BLOCK=block
-    )
+    _combine_kernel[(num_tokens, triton.cdiv(size, block))](results, weights, out, size, TOP_K=top_k, BLOCK=block)
     return out
 
 
@@ -110,14 +106,14 @@ def sort_pairs(experts: Tensor, num_experts: int) -> Sorted:
 
 
 def _grouped(x: Tensor, weight: Tensor, pairs: Sorted, top_k: int, *, from_tokens: bool) -> Tensor:
-    """Each pair's row times its expert's weight [X, O, I] -> [T * k, O].
+    """Multiply each pair's row by its expert's weight [X, O, I]. Return [T * k, O].
 
-    Rows come from the tokens [T, I] and go to sorted positions, or come from sorted positions and go to the pairs'.
+    If `from_tokens`, inputs are in token order [T, I] and outputs in sorted order; else the reverse.
     """
     num_pairs, (num_experts, out_size, in_size) = len(pairs.order), weight.shape
     out = torch.empty((num_pairs, out_size), dtype=x.dtype, device=x.device)
     tile = _tile(num_pairs, num_experts, x.dtype)
-    # So many tiles at most hold a pair: each expert's last may be filled in part.
+    # Upper bound on the number of tiles: each expert's last tile may be partial.
     num_tiles = min(num_pairs, num_experts) + num_pairs // tile["PAIRS_BLOCK"]
     _grouped_kernel[(num_tiles, triton.cdiv(out_size, tile["OUT_BLOCK"]))](
         x,
@@ -137,11 +133,11 @@ def _grouped(x: Tensor, weight: Tensor, pairs: Sorted, top_k: int, *, from_token
 
 
 def _tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Tile sizes: as many pairs as an expert has on average, within what registers hold."""
+    """Return the tile sizes. A tile has about the average number of pairs per expert, at most 128."""
     if dtype.itemsize == 4:
         return {"PAIRS_BLOCK": 16, "OUT_BLOCK": 64, "IN_BLOCK": 32, "num_warps": 4, "num_stages": 2}
     pairs = min(128, max(16, triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))))
-    few = pairs <= 32  # weights are read once for few pairs: wide loads count
+    few = pairs <= 32  # with few pairs, reading weights dominates: use wide loads
     return {
         "PAIRS_BLOCK": pairs,
         "OUT_BLOCK": 64 if few else 128,
@@ -169,23 +165,23 @@ def _route_kernel(
     ids, positions = tl.arange(0, EXPERTS_BLOCK), tl.arange(0, TOP_K_BLOCK)
     x = tl.load(logits + token * stride + ids, mask=ids < EXPERTS, other=float("-inf")).to(tl.float32)
     peak = tl.max(x, axis=0)
-    found = tl.full([TOP_K_BLOCK], float("-inf"), tl.float32)
+    top_logits = tl.full([TOP_K_BLOCK], float("-inf"), tl.float32)
     chosen = tl.zeros([TOP_K_BLOCK], tl.int32)
     left = x
     for position in tl.static_range(TOP_K):
         top = tl.max(left, axis=0)
-        # Where a logit is no number nothing may be equal, and the last expert is as good as any.
+        # If a logit is NaN, no logit may be equal to it; then any expert is valid, here the last.
         best = tl.min(tl.where(left == top, ids, EXPERTS - 1), axis=0)
-        found, chosen = (
-            tl.where(positions == position, top, found),
+        top_logits, chosen = (
+            tl.where(positions == position, top, top_logits),
             tl.where(positions == position, best, chosen),
         )
         left = tl.where(ids == best, float("-inf"), left)
     if SCORING == "softmax":
-        scores = tl.exp(found - peak) / tl.sum(tl.exp(x - peak), axis=0)
+        scores = tl.exp(top_logits - peak) / tl.sum(tl.exp(x - peak), axis=0)
     else:
         tl.static_assert(SCORING == "sigmoid")
-        scores = tl.sigmoid(found)
+        scores = tl.sigmoid(top_logits)
     if RENORMALISE:
         scores = scores / (tl.sum(scores, axis=0) + 1e-20)
     scores = scores * scale
@@ -194,7 +190,8 @@ def _route_kernel(
     tl.store(experts + token * TOP_K + positions, chosen, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])  # differs from step to step
+# varies between steps; a specialised kernel would be compiled for each value
+@triton.jit(do_not_specialize=["num_pairs"])
 def _sort_kernel(
     experts,  # [num_pairs]
     order,  # [num_pairs]
@@ -211,10 +208,10 @@ def _sort_kernel(
     tl.store(starts + expert, position)
     for base in range(0, num_pairs, BLOCK):
         inside = base + lanes < num_pairs
-        is_own = (tl.load(experts + base + lanes, mask=inside, other=-1) == expert).to(tl.int32)
-        rank = tl.cumsum(is_own, axis=0) - 1
-        tl.store(order + position + rank, base + lanes, mask=is_own == 1)
-        position += tl.sum(is_own, axis=0)
+        is_expert = (tl.load(experts + base + lanes, mask=inside, other=-1) == expert).to(tl.int32)
+        rank = tl.cumsum(is_expert, axis=0) - 1
+        tl.store(order + position + rank, base + lanes, mask=is_expert == 1)
+        position += tl.sum(is_expert, axis=0)
 
 
 @triton.jit
@@ -238,7 +235,7 @@ def _grouped_kernel(
     tile, ids = tl.program_id(0), tl.arange(0, EXPERTS_BLOCK)
     firsts = tl.load(starts + ids, mask=ids < EXPERTS, other=0)
     ends = tl.load(starts + ids + 1, mask=ids < EXPERTS, other=0)
-    num_tiles = (ends - firsts + PAIRS_BLOCK - 1) // PAIRS_BLOCK  # of each expert
+    num_tiles = (ends - firsts + PAIRS_BLOCK - 1) // PAIRS_BLOCK  # number of tiles of each expert
     up_to = tl.cumsum(num_tiles, axis=0)
     expert = tl.sum(((up_to <= tile) & (ids < EXPERTS)).to(tl.int32), axis=0)
     if expert >= EXPERTS:
@@ -254,12 +251,12 @@ def _grouped_kernel(
 
     columns, inner = tl.program_id(1) * OUT_BLOCK + tl.arange(0, OUT_BLOCK), tl.arange(0, IN_BLOCK)
     rows = x + sources.to(tl.int64)[:, None] * IN + inner[None, :]  # [PAIRS, IN]
-    lines = weight + (expert.to(tl.int64) * OUT + columns)[:, None] * IN + inner[None, :]  # [OUT, IN]
+    weight_rows = weight + (expert.to(tl.int64) * OUT + columns)[:, None] * IN + inner[None, :]  # [OUT, IN]
     total = tl.zeros([PAIRS_BLOCK, OUT_BLOCK], tl.float32)
     for base in range(0, IN, IN_BLOCK):
         is_in = (base + inner < IN)[None, :]
         a = tl.load(rows + base, mask=is_pair[:, None] & is_in, other=0.0)
-        b = tl.load(lines + base, mask=(columns < OUT)[:, None] & is_in, other=0.0)
+        b = tl.load(weight_rows + base, mask=(columns < OUT)[:, None] & is_in, other=0.0)
         total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
     position = targets.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(out + position, total.to(out.dtype.element_ty), mask=is_pair[:, None] & (columns < OUT)[None, :])

@@ -1,4 +1,4 @@
-"""Normalisation in plain torch."""
+"""Normalisation in torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
-    """Normalise the last dimension (see `ops.norm`)."""
     factor = weight.float() + 1 if unit_offset else weight
     return F.rms_norm(x.float(), x.shape[-1:], eps=eps).mul_(factor).to(x.dtype)
 
@@ -16,13 +15,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Add, then normalise; returns both (see `ops.norm`)."""
+    """Add, then normalise. Return the norm and the sum (see `ops.norm`)."""
     residual = residual + x
     return rms_norm(residual, weight, eps, unit_offset=unit_offset), residual
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Centre and normalise the last dimension (see `ops.norm`)."""
     normed = F.layer_norm(x.float(), x.shape[-1:], eps=eps).mul_(weight)
     return (normed if bias is None else normed.add_(bias)).to(x.dtype)
 
@@ -30,13 +28,12 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Add, then centre and normalise; returns both (see `ops.norm`)."""
+    """Add, then centre and normalise. Return the norm and the sum (see `ops.norm`)."""
     residual = residual + x
     return layer_norm(residual, weight, bias, eps), residual
 
 
 def add(x: Tensor, y: Tensor, *, scale: float = 1.0, gate: Tensor | None = None) -> Tensor:
-    """The sum of y and what is let through of x (see `ops.norm`)."""
     if gate is not None:
         x = x * gate.sigmoid()
     return torch.add(y, x, alpha=scale)

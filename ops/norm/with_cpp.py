@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import address, in_line
+from ops.cpp.library import address, contiguous_tokens
 from ops.cpp.structures import Add, Norm
 
 
 class Kind(NamedTuple):
-    """Which normalisation, and by what it multiplies and adds."""
+    """A kind of normalisation with its parameters."""
 
     weight: Tensor  # [E], or [H, D]
     eps: float
@@ -24,15 +24,13 @@ class Kind(NamedTuple):
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """All of `ops.norm`."""
+    """Return all operations of `ops.norm`."""
     operations = (rms_norm, add_rms_norm, layer_norm, add_layer_norm, add)
     return {operation.__name__: partial(operation, launcher) for operation in operations}
 
 
-def rms_norm(
-    launcher: KernelLauncher, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
-) -> Tensor:
-    """Normalise the last dimension of [T, E], or of [T, H, D] with heads one after the other."""
+def rms_norm(launcher: KernelLauncher, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
+    """Normalise the last dimension of x [T, E] or [T, H, D]."""
     return _norm(launcher, x, Kind(weight, eps, unit_offset))
 
 
@@ -45,21 +43,19 @@ def add_rms_norm(
     *,
     unit_offset: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Add x to the residual, in place where that is contiguous, then normalise; returns both."""
+    """Add x to the residual, in place if it is contiguous, then normalise. Return the norm and the sum."""
     return _add_norm(launcher, x, residual, Kind(weight, eps, unit_offset))
 
 
-def layer_norm(
-    launcher: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
-) -> Tensor:
-    """Centre and normalise the last dimension of what `rms_norm` takes."""
+def layer_norm(launcher: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Centre and normalise the last dimension of x [T, E] or [T, H, D]."""
     return _norm(launcher, x, Kind(weight, eps, centred=True, bias=bias))
 
 
 def add_layer_norm(
     launcher: KernelLauncher, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """As `add_rms_norm`, centred."""
+    """Add x to the residual, in place if it is contiguous, then centre and normalise. Return the norm and the sum."""
     return _add_norm(launcher, x, residual, Kind(weight, eps, centred=True, bias=bias))
 
 
@@ -67,12 +63,12 @@ def _norm(launcher: KernelLauncher, x: Tensor, kind: Kind) -> Tensor:
     shape = x.shape
     if x.dim() not in (2, 3):
         x = x.reshape(-1, shape[-1])
-    return _launch(launcher, in_line(x), None, kind).view(shape)
+    return _launch(launcher, contiguous_tokens(x), None, kind).view(shape)
 
 
 def _add_norm(launcher: KernelLauncher, x: Tensor, residual: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     residual = residual.contiguous()
-    return _launch(launcher, in_line(x), residual, kind), residual
+    return _launch(launcher, contiguous_tokens(x), residual, kind), residual
 
 
 def _launch(launcher: KernelLauncher, x: Tensor, residual: Tensor | None, kind: Kind) -> Tensor:
@@ -97,12 +93,17 @@ def _launch(launcher: KernelLauncher, x: Tensor, residual: Tensor | None, kind: 
     return out
 
 
-def add(
-    launcher: KernelLauncher, x: Tensor, y: Tensor, *, scale: float = 1.0, gate: Tensor | None = None
-) -> Tensor:
-    """Add x to y, in place where that is contiguous."""
+def add(launcher: KernelLauncher, x: Tensor, y: Tensor, *, scale: float = 1.0, gate: Tensor | None = None) -> Tensor:
+    """Add x to y, in place if y is contiguous."""
     x, y = x.contiguous(), y.contiguous()
     gate = None if gate is None else gate.contiguous()
-    operands = Add(address(x), address(y), address(gate), launcher.tokens(x), x.shape[1], scale)
+    operands = Add(
+        x=address(x),
+        y=address(y),
+        gate=address(gate),
+        tokens=launcher.tokens(x),
+        size=x.shape[1],
+        scale=scale,
+    )
     launcher.launch("add", x.dtype, operands)
     return y

@@ -1,6 +1,6 @@
-"""Normalisation in Triton: one pass over the row, all of it in registers."""
+"""Normalisation in Triton: one pass over each row, which stays in registers."""
 
-# The types of a launch are not those of its kernel.
+# Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from ops.norm import native
 from ops.norm.native import add
 
-# The first is one kernel of torch's.
+# torch computes `add` in a single kernel already
 __all__ = [
     "add",
     "add_layer_norm",
@@ -23,11 +23,11 @@ __all__ = [
     "rms_norm",
 ]
 
-TILE = 1024  # elements of a program; short rows (heads) share one
+TILE = 1024  # elements per program; short rows (heads) share a program
 
 
 class Kind(NamedTuple):
-    """Which normalisation, and by what it multiplies and adds."""
+    """Kind of normalisation, with its parameters."""
 
     weight: Tensor  # [E]
     eps: float
@@ -37,8 +37,7 @@ class Kind(NamedTuple):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
-    """Normalise the last dimension (see `ops.norm`)."""
-    if weight.dim() == 2:  # for each head one
+    if weight.dim() == 2:  # one weight per head
         return native.rms_norm(x, weight, eps, unit_offset=unit_offset)
     return _norm(x, Kind(weight, eps, unit_offset))
 
@@ -46,13 +45,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Add, then normalise; returns both (see `ops.norm`). Both take the place of what was given."""
+    """Add, then normalise. Return the norm and the sum, in the memory of the inputs (see `ops.norm`)."""
     return _add_norm(x, residual, Kind(weight, eps, unit_offset))
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Centre and normalise the last dimension (see `ops.norm`)."""
-    if weight.dim() == 2:  # for each head one
+    if weight.dim() == 2:  # one weight per head
         return native.layer_norm(x, weight, bias, eps)
     return _norm(x, Kind(weight, eps, centred=True, bias=bias))
 
@@ -60,7 +58,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Add, then centre and normalise; returns both (see `ops.norm`). Both take the place of what was given."""
+    """Add, then centre and normalise. Return the norm and the sum, in the memory of the inputs (see `ops.norm`)."""
     return _add_norm(x, residual, Kind(weight, eps, centred=True, bias=bias))
 
 
@@ -85,7 +83,7 @@ def _launch(x: Tensor, residual: Tensor, out: Tensor, kind: Kind, *, added: bool
         x,
         residual,
         kind.weight,
-        kind.weight if kind.bias is None else kind.bias,  # any pointer; it is not read
+        kind.weight if kind.bias is None else kind.bias,  # without a bias, a valid pointer that is not read
         out,
         num_rows,
         num_heads,
@@ -103,10 +101,11 @@ def _launch(x: Tensor, residual: Tensor, out: Tensor, kind: Kind, *, added: bool
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_heads"])  # the number of tokens, as a rule
+# both vary between steps; a specialised kernel would be compiled for each value
+@triton.jit(do_not_specialize=["num_rows", "num_heads"])
 def _norm_kernel(
     x,  # [T, H, WIDTH]
-    residual,  # [T * H, WIDTH], read and replaced by the sum where ADDED
+    residual,  # [T * H, WIDTH]; if ADDED, the sum replaces it
     weight,  # [WIDTH]
     bias,  # [WIDTH]
     out,  # [T * H, WIDTH]
@@ -133,7 +132,7 @@ def _norm_kernel(
         values += tl.load(residual + packed, mask=inside, other=0.0).to(tl.float32)
         total = values.to(residual.dtype.element_ty)
         tl.store(residual + packed, total, mask=inside)
-        values = total.to(tl.float32)  # the norm is of the sum as it is kept
+        values = total.to(tl.float32)  # normalise the rounded sum
     if CENTRED:
         mean = tl.sum(values, axis=1)[:, None] / WIDTH
         values = tl.where(inside, values - mean, 0.0)

@@ -1,29 +1,32 @@
-"""Layers that keep a state of one size for each sequence instead of keys and values for each token.
+"""Recurrent layers: they keep one state of fixed size per sequence, instead of keys and values per token.
 
-States lie in pools, one line each; `Segments` says which tokens go on from which line and where the state behind them
-is put. Line 0 of every pool is zeros, never written: what a sequence begins with. A backend file holds
+A pool has one slot per state. `Segments` gives, for each span of tokens, the slot with the state before them and the
+slot for the state after them. Slot 0 of every pool contains zeros, the initial state of a sequence, and is never
+written. A backend file defines
 
     convolve(x [T, C], weight [K, C], bias [C] | None, pool [N, K - 1, C], segments, *,
-             gates (before [T, C], behind [T, C]) | None = None) -> [T, C]
+             gates (before [T, C], after [T, C]) | None = None) -> [T, C]
 
-silu of the causal convolution of each channel over the last K tokens of its own sequence. A state is the last K - 1
-lines of x. With `gates` there is no silu: the convolution is of before * x, of which the states are too, and is
-multiplied with behind, all in float32 and rounded once.
+`convolve` returns silu of the causal convolution of each channel over the last K tokens of its sequence. A state is the
+last K - 1 rows of x. With `gates` it returns after * convolution(before * x), without silu, and states are rows of
+before * x. The result is computed in float32 and rounded once.
 
     delta_rule(q [T, G, D], k [T, G, D], v [T, H, E], a [T, H], b [T, H], rate [H], shift [H], pool [N, H, D, E],
                segments) -> [T, H, E]
 
-The gated delta rule (arXiv 2412.06464): with q and k of length 1, q over sqrt(D), each of them for H / G heads in a
-row, decay = exp(-exp(rate) * softplus(a + shift)) and beta = sigmoid(b), token by token
+`delta_rule` computes the gated delta rule (arXiv 2412.06464). q and k are normalised to length 1, q is divided by
+sqrt(D), and each head of q and k serves H / G consecutive heads of v. With
+decay = exp(-exp(rate) * softplus(a + shift)) and beta = sigmoid(b), each token updates the state S:
 
     S = decay * S;  S = S + k (beta * (v - k S));  out = q S
 
-in float32. `rate` and `shift` are float32, pools may be of any floating dtype.
+in float32. `rate` and `shift` are float32; pools may have any floating dtype.
 
     scan(x [T, H, P], dt [T, H], b [T, G, N], c [T, G, N], rate [H], shift [H], skip [H], pool [L, H, N, P], segments,
          *, low, high) -> [T, H, P]
 
-The selective scan of Mamba 2 (arXiv 2405.21060) in float32: with dt = softplus(dt + shift) held between low and high,
+`scan` computes the selective scan of Mamba 2 (arXiv 2405.21060) in float32. With dt = softplus(dt + shift)
+clamped to low .. high:
 
     S = exp(-exp(rate) * dt) * S + b (dt * x);  out = c S + skip * x
 """
@@ -38,46 +41,47 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-ZEROS = 0  # the line of zeros
+ZEROS = 0  # slot of zeros, the initial state
 
 
 class Span(NamedTuple):
-    """Several tokens of one sequence: `count` from `start` on in the flat batch."""
+    """Consecutive tokens of one sequence: `count` tokens from index `start` of the flat batch on."""
 
-    read: int
-    write: int
+    read: int  # slot of the state before the tokens
+    write: int  # slot of the state after the tokens
     start: int
     count: int
 
 
 class Wave(NamedTuple):
-    """Segments of which none reads what another one writes. (Nobody reads a line that several of them write.)"""
+    """Spans that do not depend on each other: none reads a slot that another one writes."""
 
-    tokens: Tensor  # int64 [S], the segments of one token each
+    tokens: Tensor  # int64 [S], the spans of one token
     reads: Tensor  # int64 [S]
     writes: Tensor  # int64 [S]
-    spans: tuple[Span, ...]  # the others
+    spans: tuple[Span, ...]  # longer spans
 
 
 @dataclass(eq=False)
 class Segments:
-    """Runs of tokens that go on from a line of the pools each; made once for a step, read by every layer."""
+    """Spans of the step's tokens and their state slots; built once per step, read by every layer."""
 
-    # int32 [S, 4], as `Span` has them; while a step is captured of any shape, and its tokens say how many there are.
+    # int32 [S, 4], the fields of `Span`. C++ kernels read spans until these cover the step's tokens, so that S may be
+    # arbitrary during graph capture.
     spans: Tensor
 
     @classmethod
     def build(cls, spans: Sequence[Span], device: torch.device | str = "cpu") -> Self:
-        """Of these, which hold all tokens of a step in order."""
+        """Return the segments of these spans, which cover all tokens of a step in order."""
         return cls(torch.tensor(spans, dtype=torch.int32, device=device).view(-1, 4))
 
     @cached_property
     def waves(self) -> tuple[Wave, ...]:
-        """The spans in the order in which their results depend on each other (blocking copies, both ways)."""
+        """The spans in waves that depend only on earlier waves. Waits for copies to the host and back."""
         spans, device = [Span(*each) for each in self.spans.tolist()], self.spans.device
         waves: list[list[Span]] = []
-        written: dict[int, int] = {}  # line -> the wave behind the last one that writes it
-        read: dict[int, int] = {}  # line -> the wave behind the last one that reads it
+        written: dict[int, int] = {}  # slot -> first wave after its last write
+        read: dict[int, int] = {}  # slot -> first wave after its last read
         for span in spans:
             number = max(written.get(span.read, 0), read.get(span.write, 0))
             while len(waves) <= number:

@@ -1,4 +1,4 @@
-"""Recurrent layers in plain torch: single tokens all at once, longer runs in chunks."""
+"""Recurrent layers in torch. Single tokens are computed together, longer spans in chunks."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ops.recurrence import Segments
 
-CHUNK = 64  # tokens whose updates become one product
-EPS = 1e-6  # under the root of lengths
+CHUNK = 64  # tokens whose updates are computed in one product
+EPS = 1e-6  # added to squared lengths in normalisation
 
 
 def convolve(
@@ -21,32 +21,32 @@ def convolve(
     *,
     gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """A causal convolution of each channel, through silu or between gates (see `ops.recurrence`)."""
+    """Convolve each channel causally, then apply silu, or gates before and after (see `ops.recurrence`)."""
     out, keep = torch.empty(x.shape, dtype=x.dtype, device=x.device), pool.shape[1]
     if gates is not None:
         x = gates[0].float() * x.float()
 
-    def passed(summed: Tensor, tokens: Tensor | slice) -> Tensor:
+    def activated(summed: Tensor, tokens: Tensor | slice) -> Tensor:
         return (F.silu(summed) if gates is None else gates[1][tokens].float() * summed).to(out.dtype)
 
     for wave in segments.waves:
         if len(wave.tokens):
-            seen = torch.cat([pool[wave.reads].to(x.dtype), x[wave.tokens].unsqueeze(1)], dim=1)  # [S, K, C]
-            pool[wave.writes] = seen[:, 1:].to(pool.dtype)
-            summed = (seen.float() * weight.float()).sum(1)
+            inputs = torch.cat([pool[wave.reads].to(x.dtype), x[wave.tokens].unsqueeze(1)], dim=1)  # [S, K, C]
+            pool[wave.writes] = inputs[:, 1:].to(pool.dtype)
+            summed = (inputs.float() * weight.float()).sum(1)
             summed = summed if bias is None else summed + bias.float()
-            out[wave.tokens] = passed(summed, wave.tokens)
+            out[wave.tokens] = activated(summed, wave.tokens)
         for read, write, start, count in wave.spans:
             tokens = slice(start, start + count)
-            seen = torch.cat([pool[read].to(x.dtype), x[tokens]])  # [K - 1 + count, C]
-            pool[write] = seen[-keep:].to(pool.dtype)
+            inputs = torch.cat([pool[read].to(x.dtype), x[tokens]])  # [K - 1 + count, C]
+            pool[write] = inputs[-keep:].to(pool.dtype)
             summed = F.conv1d(
-                seen.float().t().unsqueeze(0),
+                inputs.float().t().unsqueeze(0),
                 weight.float().t().unsqueeze(1),
                 None if bias is None else bias.float(),
                 groups=weight.shape[1],
             )
-            out[tokens] = passed(summed[0].t(), tokens)
+            out[tokens] = activated(summed[0].t(), tokens)
     return out
 
 
@@ -61,11 +61,11 @@ def delta_rule(
     pool: Tensor,
     segments: Segments,
 ) -> Tensor:
-    """The gated delta rule (see `ops.recurrence`)."""
+    """Compute the gated delta rule (see `ops.recurrence`)."""
     heads = v.shape[1] // q.shape[1]
     q, k = (_unit(each.float()).repeat_interleave(heads, dim=1) for each in (q, k))  # [T, H, D]
     q = q * q.shape[-1] ** -0.5
-    decay = -rate.exp() * F.softplus(a.float() + shift)  # [T, H], a logarithm
+    decay = -rate.exp() * F.softplus(a.float() + shift)  # [T, H], logarithm of the decay
     beta, values = b.float().sigmoid(), v.float()
     out = torch.empty_like(values)
     for wave in segments.waves:
@@ -88,12 +88,10 @@ def delta_rule(
     return out.to(v.dtype)
 
 
-def _delta_chunk(
-    state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
-) -> tuple[Tensor, Tensor]:
-    """L tokens of every head: state [H, D, E], q, k [H, L, D], v [H, L, E], decay and beta [H, L] -> (out, state).
+def _delta_chunk(state: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (out, new state) of L tokens: state [H, D, E], q, k [H, L, D], v [H, L, E], decay and beta [H, L].
 
-    What each token writes depends on what those before it wrote: a triangular system, solved for all at once.
+    Each token's update depends on the updates of earlier tokens. All updates are the solution of one triangular system.
     """
     total = decay.cumsum(-1)  # [H, L]
     between = _decay_between(total)
@@ -109,7 +107,10 @@ def _delta_chunk(
 
 
 def _decay_between(total: Tensor) -> Tensor:
-    """[H, L] sums of logarithms -> [H, L, L]: what is left at token i of what token j <= i wrote, else 0."""
+    """Return a tensor [H, L, L] whose element [h, i, j] is the decay of token j's update at token i, or 0 if i < j.
+
+    `total` [H, L] has cumulative sums of logarithms of the decay.
+    """
     between = total.unsqueeze(-1) - total.unsqueeze(-2)
     later = torch.ones(between.shape[-2:], dtype=torch.bool, device=total.device).triu_(1)
     return between.masked_fill_(later, float("-inf")).exp_()
@@ -133,25 +134,25 @@ def scan(
     low: float,
     high: float,
 ) -> Tensor:
-    """The selective scan of Mamba 2 (see `ops.recurrence`)."""
+    """Compute the selective scan of Mamba 2 (see `ops.recurrence`)."""
     heads = x.shape[1] // b.shape[1]
     b, c = (each.float().repeat_interleave(heads, dim=1) for each in (b, c))  # [T, H, N]
     steps = F.softplus(dt.float() + shift).clamp(low, high)  # [T, H]
     decay, values = -rate.exp() * steps, x.float()
-    given = values * steps.unsqueeze(-1)  # [T, H, P]
+    inputs = values * steps.unsqueeze(-1)  # [T, H, P]
     out = torch.empty_like(values)
     for wave in segments.waves:
         tokens = wave.tokens
         if len(tokens):
             state = pool[wave.reads].float() * decay[tokens].exp()[..., None, None]  # [S, H, N, P]
-            state += b[tokens].unsqueeze(-1) * given[tokens].unsqueeze(-2)
+            state += b[tokens].unsqueeze(-1) * inputs[tokens].unsqueeze(-2)
             pool[wave.writes] = state.to(pool.dtype)
             out[tokens] = (c[tokens].unsqueeze(-2) @ state).squeeze(-2)
         for read, write, start, count in wave.spans:
             state = pool[read].float()
             for first in range(start, start + count, CHUNK):
                 part = slice(first, min(first + CHUNK, start + count))
-                operands = (each[part].transpose(0, 1) for each in (given, b, c, decay))
+                operands = (each[part].transpose(0, 1) for each in (inputs, b, c, decay))
                 part_out, state = _scan_chunk(state, *operands)
                 out[part] = part_out.transpose(0, 1)
             pool[write] = state.to(pool.dtype)
@@ -159,7 +160,7 @@ def scan(
 
 
 def _scan_chunk(state: Tensor, x: Tensor, b: Tensor, c: Tensor, decay: Tensor) -> tuple[Tensor, Tensor]:
-    """L tokens of every head: state [H, N, P], x [H, L, P], b, c [H, L, N], decay [H, L] -> (out [H, L, P], state)."""
+    """Return (out, new state) of L tokens: state [H, N, P], x, out [H, L, P], b, c [H, L, N], decay [H, L]."""
     total = decay.cumsum(-1)
     out = ((c @ b.transpose(-1, -2)) * _decay_between(total)) @ x
     out += (c * total.exp().unsqueeze(-1)) @ state

@@ -1,4 +1,7 @@
-"""Recurrent layers in C++, token by token: the same bits however a sequence is cut (`ops/cpp/source/recurrence.h`)."""
+"""Recurrent layers in C++ (`ops/cpp/source/recurrence.h`).
+
+They compute token by token, so a result does not depend on how a sequence is divided into steps.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
-from ops.cpp.library import TYPES, address, in_line
+from ops.cpp.library import TYPES, address, contiguous_tokens
 from ops.cpp.structures import Convolve, Recur
 from ops.recurrence import Segments, native
 
@@ -18,7 +21,7 @@ MAX_KEY_DIM = 256
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
-    """All of `ops.recurrence`. Pools and heads that the kernels do not take go to `native`."""
+    """Return all operations of `ops.recurrence`. `native` computes unsupported dtypes and head dimensions."""
     operations = (convolve, delta_rule, scan)
     return {operation.__name__: partial(operation, launcher) for operation in operations}
 
@@ -33,25 +36,25 @@ def convolve(
     *,
     gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """A causal convolution of each channel, through silu or between gates."""
+    """Convolve each channel causally, then apply silu, or gates before and after."""
     if x.dtype not in TYPES or pool.dtype != torch.float32 or weight.dtype != x.dtype:
         return native.convolve(x, weight, bias, pool, segments, gates=gates)
-    x = in_line(x)
-    before, behind = (None, None) if gates is None else map(in_line, gates)
+    x = contiguous_tokens(x)
+    before, after = (None, None) if gates is None else map(contiguous_tokens, gates)
     out = launcher.empty(x.shape, x.dtype)
     operands = Convolve(
         x=address(x),
         weight=address(weight),
         bias=address(bias),
         before=address(before),
-        behind=address(behind),
+        after=address(after),
         pool=address(pool),
         out=address(out),
         spans=address(segments.spans),
         tokens=launcher.tokens(x),
         x_stride=x.stride(0),
         before_stride=0 if before is None else before.stride(0),
-        behind_stride=0 if behind is None else behind.stride(0),
+        after_stride=0 if after is None else after.stride(0),
         channels=x.shape[1],
         kernel=len(weight),
     )
@@ -71,12 +74,12 @@ def delta_rule(
     pool: Tensor,
     segments: Segments,
 ) -> Tensor:
-    """The gated delta rule."""
+    """Compute the gated delta rule."""
     if not computes(q, pool):
         return native.delta_rule(q, k, v, a, b, rate, shift, pool, segments)
-    b = in_line(b)
-    written = Recur(b=address(b), b_stride=b.stride(0), rate=address(rate), shift=address(shift))
-    return _recur(launcher, written, q, k, v, a, pool, segments)
+    b = contiguous_tokens(b)
+    operands = Recur(b=address(b), b_stride=b.stride(0), rate=address(rate), shift=address(shift))
+    return _recur(launcher, operands, q, k, v, a, pool, segments)
 
 
 def scan(
@@ -94,16 +97,16 @@ def scan(
     low: float,
     high: float,
 ) -> Tensor:
-    """The selective scan of Mamba 2."""
+    """Compute the selective scan of Mamba 2."""
     if not computes(b, pool):
         return native.scan(x, dt, b, c, rate, shift, skip, pool, segments, low=low, high=high)
-    own = Recur(rate=address(rate), shift=address(shift), skip=address(skip), low=low, high=high)
-    return _recur(launcher, own, c, b, x, dt, pool, segments)
+    operands = Recur(rate=address(rate), shift=address(shift), skip=address(skip), low=low, high=high)
+    return _recur(launcher, operands, c, b, x, dt, pool, segments)
 
 
 def _recur(
     launcher: KernelLauncher,
-    own: Recur,
+    operands: Recur,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -111,20 +114,20 @@ def _recur(
     pool: Tensor,
     segments: Segments,
 ) -> Tensor:
-    """With the operands that both have, beside those of its own."""
-    q, k, v, a = in_line(q), in_line(k), in_line(v), in_line(a)
+    """Add the operands that both operations share, and launch the kernel."""
+    q, k, v, a = contiguous_tokens(q), contiguous_tokens(k), contiguous_tokens(v), contiguous_tokens(a)
     out = launcher.empty(v.shape, v.dtype)
-    own.q, own.k, own.v, own.a = address(q), address(k), address(v), address(a)
-    own.pool, own.out, own.spans = address(pool), address(out), address(segments.spans)
-    own.tokens = launcher.tokens(v)
-    own.q_stride, own.k_stride, own.v_stride, own.a_stride = (x.stride(0) for x in (q, k, v, a))
-    own.groups, own.key_dim = q.shape[1:]
-    own.heads, own.value_dim = v.shape[1:]
-    own.wide = pool.dtype == torch.float32
-    launcher.launch("recur", v.dtype, own)
+    operands.q, operands.k, operands.v, operands.a = address(q), address(k), address(v), address(a)
+    operands.pool, operands.out, operands.spans = address(pool), address(out), address(segments.spans)
+    operands.tokens = launcher.tokens(v)
+    operands.q_stride, operands.k_stride, operands.v_stride, operands.a_stride = (x.stride(0) for x in (q, k, v, a))
+    operands.groups, operands.key_dim = q.shape[1:]
+    operands.heads, operands.value_dim = v.shape[1:]
+    operands.wide = pool.dtype == torch.float32
+    launcher.launch("recur", v.dtype, operands)
     return out
 
 
 def computes(key: Tensor, pool: Tensor) -> bool:
-    """Whether the C++ kernel takes keys [T, G, D] and states like these."""
+    """Return whether the C++ kernel supports keys [T, G, D] and a pool with these dtypes and sizes."""
     return key.dtype in TYPES and pool.dtype in TYPES and key.shape[2] <= MAX_KEY_DIM

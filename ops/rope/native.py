@@ -1,4 +1,4 @@
-"""Rotary position embedding in plain torch."""
+"""Rotary position embedding in torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ def rotate(
     q: Tensor,
     k: Tensor,
     table: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     *,
     interleaved: bool = False,
     plan_cache: MutableMapping[Hashable, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys by their positions' angles (see `ops.rope`)."""
     key = (__name__, id(table), interleaved)
     if plan_cache is None or key not in plan_cache:
         factors = _factors(table, positions, interleaved)
@@ -29,9 +28,15 @@ def rotate(
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
-def _factors(table: Tensor, positions: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """What each number is multiplied by, and what its partner in the pair: [T, 1, R] both."""
-    cos, sin = table.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)  # [T, 1, R / 2]
+def angles(table: Tensor, positions: Tensor, axis_of_pair: Tensor) -> Tensor:
+    rows = positions[axis_of_pair].T  # [T, R / 2]
+    return torch.cat([half.gather(0, rows) for half in table.chunk(2, dim=-1)], dim=-1)
+
+
+def _factors(table: Tensor, positions: Tensor | None, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """Return two tensors [T, 1, R]: the factor of each element, and the factor of the other element of its pair."""
+    rows = table if positions is None else table.index_select(0, positions)
+    cos, sin = rows.unsqueeze(1).chunk(2, dim=-1)  # [T, 1, R / 2]
     if interleaved:
         return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -39,10 +44,10 @@ def _factors(table: Tensor, positions: Tensor, interleaved: bool) -> tuple[Tenso
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     size = cos.shape[-1]
-    turned, passed = x[..., :size].float(), x[..., size:]
+    rotated, rest = x[..., :size].float(), x[..., size:]
     if interleaved:
-        partners = turned.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        partners = rotated.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     else:
-        partners = torch.cat(turned.chunk(2, dim=-1)[::-1], dim=-1)
-    result = partners.mul_(sin).addcmul_(turned, cos).to(x.dtype)
-    return torch.cat((result, passed), dim=-1) if passed.shape[-1] else result
+        partners = torch.cat(rotated.chunk(2, dim=-1)[::-1], dim=-1)
+    result = partners.mul_(sin).addcmul_(rotated, cos).to(x.dtype)
+    return torch.cat((result, rest), dim=-1) if rest.shape[-1] else result

@@ -1,6 +1,6 @@
-"""Rotary position embedding in Triton, in place: what is not rotated is not touched."""
+"""Rotary position embedding in Triton, in place."""
 
-# The types of a launch are not those of its kernel.
+# Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.rope.native import angles
+
+__all__ = ["angles", "rotate"]  # torch computes `angles`
+
 
 def rotate(
     q: Tensor,
     k: Tensor,
     table: Tensor,
-    positions: Tensor,
+    positions: Tensor | None,
     *,
     interleaved: bool = False,
     plan_cache: MutableMapping[Hashable, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys by their positions' angles, in place (see `ops.rope`).
+    """Rotate queries and keys by their positions' angles, in place (see `ops.rope`).
 
-    `plan_cache` stays as it is: the kernel reads the table itself.
+    The kernel reads the table and does not use `plan_cache`.
     """
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     (num_tokens, num_heads, _), num_kv_heads, half = q.shape, k.shape[1], table.shape[1] // 2
@@ -43,6 +47,7 @@ def rotate(
         KV_HEADS_BLOCK=triton.next_power_of_2(max(1, num_kv_heads)),
         HALF_BLOCK=triton.next_power_of_2(half),
         INTERLEAVED=interleaved,
+        BY_TOKEN=positions is None,
         num_warps=8 if num_heads * half > 2048 else 4,
     )
     return q, k
@@ -53,7 +58,7 @@ def _rotate_kernel(
     q,  # [T, HEADS, D]
     k,  # [T, KV_HEADS, D]
     table,  # [N, 2 * HALF], cosines then sines
-    positions,  # [T]
+    positions,  # [T]; None if BY_TOKEN
     q_token_stride,
     q_head_stride,
     k_token_stride,
@@ -65,19 +70,21 @@ def _rotate_kernel(
     KV_HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     angles = tl.arange(0, HALF_BLOCK)
-    line = table + tl.load(positions + token) * (2 * HALF) + angles
-    cos = tl.load(line, mask=angles < HALF, other=0.0)[None, :]  # [1, HALF]
-    sin = tl.load(line + HALF, mask=angles < HALF, other=0.0)[None, :]
+    table_row = token if BY_TOKEN else tl.load(positions + token)
+    factors = table + table_row * (2 * HALF) + angles
+    cos = tl.load(factors, mask=angles < HALF, other=0.0)[None, :]  # [1, HALF]
+    sin = tl.load(factors + HALF, mask=angles < HALF, other=0.0)[None, :]
     queries, keys = q + token * q_token_stride, k + token * k_token_stride
-    _turn(queries, q_head_stride, cos, sin, HEADS, HEADS_BLOCK, HALF, HALF_BLOCK, INTERLEAVED)
-    _turn(keys, k_head_stride, cos, sin, KV_HEADS, KV_HEADS_BLOCK, HALF, HALF_BLOCK, INTERLEAVED)
+    _rotate_heads(queries, q_head_stride, cos, sin, HEADS, HEADS_BLOCK, HALF, HALF_BLOCK, INTERLEAVED)
+    _rotate_heads(keys, k_head_stride, cos, sin, KV_HEADS, KV_HEADS_BLOCK, HALF, HALF_BLOCK, INTERLEAVED)
 
 
 @triton.jit
-def _turn(
+def _rotate_heads(
     x,  # [HEADS, D] of one token
     head_stride,
     cos,
@@ -91,12 +98,12 @@ def _turn(
     heads, angles = tl.arange(0, HEADS_BLOCK)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
     inside = (heads < HEADS) & (angles < HALF)
     if INTERLEAVED:
-        first_place = x + heads * head_stride + 2 * angles
-        second_place = first_place + 1
+        first_address = x + heads * head_stride + 2 * angles
+        second_address = first_address + 1
     else:
-        first_place = x + heads * head_stride + angles
-        second_place = first_place + HALF
-    first = tl.load(first_place, mask=inside, other=0.0).to(tl.float32)  # [HEADS, HALF]
-    second = tl.load(second_place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(first_place, (first * cos - second * sin).to(x.dtype.element_ty), mask=inside)
-    tl.store(second_place, (second * cos + first * sin).to(x.dtype.element_ty), mask=inside)
+        first_address = x + heads * head_stride + angles
+        second_address = first_address + HALF
+    first = tl.load(first_address, mask=inside, other=0.0).to(tl.float32)  # [HEADS, HALF]
+    second = tl.load(second_address, mask=inside, other=0.0).to(tl.float32)
+    tl.store(first_address, (first * cos - second * sin).to(x.dtype.element_ty), mask=inside)
+    tl.store(second_address, (second * cos + first * sin).to(x.dtype.element_ty), mask=inside)

@@ -1,51 +1,63 @@
-"""Choosing tokens from logits: the contract.
+"""Sampling of tokens from logits.
 
-Three operations, each with a plain-torch implementation in `native`:
+A backend file defines three operations:
 
-- `choose` picks one token per row, of those that a grammar allows.
-- `penalize` changes logits of tokens that were seen before.
-- `score` returns log-probabilities of given and of the best tokens.
+- `choose` picks one token per row, among the tokens that a grammar allows.
+- `penalize` changes the logits of previous tokens.
+- `score` returns log-probabilities of requested tokens and of the best tokens.
 
-What every implementation promises:
+All implementations guarantee:
 
-- A row's result depends on that row alone, bit for bit. Therefore probability mass is summed in integers:
-  the weight of a token is floor(exp((logit - largest logit) / temperature) * 2**b) with b = 62 - bits(V - 1),
-  so any order of summation gives the same sum and V weights fit in 63 bits.
-- A token of weight zero is never chosen. (At V = 150,000 that is less than 1e-13 of the likeliest.)
+- A row's result depends only on that row, bit for bit. Therefore probability mass is summed in integers: the
+  weight of a token is floor(exp((logit - largest logit) / temperature) * 2**b) with b = 62 - bits(V - 1). Any
+  order of summation returns the same sum, and the sum of V weights fits in 63 bits.
+- A token of weight zero is never chosen. (With V = 150,000 it has less than 1e-13 of the largest probability.)
 - Tokens are ranked by logit, largest first, equal logits by lower id.
-- Nothing waits for a CUDA device.
-- A row with a NaN, with +inf or without any finite logit is not an error: see `choose`.
+- No operation waits for a CUDA device.
+- A row with a NaN, with +inf or without a finite logit is not an error: see `choose`.
 
-Letters: R rows, V vocabulary, Q penalised or masked rows, C sequences whose tokens are counted, N best tokens, M
+Letters: R rows, V vocabulary, Q penalised or masked rows, C sequences with counts, N best tokens, M
 requested token ids.
 
 choose(logits, arrays, host=None, masks=None) -> (ids, sound)
-    Pick one token for each row of `logits` (float32 [R, V]; with `masks` changed in place, else unchanged).
+    Pick one token per row of `logits` (float32 [R, V]; `masks` are applied in place).
 
-    `arrays` lie where the logits do. Where that is a device, `host` holds `greedy`, `top_k` and `top_p` of
-    the same values on the host, to plan the work without waiting.
+    `arrays` are on the device of the logits. If it is a GPU, `host` has copies of the arrays on the host, which are
+    read to plan the work without waiting for the GPU.
 
-    `masks` (`Masks`) give -inf to the tokens that some rows must not choose, before everything else. A row without
-    any allowed token is not sound.
+    `masks` (`Masks`) set the logits of forbidden tokens to -inf, before all other operations. A row without an allowed
+    token is not sound.
 
-    Returns the ids (int64 [R]) and whether each row was sound (bool [R]). One that is not gets id 0.
+    Returns the ids (int64 [R]) and whether each row is sound (bool [R]). A row that is not sound gets id 0.
 
-    Greedy rows take the largest logit. Others keep the `top_k` best tokens; of these the shortest run of
-    best ones whose mass reaches `top_p` of what was kept; of these the ones whose probability is at least
-    `min_p` times the largest. At least one is kept. The uniform number picks among the kept by inverse
-    distribution function: in ranked order where top_k or top_p is on, else in order of ids.
+    Greedy rows take the largest logit. Other rows apply their limits in this order:
+
+    - `top_n_sigma` keeps the tokens whose logit is at least the largest logit minus this number of standard deviations
+      of the row's finite logits (arXiv 2411.07641);
+    - `typical_p` keeps the tokens whose surprise, -log(probability), is nearest to the entropy, until their mass
+      reaches this share (arXiv 2202.00666); equal distances by lower id;
+    - `top_k` keeps this number of best tokens;
+    - `top_p` keeps the shortest prefix of the ranking whose mass reaches this share of the mass of all tokens
+      that are left;
+    - `min_p` keeps the tokens whose probability is at least this share of the largest;
+    - with probability `xtc_probability`, if two or more kept tokens have at least the share `xtc_threshold` of the
+      kept mass, XTC ("exclude top choices") drops all of these but the least likely one. A hash of the uniform number
+      decides.
+
+    At least one token is kept. The uniform number selects a kept token by the inverse distribution function, in ranked
+    order if top_k, top_p or XTC is used, else in order of ids. A backend may support some of these limits only: with
+    `fallback.native_for_other_limits`, native computes the rows with other limits.
 
 penalize(logits, rows, counted, counts, in_prompt, frequency, presence, repetition) -> None
-    Penalise tokens that were generated (or, for repetition, in the prompt) before; `logits` in place.
+    Penalise tokens that were generated before (for repetition, also tokens of the prompt). Changes `logits` in place.
 
     `logits` is float32 [R, V], `rows` int64 [Q] and distinct, `counted` int64 [Q] the rows' indices into
-    `counts` (int32 [C, V], how often each token was generated) and `in_prompt` (bool [C, V]), the
-    penalties float32 [Q]. Subtracts frequency * count, then presence where the count is not zero; then
-    divides positive and multiplies other logits by repetition where the token was generated or is in the
-    prompt.
+    `counts` (int32 [C, V], number of times each token was generated) and `in_prompt` (bool [C, V]), the
+    penalties float32 [Q]. Subtracts frequency * count, then presence if the count is not 0. Then, for tokens that
+    were generated or are in the prompt, divides positive logits and multiplies other logits by repetition.
 
 score(logits, temperature, chosen_ids, num_top, requested_ids) -> Scores
-    Log-softmax of `logits` (float32 [R, V], unchanged) / `temperature` (float32 [R]) at some tokens.
+    Return the log-softmax of `logits` (float32 [R, V], unchanged) / `temperature` (float32 [R]) at some tokens.
 
     `chosen_ids` is int64 [R], `requested_ids` int64 [R, M]; N is the smaller of `num_top` and V. A forbidden
     token has -inf; a row that is not sound has no meaningful values.
@@ -53,27 +65,41 @@ score(logits, temperature, chosen_ids, num_top, requested_ids) -> Scores
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
+# For each limit on the tokens that a row may choose, the value at which it keeps all tokens.
+NO_LIMIT: Mapping[str, float] = {
+    "top_n_sigma": -1.0,
+    "typical_p": 1.0,
+    "top_k": 2**30,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "xtc_probability": 0.0,
+}
+
 
 class SamplingArrays(NamedTuple):
-    """How each of R rows chooses its token."""
+    """Sampling parameters of R rows."""
 
-    greedy: Tensor  # bool [R]; the other fields are not looked at
+    greedy: Tensor  # bool [R]; greedy rows ignore the other fields
     temperature: Tensor  # float32 [R], above 0
-    top_k: Tensor  # int32 [R], at least 1; V or more is off
-    top_p: Tensor  # float32 [R], in (0, 1]; 1 is off
-    min_p: Tensor  # float32 [R], in [0, 1]; 0 is off
-    uniform: Tensor  # float32 [R], in [0, 1), a multiple of 2**-24, of which it is the lower end
+    top_n_sigma: Tensor  # float32 [R]; 0 or less: no limit
+    typical_p: Tensor  # float32 [R], in (0, 1]; 1: no limit
+    top_k: Tensor  # int32 [R], at least 1; V or more: no limit
+    top_p: Tensor  # float32 [R], in (0, 1]; 1: no limit
+    min_p: Tensor  # float32 [R], in [0, 1]; 0: no limit
+    xtc_probability: Tensor  # float32 [R], in [0, 1]; 0: no limit
+    xtc_threshold: Tensor  # float32 [R], in [0, 1]; without effect if `xtc_probability` is 0
+    uniform: Tensor  # float32 [R], random in [0, 1); u stands for the interval [u, u + 2**-24)
 
 
 class Masks(NamedTuple):
-    """Which tokens Q of the rows may choose, where the logits lie.
+    """Allowed tokens of Q rows, on the device of the logits.
 
-    Bit i % 32, counted from the lowest, of word i // 32 is 1 where token i is allowed. What lies beyond the vocabulary
-    is not looked at.
+    Token i is allowed if bit i % 32 (0 is the lowest) of word i // 32 is 1. Bits after the vocabulary are ignored.
     """
 
     rows: Tensor  # int64 [Q], distinct
@@ -81,7 +107,7 @@ class Masks(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of R rows. Ranked by logit, largest first, equal logits by lower id."""
+    """Log-probabilities of R rows. `top` is ranked by logit, largest first, equal logits by lower id."""
 
     chosen: Tensor  # float32 [R]
     top: Tensor  # float32 [R, N]

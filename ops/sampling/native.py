@@ -1,4 +1,4 @@
-"""Choosing tokens in plain torch: the truth in tests, and good enough to serve from."""
+"""Sampling in torch: the reference in tests, and fast enough to serve."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from torch import Tensor
 
 from ops.sampling import Masks, SamplingArrays, Scores
 
-# A row that keeps few tokens is served from its best ones and needs no sort of the whole vocabulary.
+# Rows with at most this top_k are drawn without sorting the whole vocabulary.
 MAX_BEST = 1024
-# On the host, rows limited by top_p alone try this many best tokens first.
+# On the host, rows with top_p and without top_k are drawn from this number of best tokens first, which usually suffice.
 FIRST_BEST = 256
-# A uniform float32 number stands for a step of 2**-24, and is taken to be in its middle. Else the numbers 0
-# and 0.5 would meet the edges between tokens, where tokens may lie that should almost never be chosen.
+# A uniform float32 number represents an interval of 2**-24, and its middle is used. Otherwise the numbers 0 and 0.5
+# could be exactly at the boundary between two tokens, and choose a token of almost no probability.
 HALF_STEP = 2**-25
-# Logits worked on at once. Temporaries take about 40 bytes for each: 2.5 MiB on the host, where small pieces stay in
-# the processor's cache and in memory that the process has already, and 1.3 GiB on a device.
+# Logits per piece. Temporary tensors take about 40 bytes per logit: 2.5 MiB on the host, where small pieces stay in the
+# processor's cache and reuse memory, and 1.3 GiB on a device.
 HOST_PIECE, DEVICE_PIECE = 2**16, 2**25
-LEAST_EXPONENT = -80.0  # exp of it is 0 in fixed point, and takes a third of the time of exp(-inf)
+# lower bound of exponents: exp(-80) is 0 in fixed point already, and exp(-inf) takes three times as long
+LEAST_EXPONENT = -80.0
 _BYTES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-# float32 [256, 8]: what the eight logits of a byte of a bitmask may be at most.
+# float32 [256, 8]: upper bounds on the eight logits of a byte of a bitmask.
 LIMITS = np.where(_BYTES == 1, np.float32(np.inf), np.float32(-np.inf))
 
 
@@ -31,7 +32,7 @@ class Rows(NamedTuple):
     """Some rows of a step, ascending."""
 
     host: Tensor  # int64 [n]
-    index: slice | Tensor  # for tensors that lie where the logits do; a slice where the rows lie together
+    index: slice | Tensor  # on the device of the logits; a slice if the rows are adjacent
 
 
 def choose(
@@ -40,11 +41,15 @@ def choose(
     host: SamplingArrays | None = None,
     masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pick one token for each row; see `ops.sampling`."""
     if masks is not None:
         apply_bitmask(logits, *masks)
     vocab_size, on_host = logits.shape[-1], _is_host(logits)
     host = arrays if host is None else host
+    if bool((host.top_n_sigma > 0).any()):
+        logits = _within_sigmas(logits, arrays.top_n_sigma, host.top_n_sigma)
+    typical = (host.typical_p < 1) & ~host.greedy
+    if bool(typical.any()):
+        logits = _typical(logits, arrays, typical)
     if bool(host.greedy.any()):
         peak, ids = _largest_logit(logits)
         if bool(host.greedy.all()):
@@ -52,7 +57,7 @@ def choose(
     else:
         peak, ids = logits.amax(-1), torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     kinds = _kinds(host, vocab_size)
-    order = None  # on a device, rows in the order of their kinds, which saves a copy of their indices
+    order = None  # on a device: rows sorted by kind, which avoids copies of their indices
     if not on_host and len(kinds.unique()) > 1:
         order = _kinds(arrays, vocab_size).argsort(stable=True)
     for rows in _pieces(kinds, UNTRUNCATED, order, logits):
@@ -62,36 +67,87 @@ def choose(
         _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, arrays), width)[0])
     for rows in _pieces(kinds, BY_MASS, order, logits):
         taken = _take(rows, logits, peak, arrays)
-        # To see on a device whether the mass is covered would mean to wait.
+        # On a device, checking whether the mass is covered would wait.
         _put(ids, rows, _draw_by_mass(*taken) if on_host else _draw_ranked(*taken, vocab_size)[0])
     for rows in _pieces(kinds, MANY, order, logits):
         _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, arrays), vocab_size)[0])
     return _sound(ids, peak)
 
 
-# How a row is drawn: from all tokens; from few of the best ones; from those that top_p alone keeps; from many.
+def _within_sigmas(logits: Tensor, top_n_sigma: Tensor, host: Tensor) -> Tensor:
+    """Return a copy of `logits` with -inf for the tokens that `top_n_sigma` drops."""
+    kept = logits.clone()
+    rows = (host > 0).nonzero()[:, 0]
+    for piece in _slices(len(rows), logits):
+        index = to_device(rows[piece], logits.device)
+        x = kept[index]
+        drop = x.amax(-1).double() - top_n_sigma[index].double() * _standard_deviations(x)
+        kept.index_copy_(0, index, x.masked_fill_(x < drop[:, None], -torch.inf))
+    return kept
+
+
+def _typical(logits: Tensor, arrays: SamplingArrays, host_rows: Tensor) -> Tensor:
+    """Return a copy of `logits` with -inf for the tokens that `typical_p` drops in these rows (bool [R])."""
+    kept, vocab_size = logits.clone(), logits.shape[-1]
+    rows = host_rows.nonzero()[:, 0]
+    for piece in _slices(len(rows), logits):
+        index = to_device(rows[piece], logits.device)
+        x, temperature = kept[index], arrays.temperature[index]
+        peak = x.amax(-1)
+        below = x.sub(peak[:, None]).div_(temperature[:, None]).clamp_(min=LEAST_EXPONENT).neg_()
+        weights = below.neg().exp_()
+        fixed = _fixed(weights, vocab_size)
+        mass = fixed.sum(-1)
+        # The surprise is `below` plus a constant, so the entropy is the mean of `below` plus the same constant.
+        mean = _fixed(weights * below, vocab_size).sum(-1).double() / mass.double()
+        order = (below.double() - mean[:, None]).abs_().sort(dim=-1, stable=True).indices
+        ordered = fixed.gather(-1, order)
+        need = (arrays.typical_p[index].double() * mass.double()).ceil().long()
+        is_kept = torch.zeros_like(x, dtype=torch.bool)
+        is_kept.scatter_(-1, order, ordered.cumsum(-1) - ordered < need[:, None])
+        is_kept |= ~peak.isfinite()[:, None]  # such rows are not sound
+        kept.index_copy_(0, index, x.masked_fill_(~is_kept, -torch.inf))
+    return kept
+
+
+def _standard_deviations(logits: Tensor) -> Tensor:
+    """Return the standard deviation of each row's finite logits, float64 [R], independent of the order of summation."""
+    below = logits.amax(-1, keepdim=True).double() - logits  # float64 [R, V]
+    finite = below.isfinite()
+    below.masked_fill_(~finite, 0)
+    unit = below.amax(-1)  # scales the distances to [0, 1], where they are summed as integers
+    fixed = 2.0 ** fraction_bits(logits.shape[-1])
+    below /= torch.where(unit > 0, unit, 1)[:, None]
+    count = finite.sum(-1)
+    mean, square = ((part * fixed).long().sum(-1) / fixed / count for part in (below, below * below))
+    return unit * (square - mean * mean).clamp(min=0).sqrt()
+
+
+# Kinds of rows. GREEDY rows take the best token. The others draw from all tokens, from few best tokens (top_k up to
+# MAX_BEST), from the tokens that top_p keeps, or from many best tokens (top_k, XTC).
 GREEDY, UNTRUNCATED, FEW, BY_MASS, MANY = range(5)
 
 
 def _kinds(arrays: SamplingArrays, vocab_size: int) -> Tensor:
-    """How each row is drawn, int64 [R], where the arrays lie."""
+    """Return the kind of each row, int64 [R], on the device of the arrays."""
     unlimited = arrays.top_k >= vocab_size
     kinds = torch.where(unlimited, BY_MASS, MANY)
     kinds = torch.where(arrays.top_k <= MAX_BEST, FEW, kinds)
     kinds = torch.where(unlimited & (arrays.top_p >= 1), UNTRUNCATED, kinds)
+    kinds = torch.where(unlimited & (arrays.xtc_probability > 0), MANY, kinds)
     return torch.where(arrays.greedy, GREEDY, kinds)
 
 
 def _largest_logit(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(the largest logit of each row, its id); NaN is larger than any."""
+    """Return (largest logit of each row, its id). NaN counts as largest."""
     if not _is_host(logits):
         return logits.max(-1)
-    ids = torch.from_numpy(logits.numpy().argmax(-1))  # numpy finds it some ten times faster
+    ids = torch.from_numpy(logits.numpy().argmax(-1))  # numpy is about ten times faster
     return logits.gather(-1, ids[:, None])[:, 0], ids
 
 
 def _sound(ids: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
-    sound = peak.isfinite()  # the maximum of a row is NaN if any of its logits is
+    sound = peak.isfinite()  # the maximum of a row is NaN if any of its logits is NaN
     return torch.where(sound, ids, 0), sound
 
 
@@ -105,7 +161,6 @@ def penalize(
     presence: Tensor,
     repetition: Tensor,
 ) -> None:
-    """Penalise tokens that were seen before, in place; see `ops.sampling`."""
     for piece in _slices(len(rows), logits):
         count = counts[counted[piece]]  # [q, V]
         generated = count > 0
@@ -118,28 +173,24 @@ def penalize(
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Forbid what a grammar does not allow, in place; see `Masks`."""
     vocab_size = logits.shape[1]
-    if _is_host(logits):  # numpy unpacks bits a hundred times faster
-        lines, allowed, places = logits.numpy(), bitmask.contiguous().numpy().view(np.uint8), rows.numpy()
-        for piece in _slices(len(places), logits):
+    if _is_host(logits):  # numpy unpacks bits 100 times faster
+        values, allowed, indices = logits.numpy(), bitmask.contiguous().numpy().view(np.uint8), rows.numpy()
+        for piece in _slices(len(indices), logits):
             limits = np.take(LIMITS, allowed[piece], axis=0).reshape(-1, 8 * allowed.shape[1])[:, :vocab_size]
-            first = int(places[piece.start])
-            together = lines[first : first + len(limits)]
-            if np.array_equal(places[piece], np.arange(first, first + len(limits))):  # no copy is needed
-                np.minimum(together, limits, out=together)
+            first = int(indices[piece.start])
+            adjacent = values[first : first + len(limits)]
+            if np.array_equal(indices[piece], np.arange(first, first + len(limits))):  # no copy is needed
+                np.minimum(adjacent, limits, out=adjacent)
             else:
-                lines[places[piece]] = np.minimum(lines[places[piece]], limits)
+                values[indices[piece]] = np.minimum(values[indices[piece]], limits)
         return
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     allowed = (bitmask.unsqueeze(2) >> shifts & 1).flatten(1)[:, :vocab_size]  # [Q, V]
     logits.index_copy_(0, rows, logits[rows].masked_fill_(allowed == 0, -torch.inf))
 
 
-def score(
-    logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor
-) -> Scores:
-    """Log-softmax at some tokens; see `ops.sampling`."""
+def score(logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor) -> Scores:
     pieces = [
         _score(logits[piece], temperature[piece], chosen_ids[piece], num_top, requested_ids[piece])
         for piece in _slices(len(logits), logits)
@@ -147,9 +198,7 @@ def score(
     return Scores(*(torch.cat(parts) for parts in zip(*pieces)))
 
 
-def _score(
-    logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor
-) -> Scores:
+def _score(logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor) -> Scores:
     vocab_size = logits.shape[-1]
     peak = logits.amax(-1)
     mass = _fixed(_weights(logits, peak, temperature), vocab_size).sum(-1)
@@ -165,32 +214,45 @@ def _score(
 
 
 def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest logits of each row and their ids [R, count], equal ones by lower id.
-
-    torch's own top-k leaves the order of equal values open, and rounded logits are often equal. So the rows
-    are ranked by an integer that holds the logit in its upper bits and the id, reversed, in its lower ones.
-    """
+    """Return the `count` largest logits of each row and their ids [R, count], equal logits by lower id."""
     vocab_size = logits.shape[-1]
     if count == 0:
         return logits[:, :0], torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
-    id_bits = (vocab_size - 1).bit_length()
-    bits = (logits + 0.0).view(torch.int32)  # + 0.0: -0.0 becomes 0.0
-    bits ^= (bits >> 31) & 0x7FFFFFFF  # now the integers are in the order of the floats
-    reversed_ids = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
-    keys = torch.add(reversed_ids, bits, alpha=1 << id_bits)  # int64 [R, V], all distinct
-    ids = vocab_size - 1 - (_largest(keys, count) & ((1 << id_bits) - 1))
+    if not _is_host(logits) or count >= min(vocab_size, MAX_BEST):
+        ids = _best_by_keys(logits, count)
+        return logits.gather(-1, ids), ids
+    values, ids = logits.topk(count + 1)
+    is_tied = values[:, count - 1] == values[:, count]  # torch's topk chooses any of several equal logits
+    ids = ids[:, :count].sort(-1).values
+    order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True).indices
+    ids = ids.gather(-1, order)
+    if bool(is_tied.any()):
+        ids[is_tied] = _best_by_keys(logits[is_tied], count)
     return logits.gather(-1, ids), ids
 
 
+def _best_by_keys(logits: Tensor, count: int) -> Tensor:
+    """Return the ids of `best`. Tokens are ranked by an integer with the logit in its upper bits and the reversed id in
+    its lower bits.
+    """
+    vocab_size = logits.shape[-1]
+    id_bits = (vocab_size - 1).bit_length()
+    bits = (logits + 0.0).view(torch.int32)  # + 0.0: -0.0 becomes 0.0
+    bits ^= (bits >> 31) & 0x7FFFFFFF  # the order of these integers is the order of the floats
+    reversed_ids = torch.arange(vocab_size - 1, -1, -1, device=logits.device)
+    keys = torch.add(reversed_ids, bits, alpha=1 << id_bits)  # int64 [R, V], all distinct
+    return vocab_size - 1 - (_largest(keys, count) & ((1 << id_bits) - 1))
+
+
 def _largest(keys: Tensor, count: int) -> Tensor:
-    """The `count` largest keys of each row, descending."""
-    if _is_host(keys) and count > MAX_BEST:  # numpy sorts integers some ten times faster
+    """Return the `count` largest keys of each row, in descending order."""
+    if _is_host(keys) and count > MAX_BEST:  # numpy sorts integers about ten times faster
         return torch.from_numpy(~np.sort(~keys.numpy(), axis=-1)[:, :count])
     return keys.topk(count).values if count < keys.shape[-1] else keys.sort(-1, descending=True).values
 
 
 def _draw(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tensor:
-    """Draw from all tokens that reach min_p, in order of ids: needs no ranking."""
+    """Draw from all tokens that reach min_p, in order of ids, without a ranking."""
     weights = _weights(logits, peak, arrays.temperature)
     if not _is_host(logits) or bool(arrays.min_p.any()):
         weights.masked_fill_(weights < arrays.min_p[:, None], 0)
@@ -199,10 +261,10 @@ def _draw(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tensor:
 
 
 def _draw_ranked(logits: Tensor, peak: Tensor, arrays: SamplingArrays, width: int) -> tuple[Tensor, Tensor]:
-    """Draw from the kept ones among the `width` best tokens.
+    """Draw from the kept tokens among the `width` best tokens.
 
-    Also returns whether all kept tokens were among these; else the draw is void. Every limit keeps a prefix
-    of the ranking, so together they keep the shortest of these prefixes.
+    Also returns whether the best tokens include all kept tokens; if not, the drawn token is invalid. Each limit keeps a
+    prefix of the ranking, so all limits together keep the shortest of these prefixes.
     """
     vocab_size = logits.shape[-1]
     width = min(width, vocab_size)
@@ -223,12 +285,33 @@ def _draw_ranked(logits: Tensor, peak: Tensor, arrays: SamplingArrays, width: in
     kept = (mass_to - fixed < limit[:, None]) & (weights >= arrays.min_p[:, None])
     num_kept = kept.sum(-1).clamp(min=1)
     mass_kept = mass_to.gather(-1, num_kept[:, None] - 1)[:, 0]
-    drawn = ids.gather(-1, _invert(mass_to, mass_kept, arrays.uniform)[:, None])[:, 0]
+    dropped = None
+    if not _is_host(logits) or bool(arrays.xtc_probability.any()):
+        dropped = _dropped_mass(mass_to, fixed, kept, mass_kept, arrays)
+    drawn = ids.gather(-1, _invert(mass_to, mass_kept, arrays.uniform, dropped)[:, None])[:, 0]
     return drawn, is_ranked | (num_kept < width) | (width == vocab_size)
 
 
+def _dropped_mass(mass_to: Tensor, fixed: Tensor, kept: Tensor, mass_kept: Tensor, arrays: SamplingArrays) -> Tensor:
+    """Return the mass [R] of the best tokens that XTC drops."""
+    need = (arrays.xtc_threshold.double() * mass_kept.double()).ceil().long()
+    num_likely = (kept & (fixed >= need[:, None])).sum(-1)
+    is_drawn = _second_uniform(arrays.uniform) < arrays.xtc_probability
+    num_dropped = torch.where(is_drawn, num_likely - 1, 0).clamp(min=0)
+    mass = mass_to.gather(-1, (num_dropped - 1).clamp(min=0)[:, None])[:, 0]
+    return torch.where(num_dropped > 0, mass, 0)
+
+
+def _second_uniform(uniform: Tensor) -> Tensor:
+    """Return another number in [0, 1) for each uniform number: a hash of its 24 bits (the finaliser of MurmurHash3)."""
+    x = (uniform.double() * 2**24).long() + 0x9E3779B9
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFF_FFFF
+    return ((x ^ (x >> 16)) >> 8).double() * 2.0**-24
+
+
 def _draw_by_mass(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tensor:
-    """Draw from a few of the best tokens where these hold all that is kept, else from all. Host only."""
+    """Draw from a few best tokens if they include all kept tokens, else from the whole ranking. Host only."""
     ids, covered = _draw_ranked(logits, peak, arrays, FIRST_BEST)
     missed = (~covered).nonzero()[:, 0]
     if len(missed):
@@ -237,21 +320,27 @@ def _draw_by_mass(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tenso
     return ids
 
 
-def _invert(mass_to: Tensor, mass: Tensor, uniform: Tensor) -> Tensor:
-    """The first index [R] whose cumulated mass [R, n] exceeds `uniform` times `mass` [R]."""
-    target = ((uniform.double() + HALF_STEP) * mass.double()).long()
-    target = torch.minimum(target, mass - 1)  # the product may have been rounded up
+def _invert(mass_to: Tensor, mass: Tensor, uniform: Tensor, dropped: Tensor | None = None) -> Tensor:
+    """Return the first index [R] whose cumulative mass [R, n] exceeds `uniform` times `mass` [R].
+
+    With `dropped` [R], tokens with this mass at the beginning are left out.
+    """
+    part = mass if dropped is None else mass - dropped
+    target = ((uniform.double() + HALF_STEP) * part.double()).long()
+    target = torch.minimum(target, part - 1)  # the product may have been rounded up
+    if dropped is not None:
+        target += dropped
     index = torch.searchsorted(mass_to, target[:, None], right=True)[:, 0]
-    return index.clamp(max=mass_to.shape[-1] - 1)  # only rows that are not sound get here
+    return index.clamp(max=mass_to.shape[-1] - 1)  # only rows that are not sound exceed it
 
 
 def _weights(logits: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
-    """exp((logit - peak) / temperature), at most 1, which the best token has exactly; next to 0 where it is 0."""
+    """Return exp((logit - peak) / temperature). The best token has exactly 1; a tiny value replaces weights near 0."""
     return logits.sub(peak[:, None]).div_(temperature[:, None]).clamp_(min=LEAST_EXPONENT).exp_()
 
 
 def _fixed(weights: Tensor, vocab_size: int) -> Tensor:
-    """Weights as integers, whose sums do not depend on the order."""
+    """Return weights as integers, whose sums do not depend on the order."""
     return weights.mul(2.0 ** fraction_bits(vocab_size)).long()
 
 
@@ -260,18 +349,16 @@ def fraction_bits(vocab_size: int) -> int:
 
 
 def _pieces(kinds: Tensor, kind: int, order: Tensor | None, logits: Tensor) -> Iterator[Rows]:
-    """The rows of this kind in pieces of bounded size."""
+    """Yield the rows of this kind in pieces of bounded size."""
     rows = (kinds == kind).nonzero()[:, 0]
-    first = int((kinds < kind).sum()) if order is not None else 0  # of this kind, in `order`
+    first = int((kinds < kind).sum()) if order is not None else 0  # first row of this kind in `order`
     for piece in _slices(len(rows), logits):
         host = rows[piece]
         begin, count = int(host[0]), len(host)
         if int(host[-1]) - begin + 1 == count:
             yield Rows(host, slice(begin, begin + count))
         else:
-            yield Rows(
-                host, host if order is None else order[first + piece.start : first + piece.start + count]
-            )
+            yield Rows(host, host if order is None else order[first + piece.start : first + piece.start + count])
 
 
 def _slices(count: int, logits: Tensor) -> Iterator[slice]:
@@ -281,10 +368,8 @@ def _slices(count: int, logits: Tensor) -> Iterator[slice]:
         yield slice(first, first + size)
 
 
-def _take(
-    rows: Rows, logits: Tensor, peak: Tensor, arrays: SamplingArrays
-) -> tuple[Tensor, Tensor, SamplingArrays]:
-    """These rows of everything; the logits without a copy where they lie together."""
+def _take(rows: Rows, logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> tuple[Tensor, Tensor, SamplingArrays]:
+    """Return these rows of all tensors. Adjacent rows are views."""
     return logits[rows.index], peak[rows.index], SamplingArrays(*(field[rows.index] for field in arrays))
 
 

@@ -1,15 +1,15 @@
-"""Choosing tokens in Triton: one program for each row, no sort and no second copy of the logits.
+"""Sampling in Triton: one program per row, without a sort or a second copy of the logits.
 
-Every limit keeps a prefix of the ranking, and so is a token drawn from it: the last one of the shortest
-prefix whose count or mass reaches a number. Such a prefix is found by bisection over the bits of the logits,
-which are in the order of the floats, then by counting equal logits in the order of their ids. (Pivots instead
-of a sort are the idea of flashinfer.ai/2025/03/10/sampling.html; here the search is exact.)
+Each limit keeps a prefix of the ranking, and the drawn token is the last one of the shortest prefix whose mass reaches
+a number. The kernel finds a prefix by bisection over the bits of the logits, which have the order of the floats, and
+then by counting equal logits in the order of their ids. (The idea of pivots instead of a sort is from
+flashinfer.ai/2025/03/10/sampling.html; here the search is exact.)
 
-Weights are those of `native` but for the last bits of exp, so that a token may differ where a limit or a
-uniform number falls within about 2**-22 of an edge.
+Weights equal `native`'s except for the last bits of exp, so a token may differ if a limit or a uniform number is
+within about 2**-22 of a boundary.
 """
 
-# The types of a launch are not those of its kernel, nor does a reduction say that it gives a tensor.
+# Pyright cannot check the arguments of kernel launches or the types of reductions.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
 # pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -19,20 +19,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.backends import SAMPLING
 from ops.sampling import Masks, SamplingArrays, Scores
+from ops.sampling.fallback import native_for_other_limits
 from ops.sampling.native import HALF_STEP, best, fraction_bits
 
-BLOCK = 4096  # logits that a program looks at together
+BLOCK = 4096  # logits per iteration of a program
 MIDDLE = tl.constexpr(HALF_STEP)
 
 
+@native_for_other_limits(SAMPLING["triton"].limits)
 def choose(
     logits: Tensor,
     arrays: SamplingArrays,
     host: SamplingArrays | None = None,
     masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pick one token for each row; see `ops.sampling`."""
+    """Pick one token per row (see `ops.sampling`)."""
     if masks is not None:
         apply_bitmask(logits, *masks)
     num_rows, vocab_size = logits.shape
@@ -41,7 +44,12 @@ def choose(
     sound = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     _choose_kernel[(num_rows,)](
         logits,
-        *arrays,
+        arrays.greedy,
+        arrays.temperature,
+        arrays.top_k,
+        arrays.top_p,
+        arrays.min_p,
+        arrays.uniform,
         ids,
         sound,
         logits.stride(0),
@@ -63,7 +71,7 @@ def penalize(
     presence: Tensor,
     repetition: Tensor,
 ) -> None:
-    """Penalise tokens that were seen before, in place; see `ops.sampling`."""
+    """Penalise previous tokens in place (see `ops.sampling`)."""
     vocab_size = logits.shape[1]
     block = _block(vocab_size)
     _penalize_kernel[(len(rows), triton.cdiv(vocab_size, block))](
@@ -83,7 +91,7 @@ def penalize(
 
 
 def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
-    """Forbid what a grammar does not allow, in place; see `Masks`."""
+    """Set the logits of tokens that the masks forbid to -inf, in place (see `Masks`)."""
     vocab_size = logits.shape[1]
     block = _block(vocab_size)
     _bitmask_kernel[(len(rows), triton.cdiv(vocab_size, block))](
@@ -91,10 +99,8 @@ def apply_bitmask(logits: Tensor, rows: Tensor, bitmask: Tensor) -> None:
     )
 
 
-def score(
-    logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor
-) -> Scores:
-    """Log-softmax at some tokens; see `ops.sampling`. The best tokens are ranked as in `native`."""
+def score(logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor) -> Scores:
+    """Return the log-softmax at some tokens (see `ops.sampling`). `native` ranks the best tokens."""
     num_rows, vocab_size = logits.shape
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     _, top_ids = best(logits, min(num_top, vocab_size))
@@ -134,7 +140,7 @@ def _choose_kernel(
     sound,  # [R]
     stride,
     VOCAB: tl.constexpr,
-    UNIT: tl.constexpr,  # the weight 1 as an integer
+    UNIT: tl.constexpr,  # fixed-point scale of the weights: 1.0 becomes this integer
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -148,12 +154,13 @@ def _choose_kernel(
 
     row_temperature, floor = tl.load(temperature + row), tl.load(min_p + row)
     limit_k, limit_p = tl.load(top_k + row), tl.load(top_p + row)
-    last, last_id = tl.cast(-(2**31), tl.int64), tl.cast(VOCAB, tl.int32)  # of what is kept: so far all
+    last, last_id = (
+        tl.cast(-(2**31), tl.int64),
+        tl.cast(VOCAB, tl.int32),
+    )  # the last kept token; initially the last of all
     is_ranked = (limit_k < VOCAB) | (limit_p < 1.0)
     if limit_k < VOCAB:
-        last, last_id = _shortest_prefix(
-            line, limit_k.to(tl.int64), peak, row_temperature, False, VOCAB, UNIT, BLOCK
-        )
+        last, last_id = _shortest_prefix(line, limit_k.to(tl.int64), peak, row_temperature, False, VOCAB, UNIT, BLOCK)
     if limit_p < 1.0:
         mass = _mass_of_prefix(line, last, last_id, peak, row_temperature, 0.0, VOCAB, UNIT, BLOCK)
         part = limit_p.to(tl.float64) * mass.to(tl.float64)
@@ -174,7 +181,7 @@ def _choose_kernel(
 
 @triton.jit
 def _peak(line, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit, the lowest id that has it, and how many logits are no number."""
+    """Return the largest logit, its lowest id, and the number of NaN logits."""
     offsets = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], float("-inf"), tl.float32)
     where, num_nan = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
@@ -189,31 +196,31 @@ def _peak(line, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _ordered(x):
-    """The bits of floats as integers in the order of the floats."""
+    """Return the bits of floats as integers with the same order."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _weight(x, peak, temperature):
-    """exp((x - peak) / temperature), at most 1, which the best token has exactly."""
+    """Return exp((x - peak) / temperature). The best token has exactly 1."""
     return tl.exp(tl.div_rn(x - peak, temperature))
 
 
 @triton.jit
 def _shortest_prefix(
     line,
-    limit,  # at least 1, at most what all tokens have
+    limit,  # at least 1, at most the total of all tokens
     peak,
     temperature,
-    BY_MASS: tl.constexpr,  # else by count
+    BY_MASS: tl.constexpr,  # whether `limit` is a mass, not a number of tokens
     VOCAB: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The ordered bits and the id of the last token of the shortest ranked prefix that reaches `limit`."""
+    """Return the ordered bits and the id of the last token of the shortest ranked prefix that reaches `limit`."""
     low, high = tl.cast(-(2**31), tl.int64), _ordered(peak).to(tl.int64) + 1
-    above = tl.cast(0, tl.int64)  # what the tokens from `high` on have
+    above = tl.cast(0, tl.int64)  # count or mass of the tokens whose bits are at least `high`
     while high - low > 1:
         middle = (low + high) >> 1
         reached = _measure(line, middle, peak, temperature, BY_MASS, VOCAB, UNIT, BLOCK)
@@ -222,16 +229,16 @@ def _shortest_prefix(
         else:
             high = middle
             above = reached
-    rank = limit - above  # among the tokens whose bits are `low`
+    rank = limit - above  # number or mass to take from the tokens whose bits are `low`
     if BY_MASS:
         each = (_weight(_float_of(low), peak, temperature) * UNIT).to(tl.int64)
         rank = (rank + each - 1) // each
-    return low, _place_of_equal(line, low, rank, VOCAB, BLOCK)
+    return low, _id_of_equal(line, low, rank, VOCAB, BLOCK)
 
 
 @triton.jit
 def _float_of(ordered):
-    """The inverse of `_ordered`."""
+    """Return the inverse of `_ordered`."""
     bits = ordered.to(tl.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
@@ -247,7 +254,7 @@ def _measure(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The count or the mass of the tokens whose ordered bits are at least `least`."""
+    """Return the count or the mass of the tokens whose ordered bits are at least `least`."""
     offsets = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
     for base in range(0, VOCAB, BLOCK):
@@ -272,7 +279,7 @@ def _mass_of_prefix(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The mass of the ranked tokens up to `last_id` whose weight is at least `floor`."""
+    """Return the mass of the ranked tokens up to `last_id` whose weight is at least `floor`."""
     offsets = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.int64)
     for base in range(0, VOCAB, BLOCK):
@@ -284,8 +291,8 @@ def _mass_of_prefix(
 
 
 @triton.jit
-def _place_of_equal(line, ordered, rank, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The id of the token number `rank`, from 1, of those whose ordered bits are these."""
+def _id_of_equal(line, ordered, rank, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the id of the token number `rank` (from 1) among the tokens with these ordered bits."""
     offsets = tl.arange(0, BLOCK)
     before, token_id = tl.cast(0, tl.int64), tl.cast(VOCAB - 1, tl.int32)
     for base in range(0, VOCAB, BLOCK):
@@ -310,7 +317,7 @@ def _first_above(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first id at which the mass of the tokens whose weight is at least `floor` exceeds `target`."""
+    """Return the first id at which the cumulative mass of tokens with at least the weight `floor` exceeds `target`."""
     offsets = tl.arange(0, BLOCK)
     before, token_id = tl.cast(0, tl.int64), tl.cast(VOCAB - 1, tl.int32)
     for base in range(0, VOCAB, BLOCK):
@@ -372,7 +379,7 @@ def _bitmask_kernel(
     tl.store(logits + tl.load(rows + entry) * stride + ids, float("-inf"), mask=inside & is_forbidden)
 
 
-@triton.jit(do_not_specialize=["num_ids"])  # what clients ask for
+@triton.jit(do_not_specialize=["num_ids"])  # number of ids varies with requests
 def _score_kernel(
     logits,  # [R, VOCAB]
     temperature,  # [R]

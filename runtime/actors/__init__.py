@@ -1,1 +1,1 @@
-"""The coroutines that share mailboxes: tokenizer, scheduler, detokenizer, and the engine that holds them."""
+"""The actors (tokenizer, scheduler, detokenizer), which exchange messages through mailboxes, and the engine core."""

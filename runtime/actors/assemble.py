@@ -1,11 +1,11 @@
-"""From the arguments to an engine core that can run. The heavy parts go to threads, side by side."""
+"""Build an engine core from the arguments. Threads load the tokenizer and the weights concurrently."""
 
 from __future__ import annotations
 
 import logging
 import time
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
 import anyio
 import anyio.to_thread
@@ -16,34 +16,35 @@ from runtime.actors.replica import Replica, start_replica, start_replicas
 from runtime.actors.tracing import RequestTraces
 from runtime.config import Args, without_effect
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import Plan, TokenizerPlan
+from runtime.config.plan import LoraPlan, Plan, TokenizerPlan
 from runtime.config.resolve import check, resolve
+from runtime.config.resolve.lora import LEAST_MAX_RANK
 from runtime.errors import first_error
-from runtime.models.checkpoint import delete, locate, stored_as
-from runtime.models.config import read_facts
+from runtime.loading.adapter_config import read_config
+from runtime.loading.checkpoint import delete, locate, stored_as
+from runtime.loading.facts import read_facts
 from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.core")
 
 
 def prepare(args: Args, machine: Machine, *, demo_path: str | None = None) -> tuple[Plan, ModelFacts]:
-    """Read the checkpoint's configuration and decide all that can be decided before weights are read.
+    """Read the checkpoint's configuration and resolve the plan, before any weights are read.
 
-    Torch-free; downloads the checkpoint when it names a Hub id. Raises `ConfigurationError` with every
-    refusal at once, `CheckpointError` for files that are no model.
+    Does not import torch. Downloads the checkpoint if it is a Hub id. Raises `ConfigurationError` with all refused
+    options at once, and `CheckpointError` if the files are not a model.
     """
     path = check(args, machine, demo_path=demo_path)
     weights = args.model.load_format != "dummy"
-    directory = locate(
-        path, args.model.revision, args.model.download_dir, weights=weights, load_format=stored_as(args)
-    )
+    directory = locate(path, args.model.revision, args.model.download_dir, weights=weights, load_format=stored_as(args))
     facts = read_facts(directory, args.model.json_model_override_args, model_impl=args.model.model_impl)
     for sentence in without_effect(args).values():
         logger.warning(sentence)
     plan = resolve(args, machine, facts, demo_path=demo_path)
     if args.schedule.chunked_prefill_size not in (None, -1, plan.scheduler.chunk_tokens):
         logger.info("--chunked-prefill-size: %s.", plan.scheduler.reasons["chunk_tokens"])
-    return replace(plan, tokenizer=_with_local_tokenizer(plan.tokenizer, args)), facts
+    tokenizer, lora = _with_local_tokenizer(plan.tokenizer, args), _with_local_adapters(plan.lora, args)
+    return replace(plan, tokenizer=tokenizer, lora=lora), facts
 
 
 def _with_local_tokenizer(text: TokenizerPlan, args: Args) -> TokenizerPlan:
@@ -53,12 +54,18 @@ def _with_local_tokenizer(text: TokenizerPlan, args: Args) -> TokenizerPlan:
     return replace(text, tokenizer_path=directory)
 
 
-async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
-    """Load the tokenizer and the weights of all replicas at the same time, size the KV pools, and put the core
-    together. Call it on the loop.
+def _with_local_adapters(lora: LoraPlan, args: Args) -> LoraPlan:
+    """Return the plan with adapters on this machine, and with the largest of their ranks if none is set."""
+    sources = [replace(each, path=locate(each.path, None, args.model.download_dir)) for each in lora.sources]
+    ranks = [read_config(Path(source.path)).rank for source in sources]
+    return replace(lora, sources=tuple(sources), max_rank=lora.max_rank or max(LEAST_MAX_RANK, *ranks, 1))
 
-    Raises `ConfigurationError` for what only the files themselves show, `EngineFailure` for what the system refused.
-    Failed or cancelled, it leaves nothing behind.
+
+async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
+    """Load the tokenizer and the weights of all replicas concurrently, size the KV pools and build the core.
+
+    Call it on the event loop. Raises `ConfigurationError` for options that the files rule out, and `EngineFailure` if
+    the system lacks a resource. On failure or cancellation, everything is released.
     """
     began_s = time.monotonic()
     tokenizer: Tokenizer | None = None
@@ -69,7 +76,8 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
             tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, plan.tokenizer, facts)
 
     endpoint = plan.observe.trace_endpoint
-    traces = RequestTraces(endpoint) if endpoint is not None else None  # before what takes long
+    # created first, because its errors appear at once
+    traces = RequestTraces(endpoint) if endpoint is not None else None
     replicas: list[Replica] = []
     try:
         async with anyio.create_task_group() as loading:
@@ -85,7 +93,12 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
                 await anyio.to_thread.run_sync(traces.close)
         cause = first_error(error)
         raise cause from cause.__cause__
-    restart = partial(start_replica, plan, facts) if len(replicas) > 1 else None
+    given = plan
+
+    # `core.plan` names the current weights, which an update may have replaced since the start
+    async def restart(index: int) -> Replica:
+        return await start_replica(replace(given, model=core.plan.model), core.facts, index)
+
     plan = replicas[0].plan
     logger.info(
         "tool_call_parser=%s (%s), reasoning_parser=%s (%s)",
@@ -97,7 +110,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     logger.info(
         "max_total_num_tokens=%d, chunked_prefill_size=%s, max_prefill_tokens=%d, max_running_requests=%d, "
         "context_len=%d",
-        sum(each.scheduler.load.num_pages for each in replicas) * plan.cache.page_size,
+        sum(replica.scheduler.load.num_pages for replica in replicas) * plan.cache.page_size,
         plan.scheduler.chunk_tokens,
         plan.scheduler.max_prefill_tokens,
         plan.scheduler.max_running,
@@ -105,7 +118,8 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     )
     if plan.model.delete_after_loading:
         await anyio.to_thread.run_sync(_delete, plan.model.path)
-    core = EngineCore(plan, facts, tokenizer, replicas, restart, traces)
+    start_again = restart if len(replicas) > 1 else None
+    core = EngineCore(plan, facts, tokenizer, replicas, start_again, traces)
     if core.metrics is not None:
         core.metrics.startup_s = time.monotonic() - began_s
     return core

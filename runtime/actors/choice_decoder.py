@@ -1,4 +1,4 @@
-"""The ids of one choice to text, as they come, with stop strings found across the steps."""
+"""Incremental decoding of one choice, with stop strings matched across steps."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.tokenizer.tokenizer import Tokenizer
 
 
 class ChoiceDecoder:
-    """What is known of a choice's text and not sent yet."""
+    """Decodes the deltas of one choice, and keeps text, ids and logprobs that are not sent yet."""
 
     __slots__ = (
         "_held_ids",
@@ -30,9 +30,9 @@ class ChoiceDecoder:
     def __init__(self, request: Request, tokenizer: Tokenizer | None, stream_interval: int) -> None:
         sampling = request.sampling
         self.ended = False
-        self.sent_s = 0.0  # the detokenizer: when its last chunk went out
+        self.sent_s = 0.0  # time of the last chunk (`time.monotonic`), written by the detokenizer
         self._interval = sampling.stream_interval or stream_interval
-        self._since_sent = self._interval - 1  # so that the first token is sent at once
+        self._since_sent = self._interval - 1  # the first token is sent immediately
         self._trim_stop_token = not sampling.no_stop_trim
         self._held_text = ""
         self._held_ids: list[int] = []
@@ -49,7 +49,7 @@ class ChoiceDecoder:
         self._matcher = StopMatcher(sampling.stop, sampling.no_stop_trim) if sampling.stop else None
 
     def push(self, delta: Delta) -> Chunk | None:
-        """The chunk to send now; None while everything is held back."""
+        """Decode a delta. Return the chunk to send now, or None while everything is held back."""
         ids, finish, usage = delta.ids, delta.finish, delta.usage
         text = ""
         if self._incremental is not None:
@@ -61,7 +61,7 @@ class ChoiceDecoder:
             self._held_logprobs.append(first_logprobs(delta.logprobs, len(ids)))
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs = delta.prompt_logprobs
-        if len(ids) < len(delta.ids):  # a stop string ended it within them
+        if len(ids) < len(delta.ids):  # a stop string ended the choice within the delta
             usage = usage._replace(output=usage.output - len(delta.ids) + len(ids))
         return self._send(delta, finish, usage)
 
@@ -91,7 +91,7 @@ class ChoiceDecoder:
     def _decode(
         self, incremental: IncrementalDecoder, ids: list[int], finish: Finish | None
     ) -> tuple[str, list[int], Finish | None]:
-        """Text that is certain, its ids, and the finish, which a stop string may replace."""
+        """Return the text that is final, its ids, and the finish, which a matched stop string replaces."""
         shown = ids
         if finish is not None and finish.kind == "stop" and self._trim_stop_token:
             shown = ids[:-1]

@@ -1,4 +1,4 @@
-"""What the engine did when it failed, as one JSON file: stacks, steps in flight, requests without their texts."""
+"""The record of a failure as a JSON file: stacks, steps in flight, and requests without their texts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def write_record(
     in_flight: Iterable[Batch],
     requests: Iterable[LiveRequest],
 ) -> Path | None:
-    """Write the record into the folder, if there is one, and log the threads' stacks -> the file.
+    """Log the stacks of all threads, write the record into `folder` unless that is None, and return its path.
 
-    Never raises: whoever calls is about to report something worse.
+    Returns None if no record was written. Never raises an `OSError`: the caller is about to report a worse failure.
     """
     stacks = thread_stacks()
     logger.critical("%s\n%s", reason, "\n".join(f"Thread {name}:\n{stack}" for name, stack in stacks.items()))
@@ -48,21 +48,19 @@ def write_record(
         "threads": stacks,
         "tasks": task_stacks(),
     }
-    path = (
-        Path(folder) / f"penstock-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.monotonic_ns()}.json"
-    )
+    path = Path(folder) / f"penstock-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{time.monotonic_ns()}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(record, indent=1, default=str), encoding="utf-8")
     except OSError as error:
-        logger.error("The record of the failure cannot be written to %s: %s", path, error)
+        logger.error("The crash record cannot be written to %s: %s", path, error)
         return None
-    logger.critical("The state at the failure was written to %s.", path)
+    logger.critical("The crash record was written to %s.", path)
     return path
 
 
 def thread_stacks() -> dict[str, str]:
-    """The Python stack of every thread of this process, by name."""
+    """Return the Python stack of every thread of this process, by thread name."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     return {
         f"{names.get(ident, '?')} ({ident})": "".join(traceback.format_stack(frame))
@@ -71,7 +69,7 @@ def thread_stacks() -> dict[str, str]:
 
 
 def task_stacks() -> list[str]:
-    """Where the tasks of this loop wait, one line each."""
+    """Return one line for each task of this event loop: its name and where it waits."""
     lines = []
     for task in list(asyncio.all_tasks())[:MAX_TASKS]:
         frames = task.get_stack(limit=1)
@@ -93,7 +91,7 @@ def _step(batch: Batch) -> dict[str, Any]:
 
 
 def _request(live: LiveRequest) -> dict[str, Any]:
-    """Counts and parameters; neither texts nor token ids nor the client's names for things."""
+    """Return counts and parameters, without texts, token ids or the client's labels."""
     sampling = live.request.sampling
     return {
         "id": live.request.id,

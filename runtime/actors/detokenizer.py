@@ -1,4 +1,4 @@
-"""The detokenizer actor: the ids of each step to chunks in the output streams."""
+"""The detokenizer actor: decodes the tokens of each step into chunks of the output streams."""
 
 from __future__ import annotations
 
@@ -15,26 +15,24 @@ from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.detokenizer")
 
-TURN_S = 0.002  # of work before the loop gets a turn
-TURN_DELTAS = 16  # between looks at the clock
+TURN_S = 0.002  # maximum time of work before other tasks of the event loop run
+TURN_DELTAS = 16  # deltas that are processed before the time is checked
 
 
 class DetokenizerActor:
-    """Reads one list of deltas per step from `inbox`; puts chunks into the requests' output streams.
+    """Reads one list of deltas per step from `inbox`, and puts chunks into the requests' output streams.
 
-    Where a stop string ends a choice, its scheduler is told.
+    If a stop string ends a choice, the detokenizer notifies the request's scheduler.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, requests: LiveRequests, *, stream_interval: int = 1
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, requests: LiveRequests, *, stream_interval: int = 1) -> None:
         self.inbox: Mailbox[list[Delta]] = Mailbox()
         self._tokenizer = tokenizer
         self._requests = requests
         self._stream_interval = stream_interval
 
     async def run(self) -> None:
-        """Until cancelled. However many deltas a step has, others get the loop every few milliseconds."""
+        """Process deltas until cancelled. Yields to the event loop every `TURN_S`, however many deltas arrive."""
         while True:
             lists = await self.inbox.take_all()
             began = monotonic()
@@ -46,7 +44,7 @@ class DetokenizerActor:
                         began = monotonic()
 
     def process(self, deltas: list[Delta]) -> None:
-        """Turn deltas into chunks; deltas of requests that are gone are dropped."""
+        """Turn deltas into chunks. Deltas of ended requests are dropped."""
         get, observers = self._requests.get, self._requests.observers
         now_s = monotonic()
         for delta in deltas:
@@ -59,7 +57,7 @@ class DetokenizerActor:
                 if decoder.ended:
                     continue
                 chunk = decoder.push(delta)
-            except Exception:  # a foreign library on one request's output: this request's border
+            except Exception:  # a tokenizer library failed on one output: only this request fails
                 logger.exception("decoding the output of request %s failed", live.request.label)
                 self._requests.fail(delta.request_id, EngineFailure("The output could not be decoded."))
                 continue
@@ -84,7 +82,7 @@ class DetokenizerActor:
         return live.decoders
 
     def _end_choice(self, live: LiveRequest, last: Delta) -> None:
-        if last.finish is None and live.scheduler is not None:  # its text ended it
+        if last.finish is None and live.scheduler is not None:  # a stop string ended the choice
             live.scheduler.end_choice(live, last.index)
         if live.output.finished:
             self._requests.remove(live)

@@ -1,4 +1,4 @@
-"""The engine core: the actors in one task group, the table of live requests, and what a handler may ask of them."""
+"""The engine core: runs the actors in one task group, owns the live requests, and is the API for handlers."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
 
 import anyio
 
+from runtime.actors.adapters import AdapterRegistry
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.input_processor import InputProcessor
 from runtime.actors.live_requests import LiveRequests, RequestObserver, Timeline
-from runtime.actors.loop_watch import collector_watched, watch_loop
+from runtime.actors.loop_watch import gc_watched, watch_loop
 from runtime.actors.output_stream import OutputStream
 from runtime.actors.request_observers import RequestLog, RequestMetrics, TimeStatsLog
 from runtime.actors.router import Router
 from runtime.actors.scheduler import SchedulerActor
 from runtime.actors.tokenizer import TokenizerActor
 from runtime.actors.tracing import RequestTraces
+from runtime.actors.weight_update import replace_weights
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ObservePlan, Plan
-from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, PenstockError
+from runtime.errors import ConfigurationError, EngineClosed, EngineFailure, InvalidRequest, PenstockError
 from runtime.grammar.load import load_grammars
 from runtime.metrics.series import EngineMetrics
 from runtime.profile import ProfileOptions
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from runtime.actors.replica import Replica
 
 logger = logging.getLogger("penstock.core")
-SUBMITTED_AT_ONCE = 128  # requests, in about 2 ms
+SUBMITTED_AT_ONCE = 128  # after this many requests (about 2 ms), other tasks of the event loop run
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -46,37 +48,40 @@ State = Literal["starting", "ready", "draining", "failed", "closed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """The state of the engine and what it holds now, over all replicas that are alive."""
+    """State and current load of the engine, over all replicas that are alive."""
 
     state: State
     num_running: int
     num_waiting: int
     num_requests: int
     num_pages: int
-    num_used_pages: int  # held by running sequences
-    num_cached_pages: int  # kept for their prefix alone
+    num_used_pages: int  # used by running sequences
+    num_cached_pages: int  # kept only for prefix sharing
     page_size: int
     num_used_tokens: int
     max_total_tokens: int
     num_retracted: int  # retractions since the start
-    num_forced: int  # tokens that grammars forced and that took no step of their own, since the start
+    num_recomputed: int  # tokens computed again after a retraction, since the start
+    num_swapped_out: int  # pages copied to host memory for retracted sequences, since the start
+    num_swapped_in: int  # pages copied back to the device, since the start
+    num_forced: int  # tokens that grammars forced without a step of their own, since the start
     num_steps: int
     num_generated: int
     gen_throughput: float
-    kernels: str = ""  # what computes the model
-    step_age_s: float = 0.0  # of the oldest step in flight
-    predicted_step_s: float | None = None  # of that step, where it is known
-    hangs: bool = False  # it has taken much longer than it should
-    room: int = 0  # further sequences that the queue takes
-    estimated_wait_s: float = 0.0  # until a request that comes now runs
+    kernels: str = ""  # kernels that compute the model
+    step_age_s: float = 0.0  # time since the oldest step in flight began; 0.0 if there is none
+    predicted_step_s: float | None = None  # predicted time of the oldest step; None if unknown or no step is in flight
+    hangs: bool = False  # whether the oldest step takes much longer than predicted
+    queue_space: int = 0  # further sequences that the queue accepts
+    estimated_wait_s: float = 0.0  # expected time until a new request runs
 
 
 class EngineCore:
     """One engine: submit requests, read output streams.
 
-    `run` is the whole tree and belongs to one task; every other method is called on the same loop. When `run`
-    ends, however it ends, every open output has ended too and the runners are closed. Several replicas, copies of
-    the model, share the requests; `start_replica` starts the one with an index again when it has failed.
+    One task awaits `run`; all other methods must be called on the same event loop. When `run` returns or raises, every
+    output has ended and all runners are closed. Several replicas of the model share the requests;
+    `start_replica(index)` restarts a failed replica.
     """
 
     def __init__(
@@ -94,20 +99,27 @@ class EngineCore:
         self._state: State = "starting"
         self._traces = traces
         self.metrics = EngineMetrics(plan.observe, plan.parallel.dp_size) if plan.observe.metrics else None
-        self._requests = requests = LiveRequests(_observers(plan.observe, self.metrics, traces))
+        self.adapters = AdapterRegistry(plan.lora, lambda: self._scheduler.alive)
+        observers = [*_observers(plan.observe, self.metrics, traces), *([self.adapters] if plan.lora.enabled else [])]
+        self._requests = requests = LiveRequests(observers)
+        self._weights_lock = anyio.Lock()
         self._processor = InputProcessor(plan, facts, tokenizer)
-        self._detokenizer = DetokenizerActor(
-            tokenizer, requests, stream_interval=plan.scheduler.stream_interval
-        )
+        self._detokenizer = DetokenizerActor(tokenizer, requests, stream_interval=plan.scheduler.stream_interval)
         self._scheduler: SchedulerActor | Router
         if start_replica is None:
             [replica] = replicas
             self._scheduler = SchedulerActor.of(replica, requests, self._detokenizer, metrics=self.metrics)
         else:
             balance = plan.parallel.balance
-            self._scheduler = Router(
-                replicas, start_replica, balance, requests, self._detokenizer, self.metrics
-            )
+
+            async def start_again(index: int) -> Replica:
+                # Wait for a weight update, so that the replica gets the same weights as the others.
+                async with self._weights_lock:
+                    replica = await start_replica(index)
+                await self.adapters.restore(replica.runner)
+                return replica
+
+            self._scheduler = Router(replicas, start_again, balance, requests, self._detokenizer, self.metrics)
         self._grammars = load_grammars(plan, facts, tokenizer, self._processor.eos_ids)
         self._tokenizer = TokenizerActor(
             tokenizer,
@@ -115,24 +127,26 @@ class EngineCore:
             requests,
             self._scheduler,
             self._grammars,
+            self.adapters,
             num_threads=plan.tokenizer.encoder_threads,
         )
 
-    # --- life ---
+    # --- lifecycle ---
 
     async def run(self, started: Callable[[], None]) -> None:
-        """Run the actors until cancelled. Calls `started` once requests are taken.
+        """Run the actors until cancelled. Calls `started` when the engine accepts requests.
 
-        Raises `EngineFailure` when an actor died; its cause is chained.
+        Raises `EngineFailure` if an actor fails; the cause is chained.
         """
         try:
-            with collector_watched(self.plan.observe.collector_warning_s):
+            with gc_watched(self.plan.observe.collector_warning_s):
                 async with anyio.create_task_group() as actors:
                     actors.start_soon(self._detokenizer.run)
                     actors.start_soon(self._scheduler.run)
                     actors.start_soon(self._tokenizer.run)
                     if self.metrics is not None:
                         actors.start_soon(watch_loop, self.metrics.loop_lag_s)
+                    await self.adapters.start()
                     self._state = "ready"
                     if self._grammars is not None:
                         self._grammars.start()
@@ -146,7 +160,7 @@ class EngineCore:
             if self._state != "failed":
                 self._state = "closed"
             self._requests.fail_all(EngineClosed("The engine is shut down."))
-            # In tasks of their own: a second cancellation of this one must not leave a runner open.
+            # In separate tasks: a second cancellation of this task must not leave a runner open.
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as closing:
                     for actor in self._scheduler.alive:
@@ -157,7 +171,7 @@ class EngineCore:
                         closing.start_soon(anyio.to_thread.run_sync, self._traces.close)
 
     async def drain(self) -> None:
-        """Take no new requests and return when the last one has ended. Cancelled, it stays draining."""
+        """Accept no new requests, and return when all requests have ended. Cancelling the call does not undo this."""
         if self._state == "ready":
             self._state = "draining"
         await self._requests.wait_idle()
@@ -165,26 +179,26 @@ class EngineCore:
     # --- requests ---
 
     def submit(self, request: Request) -> OutputStream:
-        """Take a request in.
+        """Accept a request and return its output.
 
-        Raises `InvalidRequest`, `Overloaded` or `EngineClosed` at once; what is found later reaches the output.
+        Raises `InvalidRequest`, `Overloaded` or `EngineClosed` immediately. Later errors reach the output.
         """
         return self._counted(self._submit, request)
 
-    def check_room(self) -> None:
-        """Raise `Overloaded` where any request would be refused, so that nobody reads it first.
+    def check_queue_space(self) -> None:
+        """Raise `Overloaded` if the queue is full, so that a handler can refuse a request before it reads the body.
 
-        With priorities that depends on the request: then nobody is refused here.
+        With priorities the decision depends on the request, and this method does nothing.
         """
         if self._state != "ready" or self.plan.scheduler.priorities:
             return
-        self._counted(self._tokenizer.check_room)
+        self._counted(self._tokenizer.check_queue_space)
 
     async def submit_all(self, requests: Seq[Request]) -> list[OutputStream]:
-        """Take the requests of one call in: where there is room for the first, all are taken. Others of the loop run
-        in between.
+        """Accept the requests of one call. If the queue accepts the first request, it accepts all of them.
 
-        When one is refused, or the call is cancelled, those before it are aborted, and that is raised.
+        Yields to the event loop every `SUBMITTED_AT_ONCE` requests. If a request is refused or the call is cancelled,
+        the earlier requests are aborted.
         """
         streams: list[OutputStream] = []
         try:
@@ -198,10 +212,10 @@ class EngineCore:
             raise
         return streams
 
-    def _counted(self, take: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What `take` returns; what it refuses is counted."""
+    def _counted(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call `function`, and count the error if it raises one."""
         try:
-            return take(*args, **kwargs)
+            return function(*args, **kwargs)
         except PenstockError as error:
             if self.metrics is not None:
                 self.metrics.refused(error)
@@ -211,42 +225,82 @@ class EngineCore:
         if self._state != "ready":
             raise EngineClosed(f"The engine is {self._state}.")
         request = with_grammar(request)
+        if request.lora is not None:
+            request = replace(request, adapter=self.adapters.acquire(request.lora))
         self._processor.check(request)
-        self._tokenizer.check_room(request)
+        self._tokenizer.check_queue_space(request)
         live = self._requests.add(request)
         self._tokenizer.submit(live)
         return live.output
 
     def abort(self, request_id: int) -> None:
-        """End a request wherever it is; its output ends with `Finish("abort")`. Unknown ids are ignored."""
+        """Abort a request in any phase; its output ends with `Finish("abort")`. Unknown ids are ignored."""
         self._requests.abort(request_id)
 
     def abort_label(self, label: str, *, owner: str | None = None, exact: bool = False) -> int:
-        """Abort every request whose label starts with `label`; returns how many.
+        """Abort every request whose label starts with `label`, and return their number.
 
-        With `owner` only those of this owner; with `exact` only that label, or its numbered ones of a batch.
+        With `owner`, only this owner's requests are aborted. With `exact`, only requests are aborted whose label is
+        `label` or one of the numbered labels ("label_0") that a batch derives from it.
         """
         return self._requests.abort_label(label, owner=owner, exact=exact)
 
     def abort_all(self) -> int:
         return self._requests.abort_label("")
 
-    # --- the rest ---
+    # --- administration and inspection ---
 
     def flush_cache(self) -> bool:
-        """Empty the prefix trees. False, and nothing done, while requests are in the engine."""
+        """Empty the prefix trees. Returns False without effect while requests are in the engine."""
         if self._requests:
             return False
-        flushed = [actor.flush() for actor in self._scheduler.alive]  # all, not up to the first False
+        # A list, so that every replica is flushed.
+        flushed = [actor.flush() for actor in self._scheduler.alive]
         return all(flushed)
 
+    async def update_weights(
+        self,
+        path: str,
+        load_format: str | None = None,
+        *,
+        flush_cache: bool = True,
+        abort_all: bool = False,
+        version: str | None = None,
+    ) -> int:
+        """Replace the weights with a checkpoint in a local folder. Return the number of requests in the engine.
+
+        Streams continue with tokens of the new weights. With `flush_cache`, their sequences are recomputed from the
+        known tokens and the prefix trees are emptied; otherwise the old KV stays. `abort_all` ends all requests first.
+        `version` names the weights. Raises `InvalidRequest` or `CheckpointError` if the old weights are still in place,
+        and `EngineFailure` if a replica has no valid weights. Cancellation does not interrupt the replacement.
+        """
+        if "\0" in path or "://" in path:
+            raise InvalidRequest("model_path must be a folder of this machine.", param="model_path")
+        if abort_all:
+            self.abort_all()
+        with anyio.CancelScope(shield=True):
+            async with self._weights_lock:
+                actors = self._scheduler.alive
+                if self._state not in ("ready", "draining") or not actors:
+                    raise EngineClosed(f"The engine is {self._state}.")
+                num_requests = len(self._requests)
+                await replace_weights(actors, path, load_format, recompute=flush_cache)
+                model = replace(self.plan.model, path=path)
+                serve = replace(self.plan.serve, weight_version=version or self.plan.serve.weight_version)
+                if load_format is not None:
+                    model = replace(model, load_format=load_format)
+                self.plan = replace(self.plan, model=model, serve=serve)
+                self.facts = replace(self.facts, path=path)
+        return num_requests
+
     async def start_profile(self, options: ProfileOptions) -> None:
-        """Profile the next steps of the first replica's rank 0. Raises `InvalidRequest` while that is being done."""
-        await self._first_runner.start_profile(options)
+        """Profile the next steps of the first replica's rank 0. Raises `InvalidRequest` if a profile is running."""
+        payload = {**asdict(options), "path": str(options.path)}
+        await asyncio.shield(self._first_runner.call("start_profile", payload))
 
     async def stop_profile(self) -> Path:
-        """End the profile -> where its trace was written. Raises `InvalidRequest` where none was begun."""
-        path = await self._first_runner.stop_profile()
+        """End the profile and return the path of its trace. Raises `InvalidRequest` if no profile was started."""
+        path, *_ = await asyncio.shield(self._first_runner.call("stop_profile", {}))
         if path is None:
             raise InvalidRequest("No profile was started.")
         return path
@@ -260,30 +314,28 @@ class EngineCore:
 
     @property
     def runners(self) -> list[Runner]:
-        """Of the replicas that are alive, for measurements."""
+        """Runners of the replicas that are alive, for measurements."""
         return [actor.runner for actor in self._scheduler.alive]
 
     @property
     def schedulers(self) -> list[SchedulerActor]:
-        """Of the replicas that are alive."""
+        """Scheduler actors of the replicas that are alive."""
         return self._scheduler.alive
 
     def oldest_waiting_s(self, scheduler: SchedulerActor) -> float:
-        """How long the oldest request waits that this scheduler has had in no step; 0.0 if there is none."""
+        """Return how long the oldest request of this scheduler has waited for its first step; 0.0 if none waits."""
         queued = [
-            live.times.queued
-            for live in self._requests
-            if live.scheduler is scheduler and not live.times.scheduled
+            live.times.queued for live in self._requests if live.scheduler is scheduler and not live.times.scheduled
         ]
         return time.monotonic() - min(queued) if queued else 0.0
 
     def timelines(self) -> list[Timeline]:
-        """Of the requests that are in the engine, and of the last that have ended; the latest arrival first."""
-        found = [*self._requests.recent, *map(Timeline.of, self._requests)]
-        return sorted(found, key=lambda each: -each.times[0])
+        """Return the timelines of live requests and of recently ended ones, the latest arrival first."""
+        timelines = [*self._requests.recent, *map(Timeline.of, self._requests)]
+        return sorted(timelines, key=lambda timeline: -timeline.times[0])
 
     def check(self) -> None:
-        """Raise `ValueError` unless every page and sequence of every replica is accounted for, exactly."""
+        """Raise `ValueError` if the accounts of pages and sequences in a replica are inconsistent."""
         for actor in self._scheduler.alive:
             actor.scheduler.check()
 
@@ -304,40 +356,42 @@ class EngineCore:
             num_used_tokens=sum(load.num_used_tokens for load in loads),
             max_total_tokens=num_pages * page_size,
             num_retracted=sum(load.num_retracted for load in loads),
+            num_recomputed=sum(load.num_recomputed for load in loads),
+            num_swapped_out=sum(load.num_swapped_out for load in loads),
+            num_swapped_in=sum(load.num_swapped_in for load in loads),
             num_forced=sum(load.num_forced for load in loads),
             num_steps=sum(actor.progress.num_steps for actor in alive),
             num_generated=sum(actor.progress.num_generated for actor in alive),
             gen_throughput=sum(actor.progress.gen_throughput for actor in alive),
             kernels=alive[0].runner.kernels_description if alive else "",
             step_age_s=max((actor.steps.age_s for actor in alive), default=0.0),
-            predicted_step_s=max(
-                (s for actor in alive if (s := actor.steps.predicted_s) is not None), default=None
-            ),
+            predicted_step_s=max((s for actor in alive if (s := actor.steps.predicted_s) is not None), default=None),
             hangs=any(actor.steps.hangs for actor in alive),
-            room=max(0, self._scheduler.room),
+            queue_space=max(0, self._scheduler.queue_space),
             estimated_wait_s=self._scheduler.wait_s,
         )
 
 
-def _observers(
-    plan: ObservePlan, metrics: EngineMetrics | None, traces: RequestTraces | None
-) -> list[RequestObserver]:
-    """Who counts, logs and traces requests."""
-    made: list[RequestObserver] = [] if metrics is None else [RequestMetrics(metrics)]
+def _observers(plan: ObservePlan, metrics: EngineMetrics | None, traces: RequestTraces | None) -> list[RequestObserver]:
+    """Return the observers that the plan asks for."""
+    observers: list[RequestObserver] = [] if metrics is None else [RequestMetrics(metrics)]
     if traces is not None:
-        made.append(traces)
+        observers.append(traces)
     if plan.request_log_level is not None:
-        made.append(RequestLog(plan.request_log_level))
+        observers.append(RequestLog(plan.request_log_level))
     if plan.log_request_times:
-        made.append(TimeStatsLog())
-    return made
+        observers.append(TimeStatsLog())
+    return observers
 
 
-def _failure(group: BaseExceptionGroup) -> EngineFailure:
-    """What to tell callers: which process is gone, if one is, and else that something of ours broke."""
-    while isinstance(group.exceptions[0], BaseExceptionGroup):
-        group = group.exceptions[0]
-    for error in group.exceptions:
-        if isinstance(error, EngineFailure):
-            return type(error)(error.message)
-    return EngineFailure("An actor of the engine died.")
+def _failure(group: BaseExceptionGroup) -> PenstockError:
+    """Return the error for callers: the first of Penstock's own at any depth of the group, or a general one.
+
+    An adapter of the plan that does not fit is a `ConfigurationError`.
+    """
+    failures, _ = group.split((EngineFailure, ConfigurationError))
+    while isinstance(failures, BaseExceptionGroup):
+        failures = failures.exceptions[0]
+    if isinstance(failures, ConfigurationError):
+        return type(failures)(*failures.refusals)
+    return EngineFailure("An actor of the engine died.") if failures is None else type(failures)(failures.message)

@@ -1,4 +1,4 @@
-"""Checks a request against the model and makes its sequences."""
+"""Checks a request against the model and creates its sequences."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.constraint import AllowedTokens
 from runtime.errors import ContextOverflow, InvalidRequest
-from runtime.grammar.position import Ends
+from runtime.grammar.matching.position import Ends
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 from runtime.sequence import Sequence
 from runtime.tokenizer.tokenizer import Tokenizer
 
 SEED_MASK = 2**64 - 1
-NO_IDS: frozenset[int] = frozenset()  # one for all: Python makes a new one at each call
-NO_PRIORITY = -(2**31) - 1  # the urgency of requests without one: below all others
-IDS_AT_ONCE = 16_384  # in a fifth of a millisecond, then other threads get the interpreter
-CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: far apart for neighbouring choices
+NO_IDS: frozenset[int] = frozenset()  # shared: `frozenset()` creates a new object at each call
+NO_PRIORITY = -(2**31) - 1  # urgency of a request without a priority: below all priorities
+IDS_AT_ONCE = 16_384  # ids checked by one C call (0.2 ms), which holds the GIL
+CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of neighbouring choices are far apart
 
 
 class InputProcessor:
-    """Knows the vocabulary, the context length, the stop tokens and the seeds. Every prompt is scanned once."""
+    """Checks requests against vocabulary and context length, and sets stop tokens and seeds."""
 
     def __init__(self, plan: Plan, facts: ModelFacts, tokenizer: Tokenizer | None) -> None:
         self.context_length = plan.model.context_length
@@ -40,13 +40,13 @@ class InputProcessor:
         self._random = random.Random(plan.model.random_seed)
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` for what is wrong before anything is computed, the ids that were given included."""
+        """Raise `InvalidRequest` if a field of the request is invalid, before the prompt is encoded."""
         if request.text is None and request.ids is None:
-            raise InvalidRequest("Either text or input_ids must be given.", param="text")
+            raise InvalidRequest("Either text or input_ids is required.", param="text")
         if request.ids is not None:
             if not request.ids:
                 raise InvalidRequest("The prompt is empty.", param="input_ids")
-            # Before every id is looked at: a body holds millions, and this is the loop.
+            # Checked first, since a body can hold millions of ids and `check_ids` scans them on the event loop.
             if not request.cuts and len(request.ids) > self.context_length:
                 raise self._too_long(request, len(request.ids))
             self.check_ids(request.ids)
@@ -55,42 +55,42 @@ class InputProcessor:
                 self._text_limit.check_length(text, self.context_length)
         if request.priority and not self._priorities:
             raise InvalidRequest(
-                "Requests have no priorities on this server; start it with --enable-priority-scheduling.",
+                "Priorities are off on this server; start it with --enable-priority-scheduling.",
                 param="priority",
             )
         sampling = request.sampling
-        named = {
+        ids_of_param = {
             "stop_token_ids": sampling.stop_token_ids,
             "logit_bias": sampling.logit_bias,
             "allowed_token_ids": sampling.allowed_token_ids,
         }
         if request.logprobs is not None:
-            named["token_ids_logprob"] = request.logprobs.token_ids
-        for param, token_ids in named.items():
-            wrong = next((each for each in token_ids or () if not 0 <= each < self._vocab_size), None)
-            if wrong is not None:
+            ids_of_param["token_ids_logprob"] = request.logprobs.token_ids
+        for param, token_ids in ids_of_param.items():
+            invalid = next((i for i in token_ids or () if not 0 <= i < self._vocab_size), None)
+            if invalid is not None:
                 raise InvalidRequest(
-                    f"Token ids in {param} must be in [0, {self._vocab_size}), not {wrong}.", param=param
+                    f"Token ids in {param} must be in [0, {self._vocab_size}), not {invalid}.", param=param
                 )
         if sampling.allowed_token_ids is not None and request.grammar is not None:
             raise InvalidRequest(
-                "allowed_token_ids and a grammar for the output exclude each other.",
+                "allowed_token_ids and a grammar for the output exclude each other; send one of them.",
                 param="allowed_token_ids",
             )
         self._banned_ids(sampling)
         if self._tokenizer is None and sampling.stop:
             raise InvalidRequest("Stop strings need a tokenizer; this engine has none.", param="stop")
         if request.grammar is not None and request.wants_embedding:
-            raise InvalidRequest("An embedding has no grammar.", param=request.grammar.kind)
+            raise InvalidRequest("Embeddings cannot be constrained by a grammar.", param=request.grammar.kind)
         if request.wants_embedding:
             _check_embedding(request)
         elif self._is_embedding:
             raise InvalidRequest(
-                "This engine gives vectors only (--is-embedding, or a model made for them) and generates nothing."
+                "This engine only computes embeddings (--is-embedding, or an embedding model); it cannot generate text."
             )
 
     def check_texts(self, request: Request) -> None:
-        """Raise `ContextOverflow` for a text that cannot fit, before it is encoded. Long texts belong in a thread."""
+        """Raise `ContextOverflow` if a text cannot fit, before it is encoded. Call it on a thread for long texts."""
         if self._text_limit is not None:
             for text in _uncut_texts(request):
                 self._text_limit.check([text], self.context_length)
@@ -98,21 +98,24 @@ class InputProcessor:
     def check_ids(self, ids: Seq[int]) -> None:
         """Raise `InvalidRequest` for ids outside the vocabulary. Takes milliseconds for 100,000 of them."""
         for start in range(0, len(ids), IDS_AT_ONCE):
-            piece = ids[start : start + IDS_AT_ONCE]
-            if min(piece) < 0 or max(piece) >= self._vocab_size:
+            chunk = ids[start : start + IDS_AT_ONCE]
+            if min(chunk) < 0 or max(chunk) >= self._vocab_size:
                 raise InvalidRequest(f"Token ids must be in [0, {self._vocab_size}).", param="input_ids")
 
     def check_pair(self, second: int) -> None:
-        """Raise `ContextOverflow` where a first text leaves no room for a second, which alone may be cut."""
+        """Raise `ContextOverflow` if the first text of a pair leaves no tokens for the second.
+
+        Only the second text may be truncated. `second` is the position of its first token.
+        """
         if second + len(self._suffix) >= self.context_length:
             raise ContextOverflow(
-                f"The first text of a pair is too long: its {second} tokens leave no room for the second in the "
-                f"model's context length ({self.context_length} tokens).",
+                f"The first text of a pair is too long: its {second} tokens leave none for the second text within "
+                f"the model's context length ({self.context_length} tokens).",
                 param="query",
             )
 
     def prepare(self, request: Request, ids: tuple[int, ...]) -> tuple[Request, list[Sequence]]:
-        """The request with these ids, cut to the context where it allows that, and a sequence for each choice.
+        """Return the request with these ids, and its sequences. The ids are truncated if the request allows it.
 
         Raises `ContextOverflow` or `InvalidRequest`.
         """
@@ -122,7 +125,7 @@ class InputProcessor:
         request = self._fit(request, ids)
         banned_ids = self._banned_ids(request.sampling)
         sampling, ids = request.sampling, request.ids or ()
-        ends_anyway = request.grammar is not None  # where a grammar allows nothing more, its output ends
+        ends_anyway = request.grammar is not None  # the output ends when the grammar allows no more text
         stop_ids = frozenset() if sampling.ignore_eos and not ends_anyway else self._stop_ids(request)
         new = self.context_length if sampling.max_new_tokens is None else sampling.max_new_tokens
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
@@ -142,7 +145,7 @@ class InputProcessor:
         ]
 
     def urgency(self, request: Request) -> int:
-        """How far a request goes before others, as `Sequence.urgency`."""
+        """Return `Sequence.urgency` of a request: a higher number runs earlier."""
         if not self._priorities:
             return 0
         if request.priority is None:
@@ -150,13 +153,13 @@ class InputProcessor:
         return -request.priority if self._low_first else request.priority
 
     def grammar_ends(self, request: Request) -> Ends:
-        """When the output of a request with a grammar may end."""
+        """Return the rules for ending an output that a grammar constrains."""
         sampling = request.sampling
         return Ends(self._eos_ids, self._stop_ids(request), sampling.min_new_tokens, sampling.ignore_eos)
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """The ids that end an output unless a request says otherwise."""
+        """Ids that end an output by default."""
         return self._eos_ids
 
     def _stop_ids(self, request: Request) -> frozenset[int]:
@@ -164,25 +167,25 @@ class InputProcessor:
         return self._eos_ids | more if more else self._eos_ids
 
     def _banned_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """The tokens of `bad_words`, each alone and after a space, as vLLM reads the field."""
+        """Return the tokens of `bad_words`, each with and without a space before it, like vLLM."""
         if not sampling.bad_words:
             return NO_IDS
         if self._tokenizer is None:
-            raise InvalidRequest("bad_words need a tokenizer; this engine has none.", param="bad_words")
+            raise InvalidRequest("bad_words needs a tokenizer; this engine has none.", param="bad_words")
         words = [word.lstrip() or word for word in sampling.bad_words]
-        spaced = self._tokenizer.encode_batch([f" {word}" for word in words], add_special_tokens=False)
-        alone = self._tokenizer.encode_batch(words, add_special_tokens=False)
-        for word, ids in zip(sampling.bad_words, alone):
+        with_space = self._tokenizer.encode_batch([f" {word}" for word in words], add_special_tokens=False)
+        without_space = self._tokenizer.encode_batch(words, add_special_tokens=False)
+        for word, ids in zip(sampling.bad_words, without_space):
             if len(ids) != 1:
                 raise InvalidRequest(
                     f"bad_words: {word[:40]!r} is {len(ids)} tokens of this model; only words of a single token can "
                     "be banned.",
                     param="bad_words",
                 )
-        return frozenset(ids[0] for ids in (*alone, *spaced) if len(ids) == 1)
+        return frozenset(ids[0] for ids in (*without_space, *with_space) if len(ids) == 1)
 
-    def _kept(self, request: Request, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The end of a prompt that its request wants cut."""
+    def _truncated(self, request: Request, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the last `keep_last` ids. With -1, keep as many as leave room for the output; with None, keep all."""
         keep = request.keep_last
         if keep is None:
             return ids
@@ -192,17 +195,17 @@ class InputProcessor:
         return ids[-keep:]
 
     def _fit(self, request: Request, ids: tuple[int, ...]) -> Request:
-        context, sampling, ids = self.context_length, request.sampling, self._kept(request, ids)
+        context, sampling, ids = self.context_length, request.sampling, self._truncated(request, ids)
         if not ids:
             raise InvalidRequest("The prompt is empty.", param="text")
         if request.wants_embedding and (sampling.max_new_tokens != 0 or sampling.min_new_tokens):
             sampling = replace(sampling, max_new_tokens=0, min_new_tokens=0)
         new = sampling.max_new_tokens
-        needs_room = 0 if new == 0 else 1
-        if len(ids) + needs_room > context:
+        num_output = 0 if new == 0 else 1
+        if len(ids) + num_output > context:
             if not request.truncate:
                 raise self._too_long(request, len(ids))
-            ids = ids[: context - needs_room]
+            ids = ids[: context - num_output]
             if request.wants_embedding and request.text is not None and len(self._suffix) < context:
                 ids = ids[: context - len(self._suffix)] + self._suffix
         if new is not None and len(ids) + new > context:
@@ -228,10 +231,8 @@ class InputProcessor:
 
 
 def _suffix(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The special tokens at the end of every text ([SEP]), which stay there when a text is cut."""
-    [with_special], [plain] = (
-        tokenizer.encode_batch(["a"], add_special_tokens=special) for special in (True, False)
-    )
+    """Return the special tokens at the end of every text ([SEP]), which truncation preserves."""
+    [with_special], [plain] = (tokenizer.encode_batch(["a"], add_special_tokens=special) for special in (True, False))
     for start in range(len(with_special) - len(plain) + 1):
         if with_special[start : start + len(plain)] == plain:
             return tuple(with_special[start + len(plain) :])
@@ -239,7 +240,7 @@ def _suffix(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _uncut_texts(request: Request) -> list[str]:
-    """The texts that must fit as they are. Of a pair the first is never cut."""
+    """Return the texts that may not be truncated. The first text of a pair is never truncated."""
     if request.cuts:
         return [] if request.second_text is None else [request.text or ""]
     return [text for text in (request.text, request.second_text) if text]
@@ -249,11 +250,14 @@ def _check_embedding(request: Request) -> None:
     if request.sampling.n != 1:
         raise InvalidRequest("A prompt has one embedding; n must be 1.", param="n")
     if request.logprobs is not None:
-        raise InvalidRequest("Logprobs are not computed for embeddings.", param="return_logprob")
+        raise InvalidRequest(
+            "Embeddings have no log-probabilities; return_logprob must be false.", param="return_logprob"
+        )
 
 
 def _namespace(request: Request) -> Hashable:
-    """Within which prefixes are shared: what a layer is told of a row is part of the row's KV."""
-    if not request.row_values:
+    """Return the namespace of shared prefixes. It includes the adapter and the row values, since they change the KV."""
+    if not request.row_values and request.adapter is None:
         return request.namespace
-    return (request.namespace, *sorted(request.row_values.items()))
+    adapter_id = None if request.adapter is None else request.adapter.id
+    return (request.namespace, adapter_id, *sorted(request.row_values.items()))

@@ -1,8 +1,8 @@
-"""Publishes what becomes of cached pages, by ZeroMQ, in the messages of SGLang and vLLM (--kv-events-config).
+"""Publishes events of cached pages over ZeroMQ, in the message format of SGLang and vLLM (--kv-events-config).
 
-A message has three frames: the topic, a number that counts batches from 0 (8 bytes, the highest first), and a batch in
-msgpack: [time, events, number of the replica]. A subscriber that finds a number missing sends the first missing one to
-the replay address, and gets those that are still kept as (number, batch), then (-1, nothing).
+A message has three frames: the topic, the batch number from 0 (8 bytes, big-endian), and a batch in msgpack:
+[time, events, replica index]. A subscriber that missed batches sends the first missing number to the replay address,
+and receives the batches that are still kept as (number, batch), then (-1, empty).
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from runtime.kv_cache.page_events import Event
 
 logger = logging.getLogger("penstock.core")
 
-POLL_S = 0.1  # between two looks for subscribers that ask for a replay
+POLL_S = 0.1  # interval at which replay requests are answered
 CLOSE_TIMEOUT_S = 1.0
 END = (-1).to_bytes(8, "big", signed=True)
 
 
 class KvEventPublisher:
-    """Sends the batches of one replica from a thread. What finds its queue full is dropped, and its number with it.
+    """Sends the batches of one replica from a thread. If its queue is full, a batch is dropped and its number
+    is skipped.
 
-    Raises `ConfigurationError` where packages are missing or an address cannot be used.
+    Raises `ConfigurationError` if packages are missing or an address cannot be used.
     """
 
     def __init__(self, plan: KvEventsPlan, index: int) -> None:
@@ -43,7 +44,7 @@ class KvEventPublisher:
         self._index = index
         self._topic = plan.topic.encode()
         self._encode = msgspec.msgpack.encode
-        self._next = 0  # the number of the next batch
+        self._next = 0  # number of the next batch
         self._queue: queue.Queue[tuple[int, list[Any]] | None] = queue.Queue(plan.max_queue_size)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=plan.buffer_steps)
         self._context = zmq.Context()
@@ -66,19 +67,19 @@ class KvEventPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Send a batch soon. Returns at once."""
+        """Queue a batch for sending. Returns immediately."""
         number, self._next = self._next, self._next + 1
         try:
             self._queue.put_nowait((number, [time.time(), events, self._index]))
-        except queue.Full:  # the next number tells subscribers
+        except queue.Full:  # subscribers notice the gap in the numbers
             logger.warning("KV events: the queue is full, and batch %d was dropped.", number)
 
     def close(self) -> None:
-        """Send what waits, for a second at most, and give the addresses back. Blocks."""
+        """Send the queued batches and release the addresses. Blocks for about `CLOSE_TIMEOUT_S`."""
         try:
             self._queue.put(None, timeout=CLOSE_TIMEOUT_S)
         except queue.Full:
-            logger.warning("KV events: the last ones are dropped.")
+            logger.warning("KV events: the queue is full at shutdown, and its batches were dropped.")
             self._queue.queue.clear()
             self._queue.put(None)
         self._thread.join()
@@ -96,7 +97,7 @@ class KvEventPublisher:
                 self._kept.append((number, batch))
             except queue.Empty:
                 continue
-            except Exception:  # the thread's border: a batch is lost, which its number tells
+            except Exception:  # the thread must go on; subscribers notice the gap in the numbers
                 logger.exception("KV events: a batch could not be sent.")
 
     def _answer_replay(self) -> None:
@@ -104,7 +105,7 @@ class KvEventPublisher:
             return
         frames = self._replay.recv_multipart()
         if len(frames) != 3 or len(frames[2]) != 8:
-            logger.warning("KV events: a replay was asked for in a message of another form.")
+            logger.warning("KV events: a replay request has the wrong format and was ignored.")
             return
         for number, batch in self._kept:
             if number >= frames[2]:
@@ -113,7 +114,7 @@ class KvEventPublisher:
 
 
 def address_of(endpoint: str, index: int) -> str:
-    """The address of a replica: the port is counted up, other names get the number behind them."""
+    """Return a replica's address: a TCP endpoint with its port plus the index, or another endpoint with a suffix."""
     if not index:
         return endpoint
     if endpoint.startswith("tcp:"):

@@ -1,4 +1,4 @@
-"""The requests that are in the engine: one record of each, from its submission to its last chunk."""
+"""Records of the requests in the engine, from submission to the last chunk."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from typing import NamedTuple, Protocol, Self
 
 from runtime.actors.choice_decoder import ChoiceDecoder
 from runtime.actors.output_stream import OutputStream
-from runtime.errors import PenstockError
+from runtime.errors import InvalidRequest, PenstockError
 from runtime.request import Chunk, Finish, Request, Usage
 from runtime.sequence import Sequence
 
-NUM_RECENT = 64  # requests that have ended whose times are remembered
+NUM_RECENT = 64  # ended requests whose timelines are kept
 ABORTED = Finish("abort", message="Aborted by the user.")
 ABORTED_EARLY = Finish("abort", message="Aborted before it was scheduled.")
 
 
 class SchedulerHandle(Protocol):
-    """Whom to tell about a request that is being computed: its scheduler actor."""
+    """The scheduler actor of a request, as other actors see it."""
 
     def abort(self, live: LiveRequest) -> None:
-        """End the request, as its `aborting` says."""
+        """End all choices of the request with `live.aborting`."""
         ...
 
     def end_choice(self, live: LiveRequest, index: int) -> None:
-        """The text of this choice ended it: compute it no further, and send nothing more for it."""
+        """Stop computing a choice whose text ended it (a stop string). No further delta follows."""
         ...
 
 
 class RequestTimes:
-    """When a request came where, by `time.monotonic`; 0.0 for what has not been. Each has one writer."""
+    """Times (`time.monotonic`) at which a request reached each phase. A field is 0.0 until then."""
 
     __slots__ = ("arrived", "first_token", "queued", "scheduled", "tokenized", "tokenizing")
 
     def __init__(self) -> None:
         self.arrived = monotonic()
-        self.tokenizing = 0.0  # the tokenizer
+        self.tokenizing = 0.0  # written by the tokenizer
         self.tokenized = 0.0
-        self.queued = 0.0  # the scheduler actor: it may be in a step from now on
-        self.scheduled = 0.0  # the scheduler actor: its first step was launched
-        self.first_token = 0.0  # the detokenizer: of any choice
+        self.queued = 0.0  # written by the scheduler actor: when admitted
+        self.scheduled = 0.0  # written by the scheduler actor: when its first step was launched
+        self.first_token = 0.0  # written by the detokenizer: first token of any choice
 
 
 class LiveRequest:
-    """What the actors know of one request. Each field has one writer, named behind it."""
+    """The state of one request. Only one part of the engine writes each field; its comment names this part."""
 
     __slots__ = (
         "aborting",
@@ -61,48 +61,48 @@ class LiveRequest:
     )
 
     def __init__(self, request: Request, output: OutputStream) -> None:
-        self.request = request  # the tokenizer, once its ids are known
-        self.output = output  # the engine core, once
+        self.request = request  # written by the tokenizer, when the ids are known
+        self.output = output  # written by the engine core
         self.times = RequestTimes()
-        self.ends: list[Chunk] = []  # whoever puts it into the output: the last chunk of each choice
-        self.sequences: list[Sequence] = []  # the tokenizer: one for each choice
-        # The engine core or the router; None before, and while no replica is alive.
+        self.ends: list[Chunk] = []  # last chunk of each choice, written by the part that puts it into the output
+        self.sequences: list[Sequence] = []  # one for each choice, written by the tokenizer
+        # Written by the scheduler actor or the router. None before admission and while no replica is alive.
         self.scheduler: SchedulerHandle | None = None
-        self.decoders: list[ChoiceDecoder] = []  # the detokenizer, from the first output on
-        # `abort`: it is to end so, which its scheduler may not have done yet.
+        self.decoders: list[ChoiceDecoder] = []  # written by the detokenizer, with the first output
+        # How the request is to end; None: not aborted. Written by `LiveRequests`, before the scheduler ends the
+        # request.
         self.aborting: Finish | None = None
 
     @property
     def waits(self) -> bool:
-        """Whether none of its choices has run yet."""
+        """Whether no choice has run yet and none has ended."""
         return all(sequence.num_cached < 0 and sequence.finish is None for sequence in self.sequences)
 
     @property
-    def begun(self) -> bool:
-        """Whether some of its output may have gone out."""
+    def has_output(self) -> bool:
+        """Whether a choice has ended or has an output token, so that output may have been sent."""
         return any(
-            sequence.finish is not None or len(sequence.ids) > sequence.num_prompt
-            for sequence in self.sequences
+            sequence.finish is not None or len(sequence.ids) > sequence.num_prompt for sequence in self.sequences
         )
 
 
 class Timeline(NamedTuple):
-    """How a request fared, for who watches. It holds nothing of the request."""
+    """Times and counts of one request, for live views. It keeps no reference to the request."""
 
     label: str
     owner: str
-    # `time.monotonic` of arrived, tokenized, queued, scheduled, first token, ended; or 0.0.
+    # arrived, tokenized, queued, scheduled, first token, ended (`time.monotonic`, or 0.0)
     times: tuple[float, ...]
     prompt: int  # tokens
-    cached: int  # of them
+    cached: int  # prompt tokens that were cached
     output: int
-    finish: str  # kinds of its choices' ends, or the error that ended it
+    finish: str  # finish reasons of the choices, or the name of the error
 
     @classmethod
     def of(cls, live: LiveRequest, *, ended_s: float = 0.0, error: PenstockError | None = None) -> Self:
-        """Of now, or at its end."""
+        """Return the timeline of a request, live or ended at `ended_s`."""
         times, usages = live.times, [chunk.usage for chunk in live.ends]
-        said = {chunk.finish.kind for chunk in live.ends if chunk.finish}
+        kinds = {chunk.finish.kind for chunk in live.ends if chunk.finish}
         first = live.sequences[0] if live.sequences else None
         return cls(
             live.request.label,
@@ -111,12 +111,12 @@ class Timeline(NamedTuple):
             first.num_prompt if first else len(live.request.ids or ()),
             max(0, first.num_cached) if first else 0,
             sum(usage.output for usage in usages) if ended_s else sum(s.num_output for s in live.sequences),
-            type(error).__name__ if error is not None else ", ".join(sorted(said)) if ended_s else "",
+            type(error).__name__ if error is not None else ", ".join(sorted(kinds)) if ended_s else "",
         )
 
     @property
     def state(self) -> str:
-        """Where it is."""
+        """The phase of the request."""
         _, tokenized, queued, scheduled, first_token, ended = self.times
         if ended:
             return "ended"
@@ -126,32 +126,33 @@ class Timeline(NamedTuple):
 
 
 class RequestObserver(Protocol):
-    """Who counts or logs requests. Its methods return at once and raise nothing."""
+    """Counts, logs or traces requests. The methods must not block or raise."""
 
     def began(self, live: LiveRequest) -> None:
-        """A request was taken in; its ids may not be known yet."""
+        """Called when a request is accepted. Its ids may not be known yet."""
         ...
 
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
-        """A chunk with tokens goes out, and the one before it of the same choice at `before_s`; 0.0: there was none.
+        """Called when a chunk with tokens is sent. `before_s` is the time of the choice's previous chunk, or 0.0.
 
-        Before the first one of any choice, `live.times.first_token` is 0.0.
+        `live.times.first_token` is 0.0 at the first chunk of the request.
         """
         ...
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
-        """The output has ended: with `live.ends`, or with an error for its reader."""
+        """Called when the output has ended, with `live.ends` or with an error."""
         ...
 
 
 class LiveRequests:
-    """The one table of them, owned by the engine core. A request that has ended is not in it."""
+    """The table of live requests, owned by the engine core. Ended requests are removed."""
 
     def __init__(self, observers: Seq[RequestObserver] = ()) -> None:
         self.observers = observers
-        # Of requests that have ended, the last one last.
+        # Timelines of ended requests, the latest last.
         self.recent: deque[Timeline] = deque(maxlen=NUM_RECENT)
-        self._live: dict[int, LiveRequest] = {}  # by request id
+        self._live: dict[int, LiveRequest] = {}  # request id -> request
+        self._labels: set[tuple[str, str]] = set()  # (owner, label) of the live requests
         self._idle = asyncio.Event()
         self._idle.set()
         self.get = self._live.get
@@ -160,11 +161,15 @@ class LiveRequests:
         return len(self._live)
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        """Over those of now; requests may come and go meanwhile."""
+        """Iterate over a copy: requests may be added and removed meanwhile."""
         return iter(list(self._live.values()))
 
     def add(self, request: Request) -> LiveRequest:
-        """Enter a new request."""
+        """Add a new request. Raises `InvalidRequest` if its owner has a live request with the same label."""
+        label = request.owner, request.label
+        if request.label and label in self._labels:
+            raise InvalidRequest(f"A request with the rid {request.label[:80]!r} is running already.", param="rid")
+        self._labels.add(label)
         output = OutputStream(request.id, request.sampling.n, self.abort)
         live = self._live[request.id] = LiveRequest(request, output)
         self._idle.clear()
@@ -173,9 +178,10 @@ class LiveRequests:
         return live
 
     def remove(self, live: LiveRequest, error: PenstockError | None = None) -> None:
-        """Its output has ended. Does nothing the second time."""
+        """Remove a request whose output has ended. A second call does nothing."""
         if self._live.pop(live.request.id, None) is None:
             return
+        self._labels.discard((live.request.owner, live.request.label))
         self.recent.append(Timeline.of(live, ended_s=monotonic(), error=error))
         for observer in self.observers:
             observer.ended(live, error)
@@ -183,7 +189,7 @@ class LiveRequests:
             self._idle.set()
 
     def abort(self, request_id: int) -> None:
-        """End a request wherever it is; its output ends with kind "abort". Unknown ids are ignored."""
+        """Abort a request in any phase; its output ends with kind "abort". Unknown ids are ignored."""
         live = self._live.get(request_id)
         if live is None or live.aborting is not None:
             return
@@ -198,9 +204,10 @@ class LiveRequests:
         self.remove(live)
 
     def abort_label(self, label: str, *, owner: str | None = None, exact: bool = False) -> int:
-        """Abort every request whose label starts with `label`; returns how many.
+        """Abort every request whose label starts with `label`, and return their number.
 
-        With `owner` only those of this owner; with `exact` only that label, or its numbered ones of a batch.
+        With `owner`, only this owner's requests are aborted. With `exact`, only requests are aborted whose label is
+        `label` or one of the numbered labels ("label_0") that a batch derives from it.
         """
         matches = _is_label if exact else str.startswith
         ids = [
@@ -213,7 +220,7 @@ class LiveRequests:
         return len(ids)
 
     def fail(self, request_id: int, error: PenstockError) -> None:
-        """End a request with an error for its sender, and its computation if there is any. Unknown ids are ignored."""
+        """End a request with an error for its client, and stop its computation. Unknown ids are ignored."""
         live = self._live.get(request_id)
         if live is None:
             return
@@ -228,11 +235,11 @@ class LiveRequests:
             self.fail(live.request.id, error)
 
     async def wait_idle(self) -> None:
-        """Return when the last request has ended."""
+        """Return when no request is live."""
         await self._idle.wait()
 
 
-def _is_label(label: str, given: str) -> bool:
-    """Whether the label is the given one, or one that a batch made of it by a number."""
+def _is_label(label: str, wanted: str) -> bool:
+    """Whether the label is `wanted`, or a numbered label that a batch derived from `wanted`."""
     name, _, number = label.rpartition("_")
-    return label == given or (name == given and number.isdecimal())
+    return label == wanted or (name == wanted and number.isdecimal())

@@ -1,4 +1,4 @@
-"""How late the event loop is, and a warning when Python's garbage collector holds everything up."""
+"""Measures the lag of the event loop, and warns of long garbage collections."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PERIOD_S = 0.05
 
 
 @contextmanager
-def collector_watched(threshold_s: float) -> Iterator[None]:
-    """Meanwhile, warn of every collection that takes longer; 0.0 watches nothing. Collections of any thread count."""
+def gc_watched(threshold_s: float) -> Iterator[None]:
+    """Warn of garbage collections, of any thread, that take longer than the threshold; 0.0 disables the warning."""
     if threshold_s <= 0:
         yield
         return
@@ -44,7 +44,7 @@ def collector_watched(threshold_s: float) -> Iterator[None]:
 
 
 async def watch_loop(lag_s: Histogram) -> None:
-    """Until cancelled: ask to be woken, over and over, and note by how much that was late."""
+    """Observe how late timers fire, until cancelled."""
     loop = asyncio.get_running_loop()
     while True:
         due_s = loop.time() + PERIOD_S

@@ -1,4 +1,4 @@
-"""Where one coroutine leaves things for another: many writers, one reader who takes all that has arrived."""
+"""A queue between coroutines: many writers, and one reader that takes all items at once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Item = TypeVar("Item")
 
 
 class Mailbox(Generic[Item]):
-    """Unbounded, for one event loop, with a single reader.
+    """An unbounded queue on one event loop with a single reader.
 
-    A plain future wakes the reader (1 to 3 us; a queue per item costs several times that), and the reader
-    drains everything per wake, so a busy engine pays for one wake however many items came. Whoever puts is
-    bounded elsewhere: requests by the waiting queue, deltas by the steps, chunks by the output stream's cap.
+    A future wakes the reader in 1 to 3 us, and the reader takes all items at once. `asyncio.Queue` costs several times
+    as much for each item. Other parts bound the number of items: the waiting queue bounds requests, the steps bound
+    deltas, and the output stream's limit bounds chunks.
     """
 
     __slots__ = ("_items", "_waiter")
@@ -26,7 +26,7 @@ class Mailbox(Generic[Item]):
         return len(self._items)
 
     def put(self, item: Item) -> None:
-        """Leave `item`. Never blocks; call it on the loop's thread."""
+        """Add an item. Never blocks; call it on the event-loop thread."""
         self._items.append(item)
         waiter = self._waiter
         if waiter is not None:
@@ -35,15 +35,15 @@ class Mailbox(Generic[Item]):
                 waiter.set_result(None)
 
     def take(self) -> list[Item]:
-        """Everything that has arrived, oldest first; empty when there is nothing."""
+        """Return and remove all items, oldest first. The list may be empty."""
         items, self._items = self._items, []
         return items
 
     async def wait(self) -> None:
-        """Return when there is something to take. Cancelled, it leaves the mailbox as it was."""
+        """Return when there is an item. Cancellation leaves the mailbox unchanged."""
         while not self._items:
             if self._waiter is not None:
-                raise RuntimeError("a mailbox has one reader")
+                raise RuntimeError("A mailbox has a single reader.")
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
@@ -51,6 +51,6 @@ class Mailbox(Generic[Item]):
                 self._waiter = None
 
     async def take_all(self) -> list[Item]:
-        """Wait for something, then take everything. Cancelled, it takes nothing."""
+        """Wait for an item, then take all items. Cancellation takes none."""
         await self.wait()
         return self.take()

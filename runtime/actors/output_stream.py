@@ -1,4 +1,4 @@
-"""The output of one request: chunks in, coalesced while nobody reads; read as they come, or whole."""
+"""The output of one request: a stream of chunks, merged until the reader takes them, or read as a whole."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from runtime.errors import InvalidRequest, PenstockError
 from runtime.request import Chunk, Logprobs
 
 Push = Callable[[Chunk], bool]
-MAX_UNREAD_BYTES = 16 * 1024 * 1024  # of a stream whose reader does not keep up; then the request is aborted
-MAX_WHOLE_BYTES = 256 * 1024 * 1024  # of an output that is read whole; then the request fails
-ID_BYTES = 32  # of a Python integer in a list
-LOGPROB_BYTES = 96  # of a pair of a float and an integer
+MAX_UNREAD_BYTES = 16 * 1024 * 1024  # a streamed request is aborted if more output is unread
+MAX_WHOLE_BYTES = 256 * 1024 * 1024  # a request that is read as a whole fails if its output is larger
+ID_BYTES = 32  # memory of a Python integer in a list
+LOGPROB_BYTES = 96  # memory of a pair of a float and an integer
 TOO_LARGE = (
     f"The output takes more than {MAX_WHOLE_BYTES // 1024**2} MB: stream it, or ask for fewer tokens, choices or "
     "log-probabilities."
@@ -20,10 +20,10 @@ TOO_LARGE = (
 
 
 class OutputStream:
-    """What a handler holds after submitting a request. All n choices arrive here, told apart by `Chunk.index`.
+    """The output of a submitted request. Chunks of all n choices arrive here; `Chunk.index` is the choice.
 
-    Read it with `chunks` (streaming) or `whole` (all at once), by one reader. Leaving the iteration, or
-    `close`, before the end aborts the request and gives its pages back.
+    One reader reads it with `chunks` (streaming) or `whole` (all at once). Leaving the iteration or calling `close`
+    before the end aborts the request, which frees its pages.
     """
 
     __slots__ = (
@@ -42,26 +42,26 @@ class OutputStream:
 
     def __init__(self, request_id: int, num_choices: int, abort: Callable[[int], None]) -> None:
         self.request_id = request_id
-        self._abort = abort  # ends the request with this id, and so this output
+        self._abort = abort  # aborts the request with this id, which ends this output
         self._num_open = num_choices
         self._unread: dict[int, _Coalesced] = {}
         self._unread_bytes = 0
         self._max_unread_bytes = MAX_UNREAD_BYTES
         self._error: PenstockError | None = None
         self._push: Push | None = None
-        self._push_error: Exception | None = None  # what a push raised
+        self._push_error: Exception | None = None  # the exception that `_push` raised, for the reader
         self._waiter: asyncio.Future[None] | None = None
-        self._whole: _WholeReader | None = None  # who reads it whole, perhaps with others
+        self._whole: _WholeReader | None = None  # shared by all streams of one `read_all`
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended (there may still be something to read)."""
+        """Whether every choice has ended (unread chunks may remain)."""
         return self._num_open == 0 or self._error is not None
 
-    # --- the writing side: the detokenizer and the table of live requests ---
+    # --- for writers: the detokenizer and the table of live requests ---
 
     def put(self, chunk: Chunk) -> None:
-        """Add a chunk; merges with what the reader has not taken yet, and wakes it."""
+        """Add a chunk, merged with the unread chunk of its choice, and wake the reader."""
         if self._push is not None and self._waiter is not None and self._pushed(self._push, chunk):
             if chunk.finish is not None:
                 self._num_open -= 1
@@ -87,7 +87,7 @@ class OutputStream:
             elif chunk.finish is not None and self._num_open == 0:
                 self._whole.note_end()
             return
-        # What the reader had no chance to take yet, such as the logprobs of a whole prompt, is not its fault.
+        # The new chunk does not count, since the reader had no chance to take it: prompt logprobs can exceed the limit.
         if had_bytes > self._max_unread_bytes:
             self._abort(self.request_id)
         self._wake()
@@ -95,13 +95,13 @@ class OutputStream:
     def _pushed(self, push: Push, chunk: Chunk) -> bool:
         try:
             return push(chunk)
-        except Exception as error:  # the reader's, on the writer's turn: it must not end the writer
+        except Exception as error:  # an error in the reader's function must not end the writer
             self._push_error = error
             self._wake()
             return True
 
     def fail(self, error: PenstockError) -> None:
-        """End the output with an error, which the reader gets instead of what it has not read."""
+        """End the output with an error, which the reader gets in place of unread chunks."""
         if not self.finished:
             self._error = error
             if self._whole is not None:
@@ -115,16 +115,16 @@ class OutputStream:
             if not waiter.done():
                 waiter.set_result(None)
 
-    # --- the reading side: a handler ---
+    # --- for the reader: a handler ---
 
     async def chunks(
         self, push: Push | None = None, max_unread_bytes: int | None = None
     ) -> AsyncGenerator[list[Chunk], None]:
-        """Everything that arrived since the last look, at most one chunk per choice, until the last one ends.
+        """Yield the chunks that have arrived, at most one per choice, until every choice has ended.
 
-        While this waits, `push` is offered each chunk as it comes, which saves waking the reader's task; what it
-        takes (True) does not come here, and what it raises is raised here. It must not wait. A reader that leaves more
-        than `max_unread_bytes` (`MAX_UNREAD_BYTES`) waiting ends the request.
+        While the reader waits, `push` gets each chunk first, which saves waking the reader's task. If `push`
+        returns True, the chunk is not yielded. An exception of `push` is raised here. `push` must not block.
+        The request is aborted if more than `max_unread_bytes` (None: `MAX_UNREAD_BYTES`) are unread.
         Raises the request's error (`RequestError`, `Overloaded`, `EngineFailure`).
         """
         self._push = push
@@ -147,12 +147,12 @@ class OutputStream:
             self.close()
 
     async def whole(self) -> list[Chunk]:
-        """One chunk per choice, in order, when every choice has ended. Wakes the caller once."""
+        """Return one chunk per choice, in order, after every choice has ended. Wakes the caller once."""
         [chunks] = await read_all((self,))
         return chunks
 
     def close(self) -> None:
-        """The caller is gone: abort what is unfinished. Does nothing the second time."""
+        """Abort the request unless it has finished. A second call does nothing."""
         if not self.finished:
             self._abort(self.request_id)
 
@@ -170,9 +170,9 @@ class OutputStream:
 
 
 async def read_all(streams: Sequence[OutputStream]) -> list[list[Chunk]]:
-    """The whole output of every stream, in order: one chunk per choice. Wakes the caller once.
+    """Return the whole output of every stream, in order: one chunk per choice. Wakes the caller once.
 
-    The first error is raised and the other requests are aborted. Cancelled, it aborts all of them.
+    Raises the first error and aborts the other requests. Cancellation aborts all requests.
     """
     reader = _WholeReader()
     try:
@@ -188,13 +188,13 @@ async def read_all(streams: Sequence[OutputStream]) -> list[list[Chunk]]:
 
 
 def close_all(streams: Sequence[OutputStream]) -> None:
-    """Abort what has not ended."""
+    """Abort the requests that have not ended."""
     for stream in streams:
         stream.close()
 
 
 class _WholeReader:
-    """Waits for the ends of all streams of a call, without a task for each, or for the first error of one."""
+    """Waits until all streams of a call have ended or one has failed, without a task for each."""
 
     __slots__ = ("_error", "_waiter", "num_open")
 
@@ -224,7 +224,7 @@ class _WholeReader:
 
 
 class _Coalesced:
-    """Chunks of one choice that nobody has read yet, as one."""
+    """Unread chunks of one choice, merged into one."""
 
     __slots__ = ("_first", "_ids", "_last", "_logprobs", "_texts")
 
@@ -236,11 +236,11 @@ class _Coalesced:
 
     def add(self, chunk: Chunk) -> None:
         if self._last is self._first:
-            self._start(self._first)
-        self._start(chunk)
+            self._append(self._first)
+        self._append(chunk)
         self._last = chunk
 
-    def _start(self, chunk: Chunk) -> None:
+    def _append(self, chunk: Chunk) -> None:
         self._texts.append(chunk.text)
         self._ids.extend(chunk.ids)
         if chunk.logprobs is not None:
@@ -258,7 +258,7 @@ class _Coalesced:
 
 
 def join_logprobs(parts: list[Logprobs]) -> Logprobs | None:
-    """Logprobs of consecutive tokens as one; None for no parts."""
+    """Concatenate the logprobs of consecutive tokens; return None for an empty list."""
     if len(parts) < 2:
         return parts[0] if parts else None
     joined = Logprobs([], [], [])
@@ -270,8 +270,8 @@ def join_logprobs(parts: list[Logprobs]) -> Logprobs | None:
 
 
 def _num_bytes(logprobs: Logprobs) -> int:
-    """About what they take in memory."""
-    pairs = len(logprobs.chosen)
-    pairs += sum(len(others) for others in logprobs.top if others is not None)
-    pairs += sum(len(others) for others in logprobs.requested if others is not None)
-    return LOGPROB_BYTES * pairs
+    """Estimate the memory of the logprobs."""
+    count = len(logprobs.chosen)
+    count += sum(len(pairs) for pairs in logprobs.top if pairs is not None)
+    count += sum(len(pairs) for pairs in logprobs.requested if pairs is not None)
+    return LOGPROB_BYTES * count

@@ -1,4 +1,4 @@
-"""One copy of the model, ready to compute: its plan, its scheduler and its runner."""
+"""Starting replicas: copies of the model, each with its plan, scheduler and runner."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ from runtime.kv_cache.kinds import CacheKind, Specs
 from runtime.kv_cache.page_events import PageEvents
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.registry import make_kinds
-from runtime.kv_cache.sizing import StepMemory, check_balance, max_running, memory_table, size_pool
+from runtime.kv_cache.sizing import (
+    StepMemory,
+    check_balance,
+    host_pages,
+    max_running,
+    memory_table,
+    size_pool,
+)
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -35,27 +42,27 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.core")
 
 NO_MEMORY = (
-    "There is too little memory for the model and its KV cache; lower --mem-fraction-static or --max-total-tokens, or "
+    "There is too little memory for the model and its KV cache. Lower --mem-fraction-static or --max-total-tokens, or "
     "end other programs."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One copy of the model, handed to a scheduler actor, which closes the runner."""
+    """One copy of the model. The scheduler actor that receives the replica closes the runner."""
 
-    plan: Plan  # with the number of sequences that its KV pool allows
+    plan: Plan  # its `max_running` is limited to what the KV pool allows
     scheduler: Scheduler
     runner: Runner
     kv_events: KvEventPublisher | None = None
 
 
 async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) -> list[Replica]:
-    """The replicas with these numbers. Their weights load at the same time; then their KV pools are sized and made
-    one after the other, since replicas on one machine share its memory.
+    """Start the replicas with these indices.
 
-    Raises `ConfigurationError` for what only the files themselves show, `WorkerFailed` naming the rank,
-    `EngineFailure` for what the system refused. Failed or cancelled, it leaves nothing behind.
+    Their weights load concurrently. Their KV pools are sized and allocated one after the other, since replicas on one
+    machine share its memory. Raises `ConfigurationError` for options that the files rule out, `WorkerFailed` with the
+    rank, and `EngineFailure` if the system lacks a resource. On failure or cancellation, everything is released.
     """
     loaders = [_ReplicaLoader(plan, facts, index) for index in indices]
     try:
@@ -73,13 +80,13 @@ async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) 
 
 
 async def start_replica(plan: Plan, facts: ModelFacts, index: int) -> Replica:
-    """As `start_replicas`, one of them."""
+    """Start the replica with this index. Raises the errors of `start_replicas`."""
     [replica] = await start_replicas(plan, facts, [index])
     return replica
 
 
 class _ReplicaLoader:
-    """One replica on its way: `load`, then `finish`; or `close` at any time, which gives everything back."""
+    """Starts one replica: call `load`, then `finish`. `close` may be called at any point and releases everything."""
 
     def __init__(self, plan: Plan, facts: ModelFacts, index: int) -> None:
         self._plan = plan
@@ -92,10 +99,10 @@ class _ReplicaLoader:
 
     async def load(self) -> None:
         """Start the worker processes and load every rank's weights."""
-        from runtime.worker.worker import ModelWorker, WorkerSetup
+        from runtime.worker.worker import TARGET, ModelSetup, ModelWorker, WorkerSetup
 
         plan, facts, group = self._plan, self._facts, self._group
-        if plan.observe.kv_events is not None:  # before what takes long
+        if plan.observe.kv_events is not None:  # created first, because its errors appear at once
             self._kv_events = KvEventPublisher(plan.observe.kv_events, self._index)
         parallel = plan.parallel
         began = time.monotonic()
@@ -103,8 +110,9 @@ class _ReplicaLoader:
         environment = _share_processors(plan)
         with _in_time(parallel.join_timeout_s, "join from the other machines"):
             await group.start(parallel, facts, environment)
+        models = {TARGET: ModelSetup(facts, plan.model)}
         own, *others = (
-            WorkerSetup.of(plan, facts, rank, self._index * parallel.ranks) for rank in range(parallel.ranks)
+            WorkerSetup.of(plan, models, rank, self._index * parallel.ranks) for rank in range(parallel.ranks)
         )
         for process, setup in zip(group.workers, others, strict=True):
             process.send(encode({"setup": setup}))
@@ -116,19 +124,19 @@ class _ReplicaLoader:
             "Load weight end. type=%s, dtype=%s, mem usage=%.2f GB, %.1f s",
             facts.architecture,
             plan.model.dtype,
-            worker.weight_bytes / GIB,
+            sum(worker.weight_bytes.values()) / GIB,
             time.monotonic() - began,
         )
         logger.info("Kernels: %s", worker.kernels_description)
 
     async def finish(self) -> Replica:
-        """Size and make the KV pools, and the runner, which owns worker and processes from then on."""
+        """Size and allocate the KV pools, and create the runner, which then owns the worker and its processes."""
         from runtime.distributed.group_runner import GroupRunner
         from runtime.worker.model_runner import ModelRunner
 
         worker, group = self._worker, self._group
         if worker is None:
-            raise RuntimeError("A replica finishes when it has loaded.")
+            raise RuntimeError("load() must complete before finish().")
         steps = None
         if worker.device.type == "cuda" and self._plan.parallel.ranks == 1:
             steps = await anyio.to_thread.run_sync(worker.profile_memory, self._plan)
@@ -137,19 +145,21 @@ class _ReplicaLoader:
             await anyio.to_thread.run_sync(worker.memory),
             *(body["memory"] for body in await group.receive()),
         ]
-        cache, kinds, reason = self._size_cache(worker.cache_specs, memory, steps)
+        # Sets `max_running` of the plan to what fits into the pools.
+        self._plan, cache, kinds, reason = size_cache(self._plan, worker, memory, steps)
         plan = self._plan
         kv_bytes = await self._join(worker, cache)
         num_tokens = cache.num_pages * cache.page_size
         logger.info("KV Cache is allocated. #tokens: %d, %.2f GB", num_tokens, kv_bytes / GIB)
         after = await anyio.to_thread.run_sync(worker.memory)
-        _log_memory(plan, memory[0], after, kv_bytes, reason, steps)
+        _log_memory(plan, worker.weight_bytes, memory[0], after, kv_bytes, reason, steps)
         prefixes = PrefixCache(
             cache.num_pages,
             plan.cache.page_size,
             enabled=plan.cache.prefix_cache,
             kinds=kinds,
             events=PageEvents(plan.cache.page_size) if self._kv_events is not None else None,
+            num_host_pages=cache.num_host_pages,
         )
         scheduler = Scheduler(
             plan.scheduler,
@@ -162,37 +172,8 @@ class _ReplicaLoader:
         self._runner = GroupRunner(runner, group, worker.mesh) if group.workers else runner
         return Replica(plan, scheduler, self._runner, self._kv_events)
 
-    def _size_cache(
-        self, specs: Specs, memory: Sequence[Mapping[str, int]], steps: StepMemory | None
-    ) -> tuple[CacheSetup, list[CacheKind], str]:
-        """What the pools hold on every rank, and why. The plan learns how many sequences fit into them."""
-        from runtime.distributed.mesh import RankInfo
-        from runtime.worker.worker import CacheSetup
-
-        plan, parallel = self._plan, self._plan.parallel
-        ranks = [
-            RankInfo(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size)
-            for rank in range(parallel.ranks)
-        ]
-        local = [rank.local_specs(specs, self._facts.num_layers) for rank in ranks]
-        pages, reason = _size(plan, local, memory, steps)
-        plan = replace(plan, scheduler=replace(plan.scheduler, max_running=max_running(plan, pages)))
-        kinds = make_kinds(specs, plan, pages)
-        limits = [plan.scheduler.max_running, *(kind.max_sequences for kind in kinds if kind.max_sequences)]
-        self._plan = replace(plan, scheduler=replace(plan.scheduler, max_running=min(limits)))
-        cache = CacheSetup(
-            num_pages=pages,
-            page_size=plan.cache.page_size,
-            kv_dtype=plan.cache.kv_dtype,
-            num_sequences=min(limits),
-            kinds={kind.name: kind.count for kind in kinds},
-        )
-        also = "".join(f", {count} for {name} layers" for name, count in cache.kinds.items())
-        reason = f"{pages} pages{also} of {cache.page_size} tokens in {cache.kv_dtype}: {reason}"
-        return cache, kinds, reason
-
     async def close(self) -> None:
-        """Give everything back, however far it came."""
+        """Release everything that was started so far."""
         if self._kv_events is not None:
             await anyio.to_thread.run_sync(self._kv_events.close)
         if self._runner is not None:
@@ -203,7 +184,7 @@ class _ReplicaLoader:
             await anyio.to_thread.run_sync(self._worker.close)
 
     async def _join(self, worker: ModelWorker, cache: CacheSetup) -> int:
-        """Have all ranks meet and make their pools -> the bytes of rank 0's."""
+        """Let all ranks join the process group and allocate their pools; return the bytes of rank 0's pool."""
         plan, group = self._plan, self._group
         if not group.workers:
             return await anyio.to_thread.run_sync(worker.join, cache, None)
@@ -218,19 +199,74 @@ class _ReplicaLoader:
         return kv_bytes
 
     async def _lead(self, worker: ModelWorker) -> StepExecutor:
-        """Have all ranks make ready for steps, together -> those of rank 0."""
+        """Let all ranks prepare for steps (graph capture) together; return rank 0's executor."""
+        from runtime.worker.worker import TARGET
+
         plan, group = self._plan, self._group
         if not group.workers:
-            return await anyio.to_thread.run_sync(worker.lead, plan)
+            return await anyio.to_thread.run_sync(worker.lead, plan, TARGET)
         with _in_time(plan.parallel.join_timeout_s, "capture their CUDA graphs"):
             async with anyio.create_task_group() as preparing:
                 preparing.start_soon(group.receive)
-                executor = await anyio.to_thread.run_sync(worker.lead, plan, abandon_on_cancel=True)
+                executor = await anyio.to_thread.run_sync(worker.lead, plan, TARGET, abandon_on_cancel=True)
         return executor
 
 
+def _size_swap_space(plan: Plan, specs: Sequence[Specs]) -> int:
+    """Return the number of host pages, equal on all ranks, and log it with its reason."""
+    num_pages, reason = min(host_pages(plan, local) for local in specs)
+    if reason:
+        level = logging.INFO if num_pages else logging.WARNING
+        logger.log(level, "--swap-space: %s.", reason)
+    return num_pages
+
+
+def _check_drafts(kinds: Sequence[CacheKind], max_drafts: int) -> None:
+    """Raise `ConfigurationError` if a cache cannot take back `max_drafts` rejected tokens."""
+    for kind in kinds:
+        if kind.steps_back is not None and kind.steps_back < max_drafts:
+            raise ConfigurationError(
+                f"--speculative-algorithm: this model's layers with {kind.name} caches can take back "
+                f"{kind.steps_back} token, not {max_drafts}; set --speculative-num-draft-tokens {kind.steps_back} or "
+                "leave the option out."
+            )
+
+
+def size_cache(
+    plan: Plan, worker: ModelWorker, memory: Sequence[Mapping[str, int]], steps: StepMemory | None
+) -> tuple[Plan, CacheSetup, list[CacheKind], str]:
+    """Size the KV pools of all models on every rank.
+
+    Returns the plan with the final `max_running`, the sizes (equal on all ranks), the cache kinds, and the reason for
+    the sizes. `memory` has the memory of each rank in bytes; see `ModelWorker.memory`.
+    """
+    from runtime.mesh.rank_info import RankInfo
+    from runtime.worker.worker import CacheSetup
+
+    parallel = plan.parallel
+    ranks = [RankInfo(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size) for rank in range(parallel.ranks)]
+    local = [worker.local_specs(rank) for rank in ranks]
+    pages, reason = _size(plan, local, memory, steps)
+    plan = replace(plan, scheduler=replace(plan.scheduler, max_running=max_running(plan, pages)))
+    kinds = make_kinds(worker.cache_specs, plan, pages)
+    _check_drafts(kinds, plan.scheduler.max_drafts)
+    limits = [plan.scheduler.max_running, *(kind.max_sequences for kind in kinds if kind.max_sequences)]
+    plan = replace(plan, scheduler=replace(plan.scheduler, max_running=min(limits)))
+    cache = CacheSetup(
+        num_pages=pages,
+        page_size=plan.cache.page_size,
+        kv_dtype=plan.cache.kv_dtype,
+        num_sequences=min(limits),
+        kinds={kind.name: kind.count for kind in kinds},
+        num_host_pages=_size_swap_space(plan, local),
+    )
+    also = "".join(f", {count} for {name} layers" for name, count in cache.kinds.items())
+    reason = f"{pages} pages{also} of {cache.page_size} tokens in {cache.kv_dtype}: {reason}"
+    return plan, cache, kinds, reason
+
+
 def _share_processors(plan: Plan) -> dict[str, str]:
-    """Set how many threads this process computes with, and return what others are started with."""
+    """Set the number of threads of this process, and return the environment for the worker processes."""
     environment = thread_environment(plan)
     if environment:
         import torch
@@ -240,13 +276,13 @@ def _share_processors(plan: Plan) -> dict[str, str]:
 
 
 def _start_failure(error: BaseException) -> BaseException:
-    """What to raise when a replica cannot start: what the system refused becomes an error of ours."""
+    """Return the error to raise when a replica cannot start. Errors of the system become Penstock's errors."""
     import torch
     from safetensors import SafetensorError
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return EngineFailure(NO_MEMORY)
-    if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's word for it on a CPU
+    if isinstance(error, RuntimeError) and "allocate memory" in str(error):  # torch's error on a CPU
         return EngineFailure(NO_MEMORY)
     if isinstance(error, SafetensorError):
         return CheckpointError(f"The weights cannot be read: {error}.")
@@ -257,32 +293,31 @@ def _start_failure(error: BaseException) -> BaseException:
 
 @contextmanager
 def _in_time(seconds: float, what: str) -> Iterator[None]:
-    """Turn too long a wait into a refusal that says what to do."""
+    """Raise `ConfigurationError` with advice if the block takes longer than `seconds`."""
     try:
         with anyio.fail_after(seconds):
             yield
     except TimeoutError as error:
-        raise ConfigurationError(
-            f"The ranks did not {what} within {seconds:g} s; see --dist-timeout."
-        ) from error
+        raise ConfigurationError(f"The ranks did not {what} within {seconds:g} s; see --dist-timeout.") from error
 
 
 def _log_memory(
     plan: Plan,
+    weight_bytes: Mapping[str, int],
     before: Mapping[str, int],
     after: Mapping[str, int],
     kv_bytes: int,
     reason: str,
     steps: StepMemory | None,
 ) -> None:
-    """One table of rank 0's memory, before and after its pool was made."""
+    """Log a table of rank 0's memory, from figures before and after its pool was allocated."""
     table = memory_table(
         device=plan.model.device,
         total_bytes=before["total"],
-        weight_bytes=before["weights"],
+        weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
         kv_reason=reason,
-        # A pool of zeros takes real memory only as it is written.
+        # On a CPU, the pool does not count as used before it is written.
         free_bytes=min(after["available"], before["available"] - kv_bytes),
         steps=steps,
     )
@@ -292,13 +327,13 @@ def _log_memory(
 def _size(
     plan: Plan, specs: Sequence[Specs], memory: Sequence[Mapping[str, int]], steps: StepMemory | None
 ) -> tuple[int, str]:
-    """Pages of the KV pool, now that the weights are in place: what the rank with the least room can hold.
+    """Return the number of pages that fit on the rank with the least memory after loading, and the reason for it.
 
-    Raises `ConfigurationError` where other programs take much more of one GPU than of the others.
+    Raises `ConfigurationError` if other programs use much more memory of one GPU than of the others.
     """
     parallel = plan.parallel
     on_cpu = plan.model.device == "cpu"
-    # Ranks of one machine share its memory; each replica counts only itself as there.
+    # On a CPU, all ranks of all replicas share one memory.
     sharing = parallel.ranks * parallel.dp_size if on_cpu else 1
     check_balance([] if on_cpu else [own["available"] for own in memory])
     sizes = [

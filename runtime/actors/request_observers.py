@@ -1,4 +1,4 @@
-"""What is logged and counted of requests as they come, go out and end."""
+"""Observers that log and count requests."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from runtime.sampling_params import SamplingParams
 
 logger = logging.getLogger("penstock.requests")
 
-SHORT_CHARS = 2048  # of a text at level 2
+SHORT_CHARS = 2048  # at level 2, texts are cut to this length
 _DEFAULTS = SamplingParams()
 
 
 class RequestLog:
-    """A `RequestObserver` that logs. What clients sent is written as JSON, so that no text can forge a line.
+    """A `RequestObserver` that logs requests. Client data is logged as JSON, so that no text can forge a log line.
 
-    `level` is that of `--log-requests-level`.
+    `level` is `--log-requests-level`.
     """
 
     def __init__(self, level: int) -> None:
         self._level = level
-        self._texts: dict[int, dict[int, StringIO]] = {}  # by request id and choice, of level 2 and above
+        self._texts: dict[int, dict[int, StringIO]] = {}  # request id -> choice -> text, at level 2 and above
 
     def began(self, live: LiveRequest) -> None:
-        """Log what was asked for."""
-        logger.info("Receive: obj=%s", self._asked(live))
+        """Log the request."""
+        logger.info("Receive: obj=%s", self._request(live))
 
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
-        """Keep the text for the line at the end."""
+        """Collect the text for the log line at the end."""
         if self._level < 2:
             return
         text = self._texts.setdefault(live.request.id, {}).setdefault(chunk.index, StringIO())
@@ -45,7 +45,7 @@ class RequestLog:
             text.write(chunk.text)
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
-        """Log what came of it."""
+        """Log the outputs, or the error."""
         texts = self._texts.pop(live.request.id, {})
         seconds = round(time.monotonic() - live.times.arrived, 6)
         if error is not None:
@@ -56,19 +56,19 @@ class RequestLog:
             }
         else:
             out = {"choices": [self._choice(chunk, texts) for chunk in live.ends], "e2e_latency": seconds}
-        logger.info("Finish: obj=%s, out=%s", self._asked(live), _json(out))
+        logger.info("Finish: obj=%s, out=%s", self._request(live), _json(out))
 
-    def _asked(self, live: LiveRequest) -> str:
+    def _request(self, live: LiveRequest) -> str:
         request = live.request
-        said: dict[str, Any] = {"rid": request.label}
+        fields: dict[str, Any] = {"rid": request.label}
         if self._level >= 1:
-            said["sampling_params"] = _set(request.sampling)
+            fields["sampling_params"] = _non_defaults(request.sampling)
         if self._level >= 2:
             if request.text is not None:
-                said["text"] = self._shortened(request.text)
+                fields["text"] = self._shortened(request.text)
             elif request.ids is not None:
-                said["input_ids"] = list(request.ids if self._level >= 3 else request.ids[:SHORT_CHARS])
-        return _json(said)
+                fields["input_ids"] = list(request.ids if self._level >= 3 else request.ids[:SHORT_CHARS])
+        return _json(fields)
 
     def _choice(self, chunk: Chunk, texts: dict[int, StringIO]) -> dict[str, Any]:
         finish = chunk.finish
@@ -79,7 +79,7 @@ class RequestLog:
         }
         if self._level >= 2:
             text = texts[chunk.index].getvalue() if chunk.index in texts else ""
-            rest = "" if chunk.ids else chunk.text  # such a chunk was not `sent`
+            rest = "" if chunk.ids else chunk.text  # a chunk without tokens was not passed to `sent`
             choice["text"] = self._shortened(text + rest)
         return choice
 
@@ -88,16 +88,16 @@ class RequestLog:
 
 
 class TimeStatsLog:
-    """A `RequestObserver` that logs how long a request waited and ran."""
+    """A `RequestObserver` that logs how long each request waited and ran."""
 
     def began(self, live: LiveRequest) -> None:
-        """Nothing is known yet."""
+        """Do nothing: times are logged at the end."""
 
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
-        """Nothing is logged of single tokens."""
+        """Do nothing: single tokens are not logged."""
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
-        """One line; of a request that was never in a step, the time until now is what it waited."""
+        """Log one line. If the request was in no step, all of its time counts as waiting."""
         times, now_s = live.times, time.monotonic()
         begun_s = times.scheduled or now_s
         logger.info(
@@ -112,8 +112,8 @@ class TimeStatsLog:
         )
 
 
-def _set(sampling: SamplingParams) -> dict[str, Any]:
-    """The parameters that are not the defaults."""
+def _non_defaults(sampling: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that differ from their defaults."""
     values = {field.name: getattr(sampling, field.name) for field in dataclasses.fields(sampling)}
     return {name: value for name, value in values.items() if value != getattr(_DEFAULTS, name)}
 
@@ -123,23 +123,23 @@ def _json(value: Any) -> str:
 
 
 class RequestMetrics:
-    """A `RequestObserver` that counts."""
+    """A `RequestObserver` that updates the metrics."""
 
     def __init__(self, metrics: EngineMetrics) -> None:
         self._metrics = metrics
 
     def began(self, live: LiveRequest) -> None:
-        """Counted when it ends."""
+        """Do nothing: requests are counted at the end."""
 
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
-        """Count the time to the first token, or since the last one: about 0.4 us."""
+        """Observe the time to the first token, or between tokens. Takes about 0.4 us."""
         if not live.request.counted:
             return
         series = self._metrics.of_labels(live.request.caller.labels)
         if before_s:
             num_tokens = len(chunk.ids)
             series.between_tokens_s.observe((now_s - before_s) / num_tokens, num_tokens)
-        elif not live.times.first_token:  # of the first choice
+        elif not live.times.first_token:  # no choice has sent a token
             series.first_token_s.observe(now_s - live.times.arrived)
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:

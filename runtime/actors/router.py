@@ -1,4 +1,4 @@
-"""Several replicas of the model in one engine: who gets which request, and what becomes of those of a dead one."""
+"""Data-parallel router: assigns requests to replicas, restarts a failed replica and moves its requests."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.core")
 
-MAX_RESTARTS = 3  # in a row; a replica that fails so often is given up
-RESTART_RETRY_S = 10  # when to ask again while no replica is alive
-RESTART_DELAY_S = 1.0  # before the second attempt, doubled with every further one
+MAX_RESTARTS = 3  # failed attempts to restart a replica before it is given up
+RESTART_RETRY_S = 10  # clients should retry after this time while no replica is alive
+RESTART_DELAY_S = 1.0  # wait before the second attempt; it doubles with each further attempt
 
-# Longest-prefix placement gives way when its choice has this many more requests than the least busy replica,
-# beyond twice as many: a popular prefix is then computed a second time elsewhere, and shared there as well.
+# `longest_prefix` does not choose a replica that has more requests than twice the least busy replica plus this number.
+# A popular prefix is then computed on a second replica too, so that both replicas can serve it.
 PREFIX_SLACK = 8
 
 
 class ReplicaLoad(NamedTuple):
-    """What is known of one replica when a request arrives."""
+    """The load of one replica when a request arrives."""
 
-    num_requests: int  # that it has and that have not ended
-    num_tokens: int  # of these, prompt and output so far
-    num_cached: int  # tokens of the new prompt that it has in its cache
+    num_requests: int  # requests of the replica that have not ended
+    num_tokens: int  # prompt and output tokens of these requests
+    num_cached: int  # tokens of the new prompt in the replica's prefix cache
 
 
-# The replicas that can take it -> index of the one that does.
+# Maps the loads of the replicas that are alive to the index of the chosen replica.
 BalancePolicy = Callable[[Sequence[ReplicaLoad]], int]
 
 
 class Router:
-    """One scheduler actor for each replica, all on one loop.
+    """Routes requests to the scheduler actors of all replicas, which run on one event loop.
 
-    A replica that fails is closed and started again: requests of which nothing was sent yet go to the others, the
-    rest fail with the reason. Once it is back it gets its share of those that wait. The engine fails when the last
+    A failed replica is closed and restarted. Its requests without output move to the other replicas; the rest fail
+    with the reason. The restarted replica gets its share of the waiting requests. The engine fails when the last
     replica is given up.
     """
 
@@ -67,7 +67,7 @@ class Router:
         self._metrics = metrics
         self._max_queued = replicas[0].plan.scheduler.max_queued
         self._num_given_up = 0
-        # By the replica's index; None while it is started again, and once it is given up.
+        # Scheduler actor of each replica by index; None while a replica restarts and after it is given up.
         self._schedulers: list[SchedulerActor | None] = [
             self._actor(index, replica) for index, replica in enumerate(replicas)
         ]
@@ -77,42 +77,42 @@ class Router:
         return [scheduler for scheduler in self._schedulers if scheduler is not None]
 
     @property
-    def room(self) -> int:
-        """How many more choices the queues take. Requests wait here while no replica is alive."""
+    def queue_space(self) -> int:
+        """Number of further choices that the queues accept. Requests wait here while no replica is alive."""
         if alive := self.alive:
-            return sum(scheduler.room for scheduler in alive)
+            return sum(scheduler.queue_space for scheduler in alive)
         return self._max_queued - sum(len(live.sequences) for live in self._requests)
 
     @property
     def least_urgency(self) -> float:
-        """As of a scheduler, over all."""
+        """Lowest urgency of the waiting requests of all replicas; infinite if there are none or priorities are off."""
         return min((scheduler.least_urgency for scheduler in self.alive), default=math.inf)
 
     @property
     def wait_s(self) -> float:
-        """How long a request that comes now is expected to wait; as of a scheduler."""
+        """Expected wait of a new request on the replica with the shortest wait; 0.0 if no replica is alive."""
         return min((scheduler.wait_s for scheduler in self.alive), default=0.0)
 
     @property
     def retry_after_s(self) -> int:
-        """The hint for those who are refused."""
+        """Seconds after which a refused client should retry."""
         return min((scheduler.retry_after_s for scheduler in self.alive), default=RESTART_RETRY_S)
 
     def admit(self, live: LiveRequest) -> None:
-        """Give a request to a replica; to the first that is alive again, if none is."""
+        """Assign a request to a replica. If no replica is alive, the first one to restart gets it."""
         alive = self.alive
         if alive:
             index = self._policy(self._loads(alive, live)) if len(alive) > 1 else 0
             alive[index].admit(live)
 
     async def run(self) -> None:
-        """Until cancelled. Raises `EngineFailure` when no replica is left, or an actor's mistake."""
+        """Run all replicas until cancelled. Raises `EngineFailure` when no replica is left, or an actor's exception."""
         async with anyio.create_task_group() as replicas:
             for index in range(len(self._schedulers)):
                 replicas.start_soon(self._run_replica, index)
 
     async def _run_replica(self, index: int) -> None:
-        """Run a replica, over and over: each time it fails it is started again, until it is given up."""
+        """Run a replica, and restart it after each failure until it is given up."""
         while scheduler := self._schedulers[index]:
             try:
                 await scheduler.run()
@@ -129,50 +129,50 @@ class Router:
     async def _close(self, index: int, scheduler: SchedulerActor) -> None:
         try:
             await scheduler.close()
-        except Exception:  # the replica's border: what is left of it must not end the healthy ones
+        except Exception:  # a failure to close must not end the healthy replicas
             logger.exception("Replica %d could not be closed.", index)
 
     async def _restart(self, index: int) -> bool:
-        """Start a replica again; False when every attempt failed."""
+        """Restart a replica. Return False if every attempt failed."""
         for attempt in range(MAX_RESTARTS):
             if attempt:
                 await anyio.sleep(RESTART_DELAY_S * 2 ** (attempt - 1))
             try:
                 replica = await self._start_replica(index)
-            except Exception:  # the replica's border: a device without memory must not end the healthy ones
-                logger.exception("Replica %d could not be started again.", index)
+            except Exception:  # a failed start must not end the healthy replicas
+                logger.exception("Replica %d could not be restarted.", index)
                 continue
-            self._schedulers[index] = fresh = self._actor(index, replica)
+            self._schedulers[index] = restarted = self._actor(index, replica)
             logger.warning("Replica %d is alive again.", index)
             for live in self._requests:
                 if live.sequences and live.scheduler is None:
                     self.admit(live)
-            self._share_waiting(fresh)
+            self._rebalance_waiting(restarted)
             return True
         logger.critical("Replica %d is given up.", index)
         return False
 
-    def _share_waiting(self, fresh: SchedulerActor) -> None:
-        """Move requests that wait elsewhere, the latest first, to a replica that has come back: to each its share."""
+    def _rebalance_waiting(self, restarted: SchedulerActor) -> None:
+        """Move waiting requests to a restarted replica so that all replicas have equal shares."""
         waiting: dict[object, list[LiveRequest]] = {scheduler: [] for scheduler in self.alive}
         for live in self._requests:
             if live.scheduler in waiting and live.waits and live.aborting is None:
                 waiting[live.scheduler].append(live)
         share = sum(map(len, waiting.values())) // len(waiting)
 
-        def take(live: LiveRequest) -> None:
-            if fresh in self._schedulers:
-                fresh.admit(live)
+        def admit(live: LiveRequest) -> None:
+            if restarted in self._schedulers:
+                restarted.admit(live)
             else:
                 self.admit(live)
 
         for scheduler in self.alive:
             for live in waiting[scheduler][share:]:
-                if scheduler is not fresh:
-                    scheduler.give_back(live, take)
+                if scheduler is not restarted:
+                    scheduler.give_back(live, admit)
 
     def _move_requests(self, dead: SchedulerActor, error: EngineFailure) -> None:
-        """Nothing more comes from this replica: give its requests to others, or fail them."""
+        """Move the requests of a dead replica to other replicas. Requests that have output fail instead."""
         for live in self._requests:
             if live.scheduler is not dead:
                 continue
@@ -180,7 +180,7 @@ class Router:
             if live.aborting is not None:
                 finish = live.aborting
                 self._detokenizer.inbox.put([final_delta(sequence, finish) for sequence in live.sequences])
-            elif live.begun:
+            elif live.has_output:
                 self._requests.fail(live.request.id, type(error)(error.message))
             else:
                 live.sequences = [sequence.restarted() for sequence in live.sequences]
@@ -193,19 +193,14 @@ class Router:
                 count = counts[live.scheduler]
                 count[0] += 1
                 count[1] += sum(s.num_tokens for s in live.sequences if s.finish is None)
-        return [
-            ReplicaLoad(*counts[actor], num_cached=actor.scheduler.num_cached(new.sequences[0]))
-            for actor in alive
-        ]
+        return [ReplicaLoad(*counts[actor], num_cached=actor.scheduler.num_cached(new.sequences[0])) for actor in alive]
 
     def _actor(self, index: int, replica: Replica) -> SchedulerActor:
-        return SchedulerActor.of(
-            replica, self._requests, self._detokenizer, index=index, metrics=self._metrics
-        )
+        return SchedulerActor.of(replica, self._requests, self._detokenizer, index=index, metrics=self._metrics)
 
 
 def balance_policy(method: str) -> BalancePolicy:
-    """The function for a `--load-balance-method`. Raises KeyError for a name that does not exist."""
+    """Return the policy that `--load-balance-method` names. Raises KeyError for an unknown name."""
     return {
         "round_robin": _RoundRobin,
         "shortest_queue": lambda: shortest_queue,
@@ -215,7 +210,7 @@ def balance_policy(method: str) -> BalancePolicy:
 
 
 class _RoundRobin:
-    """One after the other."""
+    """Chooses the replicas in turn."""
 
     def __init__(self) -> None:
         self._turns = count()
@@ -225,17 +220,17 @@ class _RoundRobin:
 
 
 def shortest_queue(replicas: Sequence[ReplicaLoad]) -> int:
-    """Who has fewest requests, and of those fewest tokens."""
+    """Return the replica with the fewest requests; on a tie, the one with the fewest tokens."""
     return min(range(len(replicas)), key=lambda i: (replicas[i].num_requests, replicas[i].num_tokens))
 
 
 def minimum_tokens(replicas: Sequence[ReplicaLoad]) -> int:
-    """Who has fewest tokens in its requests, and of those fewest requests."""
+    """Return the replica with the fewest tokens; on a tie, the one with the fewest requests."""
     return min(range(len(replicas)), key=lambda i: (replicas[i].num_tokens, replicas[i].num_requests))
 
 
 def longest_prefix(replicas: Sequence[ReplicaLoad]) -> int:
-    """Who has most of the prompt in its cache, unless it is much busier than others; else fewest tokens."""
+    """Return the replica that has the longest cached prefix, or `minimum_tokens` if that replica is much busier."""
     best = max(
         range(len(replicas)),
         key=lambda i: (replicas[i].num_cached, -replicas[i].num_tokens, -replicas[i].num_requests),

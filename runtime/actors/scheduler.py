@@ -1,4 +1,4 @@
-"""The scheduler actor: the step loop of one replica. The rules are in `runtime.scheduler`; this is the shell."""
+"""The scheduler actor: the step loop of one replica. `runtime.scheduler` decides which sequences run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import anyio
@@ -23,6 +24,7 @@ from runtime.actors.steps_in_flight import StepsInFlight
 from runtime.batch import Batch, Runner
 from runtime.config.plan import SchedulerPlan
 from runtime.errors import (
+    EngineClosed,
     EngineFailure,
     NotFinite,
     OutOfMemory,
@@ -41,19 +43,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.scheduler")
 
-# Of the loop, from a request's bytes to this inbox: the handler's, the tokenizer's, and one to spare.
+# A request needs two turns of the event loop (handler, tokenizer) from its bytes to this inbox. One turn is spare.
 ARRIVAL_TURNS = 3
-MAX_ARRIVAL_TURNS = 50  # however many keep coming
-# Of a step's time, for the masks of grammars before the next step is filled, and the least that is worth a timer.
+MAX_ARRIVAL_TURNS = 50  # maximum number of turns to wait while requests keep arriving
+# Before a batch is built, grammar masks are awaited for this share of the running step's time, unless less is left than
+# `MIN_WAIT_S`, which is not worth a timer.
 MASK_SHARE, MIN_WAIT_S = 0.5, 0.0002
 QUEUE_PERIOD_S = 1.0
 MAX_RETRY_AFTER_S = 60
 CLOSE_TIMEOUT_S = 30.0
 
-BROKEN = "The scheduler failed at this request; it was given up for the others."
-STEP_FAILED = "The forward pass failed; the request is lost."
+ENDED = "The engine can compute no more."
+BROKEN = "The scheduler failed while processing this request. Other requests continue."
+STEP_FAILED = "The forward pass failed, and the request cannot be completed."
 DISPLACED = "The request queue is full, and a request of higher priority took this one's place."
-NO_MEMORY = "The device ran out of memory; this request came last and was given up for the others."
+NO_MEMORY = "The device ran out of memory. This request, the newest one, was ended so that others can continue."
 
 
 class Admit(NamedTuple):
@@ -63,37 +67,47 @@ class Admit(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """End all choices of a request; each gets a last delta."""
+    """End all choices of a request. Each choice gets a last delta."""
 
     live: LiveRequest
 
 
 class EndChoice(NamedTuple):
-    """The text of a choice ended it; nothing more is to be sent for it."""
+    """End a choice whose text contains a stop string. No further delta follows."""
 
     live: LiveRequest
     index: int
 
 
 class GiveBack(NamedTuple):
-    """Hand a request to somebody else, unless it has begun meanwhile."""
+    """Withdraw a request and call `to` with it, unless it has run already."""
 
     live: LiveRequest
     to: Callable[[LiveRequest], None]
 
 
 class Wake(NamedTuple):
-    """Host data came for a sequence that is in no step."""
+    """Host data arrived for a sequence that is in no step."""
 
 
 WAKE = Wake()
 
 
-class SchedulerActor:
-    """Fill, launch, apply, for ever. Owns a replica's scheduler and its runner.
+@dataclass(slots=True, eq=False)
+class Pause:
+    """A period without steps. The caller of `paused` sets how it ends."""
 
-    With overlap, step n+1 is filled and launched before the tokens of step n are known. Each step's deltas go to the
-    detokenizer.
+    reached: asyncio.Future[None]  # its result is set when no step is in flight
+    recompute: bool = False  # whether the pause ends by emptying the prefix tree and recomputing all sequences
+    # If set, the replica is unusable and fails with this error when the pause ends.
+    failure: EngineFailure | None = None
+
+
+class SchedulerActor:
+    """Builds, launches and applies steps. Owns a replica's scheduler and its runner.
+
+    With overlap, step n+1 is built and launched before the tokens of step n are known. The deltas of each step go to
+    the detokenizer.
     """
 
     def __init__(
@@ -108,12 +122,13 @@ class SchedulerActor:
         series: ReplicaSeries | None = None,
         kv_events: KvEventPublisher | None = None,
     ) -> None:
-        self.index = index  # of the replica
+        self.index = index  # replica index
         self.scheduler = scheduler
         self.runner = runner
         self.progress = Progress(scheduler, plan.log_interval_steps)
         self.steps = StepsInFlight(runner, self.progress, plan.watchdog_timeout_s)
-        # Steps in flight while the next one is filled: for overlap one, in a pipeline one for each stage.
+        # Maximum number of steps in flight while the next batch is built: 1 with overlap, otherwise 0; in a pipeline,
+        # one for each other stage.
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._watchdog_timeout_s = plan.watchdog_timeout_s
         self._max_queue_time_s = plan.max_queue_time_s
@@ -125,10 +140,13 @@ class SchedulerActor:
         self._inbox: Mailbox[Admit | Abort | EndChoice | GiveBack | Wake] = Mailbox()
         self._series = series
         self._kv_events = kv_events
-        self._num_arriving = 0  # choices in the inbox
-        self._tokens_arriving = 0  # of their prompts
+        self._num_arriving = 0  # choices whose Admit is in the inbox
+        self._tokens_arriving = 0  # prompt tokens of these choices
         self._step_tokens = min(plan.step_prompt_tokens, plan.max_prefill_tokens)
-        self._num_broken = 0  # times in a row that the scheduler failed, without a step applied between
+        self._num_broken = 0  # scheduler failures since the last applied step
+        self._pauses: list[Pause] = []
+        self._failure: EngineFailure | None = None  # the error of a pause after which the replica is unusable
+        self._has_ended = False
 
     @classmethod
     def of(
@@ -140,7 +158,7 @@ class SchedulerActor:
         index: int = 0,
         metrics: EngineMetrics | None = None,
     ) -> SchedulerActor:
-        """The actor of the replica with this index."""
+        """Create the actor of a replica."""
         series = None if metrics is None else metrics.replicas[index]
         plan = replica.plan.scheduler
         return cls(
@@ -157,7 +175,7 @@ class SchedulerActor:
     # --- messages ---
 
     def admit(self, live: LiveRequest) -> None:
-        """Compute a request from now on."""
+        """Queue a request for computation."""
         live.scheduler = self
         live.times.queued = time.monotonic()
         self._num_arriving += len(live.sequences)
@@ -165,60 +183,65 @@ class SchedulerActor:
         self._inbox.put(Admit(live))
 
     def abort(self, live: LiveRequest) -> None:
-        """See SchedulerHandle."""
+        """End all choices of the request with `live.aborting`."""
         self._inbox.put(Abort(live))
 
     def end_choice(self, live: LiveRequest, index: int) -> None:
-        """See SchedulerHandle."""
+        """End a choice whose text contains a stop string. No further delta follows."""
         self._inbox.put(EndChoice(live, index))
 
     def give_back(self, live: LiveRequest, to: Callable[[LiveRequest], None]) -> None:
-        """Have `to` take over a request, unless it has begun."""
+        """Withdraw a request and call `to` with it, unless it has run already."""
         self._inbox.put(GiveBack(live, to))
 
     @property
-    def room(self) -> int:
-        """How many more choices the queue takes, those under way to it deducted."""
-        return self.scheduler.room - self._num_arriving
+    def queue_space(self) -> int:
+        """Number of further choices that the queue accepts after it has taken the choices in the inbox."""
+        return self.scheduler.queue_space - self._num_arriving
 
     @property
     def least_urgency(self) -> float:
-        """Of those that wait for their first step: a more urgent request is let in though there is no room."""
+        """Lowest urgency of the waiting requests. A full queue accepts only more urgent requests."""
         return self.scheduler.least_urgency
 
     @property
     def wait_s(self) -> float:
-        """How long a request that comes now is expected to wait until it runs."""
+        """Expected time until a new request runs."""
         return self.progress.queue.wait_s(self.scheduler.num_waiting + self._num_arriving)
 
     @property
     def retry_after_s(self) -> int:
-        """The hint for those who are refused."""
+        """Seconds after which a refused client should retry."""
         return min(max(1, math.ceil(self.wait_s)), MAX_RETRY_AFTER_S)
 
     @property
     def alive(self) -> list[SchedulerActor]:
-        """As of a router: this one."""
+        """A list with only this actor, for callers that also work with a `Router`."""
         return [self]
 
-    # --- life ---
+    # --- lifecycle ---
 
     async def run(self) -> None:
-        """Until cancelled. Raises `EngineFailure` when nothing can be computed any more, or a step hangs."""
+        """Run steps until cancelled. Raises `EngineFailure` if the runner has failed or a step hangs."""
         try:
-            async with anyio.create_task_group() as parts:
-                parts.start_soon(self._run_steps)
-                parts.start_soon(self.runner.watch)
-                parts.start_soon(self._watch_steps)
-                parts.start_soon(self._watch_queue)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._run_steps)
+                tasks.start_soon(self.runner.watch)
+                tasks.start_soon(self._watch_steps)
+                tasks.start_soon(self._watch_queue)
         except ExceptionGroup as group:
             failures = [error for error in group.exceptions if isinstance(error, EngineFailure)]
-            if len(failures) < len(group.exceptions):  # a mistake of ours: the engine must not go on
+            if len(failures) < len(group.exceptions):  # a programming error: the engine must stop
                 raise
             raise failures[0] from failures[0].__cause__
+        finally:
+            self._has_ended = True
+            for pause in self._pauses:
+                if not pause.reached.done():
+                    pause.reached.set_exception(EngineClosed(ENDED))
 
     async def close(self) -> None:
-        """Close the runner. A device that hangs is left behind: its thread is a daemon."""
+        """Close the runner. After `CLOSE_TIMEOUT_S` a hanging device is abandoned; its thread is a daemon."""
         with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await anyio.to_thread.run_sync(self.runner.close, abandon_on_cancel=True)
         if self._kv_events is not None:
@@ -226,10 +249,50 @@ class SchedulerActor:
                 await anyio.to_thread.run_sync(self._kv_events.close)
 
     def flush(self) -> bool:
-        """Empty the prefix tree; False, and nothing done, while requests run or wait."""
+        """Empty the prefix tree. Returns False without effect while requests run or wait."""
         flushed = self.scheduler.flush()
         self._publish_events()
         return flushed
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[Pause]:
+        """Finish the steps in flight, and launch none inside the context. Requests are still admitted and aborted.
+
+        Running sequences continue afterwards, unless `recompute` or `failure` of the `Pause` is set.
+        Raises `EngineClosed` if the actor ends first.
+        """
+        if self._has_ended:
+            raise EngineClosed(ENDED)
+        pause = Pause(asyncio.get_running_loop().create_future())
+        self._pauses.append(pause)
+        self._inbox.put(WAKE)
+        try:
+            await pause.reached
+            yield pause
+        finally:
+            self._pauses.remove(pause)
+            self._failure = self._failure or pause.failure
+            if pause.recompute:
+                self.scheduler.recompute()
+                self._publish_events()
+            self._inbox.put(WAKE)
+
+    async def _stand_still(self) -> None:
+        """Return when all pauses have ended. Raises `Pause.failure` if one was set."""
+        while self._pauses:
+            if self.steps:
+                await self._finish_oldest()
+                continue
+            for pause in self._pauses:
+                if not pause.reached.done():
+                    pause.reached.set_result(None)
+            await self._inbox.wait()
+            try:
+                self._receive()
+            except Exception as error:  # as in `_run_steps`
+                await self._rebuild(error)
+        if self._failure is not None:
+            raise self._failure
 
     def _publish_events(self) -> None:
         if self._kv_events is not None and (events := self.scheduler.take_events()):
@@ -237,14 +300,16 @@ class SchedulerActor:
 
     async def _run_steps(self) -> None:
         while True:
+            if self._pauses or self._failure is not None:
+                await self._stand_still()
             try:
                 if not self.steps or self.progress.num_steps % self._receive_interval == 0:
                     self._receive()
                 if self.steps:
                     await self._wait_for_masks()
                 batch = self.scheduler.fill()
-                self._publish_events()  # of what was applied before, too
-            except Exception as error:  # the scheduler's boundary: memory, or a mistake of ours
+                self._publish_events()  # includes events of the previously applied step
+            except Exception as error:  # too little host memory, or a programming error in the scheduler
                 await self._rebuild(error)
                 continue
             if batch is not None:
@@ -257,7 +322,7 @@ class SchedulerActor:
                 await self._gather()
 
     async def _wait_for_masks(self) -> None:
-        """While a step runs: let the masks come that may say what is forced, up to a part of the step's time."""
+        """Wait for masks that may force tokens, for up to `MASK_SHARE` of the running step's time."""
         masks = self.scheduler.awaited_masks
         if masks is None:
             return
@@ -265,23 +330,23 @@ class SchedulerActor:
         if left_s < MIN_WAIT_S:
             return
         loop = asyncio.get_running_loop()
-        came = loop.create_future()
-        masks.when_there(lambda: _call_soon(loop, _set, came))  # mostly they all come together
-        timer = loop.call_later(left_s, _set, came)
-        await came
+        arrived = loop.create_future()
+        masks.when_there(lambda: _call_soon(loop, _set, arrived))  # usually all masks arrive together
+        timer = loop.call_later(left_s, _set, arrived)
+        await arrived
         timer.cancel()
 
     def _wake_with_host_data(self) -> None:
-        """Nothing can be computed: let the first host data that comes for a sequence end the wait."""
+        """Put `WAKE` into the inbox when host data arrives. Called when no sequence can be computed."""
         loop = asyncio.get_running_loop()
         for data in self.scheduler.awaited:
             data.when_there(lambda: _call_soon(loop, self._inbox.put, WAKE))
 
     async def _gather(self) -> None:
-        """Nothing is running: let those in who ask at the same moment, which takes microseconds.
+        """Wait some microseconds for requests that arrive at the same moment. Called when no step is running.
 
-        Otherwise the first would be computed alone, and all the others would wait for that step and, with overlap,
-        for the next one. Who would not fit into it may as well come while it is computed, and be tokenized then.
+        Without this wait, the first request would be computed alone, and the others would wait for that step and, with
+        overlap, for the next one. The wait ends when the waiting prompts fill one step.
         """
         num_before, num_quiet = 0, 0
         for _ in range(MAX_ARRIVAL_TURNS):
@@ -294,26 +359,21 @@ class SchedulerActor:
             await asyncio.sleep(0)
 
     async def _watch_steps(self) -> None:
-        """Raise `EngineFailure` when a step has not come back for too long: callers must not wait for ever."""
+        """Raise `EngineFailure` when a step exceeds the watchdog timeout, so that clients do not wait forever."""
         await self.steps.wait_until_overdue()
-        reason = f"No step came back for {self._watchdog_timeout_s:g} s (--watchdog-timeout)."
+        reason = f"No step finished within {self._watchdog_timeout_s:g} s (--watchdog-timeout)."
         state = {**self.scheduler.load._asdict(), "num_steps": self.progress.num_steps}
         write_record(self._crash_folder, reason, state, self.steps.batches, self._requests)
-        raise EngineFailure("The engine hangs: a step did not come back.")
+        raise EngineFailure("The engine hangs: a step did not finish in time.")
 
     async def _watch_queue(self) -> None:
-        """End the requests that wait for longer than they may, with what to do about it."""
+        """Fail requests that wait longer than `--max-queue-time`."""
         limit_s = self._max_queue_time_s
         while limit_s is not None:
             await anyio.sleep(min(QUEUE_PERIOD_S, limit_s / 4))
             late = time.monotonic() - limit_s
             for live in self._requests:
-                if (
-                    live.scheduler is self
-                    and live.times.arrived < late
-                    and live.waits
-                    and not live.request.follows
-                ):
+                if live.scheduler is self and live.times.arrived < late and live.waits and not live.request.follows:
                     reason = f"The request waited for {limit_s:g} s without running (--max-queue-time)."
                     self._requests.fail(live.request.id, Overloaded(reason, retry_after_s=self.retry_after_s))
 
@@ -327,7 +387,7 @@ class SchedulerActor:
             self._series.launched(batch)
 
     def _note_entered(self, batch: Batch) -> None:
-        """Some of these sequences are in a step for the first time."""
+        """Record the times of sequences that are in a step for the first time."""
         now_s = time.monotonic()
         for sequence in batch.sequences:
             live = self._requests.get(sequence.request.id)
@@ -340,9 +400,9 @@ class SchedulerActor:
     async def _finish_oldest(self) -> None:
         try:
             output = await self.steps.output()
-        except WorkerFailed:  # nothing can be computed any more: the owner decides
+        except WorkerFailed:  # the replica is lost; `run` raises this error
             raise
-        except Exception as error:  # the step boundary: whatever the forward raised costs only its requests
+        except Exception as error:  # if the forward fails, only requests of this step end
             await self._recover(error)
             return
         batch = self.steps.pop()
@@ -359,31 +419,30 @@ class SchedulerActor:
         duration_s, num_tokens = self.progress.note_applied(batch, deltas)
         self.scheduler.note_step_time(self.progress.times.decode_s)
         if batch.stats.num_prompt_tokens:
-            self.scheduler.limit_steps(*(self.progress.times.enough_tokens or (None, None)))
+            times = self.progress.times
+            self.scheduler.limit_steps(*(times.prompt_limits or (None, None)), scored=times.scored_limits)
         if self._series is not None:
             self._series.applied(batch, duration_s, num_tokens)
 
     def _fail_broken(self, deltas: list[Delta]) -> list[Delta]:
-        """End the requests whose logits were no numbers with an error; the deltas of the others."""
+        """Fail requests whose logits were not finite. Return the deltas of the other requests."""
         broken = {
-            delta.request_id
-            for delta in deltas
-            if delta.finish is not None and delta.finish.message == NOT_FINITE
+            delta.request_id for delta in deltas if delta.finish is not None and delta.finish.message == NOT_FINITE
         }
         for request_id in broken:
-            logger.error("request %d met values that are not finite numbers", request_id)
+            logger.error("The logits of request %d are not finite.", request_id)
             self._requests.fail(request_id, NotFinite(NOT_FINITE))
         return [delta for delta in deltas if delta.request_id not in broken]
 
     async def _recover(self, error: Exception) -> None:
-        """A step failed: the pages are as new, and everybody is computed again.
+        """Recover from a failed step: the cache is emptied, and all running sequences are recomputed.
 
-        For want of memory its newest request is given up; else the one for which it fails, once that is known.
+        If memory ran out, the newest request of the step fails. Otherwise trial steps find the request that fails.
         """
-        logger.error("a step failed", exc_info=error)
+        logger.error("A step failed; running sequences are recomputed.", exc_info=error)
         batches = self.steps.batches
         self.steps.pop()
-        await self.steps.let_finish()
+        await self.steps.drain()
         if isinstance(error, OutOfMemory):
             lost, reason = self.scheduler.give_up_newest(batches), OutOfMemory(NO_MEMORY)
         else:
@@ -392,18 +451,18 @@ class SchedulerActor:
             self._requests.fail(request_id, reason)
 
     async def _rebuild(self, error: Exception, failed: Collection[int] = ()) -> None:
-        """The scheduler itself raised: make its tables anew, and have everybody computed again.
+        """Recover from an exception of the scheduler: rebuild its tables and recompute all running sequences.
 
-        Only the request at whose row it happened is given up. Where that is not known, nobody is the first time, and
-        then, as long as it goes on, the newest: what came last is likeliest to be the reason, or the memory it takes.
+        If the exception came from one row, that row's request fails. Otherwise the first failure ends no request, and
+        each further one before a step succeeds ends the newest request, the likeliest cause.
         """
-        logger.error("the scheduler failed; what runs is computed again", exc_info=error)
-        await self.steps.let_finish()
+        logger.error("The scheduler failed; running sequences are recomputed.", exc_info=error)
+        await self.steps.drain()
         lost: set[int] = set()
         if isinstance(error, RowFailed):
             lost = {error.request_id}
-            kept = [delta for delta in error.deltas if delta.request_id != error.request_id]
-            if deltas := self._fail_broken(kept) if failed else kept:
+            others = [delta for delta in error.deltas if delta.request_id != error.request_id]
+            if deltas := self._fail_broken(others) if failed else others:
                 self._detokenizer.inbox.put(deltas)
         elif self._num_broken:
             lost = {max((sequence.request.id for sequence in self.scheduler), default=-1)}
@@ -414,7 +473,7 @@ class SchedulerActor:
             self._requests.fail(request_id, StepFailed(BROKEN))
 
     def _receive(self) -> None:
-        """Take in every message; what breaks at one costs its request. Raises the first of these errors at the end."""
+        """Process all messages. An exception fails the message's request; the first one is raised at the end."""
         broken: Exception | None = None
         self._tokens_arriving = 0
         for message in self._inbox.take():
@@ -424,7 +483,7 @@ class SchedulerActor:
                 self._take_in(message)
             except Exception as error:
                 reason = StepFailed(BROKEN)
-                # Refused: nothing is broken.
+                # A refusal, such as `Overloaded`, ends only its request and needs no rebuild.
                 if isinstance(error, PenstockError) and isinstance(message, Admit):
                     reason = error
                 else:
@@ -437,7 +496,7 @@ class SchedulerActor:
         live = message.live
         if isinstance(message, Admit):
             self._num_arriving -= len(live.sequences)
-            if self._priorities and self.scheduler.room <= 0 and not live.request.follows:
+            if self._priorities and self.scheduler.queue_space <= 0 and not live.request.follows:
                 self._displace(live.sequences[0].urgency)
             self.scheduler.add(*live.sequences)
         elif isinstance(message, EndChoice):
@@ -453,10 +512,10 @@ class SchedulerActor:
                 self._detokenizer.inbox.put(deltas)
 
     def _displace(self, urgency: int) -> None:
-        """The queue is full: turn the newest of the least urgent away, for one that is more urgent."""
+        """Fail the newest of the least urgent waiting requests until a more urgent one fits into the queue."""
         waiting = [live for live in self._requests if live.scheduler is self and live.waits]
         waiting = [live for live in waiting if live.sequences and live.sequences[0].urgency < urgency]
-        while waiting and self.scheduler.room <= 0:
+        while waiting and self.scheduler.queue_space <= 0:
             last = min(waiting, key=lambda live: (live.sequences[0].urgency, -live.times.queued))
             waiting.remove(last)
             self.scheduler.abort(last.sequences, Finish("abort", message=DISPLACED))
@@ -469,5 +528,5 @@ def _set(future: asyncio.Future[None]) -> None:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: object) -> None:
-    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    with suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(call, *args)

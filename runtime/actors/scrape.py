@@ -1,11 +1,11 @@
-"""The metrics of an engine as Prometheus reads them; a registry of its own for each engine.
+"""The metrics of an engine for Prometheus, with one registry per engine.
 
-Gauges are read off the engine at the moment of the scrape, so they are never stale and cost nothing in between.
+Gauges are read from the engine during the scrape, so they are never stale and cost nothing between scrapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from runtime.errors import NotFound
@@ -31,27 +31,27 @@ class Sample(NamedTuple):
 
 
 class EngineCollector:
-    """What prometheus-client asks for the metrics of one engine."""
+    """The prometheus-client collector of one engine."""
 
     def __init__(self, core: EngineCore, metrics: EngineMetrics) -> None:
         self._core = core
         self._metrics = metrics
 
     def collect(self) -> Iterator[Family]:
-        """Every metric that has samples, in the order of `METRICS`."""
-        found: dict[str, list[Sample]] = {}
+        """Yield every metric that has samples, in the order of `METRICS`."""
+        by_name: dict[str, list[Sample]] = {}
         for sample in samples(self._core, self._metrics):
-            found.setdefault(sample.name, []).append(sample)
+            by_name.setdefault(sample.name, []).append(sample)
         for metric in METRICS:
-            if metric.name in found:
-                yield _family(metric, found[metric.name])
+            if metric.name in by_name:
+                yield _family(metric, by_name[metric.name])
 
 
 def exposition(core: EngineCore) -> bytes:
-    """The metrics of now, in Prometheus's text format. Raises `NotFound` where they are off.
+    """Return the current metrics in Prometheus's text format. Raises `NotFound` if metrics are off.
 
-    Not in OpenMetrics: prometheus-client writes underscores there for the colons of names, and dashboards look for
-    these. Call it on the engine's loop.
+    OpenMetrics is not offered: in that format, prometheus-client replaces the colons in names, which dashboards need.
+    Call it on the engine's event loop.
     """
     from prometheus_client.exposition import generate_latest
 
@@ -59,20 +59,20 @@ def exposition(core: EngineCore) -> bytes:
 
 
 def registry(core: EngineCore) -> CollectorRegistry:
-    """The metrics of this engine and its process. Raises `NotFound` where they are off."""
+    """Return a registry of this engine's and its process's metrics. Raises `NotFound` if metrics are off."""
     from prometheus_client import CollectorRegistry
     from prometheus_client.process_collector import ProcessCollector
 
     if core.metrics is None:
-        raise NotFound("There are no metrics: start with --enable-metrics (enable_metrics=True).")
-    made = CollectorRegistry()
-    made.register(EngineCollector(core, core.metrics))
-    ProcessCollector(registry=made)
-    return made
+        raise NotFound("Metrics are off: start the server with --enable-metrics (enable_metrics=True).")
+    collectors = CollectorRegistry()
+    collectors.register(EngineCollector(core, core.metrics))
+    ProcessCollector(registry=collectors)
+    return collectors
 
 
 def samples(core: EngineCore, metrics: EngineMetrics) -> Iterator[Sample]:
-    """Every sample of now."""
+    """Yield all current samples."""
     model = {"model_name": core.plan.serve.served_model_name}
     for scheduler in core.schedulers:
         yield from _replica(core, scheduler, metrics.replicas[scheduler.index], model)
@@ -89,9 +89,7 @@ def samples(core: EngineCore, metrics: EngineMetrics) -> Iterator[Sample]:
         yield Sample("penstock:http_requests", labels, count)
 
 
-def _replica(
-    core: EngineCore, actor: SchedulerActor, series: ReplicaSeries, model: Labels
-) -> Iterator[Sample]:
+def _replica(core: EngineCore, actor: SchedulerActor, series: ReplicaSeries, model: Labels) -> Iterator[Sample]:
     labels = {**model, "engine_type": "unified", "tp_rank": "0", "pp_rank": "0"}
     if core.plan.parallel.dp_size > 1:
         labels["dp_rank"] = str(actor.index)
@@ -117,6 +115,9 @@ def _replica(
         "sglang:kv_evictable_tokens": load.num_evictable_pages * page_size,
         "penstock:steps": series.num_steps,
         "penstock:forced_tokens": load.num_forced,
+        "penstock:recomputed_tokens": load.num_recomputed,
+        "penstock:swapped_out_pages": load.num_swapped_out,
+        "penstock:swapped_in_pages": load.num_swapped_in,
         "penstock:queue_age_seconds": core.oldest_waiting_s(actor),
         "sglang:queue_time_s": series.queue_s,
         "penstock:step_rows": series.step_rows,
@@ -161,24 +162,23 @@ def _requests(series: RequestSeries, labels: Labels) -> Iterator[Sample]:
             yield Sample(name, labels, value)
 
 
-def _family(metric: Metric, found: Iterable[Sample]) -> Family:
+def _family(metric: Metric, samples: Sequence[Sample]) -> Family:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.utils import floatToGoString
 
-    found = list(found)
-    names = list(found[0].labels)
+    names = list(samples[0].labels)
     if metric.kind == "histogram":
         histograms = HistogramMetricFamily(metric.name, metric.help, labels=names)
-        for sample in found:
+        for sample in samples:
             if isinstance(sample.value, Histogram):
                 bounds = [*map(floatToGoString, sample.value.bounds), "+Inf"]
-                counted = list(zip(bounds, sample.value.cumulative()))
-                histograms.add_metric(list(sample.labels.values()), counted, sample.value.sum)
+                buckets = list(zip(bounds, sample.value.cumulative()))
+                histograms.add_metric(list(sample.labels.values()), buckets, sample.value.sum)
         return histograms
     family = (CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily)(
         metric.name, metric.help, labels=names
     )
-    for sample in found:
+    for sample in samples:
         if not isinstance(sample.value, Histogram):
             family.add_metric(list(sample.labels.values()), sample.value)
     return family

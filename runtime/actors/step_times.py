@@ -1,4 +1,4 @@
-"""What is noted of steps as they go by, for the log, for the watchdog and for what a waiting client is told."""
+"""Measured times and rates of steps, for logs, the watchdog, step sizes and the hints to waiting clients."""
 
 from __future__ import annotations
 
@@ -11,29 +11,35 @@ from runtime.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger("penstock.scheduler")
 
-WEIGHT = 0.1  # of the newest step in the means
-PATIENCE = 10  # times as long as predicted a step may take
-LEAST_PATIENCE_S = 5.0
-OVERHEAD = 1 / 20  # of a step with prompts, that what every step costs may be
-LEAST_ENOUGH_TOKENS = 256
-PAUSE_STEPS = 2  # of single tokens, that prompts beside them may take
+WEIGHT = 0.1  # weight of the newest step in the moving averages
+PATIENCE = 10  # a step counts as hanging after this multiple of its predicted time
+LEAST_PATIENCE_S = 5.0  # no step counts as hanging before this time
+OVERHEAD = 1 / 20  # maximum share of a prefill step's time that its fixed cost may take
+MIN_PROMPT_TOKENS = 256  # lower bound of the limits on prompt tokens
+MIN_SCORED_TOKENS = 16  # lower bound of the limits on prompt tokens with log-probabilities
+PAUSE_STEPS = 2  # maximum delay of running streams by the prompts of a mixed step, in decode steps
 
 
 class StepTimes:
-    """Seconds of a step as those of a step of single tokens, and more for each token of a prompt.
+    """Predicts the time of a step: the time of a decode step plus a time for each prompt token.
 
-    Nothing is predicted before steps of a kind were measured: the first ones may compile something.
+    A kind of step (with or without prompt tokens) has no prediction until one was measured.
     """
 
     def __init__(self) -> None:
         self._decode_s: float | None = None
         self._prompt_token_s: float | None = None
-        self._short_decode_s: float | None = None  # the same where nothing came in between
+        self._short_decode_s: float | None = None  # estimate without delays by other work
         self._short_prompt_token_s: float | None = None
+        self._short_scored_s: float | None = None  # the same, for the log-probabilities of one prompt token
 
     def note(self, batch: Batch, seconds: float) -> None:
-        """A step took so long."""
-        tokens = batch.stats.num_prompt_tokens
+        """Record the measured time of a step."""
+        tokens, num_scored = batch.stats.num_prompt_tokens, batch.stats.num_scored
+        if num_scored:
+            rest = seconds - (self._short_decode_s or 0.0) - tokens * (self._short_prompt_token_s or 0.0)
+            self._short_scored_s = _low_mean(self._short_scored_s, max(rest, 0.0) / num_scored)
+            return
         if not tokens:
             self._decode_s = _mean(self._decode_s, seconds)
             self._short_decode_s = _low_mean(self._short_decode_s, seconds)
@@ -45,34 +51,47 @@ class StepTimes:
 
     @property
     def decode_s(self) -> float | None:
-        """How long a step of single tokens takes; None where that is not known."""
+        """Average time of a decode step; None before one was measured."""
         return self._decode_s
 
     def predicted_s(self, batch: Batch) -> float | None:
-        """How long this step should take; None where that is not known."""
+        """Predict the time of this step; None if steps of its kind were not measured yet."""
         tokens = batch.stats.num_prompt_tokens
         if tokens and self._prompt_token_s is None:
             return None
         if not tokens and self._decode_s is None:
             return None
-        return (self._decode_s or 0.0) + tokens * (self._prompt_token_s or 0.0)
+        scored_s = batch.stats.num_scored * (self._short_scored_s or 0.0)
+        return (self._decode_s or 0.0) + tokens * (self._prompt_token_s or 0.0) + scored_s
 
     @property
-    def enough_tokens(self) -> tuple[int, int] | None:
-        """Of prompts in a step of prompts alone, and in one beside single tokens; None where that is not known.
+    def prompt_limits(self) -> tuple[int, int] | None:
+        """Limits on prompt tokens: in a prefill-only step, and in a mixed step; None before steps were measured.
 
-        Alone: so many that a further step costs little. With more, the first tokens of all would wait for the last
-        prompt, and gain nothing. Beside single tokens fewer: streams that have begun wait for no more than some of
-        their own steps, each of which they would take anyway.
+        In a prefill-only step, the limit makes the fixed cost of a step small. More tokens would gain nothing, and all
+        first tokens would wait for the last prompt. In a mixed step the limit is lower: running streams wait for at
+        most `PAUSE_STEPS` of their own steps.
         """
         if not self._short_decode_s or not self._short_prompt_token_s:
             return None
-        step_tokens = self._short_decode_s / self._short_prompt_token_s  # that take as long as single tokens
-        alone = max(LEAST_ENOUGH_TOKENS, int(step_tokens / OVERHEAD))
-        return alone, min(alone, max(LEAST_ENOUGH_TOKENS, int(step_tokens * PAUSE_STEPS)))
+        # Prompt tokens that take as long as one decode step.
+        step_tokens = self._short_decode_s / self._short_prompt_token_s
+        prefill = max(MIN_PROMPT_TOKENS, int(step_tokens / OVERHEAD))
+        return prefill, min(prefill, max(MIN_PROMPT_TOKENS, int(step_tokens * PAUSE_STEPS)))
+
+    @property
+    def scored_limits(self) -> tuple[int, int] | None:
+        """Limits on prompt tokens with log-probabilities, like `prompt_limits`; None before steps were measured."""
+        if not self._short_decode_s or not self._short_scored_s:
+            return None
+        step_tokens = self._short_decode_s / self._short_scored_s
+        return (
+            max(MIN_SCORED_TOKENS, int(step_tokens / OVERHEAD)),
+            max(MIN_SCORED_TOKENS, int(step_tokens * PAUSE_STEPS)),
+        )
 
     def patience_s(self, batch: Batch, longest_s: float) -> float:
-        """After how long this step counts as hanging; `longest_s` where nothing is known about its kind."""
+        """Time after which this step counts as hanging; `longest_s` if its time cannot be predicted."""
         predicted_s = self.predicted_s(batch)
         if predicted_s is None:
             return longest_s
@@ -80,25 +99,25 @@ class StepTimes:
 
 
 def _mean(before: float | None, newest: float) -> float:
-    """A mean that forgets slowly, and takes what is much longer at once: false alarms are worse than late ones."""
+    """Update a mean that rises fast and falls slowly, since a watchdog's false alarm is worse than a late one."""
     if before is None or newest > before:
         return newest if before is None else before + max(WEIGHT, 0.5) * (newest - before)
     return before + WEIGHT * (newest - before)
 
 
 def _low_mean(before: float | None, newest: float) -> float:
-    """A mean that takes what is shorter soon, and what is longer slowly: that had to wait for something else."""
+    """Update a mean that falls fast and rises slowly, since long times include delays by other work."""
     if before is None:
         return newest
     return before + (0.5 if newest < before else WEIGHT / 4) * (newest - before)
 
 
 class Progress:
-    """What the logs and the watchdog want to know about the steps."""
+    """Counts and rates of a replica's steps, for the logs and the watchdog."""
 
     def __init__(self, scheduler: Scheduler, log_interval_steps: int) -> None:
         self.num_steps = 0
-        self.num_generated = 0  # tokens of all outputs
+        self.num_generated = 0  # output tokens of all requests
         self.gen_throughput = 0.0  # tokens per second over the last log interval
         self.last_step_s = time.monotonic()
         self.queue = QueueRate()
@@ -106,11 +125,11 @@ class Progress:
         self._scheduler = scheduler
         self._interval = log_interval_steps
         self._interval_began_s = time.monotonic()
-        self._num_generated_before = 0  # at the beginning of the interval
+        self._num_generated_before = 0  # at the start of the log interval
         self._num_decode_steps = 0
 
     def note_launch(self, batch: Batch) -> None:
-        """After every launch."""
+        """Record a launched step and log its prefill."""
         stats = batch.stats
         self.queue.note(time.monotonic(), stats.num_new, self._scheduler.num_waiting)
         if stats.num_prompt_tokens and logger.isEnabledFor(logging.INFO):
@@ -127,9 +146,9 @@ class Progress:
             )
 
     def note_applied(self, batch: Batch, deltas: list[Delta]) -> tuple[float, int]:
-        """After every applied step, with what it added to the outputs -> the step's seconds and its new tokens.
+        """Record an applied step, and return its time in seconds and the number of tokens it added.
 
-        A step takes from its launch, or the end of the step before it if that is later, until its result is applied.
+        A step's time begins at its launch or at the end of the step before it, whichever is later.
         """
         num_tokens = sum([len(delta.ids) for delta in deltas])
         self.num_steps += 1
@@ -159,17 +178,17 @@ class Progress:
 
 
 class QueueRate:
-    """How fast the queue moves: sequences that begin to run in a second while others wait."""
+    """Rate at which waiting sequences start to run, per second."""
 
     WINDOW_S = 5.0
 
     def __init__(self) -> None:
         self._rate: float | None = None
-        self._began_s: float | None = None  # of the window; None while nobody waits
+        self._began_s: float | None = None  # start of the window; None while the queue is empty
         self._num_started = 0
 
     def note(self, now_s: float, num_started: int, num_waiting: int) -> None:
-        """After every launch."""
+        """Record a launch, with the number of sequences it started and the number still waiting."""
         if self._began_s is None:
             if num_waiting:
                 self._began_s, self._num_started = now_s, 0
@@ -181,7 +200,7 @@ class QueueRate:
             self._began_s, self._num_started = (now_s if num_waiting else None), 0
 
     def wait_s(self, num_waiting: int) -> float:
-        """Until the last of so many runs; 0 where nothing is known yet."""
+        """Expected time until the last of `num_waiting` sequences starts to run; 0 if the rate is unknown."""
         if not num_waiting or self._rate is None:
             return 0.0
         return num_waiting / max(self._rate, 1e-3)

@@ -1,4 +1,4 @@
-"""The steps of a replica that were launched and whose results are not applied yet."""
+"""Steps of a replica that are launched and not applied yet."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from runtime.errors import WorkerFailed
 logger = logging.getLogger("penstock.scheduler")
 
 WATCHDOG_PERIOD_S = 1.0
-STOOD_STILL_S = 0.5  # by which the loop is late
+STALL_S = 0.5  # if the event loop is delayed longer, the whole process was stalled
 
 
 class StepsInFlight:
-    """In the order of their launch, which is that of their results. Only the oldest is waited for."""
+    """Launched steps in launch order, which is also the order of their results. Only the oldest is awaited."""
 
     def __init__(self, runner: Runner, progress: Progress, watchdog_timeout_s: float) -> None:
         self._runner = runner
@@ -33,37 +33,37 @@ class StepsInFlight:
 
     @property
     def batches(self) -> list[Batch]:
-        """The oldest first."""
+        """Batches in flight, the oldest first."""
         return [batch for batch, _ in self._steps]
 
     @property
     def age_s(self) -> float:
-        """For how long the oldest has been awaited; 0 where there is none."""
+        """Time since the oldest step began; 0 if no step is in flight."""
         return time.monotonic() - self._progress.last_step_s if self._steps else 0.0
 
     @property
     def predicted_s(self) -> float | None:
-        """How long the oldest should take; None where there is none, or where that is not known."""
+        """Predicted time of the oldest step; None if no step is in flight or its time cannot be predicted."""
         return self._progress.times.predicted_s(self._steps[0][0]) if self._steps else None
 
     @property
     def hangs(self) -> bool:
-        """Whether the oldest has taken much longer than it should."""
+        """Whether the oldest step takes much longer than predicted."""
         if not self._steps:
             return False
         return self.age_s > self._progress.times.patience_s(self._steps[0][0], self._watchdog_timeout_s)
 
     def add(self, batch: Batch, result: asyncio.Future[StepOutput]) -> None:
-        """A step that was launched behind those that are here."""
+        """Add a step that was just launched."""
         if not self._steps:
             self._progress.last_step_s = time.monotonic()
         self._steps.append((batch, result))
         self._progress.note_launch(batch)
 
     async def output(self) -> StepOutput:
-        """The result of the oldest, which stays here until `pop`. Gives the loop a turn; cancelled, the step goes on.
+        """Return the result of the oldest step, which stays in flight until `pop`. Always yields to the event loop.
 
-        Raises what the forward raised.
+        Raises the exception of the forward. Cancellation does not stop the step.
         """
         _, future = self._steps[0]
         self._runner.finish_oldest()
@@ -73,25 +73,25 @@ class StepsInFlight:
         return await asyncio.shield(future)
 
     def pop(self) -> Batch:
-        """Take the oldest out, once its result has come or is given up."""
+        """Remove the oldest step, whose result has arrived or is given up."""
         batch, _ = self._steps.popleft()
         return batch
 
-    async def let_finish(self) -> None:
-        """Wait for all of them and take them out; nothing is wanted of them any more. Raises `WorkerFailed`."""
+    async def drain(self) -> None:
+        """Wait for all steps and discard their results. Raises `WorkerFailed`."""
         while self._steps:
             try:
                 await self.output()
             except WorkerFailed:
                 raise
-            except Exception as another:  # as the step before it, perhaps: its outcome does not matter
-                logger.error("a step behind it failed too: %s", another)
+            except Exception as error:  # the results of these steps are discarded anyway
+                logger.error("A later step failed too: %s", error)
             self.pop()
 
     async def wait_until_overdue(self) -> None:
-        """Return when a step has not come back within the watchdog's time.
+        """Return when a step has not finished within the watchdog's timeout.
 
-        Time in which this whole process stood still (stopped, or its machine moved) is not the step's.
+        Time in which the whole process stalled (it was stopped, or its machine migrated) does not count.
         """
         timeout_s = self._watchdog_timeout_s
         period_s = min(WATCHDOG_PERIOD_S, timeout_s / 2) if timeout_s > 0 else WATCHDOG_PERIOD_S
@@ -99,5 +99,5 @@ class StepsInFlight:
             due_s = time.monotonic() + period_s
             await anyio.sleep(period_s)
             late_s = time.monotonic() - due_s
-            if late_s > STOOD_STILL_S:
+            if late_s > STALL_S:
                 self._progress.last_step_s = min(self._progress.last_step_s + late_s, time.monotonic())

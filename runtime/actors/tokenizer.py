@@ -1,4 +1,4 @@
-"""The tokenizer actor: text to ids, off the loop when it is long; then to the scheduler."""
+"""The tokenizer actor: encodes prompts, long ones on threads, and passes the requests to the scheduler."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from time import monotonic
 import anyio
 import anyio.to_thread
 
+from runtime.actors.adapters import AdapterRegistry
 from runtime.actors.input_processor import IDS_AT_ONCE, InputProcessor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
@@ -25,13 +26,14 @@ from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.tokenizer")
 
-INLINE_CHARS = 2048  # about 0.5 ms of encoding; a thread's round trip costs as much
-NO_GRAMMARS = "This server constrains no outputs: it has no tokenizer, or runs with --grammar-backend none."
-MAX_WAITING_BYTES = 64 * 1024 * 1024  # about twenty seconds of encoding
+# texts up to this length are encoded on the event loop, which takes at most 0.5 ms; a thread would cost as much
+INLINE_CHARS = 2048
+NO_GRAMMARS = "This server cannot constrain outputs: it has no tokenizer or runs with --grammar-backend none."
+MAX_WAITING_BYTES = 64 * 1024 * 1024  # maximum memory of the waiting texts, which take about 20 s to encode
 
 
 class TokenizerActor:
-    """Finds the ids of new requests, makes their sequences and has them scheduled, or fails them."""
+    """Encodes new requests, creates their sequences and admits them to the scheduler, or fails them."""
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class TokenizerActor:
         requests: LiveRequests,
         scheduler: SchedulerActor | Router,
         grammars: GrammarCompiler | None = None,
+        adapters: AdapterRegistry | None = None,
         *,
         num_threads: int = 2,
     ) -> None:
@@ -48,37 +51,38 @@ class TokenizerActor:
         self._requests = requests
         self._scheduler = scheduler
         self._grammars = grammars
-        self._num_threads = num_threads  # that encode long texts
-        # With each request whether its constraint has been found, or it asks for none.
+        self._adapters = adapters
+        self._num_threads = num_threads  # threads that encode long texts
+        # Requests. The bool says whether the constraint is compiled or not needed.
         self._inbox: Mailbox[tuple[LiveRequest, bool]] = Mailbox()
-        self._num_waiting = 0  # choices of requests that are not handed on yet
+        self._num_waiting = 0  # choices of requests that are not admitted to the scheduler yet
         self._waiting_bytes = 0
 
-    def check_room(self, request: Request | None = None) -> None:
-        """Raise `Overloaded` where those that wait to be tokenized will already fill the scheduler's queue.
+    def check_queue_space(self, request: Request | None = None) -> None:
+        """Raise `Overloaded` if the requests that wait to be tokenized will already fill the scheduler's queue.
 
-        None: a request of which nothing is known yet.
+        Without `request`, check for a request whose body has not been read yet.
         """
-        if self._num_waiting >= self._scheduler.room and (
-            request is None
-            or not (request.follows or self._processor.urgency(request) > self._scheduler.least_urgency)
+        if self._num_waiting >= self._scheduler.queue_space and (
+            request is None or not (request.follows or self._processor.urgency(request) > self._scheduler.least_urgency)
         ):
             raise Overloaded("The request queue is full.", retry_after_s=self._scheduler.retry_after_s)
         if request is None or not self._waiting_bytes:
             return
-        if self._waiting_bytes + num_bytes_held(request) > MAX_WAITING_BYTES:
+        if self._waiting_bytes + num_text_bytes(request) > MAX_WAITING_BYTES:
             retry_after_s = self._scheduler.retry_after_s
             raise Overloaded("Too much text is waiting to be tokenized.", retry_after_s=retry_after_s)
 
     def submit(self, live: LiveRequest) -> None:
-        """Take a request of which the text or the ids are known."""
+        """Tokenize and schedule a request that has a text or ids. Returns immediately."""
         self._num_waiting += live.request.sampling.n
-        self._waiting_bytes += num_bytes_held(live.request)
-        is_ready = live.request.grammar is None and live.request.thinking is None
+        self._waiting_bytes += num_text_bytes(live.request)
+        request = live.request
+        is_ready = request.grammar is None and request.thinking is None and self._has_adapter(request)
         self._inbox.put((live, is_ready))
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Process submitted requests until cancelled."""
         limiter = anyio.CapacityLimiter(self._num_threads)
         async with anyio.create_task_group() as tasks:
             while True:
@@ -87,22 +91,33 @@ class TokenizerActor:
                     if not is_ready:
                         tasks.start_soon(self._compile, live)
                     elif live.request.ids is not None:
-                        self._hand_on(live, live.request.ids)
+                        self._admit(live, live.request.ids)
                     elif len(live.request.text or "") + len(live.request.second_text or "") <= INLINE_CHARS:
                         short.append(live)
                     else:
                         tasks.start_soon(self._encode_on_thread, live, limiter)
-                for start in range(0, len(short), 8):  # some milliseconds of work at most between awaits
+                for start in range(0, len(short), 8):  # other tasks run every few milliseconds
                     for live in short[start : start + 8]:
-                        self._hand_on(live, self._encode(live))
+                        self._admit(live, self._encode(live))
                     await anyio.lowlevel.checkpoint()
 
+    def _has_adapter(self, request: Request) -> bool:
+        """Whether the request's adapter is in host memory, or it names none."""
+        return request.adapter is None or self._adapters is None or self._adapters.is_ready(request.adapter)
+
     async def _compile(self, live: LiveRequest) -> None:
-        """A grammar is compiled beside everybody else's encoding; its own prompt is encoded when that is done."""
+        """Compile the request's grammar and load its adapter while other requests are encoded.
+
+        Then put the request back into the inbox.
+        """
         try:
-            constraint = await self._constraint(live.request)
+            constraint = live.request.constraint
+            if live.request.grammar is not None or live.request.thinking is not None:
+                constraint = await self._constraint(live.request)
+            if live.request.adapter is not None and self._adapters is not None:
+                await self._adapters.ready(live.request.adapter)
         except PenstockError as error:
-            self._hand_on(live, error)
+            self._admit(live, error)
         else:
             live.request = replace(live.request, constraint=constraint)
             self._inbox.put((live, True))
@@ -112,16 +127,16 @@ class TokenizerActor:
         if self._grammars is None:
             param = (grammar.param or grammar.kind) if grammar is not None else limit.param if limit else None
             raise InvalidRequest(NO_GRAMMARS, param=param)
-        found: Constraint | None = request.constraint
+        constraint: Constraint | None = request.constraint
         if grammar is not None:
-            found = await self._grammars.constraint(grammar, self._processor.grammar_ends(request))
-        return found if limit is None else self._grammars.limited(limit, found)
+            constraint = await self._grammars.constraint(grammar, self._processor.grammar_ends(request))
+        return constraint if limit is None else self._grammars.limited(limit, constraint)
 
     async def _encode_on_thread(self, live: LiveRequest, limiter: anyio.CapacityLimiter) -> None:
-        self._hand_on(live, await anyio.to_thread.run_sync(self._encode, live, limiter=limiter))
+        self._admit(live, await anyio.to_thread.run_sync(self._encode, live, limiter=limiter))
 
     def _encode(self, live: LiveRequest) -> tuple[int, ...] | PenstockError:
-        """The ids of the text, all of them in the vocabulary; or what is wrong with it."""
+        """Return the ids of the text, all within the vocabulary, or the error of the request."""
         live.times.tokenizing = monotonic()
         try:
             if live.request.second_text is not None:
@@ -141,18 +156,18 @@ class TokenizerActor:
                 max_tokens=None if request.cuts else self._processor.context_length,
             )
             self._processor.check_ids(ids)
-            if num_bytes_held(request) > LARGE_TEXT_BYTES:
+            if num_text_bytes(request) > LARGE_TEXT_BYTES:
                 give_back_memory()
         except PenstockError as error:
             return error
-        except Exception:  # a foreign library on a client's text: this request's border
+        except Exception:  # a tokenizer library failed on a client's text: only this request fails
             logger.exception("encoding request %s failed", request.label)
             return EngineFailure("The prompt could not be encoded.")
-        pieces = (ids[start : start + IDS_AT_ONCE] for start in range(0, len(ids), IDS_AT_ONCE))
-        return tuple(chain.from_iterable(pieces))
+        chunks = (ids[start : start + IDS_AT_ONCE] for start in range(0, len(ids), IDS_AT_ONCE))
+        return tuple(chain.from_iterable(chunks))
 
     def _encode_pair(self, live: LiveRequest) -> tuple[int, ...] | PenstockError:
-        """The ids of two texts; the request learns where the second begins."""
+        """Return the ids of both texts, and set `second_start` of the request."""
         request = live.request
         if self._tokenizer is None:
             return InvalidRequest("This engine has no tokenizer: pairs cannot be encoded.", param="text")
@@ -163,30 +178,30 @@ class TokenizerActor:
             self._processor.check_pair(pair.second)
         except PenstockError as error:
             return error
-        except Exception:  # as above
+        except Exception:  # as in `_encode_text`
             logger.exception("encoding request %s failed", request.label)
             return EngineFailure("The prompt could not be encoded.")
         if 1 in pair.types:
             live.request = replace(request, second_start=pair.types.index(1))
         return tuple(pair.ids)
 
-    def _hand_on(self, live: LiveRequest, found: tuple[int, ...] | PenstockError) -> None:
-        """Have a request scheduled, or fail it."""
+    def _admit(self, live: LiveRequest, ids: tuple[int, ...] | PenstockError) -> None:
+        """Admit a request to the scheduler, or fail it with the error in place of its ids."""
         request = live.request
         self._num_waiting -= request.sampling.n
-        self._waiting_bytes -= num_bytes_held(request)
-        if live.output.finished:  # aborted meanwhile
+        self._waiting_bytes -= num_text_bytes(request)
+        if live.output.finished:  # the request was aborted while it was encoded
             return
         try:
-            if isinstance(found, PenstockError):
-                raise found
-            live.request, live.sequences = self._processor.prepare(request, found)
+            if isinstance(ids, PenstockError):
+                raise ids
+            live.request, live.sequences = self._processor.prepare(request, ids)
         except PenstockError as error:
             self._requests.fail(request.id, error)
         else:
             self._scheduler.admit(live)
 
 
-def num_bytes_held(request: Request) -> int:
-    """Memory that a request's text takes: of one character other than Latin letters, two or four bytes for each."""
+def num_text_bytes(request: Request) -> int:
+    """Return the memory of a request's texts. One non-Latin character makes all characters 2 or 4 bytes wide."""
     return sum(sys.getsizeof(text) for text in (request.text, request.second_text) if text)

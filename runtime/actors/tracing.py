@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: what a request waited for and what was computed for it, as spans sent by OTLP."""
+"""OpenTelemetry traces: the waiting and computing times of each request, exported as spans over OTLP."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 
 
 class RequestTraces:
-    """A `RequestObserver` that makes the spans of a request when it has ended.
+    """A `RequestObserver` that exports the spans of each request when the request has ended.
 
-    The parent is what the request's `traceparent` header names. A thread of OpenTelemetry's sends them; what it cannot
-    send in time is dropped. Raises `ConfigurationError` where its packages are missing.
+    The request's `traceparent` header names the parent span. An OpenTelemetry thread sends the spans and drops those
+    that it cannot send in time. Raises `ConfigurationError` if the OpenTelemetry packages are missing.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -37,22 +37,20 @@ class RequestTraces:
                 f"--enable-trace needs OpenTelemetry ({error.name} is missing): pip install 'penstock[trace]'."
             ) from error
         name = os.environ.get("OTEL_SERVICE_NAME", "penstock")
-        self._provider = TracerProvider(
-            resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False
-        )
+        self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
         self._processor = BatchSpanProcessor(exporter)
         self._provider.add_span_processor(self._processor)
         self._tracer = self._provider.get_tracer("penstock")
         self._propagator = TraceContextTextMapPropagator()
 
     def began(self, live: LiveRequest) -> None:
-        """Nothing is known yet."""
+        """Do nothing: spans are exported at the end."""
 
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
-        """Tokens have no spans of their own."""
+        """Do nothing: single tokens have no spans."""
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
-        """The request's span, and below it tokenize, queue, prefill and decode, as far as it came."""
+        """Export the request's span with one child span for each phase reached: tokenize, queue, prefill, decode."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         times, now_s = live.times, time.monotonic()
@@ -69,7 +67,7 @@ class RequestTraces:
             start_time=at(times.arrived),
             attributes=_attributes(live, now_s),
         )
-        below = set_span_in_context(span)
+        context = set_span_in_context(span)
         first = times.first_token or now_s
         for name, begin_s, end_s in (
             ("tokenize", times.tokenizing, times.tokenized),
@@ -78,35 +76,33 @@ class RequestTraces:
             ("decode", times.first_token, now_s),
         ):
             if begin_s and end_s:
-                part = self._tracer.start_span(name, context=below, start_time=at(begin_s))
-                part.end(at(end_s))
+                child = self._tracer.start_span(name, context=context, start_time=at(begin_s))
+                child.end(at(end_s))
         if error is not None:
             span.set_status(Status(StatusCode.ERROR, str(error)))
         span.end(at(now_s))
 
     def close(self) -> None:
-        """Send what is left, for some seconds at most. Blocks."""
+        """Send the remaining spans. Blocks for up to `CLOSE_TIMEOUT_MS`."""
         self._processor.force_flush(CLOSE_TIMEOUT_MS)
         self._provider.shutdown()
 
 
 def _exporter(endpoint: str) -> Any:
-    """By gRPC, or by HTTP where the variable of OpenTelemetry says so."""
+    """Return a gRPC exporter, or an HTTP exporter if `PROTOCOL_VARIABLE` is "http/protobuf"."""
     if os.environ.get(PROTOCOL_VARIABLE, "grpc") == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as ByHttp
 
         return ByHttp(endpoint=endpoint, timeout=CLOSE_TIMEOUT_MS / 1000)
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as ByGrpc
 
-    return ByGrpc(
-        endpoint=endpoint, insecure=not endpoint.startswith("https"), timeout=CLOSE_TIMEOUT_MS / 1000
-    )
+    return ByGrpc(endpoint=endpoint, insecure=not endpoint.startswith("https"), timeout=CLOSE_TIMEOUT_MS / 1000)
 
 
 def _attributes(live: LiveRequest, now_s: float) -> dict[str, Any]:
-    """What is said of a request: counts, times and why it ended; never its texts."""
+    """Return a request's counts, times and finish reasons. Texts are never exported."""
     times = live.times
-    said: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "gen_ai.request.id": live.request.label,
         "gen_ai.usage.prompt_tokens": max(
             (chunk.usage.prompt for chunk in live.ends), default=len(live.request.ids or ())
@@ -117,7 +113,7 @@ def _attributes(live: LiveRequest, now_s: float) -> dict[str, Any]:
         "gen_ai.response.finish_reasons": [chunk.finish.kind for chunk in live.ends if chunk.finish],
     }
     if times.scheduled:
-        said["gen_ai.latency.time_in_queue"] = times.scheduled - (times.queued or times.arrived)
+        attributes["gen_ai.latency.time_in_queue"] = times.scheduled - (times.queued or times.arrived)
     if times.first_token:
-        said["gen_ai.latency.time_to_first_token"] = times.first_token - times.arrived
-    return said
+        attributes["gen_ai.latency.time_to_first_token"] = times.first_token - times.arrived
+    return attributes

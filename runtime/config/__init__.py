@@ -1,7 +1,8 @@
-"""Options and the plan: one declaration per option, from which every other form of it is derived.
+"""Options and the plan.
 
-`options/` declares them, one file per subject; nothing else has to be touched to add one. `resolve/` makes the
-plan of what was set, of the machine and of the model.
+`options/` declares each option once, in one file per subject. Flags, Python keywords and help derive from the
+declarations.
+`resolve/` makes the plan from the options, the machine and the model.
 """
 
 from runtime.config.args import Args, not_built, options, without_effect

@@ -1,4 +1,4 @@
-"""What the user set: frozen, one field per group of options, never written to afterwards."""
+"""The options that the user set: frozen, with one field per group of options."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from runtime.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Args:
-    """Every option with its value, by group: `args.cache.page_size`, or `args.get("page_size")`.
+    """The values of all options, by group: `args.cache.page_size` equals `args.get("page_size")`.
 
-    Made by `Args.of` (Python) or `Args.parse` (command line). Both raise `ConfigurationError` with one
-    sentence for every name that does not exist and every value of the wrong kind. What is merely not supported
-    yet, or impossible on this machine, is refused later, by `runtime.config.resolve`.
+    Use `Args.of` (Python) or `Args.parse` (command line) to make an instance. Both raise
+    `ConfigurationError` with one sentence per unknown name or invalid value. `runtime.config.resolve` later refuses
+    options that are not supported yet or that this machine cannot fulfil.
     """
 
     model: ModelArgs = field(default_factory=ModelArgs)
@@ -52,20 +52,18 @@ class Args:
     observe: ObserveArgs = field(default_factory=ObserveArgs)
     disaggregation: DisaggregationArgs = field(default_factory=DisaggregationArgs)
     debug: DebugArgs = field(default_factory=DebugArgs)
-    explicitly_set: frozenset[str] = frozenset()  # names of options
+    explicitly_set: frozenset[str] = frozenset()  # names of the options that the user gave
 
     @classmethod
     def of(cls, **keywords: Any) -> Self:
-        """Options as Python keywords: `Args.of(model_path="...", page_size=16)`. Aliases are accepted."""
+        """Make Args from Python keywords: `Args.of(model_path="...", page_size=16)`. Aliases are accepted."""
         refusals: list[str] = []
         values: dict[str, Any] = {}
         for keyword, value in keywords.items():
             try:
                 option = _OPTIONS.by_keyword(keyword)
                 if option.name in values:
-                    raise ConfigurationError(
-                        f"{option.name} and {keyword} are the same option; give one of them."
-                    )
+                    raise ConfigurationError(f"{option.name} and {keyword} are the same option; give one of them.")
                 values[option.name] = from_object(option, value)
             except ConfigurationError as refusal:
                 refusals.extend(refusal.refusals)
@@ -73,23 +71,21 @@ class Args:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Self:
-        """Options as the words of a command line, without the program's name."""
+        """Make Args from the words of a command line, without the program's name."""
         refusals: list[str] = []
         return cls._with_file(command_line.read(_OPTIONS, words, refusals), refusals)
 
     def get(self, name: str) -> Any:
-        """The value of one option by its name. Raises `KeyError` for a name that does not exist."""
+        """Return the value of an option by its name. Raises `KeyError` for an unknown name."""
         return getattr(getattr(self, _OPTIONS[name].group), name)
 
     def changed(self, name: str) -> bool:
-        """Whether the option has another value than its default. To set the default explicitly changes nothing."""
+        """Whether the option's value differs from its default."""
         return self.get(name) != _OPTIONS[name].default
 
     def keywords(self) -> dict[str, Any]:
-        """What was set explicitly, as keywords: `Args.of(**args.keywords()) == args`."""
-        return {
-            option.name: self.get(option.name) for option in _OPTIONS if option.name in self.explicitly_set
-        }
+        """Return the explicitly set options as keywords: `Args.of(**args.keywords()) == args`."""
+        return {option.name: self.get(option.name) for option in _OPTIONS if option.name in self.explicitly_set}
 
     @classmethod
     def _with_file(cls, values: Mapping[str, Any], refusals: list[str]) -> Self:
@@ -110,12 +106,12 @@ _OPTIONS = Options(Args)
 
 
 def options() -> tuple[Option, ...]:
-    """Every option there is, in the order of the groups."""
+    """All options, in the order of the groups."""
     return tuple(_OPTIONS)
 
 
 def not_built(args: Args) -> dict[str, str]:
-    """Option name -> one sentence, for every option whose value asks for what does not exist yet."""
+    """Return the error messages for options whose value is not supported yet, by option name."""
     return {
         option.name: _refusal(option, args.get(option.name))
         for option in _OPTIONS
@@ -124,7 +120,7 @@ def not_built(args: Args) -> dict[str, str]:
 
 
 def without_effect(args: Args) -> dict[str, str]:
-    """Option name -> one sentence, for every option that was set and is accepted for compatibility only."""
+    """Return the warnings for options that are set but have no effect, by option name."""
     return {
         option.name: f"{option.flag} has no effect: {option.spec.reason}."
         for option in _OPTIONS

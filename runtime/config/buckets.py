@@ -1,4 +1,4 @@
-"""The upper bounds of histograms: the defaults, and the rules by which an option gives others."""
+"""Upper bounds of histogram buckets: the defaults, and the parsing of options that set other bounds."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from runtime.errors import ConfigurationError
 
-Bounds = tuple[float, ...]  # ascending; a last bucket without a bound follows by itself
+Bounds = tuple[float, ...]  # ascending; values above the last bound have their own bucket
 
-MAX_BOUNDS = 200  # of one histogram: each is a line of every scrape
+MAX_BOUNDS = 200  # per histogram: each bound adds a line to every scrape
 
 TIME_TO_FIRST_TOKEN: Bounds = (
     *(0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 2.0, 4.0, 6.0, 8.0, 10.0, 20.0, 40.0, 60.0, 80.0, 100.0, 200.0, 400.0),
@@ -32,13 +32,13 @@ TOKENS: Bounds = (
     *(12000.0, 15000.0, 20000.0, 22000.0, 25000.0, 30000.0, 35000.0, 40000.0, 66000.0, 99000.0, 132000.0),
     *(300000.0, 600000.0, 900000.0, 1100000.0),
 )
-SHORT: Bounds = (  # of what ought to take milliseconds
+SHORT: Bounds = (  # for durations of about a millisecond
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
 
 
 def ascending(values: Iterable[float]) -> Bounds:
-    """Bounds from the values of an option. Raises `ConfigurationError` for too many."""
+    """Sort the values of an option and drop duplicates. Raises `ConfigurationError` if there are too many."""
     bounds = tuple(sorted({float(value) for value in values}))
     if len(bounds) > MAX_BOUNDS:
         raise ConfigurationError(f"a histogram has at most {MAX_BOUNDS} bounds, not {len(bounds)}.")
@@ -46,11 +46,10 @@ def ascending(values: Iterable[float]) -> Bounds:
 
 
 def token_bounds(rule: Sequence[str]) -> Bounds:
-    """The bounds that a rule asks for.
+    """Return the bounds that a rule describes.
 
-    `default`; `tse MIDDLE BASE COUNT`, see `two_sided_exponential`; `customer VALUE ...` for these values.
-
-    Raises `ConfigurationError` with what is wrong, as the end of a sentence.
+    A rule is `default`, `tse MIDDLE BASE COUNT` (see `two_sided_exponential`) or `customer VALUE ...`. Raises
+    `ConfigurationError`; the caller puts the option's name before its message.
     """
     kind, *words = rule
     if kind == "default":
@@ -75,9 +74,10 @@ def token_bounds(rule: Sequence[str]) -> Bounds:
 
 
 def two_sided_exponential(middle: float, base: float, count: int) -> Bounds:
-    """The middle and half of `count` bounds on each side of it, at distances base, base ** 2, ...
+    """Return `middle`, and `count` / 2 bounds on each side at distances base, base ** 2, ... from it.
 
-    What would be negative is 0. `1000 2 8` gives 984, 992, 996, 998, 1000, 1002, 1004, 1008, 1016.
+    An odd `count` is rounded up. Negative bounds become 0. `1000 2 8` gives 984, 992, 996,
+    998, 1000, 1002, 1004, 1008, 1016.
     """
     try:
         distances = [base**power for power in range(1, math.ceil(count / 2) + 1)]

@@ -1,7 +1,7 @@
 """Chat templates by name (`--chat-template llama-3`), and templates of fill-in-the-middle prompts.
 
-For checkpoints that come without a chat template of their own: each writes the prompts that the family's publisher
-describes. System messages stand where the family expects them; there is no system message that nobody asked for.
+The chat templates are for checkpoints that have none. Each one writes prompts as the publisher of the model family
+describes them. Only "vicuna_v1.1" adds a system message if the messages have none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from runtime.config.template_files import read_json
 from runtime.errors import ConfigurationError
 
 _TURNS = "{% for message in messages %}"
-# The system message, which these families write into the first turn of the user's.
+# Sets `system` and `turns` (the other messages), for families that write the system message into a user's turn.
 _SYSTEM_FIRST = """{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}\
 {% set turns = messages[1:] %}{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}"""
 
@@ -57,9 +57,9 @@ JINJA_SUFFIXES = (".jinja", ".jinja2", ".j2")
 
 
 def chat_template_named(choice: str) -> str | None:
-    """The jinja text of a template by name; None where the choice is a file's path.
+    """Return the jinja text of a built-in template, or None if the choice is a file's path.
 
-    Raises `ConfigurationError` for what is neither.
+    Raises `ConfigurationError` if the choice is neither.
     """
     found = CHAT_TEMPLATES.get(OTHER_NAMES.get(choice, choice))
     if found is not None:
@@ -73,15 +73,15 @@ def chat_template_named(choice: str) -> str | None:
 
 
 class MiddleTemplate(NamedTuple):
-    """How a prompt asks for what is missing between its `prefix` and its `suffix`."""
+    """A prompt format that asks for the text between a prefix and a suffix."""
 
     begin: str
-    hole: str  # where the missing text stands, or begins
+    hole: str  # token that stands for the missing text
     end: str
-    position: Literal["MIDDLE", "END"]  # of the hole: between prefix and suffix, or behind both
+    position: Literal["MIDDLE", "END"]  # position of `hole`: between prefix and suffix, or after both
 
     def prompt(self, prefix: str, suffix: str) -> str:
-        """The prompt whose continuation is what stands between them."""
+        """Return the prompt whose continuation is the text between prefix and suffix."""
         if self.position == "MIDDLE":
             return f"{self.begin}{prefix}{self.hole}{suffix}{self.end}"
         return f"{self.begin}{prefix}{self.end}{suffix}{self.hole}"
@@ -95,7 +95,7 @@ MIDDLE_TEMPLATES: Mapping[str, MiddleTemplate] = {
 
 
 def middle_template(choice: str) -> MiddleTemplate:
-    """By name, or of a JSON file. Raises `ConfigurationError`."""
+    """Return a built-in template by name, or read it from a JSON file. Raises `ConfigurationError`."""
     if choice in MIDDLE_TEMPLATES:
         return MIDDLE_TEMPLATES[choice]
     if not Path(choice).is_file():

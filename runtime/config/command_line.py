@@ -1,6 +1,6 @@
-"""Option values from the words of a command line.
+"""Reads option values from the words of a command line.
 
-argparse stops at the first mistake; this reads on, so that all of them are reported together.
+Unlike argparse, which stops at the first mistake, it collects all mistakes and reports them together.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ _NUMBER = re.compile(r"-\.?\d")
 
 
 def read(options: Options, words: Sequence[str], refusals: list[str]) -> dict[str, Any]:
-    """Option name -> value for everything that is set; of a repeated flag the last one counts.
+    """Return the values of the given options by name. If a flag is repeated, its last value counts.
 
-    What cannot be read is left out and gets a sentence in `refusals`.
+    An option that cannot be read is left out of the result, and a sentence about it is appended to `refusals`.
     """
     values: dict[str, Any] = {}
     for flag, rest in _split(words, refusals):
@@ -51,7 +51,7 @@ def _value(option: Option, negated: bool, words: list[str]) -> Any:
 
 
 def _split(words: Sequence[str], refusals: list[str]) -> list[tuple[str, list[str]]]:
-    """Cut the words into flags and the values that follow each."""
+    """Split the words into flags with the values that follow them."""
     cut: list[tuple[str, list[str]]] = []
     for word in words:
         if word.startswith("-") and len(word) > 1 and not _NUMBER.match(word):

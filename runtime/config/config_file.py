@@ -1,4 +1,4 @@
-"""Options from a YAML file (`--config`)."""
+"""Reads options from a YAML file (`--config`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from runtime.errors import ConfigurationError
 
 
 def read(options: Options, path: str, refusals: list[str]) -> dict[str, Any]:
-    """Option name -> value for every entry of the file.
+    """Return the values of the file's options by name.
 
-    Keys may be written with `-` or `_`, with leading dashes or without. `null` sets nothing. What cannot be
-    read is left out and gets a sentence in `refusals`.
+    Keys may use `-` or `_`, with or without leading dashes. Entries that are `null` are ignored. An entry that cannot
+    be read is left out of the result, and a sentence about it is appended to `refusals`.
     """
     try:
         entries = _root(path)
@@ -40,7 +40,7 @@ def read(options: Options, path: str, refusals: list[str]) -> dict[str, Any]:
 
 
 def _root(path: str) -> list[tuple[str, Any]]:
-    import yaml  # only those who use a file wait for it
+    import yaml  # imported here, because only --config needs it
 
     if Path(path).suffix not in (".yaml", ".yml"):
         raise ConfigurationError(f"--config takes a .yaml or .yml file, not {path!r}.")
@@ -64,7 +64,7 @@ def _root(path: str) -> list[tuple[str, Any]]:
 
 
 def _words(option: Option, entry: Any) -> list[str]:
-    """The entry as the words that would follow the flag."""
+    """Return the entry as the words that would follow the flag."""
     if isinstance(entry, bool):
         if option.type is not bool:
             text = "true" if entry else "false"

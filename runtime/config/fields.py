@@ -1,4 +1,4 @@
-"""Reading values out of JSON objects, checked as they are read. Torch-free."""
+"""Reads and checks values of JSON objects. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from runtime.errors import CheckpointError
 
 
 class Fields:
-    """One JSON object. Null counts as absent.
+    """One JSON object whose fields are read and checked. A field that is null counts as missing.
 
-    Every reader raises CheckpointError naming the field when its value is missing, of the wrong kind or out
-    of range. `path` stands before the field's name in messages.
+    The methods raise CheckpointError if a required field is missing, or if a value has the wrong type or is out of
+    range. The error names the field, with `path` before its name.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:
@@ -70,7 +70,7 @@ class Fields:
         return value
 
     def child(self, name: str) -> Fields:
-        """The object under `name`, empty where there is none."""
+        """Return the object under `name`, or an empty one."""
         value = self.values.get(name)
         if value is None:
             value = {}
@@ -79,7 +79,7 @@ class Fields:
         return Fields(value, f"{self.path}{name}.")
 
     def wrong(self, name: str, expected: str) -> CheckpointError:
-        """The error to raise for a value that is not what it should be."""
+        """Return the error for an invalid value."""
         return CheckpointError(f"{self.path}{name} must be {expected}, not {self.values.get(name)!r}.")
 
     def _required(self, name: str, value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The header of a GGUF file: what it says of the model, and where its tensors are.
+"""Reads the header of a GGUF file: the model's metadata, and the position of each tensor.
 
-Little-endian, version 2 or 3: magic, version, number of tensors, number of values; the values by name; the tensors'
-names, shapes (the innermost dimension first), kinds and offsets; then, aligned, their content. Source: the GGUF
-specification of the ggml project.
+The layout is little-endian, version 2 or 3: magic, version, number of tensors, number of values; the values by name;
+the tensors' names, shapes (innermost dimension first), types and offsets; then, aligned, their content.
+Source: the GGUF specification of the ggml project.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from runtime.errors import CheckpointError
 
 MAGIC = b"GGUF"
 ALIGNMENT = 32
-MAX_ENTRIES = 2**20  # tensors, and values
-MAX_KEPT = 2**21  # entries of a list that is read; a vocabulary is the longest
-MAX_DEPTH = 4  # of lists in lists
+MAX_ENTRIES = 2**20  # maximum number of tensors, and of metadata values
+MAX_KEPT = 2**21  # maximum length of a list; vocabularies are the longest lists
+MAX_DEPTH = 4  # depth of nested lists
 MAX_FILES = 1000
 _SCALARS = {
     0: "<B",
@@ -42,7 +42,7 @@ _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class Kind(NamedTuple):
-    """How a tensor's numbers are held: so many in a block of so many bytes."""
+    """A storage type: a block of `bytes` bytes stores `numbers` values."""
 
     name: str
     numbers: int
@@ -80,18 +80,18 @@ KINDS = {
 
 
 class GgufTensor(NamedTuple):
-    """Where a tensor's content is, and what it is."""
+    """Where a tensor is stored (bytes `begin` to `end` of `file`), its type and its shape."""
 
     file: Path
     kind: Kind
-    shape: tuple[int, ...]  # outputs first, as everywhere here
+    shape: tuple[int, ...]  # in PyTorch's order, the reverse of the file's
     begin: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a GGUF file holds, or all the files of one that was split."""
+    """The header of a GGUF file, or the joined headers of all parts of a split file."""
 
     path: Path
     values: Mapping[str, Any]
@@ -99,7 +99,7 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """The name that llama.cpp has for the model's family."""
+        """The model family, by llama.cpp's name."""
         found = self.values.get("general.architecture")
         if not isinstance(found, str):
             raise CheckpointError(f"{self.path} does not say which architecture it holds.")
@@ -112,10 +112,10 @@ def is_gguf(path: Path | str) -> bool:
 
 
 def read_header(path: Path, *, texts: bool = True) -> GgufHeader:
-    """Of a file, and of its other parts where it is the first of several.
+    """Read the header of a GGUF file. If the file is the first of several parts, also read the other parts.
 
-    Lists of texts, such as the vocabulary, are empty without `texts`: they take tens of megabytes.
-    Raises CheckpointError for a file that cannot be read, is no GGUF file, is damaged or cut off, or lacks parts.
+    If `texts` is False, lists of strings such as the vocabulary become empty, which saves tens of megabytes. Raises
+    CheckpointError if a file is missing, cannot be read, is not a GGUF file, or is damaged or truncated.
     """
     first = _read_file(path, texts)
     count = first.values.get("split.count") or 1
@@ -123,9 +123,7 @@ def read_header(path: Path, *, texts: bool = True) -> GgufHeader:
         return first
     named = _PART.fullmatch(path.name)
     if named is None or int(named[3]) != count or not 1 < count <= MAX_FILES:
-        raise CheckpointError(
-            f"{path} is one of {count} files, which must be called NAME-00001-of-{count:05}.gguf."
-        )
+        raise CheckpointError(f"{path} is one of {count} files, which must be called NAME-00001-of-{count:05}.gguf.")
     if int(named[2]) != 1:
         raise CheckpointError(f"{path} is a later part: name the first, {named[1]}-00001-of-{named[3]}.gguf.")
     tensors = dict(first.tensors)
@@ -151,7 +149,7 @@ def _read_file(path: Path, texts: bool) -> GgufHeader:
 
 
 class _Cursor:
-    """Reads one thing after the other. Raises ValueError for counts that cannot be."""
+    """Reads values sequentially. Raises ValueError for impossible counts."""
 
     def __init__(self, content: mmap, texts: bool) -> None:
         self.content = content
@@ -202,9 +200,7 @@ class _Cursor:
 def _parse(path: Path, cursor: _Cursor) -> GgufHeader:
     version = cursor.number("<I")
     if version not in (2, 3):
-        raise CheckpointError(
-            f"{path} is of GGUF version {version}; versions 2 and 3 are read (little-endian)."
-        )
+        raise CheckpointError(f"{path} is of GGUF version {version}; versions 2 and 3 are read (little-endian).")
     num_tensors, num_values = (cursor.count(what, MAX_ENTRIES) for what in ("tensors", "values"))
     values: dict[str, Any] = {}
     for _ in range(num_values):

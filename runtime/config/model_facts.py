@@ -1,4 +1,4 @@
-"""What a checkpoint's configuration says about the model, as far as anyone outside the model needs to know."""
+"""Facts about the model, read from a checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.config.pooling import Pooling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Read from config.json (and generation_config.json) before any weight is touched. Torch-free."""
+    """Facts from config.json and generation_config.json, read before the weights. Torch-free."""
 
     architecture: str
     path: str  # the local directory
@@ -21,35 +21,37 @@ class ModelFacts:
     head_dim: int
     hidden_size: int
     vocab_size: int
-    context_length: int  # as derived from the configuration
-    dtype: str  # of the checkpoint: "bfloat16", "float16", "float32"
-    eos_ids: frozenset[int] = frozenset()  # of the config and the generation config
+    context_length: int  # maximum tokens of prompt and output together, from config.json
+    dtype: str  # dtype of the checkpoint: "bfloat16", "float16", "float32"
+    eos_ids: frozenset[int] = frozenset()  # from config.json and generation_config.json
     bos_id: int | None = None
-    has_sinks: bool = False  # of attention: learned scores without values
-    alibi: bool = False  # of attention: scores lose by distance
-    recurrent: bool = False  # some layers keep a state instead of keys and values
-    weight_bytes: int = 0  # on disk
-    preferred_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config's values
-    # The form of its weights, by its name in FORMATS (config/quantization.py).
+    has_sinks: bool = False  # attention has learned sinks (scores without values)
+    alibi: bool = False  # attention uses ALiBi (scores decrease with distance)
+    recurrent: bool = False  # some layers keep a recurrent state instead of keys and values
+    weight_bytes: int = 0  # bytes of the weights on disk
+    preferred_sampling: Mapping[str, Any] = field(default_factory=dict)  # values of generation_config.json
+    # Quantisation format of the weights, a key of FORMATS (config/quantization.py); None: not quantised.
     quantization: str | None = None
-    by_transformers: bool = False  # transformers' own modules compute it, not a family of ours
-    is_encoder: bool = False  # sees each text whole, caches nothing and writes no token
-    pooling: Pooling | None = None  # of a checkpoint that is made for vectors; None: the last token's
-    prompts: Mapping[str, str] = field(default_factory=dict)  # by name: what may be put before a text
-    default_prompt: str | None = None  # the name of the one that is put there unless told
-    lower_case: bool = False  # texts are lowered before they become tokens
-    labels: tuple[str, ...] = ()  # of a classifier, whose vectors are their scores
-    score_activation: str = ""  # what makes probabilities of scores: "sigmoid", "softmax", or nothing does
-    config: Mapping[str, Any] = field(default_factory=dict)  # the whole config.json, overrides merged in
+    by_transformers: bool = False  # the model is computed by transformers' modules, not by runtime/models
+    is_encoder: bool = False  # the model attends to whole texts, has no KV cache and generates no tokens
+    pooling: Pooling | None = None  # pooling of an embedding checkpoint; None: the last token
+    prompts: Mapping[str, str] = field(default_factory=dict)  # prompts that may precede a text, by name
+    default_prompt: str | None = None  # the key in `prompts` that is used by default; None: no prompt
+    lower_case: bool = False  # texts are lower-cased before tokenization
+    labels: tuple[
+        str, ...
+    ] = ()  # labels of a classifier, whose output vector holds one score per label; (): no classifier
+    score_activation: str = ""  # function from scores to probabilities: "sigmoid", "softmax"; "": none
+    config: Mapping[str, Any] = field(default_factory=dict)  # config.json with overrides
 
     @property
     def vector_size(self) -> int:
-        """How many numbers a text's vector has, or scores."""
+        """Number of scores of a classifier, or length of an embedding."""
         if self.labels:
             return len(self.labels)
         return (self.pooling or Pooling()).size(self.hidden_size)
 
     @property
     def needs_whole_prompts(self) -> bool:
-        """Whether a text for a vector must be computed in one step, nothing of it found in a cache."""
+        """Whether a text to embed must be computed in one step, without cached prefixes."""
         return self.is_encoder or (self.pooling is not None and self.pooling.needs_all)

@@ -1,4 +1,4 @@
-"""How an option is declared: its default, help, spellings, allowed values, and whether it does anything yet."""
+"""Declaration of an option: default, help, spellings, allowed values, and whether it works."""
 
 from __future__ import annotations
 
@@ -7,53 +7,54 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-Json = Mapping[str, Any]  # the type of an option whose value is a JSON object
+Json = Mapping[str, Any]  # type of an option whose value is a JSON object
 
 
 class Outcome(StrEnum):
-    """What becomes of an option that somebody sets."""
+    """What happens if a user sets an option."""
 
     WORKS = "works"
     PLANNED = "planned"  # refused unless it keeps its default
-    ALWAYS = "always"  # accepted, and nothing reads it: what it asks for is so whether it is set or not
-    INERT = "inert"  # accepted for compatibility, without effect; noted in help and logged once
+    ALWAYS = "always"  # accepted: Penstock always behaves as if the option were set
+    INERT = "inert"  # accepted for compatibility without effect; help says so and the log says so once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionSpec:
-    """The metadata of one option, which stands beside its type and default in a group's dataclass.
+    """Metadata of one option. The option's type and default are those of its field in a group's dataclass.
 
-    The type of the field fixes how text is read: `bool`, `int`, `float`, `str`, `Json`, `tuple[X, ...]` for
-    several values, and `| None` where an option that is not set has a meaning of its own.
+    The type determines how words of the command line are read. It is `bool`, `int`, `float`, `str` or `Json`;
+    `tuple[X, ...]` for several values; with `| None` if the option may be unset.
     """
 
-    help: str = field(kw_only=False)  # what it does, the unit, what the default means
+    help: str = field(kw_only=False)  # purpose, unit, and meaning of the default
     aliases: tuple[str, ...] = ()  # further flags, such as "--model"
-    choices: tuple[Any, ...] = ()  # the values that have a meaning; (): any
-    built: tuple[Any, ...] | None = None  # the values that work so far besides the default; None: all of them
-    needs: Mapping[str, str] = field(default_factory=dict)  # value -> what it takes beyond our code
-    any_case: bool = False  # the choices may be written in capitals
+    choices: tuple[Any, ...] = ()  # valid values; (): any
+    built: tuple[Any, ...] | None = None  # values that are supported besides the default; None: all
+    needs: Mapping[str, str] = field(default_factory=dict)  # maps a value to the library or hardware that it needs
+    any_case: bool = False  # whether upper case is accepted and converted to lower case
     low: float | None = None  # smallest value
     high: float | None = None  # largest value
-    above: float | None = None  # the value must be larger than this
-    const: Any = None  # the value of a flag that stands alone, for options that usually take one
+    above: float | None = None  # exclusive lower bound
+    const: Any = None  # value if the flag has no argument; None: the flag needs one
     empty: bool = False  # whether a list may be empty
-    none_text: bool = False  # "None" and "" mean nothing
-    secret: bool = False  # never shown
-    plan: Any = None  # the field of the plan that shows what is done, such as `CachePlan.page_size`
-    # As the plan says it; or "the opposite", or "other" where that is no value of the option; or the values of the
-    # option for what the plan has as false and as true.
-    says: str | tuple[str, str] = "the same"
+    none_text: bool = False  # whether the words "None" and "" mean None
+    secret: bool = False  # never shown or logged
+    plan: str = ""  # the plan's field with the decided value, such as "cache.page_size"; "": no field
+    invert: bool = False  # whether the option is on exactly if the plan's field is off
+    zero_is_off: bool = False  # whether 0 in the plan's field means that the flag is off (else None or False)
+    other_unit: bool = False  # whether the plan's field has another unit than the option, so it cannot be converted
+    if_false_true: tuple[str, str] | None = None  # the option's values for a plan's field that is (false, true)
     outcome: Outcome = Outcome.WORKS
-    instead: str = ""  # what serves in the meantime, of an option or value that is not supported yet
-    reason: str = ""  # why nothing reads it (always, inert); ends a sentence
-    sglang: str = ""  # what SGLang does by default, where that is something else
+    instead: str = ""  # alternative to an option or value that is not supported yet
+    reason: str = ""  # reason for `always` and `inert`, as the end of a sentence
+    sglang: str = ""  # SGLang's default, if it differs
 
 
 def option(default: Any, help: str, **spec: Any) -> Any:
-    """The dataclass field of an option: `page_size: int = option(16, "Tokens in one page.", low=1)`.
+    """Declare an option: `page_size: int = option(16, "Tokens in one page.", low=1)`.
 
-    The keywords are those of `OptionSpec`.
+    Keywords are the fields of `OptionSpec`.
     """
     made = OptionSpec(help, **spec)
     given: dict[str, Any] = {"default_factory": dict} if default == {} else {"default": default}
@@ -61,15 +62,15 @@ def option(default: Any, help: str, **spec: Any) -> Any:
 
 
 def planned(default: Any, help: str, **spec: Any) -> Any:
-    """An option that is not supported yet: it is refused unless it keeps its default."""
+    """Declare an option that is not supported yet. It is refused unless it keeps its default."""
     return option(default, help, outcome=Outcome.PLANNED, **spec)
 
 
 def always(default: Any, help: str, *, reason: str, **spec: Any) -> Any:
-    """An option that asks for what is so anyway; `reason` says why."""
+    """Declare an option for behaviour that Penstock always has. `reason` says why."""
     return option(default, help, outcome=Outcome.ALWAYS, reason=reason, **spec)
 
 
 def inert(default: Any, help: str, *, reason: str, **spec: Any) -> Any:
-    """An option that is accepted for compatibility and has no effect; `reason` says why."""
+    """Declare an option that is accepted without effect; `reason` says why."""
     return option(default, help, outcome=Outcome.INERT, reason=reason, **spec)

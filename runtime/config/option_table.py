@@ -1,7 +1,8 @@
-"""The table of all options, read off the group dataclasses; all other forms of an option come from it."""
+"""The table of all options, derived from the group dataclasses."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
 from difflib import SequenceMatcher
@@ -12,21 +13,21 @@ from runtime.config.option_spec import Json, OptionSpec
 from runtime.config.other_names import instead_of
 from runtime.errors import ConfigurationError
 
-MAX_LISTED = 6  # flags in a refusal
+MAX_LISTED = 6  # maximum number of flags listed in an error message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One option: its declaration, taken apart."""
+    """One option: its names, its type, its default and its declared `OptionSpec`."""
 
     name: str  # the Python keyword
-    group: str  # the field of Args that holds it
-    title: str  # of the group, for people
+    group: str  # the field of Args for the option's group
+    title: str  # title of the group
     flags: tuple[str, ...]  # "--page-size" first, then its aliases
     spec: OptionSpec
-    type: Any  # bool, int, float, str or Json; of one element where there are many
-    many: bool
-    optional: bool  # None is allowed
+    type: Any  # bool, int, float, str or Json; the element's type if `many`
+    many: bool  # whether the value is a tuple
+    optional: bool  # whether None is allowed
     default: Any
 
     @property
@@ -35,17 +36,17 @@ class Option:
 
     @property
     def keywords(self) -> tuple[str, ...]:
-        """The Python names: the option's own first, then those of its aliases."""
+        """Python names: the option's own first, then its aliases."""
         return tuple(flag.removeprefix("--").replace("-", "_") for flag in self.flags)
 
     @property
     def negated_flag(self) -> str | None:
-        """`--no-x`, for what is on by default."""
+        """`--no-x` for an option that is on by default, else None."""
         return f"--no-{self.flag.removeprefix('--')}" if self.type is bool and self.default is True else None
 
 
 class Options:
-    """All options of a class whose fields are group dataclasses, findable by any of their spellings."""
+    """All options of a class whose fields are group dataclasses, indexed by all their spellings."""
 
     def __init__(self, args_class: type) -> None:
         self._by_name: dict[str, Option] = {}
@@ -64,15 +65,18 @@ class Options:
         return self._by_name[name]
 
     def by_keyword(self, keyword: str) -> Option:
-        """The option with this Python name. Raises `ConfigurationError` with the nearest names."""
+        """Return the option with this Python name. Raises `ConfigurationError` with similar names."""
         if keyword in self._by_keyword:
             return self._by_keyword[keyword]
+        if instead := instead_of("--" + keyword.replace("_", "-")):
+            as_keywords = re.sub(r"--([a-z-]+)", lambda flag: flag[1].replace("-", "_"), instead)
+            raise ConfigurationError(f"{keyword} is not an option{as_keywords}.")
         raise ConfigurationError(f"{keyword} is not an option{_suggestion(keyword, self._by_keyword)}")
 
     def by_flag(self, flag: str) -> tuple[Option, bool]:
-        """The option that a flag names, and whether it is the `--no-` form; unique beginnings count.
+        """Return the option of a flag, and whether the flag is its `--no-` form. Unique prefixes are accepted.
 
-        Raises `ConfigurationError` when none or several are meant.
+        Raises `ConfigurationError` for an unknown or ambiguous flag.
         """
         wanted = "--" + flag.lstrip("-").replace("_", "-")
         if wanted in self._by_flag:
@@ -121,7 +125,11 @@ def _option(declared: Field, hint: Any, group: str, title: str) -> Option:
         title=title,
         flags=("--" + declared.name.replace("_", "-"), *spec.aliases),
         spec=spec,
-        type=get_args(plain)[0] if many else Json if plain == Json else plain,  # an alias is evaluated anew
+        type=get_args(plain)[0]
+        if many
+        else Json
+        if plain == Json
+        else plain,  # get_type_hints returns a copy of the alias, so `is` would fail
         many=many,
         optional=optional,
         default=default,
@@ -129,7 +137,7 @@ def _option(declared: Field, hint: Any, group: str, title: str) -> Option:
 
 
 def _suggestion(wanted: str, known: Iterable[str]) -> str:
-    """The known name that is most like the wanted one, as a whole or at its beginning."""
+    """Return the end of an error message: it suggests the most similar known name if one is similar enough."""
 
     def likeness(name: str) -> float:
         whole, beginning = (SequenceMatcher(None, wanted, part) for part in (name, name[: len(wanted)]))

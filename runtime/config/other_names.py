@@ -1,10 +1,10 @@
-"""What the options of vLLM, llama.cpp and TGI are called here, for the message that refuses them."""
+"""Options of vLLM, llama.cpp and TGI with their replacements in Penstock, for error messages."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# By the flag of others: the option to use here, or what to do instead.
+# Maps another server's flag to Penstock's option, or to advice.
 OTHER_NAMES: Mapping[str, str] = {
     # vLLM
     "--max-model-len": "--context-length",
@@ -22,11 +22,11 @@ OTHER_NAMES: Mapping[str, str] = {
     "--hf-overrides": "--json-model-override-args",
     "--override-generation-config": "--preferred-sampling-params",
     "--generation-config": "leave it out: the model's generation_config.json is read",
-    "--runner": "--is-embedding for pooling; encoders need nothing",
-    "--task": "--is-embedding for embed; encoders and classifiers need nothing",
-    "--convert": "--is-embedding for embed; encoders and classifiers need nothing",
-    "--enable-auto-tool-choice": "leave it out: tools are on where the format of calls is known (--tool-call-parser)",
-    "--enable-reasoning": "leave it out: --reasoning-parser is enough, and is guessed from the chat template",
+    "--runner": "--is-embedding for pooling; encoders need no option",
+    "--task": "--is-embedding for embed; encoders and classifiers need no option",
+    "--convert": "--is-embedding for embed; encoders and classifiers need no option",
+    "--enable-auto-tool-choice": "leave it out: tool calls are on if their format is known (--tool-call-parser)",
+    "--enable-reasoning": "leave it out: --reasoning-parser is guessed from the chat template",
     "--guided-decoding-backend": "--grammar-backend",
     "--structured-outputs-config": "--grammar-backend",
     "--scheduling-policy": "--enable-priority-scheduling --schedule-low-priority-values-first for priority",
@@ -38,22 +38,20 @@ OTHER_NAMES: Mapping[str, str] = {
     "--no-enable-log-requests": "leave it out: requests are logged with --log-requests only",
     "--disable-log-stats": "--log-level warning; metrics are kept with --enable-metrics only",
     "--enable-expert-parallel": "leave it out: experts are divided over --tp-size",
-    "--distributed-executor-backend": "leave it out: ranks are processes of this program",
-    "--swap-space": "leave it out: what does not fit is computed again later",
+    "--distributed-executor-backend": "leave it out: Penstock starts one process per rank",
     "--kv-cache-memory-bytes": "--max-total-tokens",
     "--num-gpu-blocks-override": "--max-total-tokens",
-    "--max-logprobs": "leave it out: requests may ask for as many as the API allows",
-    "--lora-modules": "leave it out: adapters are not supported yet; merge them into the model",
-    "--speculative-config": "leave it out: speculation is not supported yet",
-    "--limit-mm-per-prompt": "leave it out: only text is read",
+    "--max-logprobs": "leave it out: the API's own limit applies",
+    "--speculative-config": "--speculative-algorithm NGRAM",
+    "--limit-mm-per-prompt": "leave it out: only text input is supported",
     "--api-server-count": "--tokenizer-worker-num",
     "--async-scheduling": "leave it out: steps overlap unless --disable-overlap-schedule is given",
     "--compilation-config": "leave it out, or --enable-torch-compile",
     "--num-scheduler-steps": "leave it out: steps overlap unless --disable-overlap-schedule is given",
-    "--max-seq-len-to-capture": "--cuda-graph-max-bs limits graphs by their rows",
-    "--disable-frontend-multiprocessing": "leave it out: there is one process",
-    "--chat-template-content-format": "leave it out: it is found in the chat template",
-    "--response-role": "leave it out: it is assistant",
+    "--max-seq-len-to-capture": "--cuda-graph-max-bs, which limits graphs by batch size",
+    "--disable-frontend-multiprocessing": "leave it out: the frontend and the engine share a process",
+    "--chat-template-content-format": "leave it out: it is detected from the chat template",
+    "--response-role": "leave it out: the role is always assistant",
     "--ssl-ca-cert": "--ssl-ca-certs",
     # llama.cpp
     "--ctx-size": "--context-length",
@@ -67,7 +65,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "--cache-type-k": "--kv-cache-dtype",
     "--cache-type-v": "--kv-cache-dtype",
     "--flash-attn": "leave it out: see --attention-backend",
-    "--jinja": "leave it out: chat templates are always rendered",
+    "--jinja": "leave it out: jinja chat templates are always used",
     "--no-mmap": "--weight-loader-disable-mmap",
     "--mlock": "leave it out: weights stay in memory",
     "--embedding": "--is-embedding",
@@ -88,6 +86,6 @@ OTHER_NAMES: Mapping[str, str] = {
 
 
 def instead_of(flag: str) -> str:
-    """What to do instead of another server's flag, as the end of a sentence; empty where it is not known."""
+    """Return the end of an error message that names the replacement for another server's flag, or ""."""
     said = OTHER_NAMES.get(flag, "")
     return f"; use {said}" if said.startswith("--") else f"; {said}" if said else ""

@@ -1,16 +1,17 @@
-"""The names of the formats of tool calls and of reasoning, and how a chat template gives them away.
+"""Names of the formats of tool calls and reasoning, and the texts ("signs") that reveal each in a chat template.
 
-What the formats are is in `serve.chat`; a test holds that both sides know the same names. A format is guessed where
-the template contains all of its texts; the first in this order counts, so the more particular ones come first. Formats
-whose outputs are reasoning from the first token on are not guessed (but `step3`, whose template gives it away): such
-models' templates open the block, and where they do not, answers would be lost in it.
+`serve.calls.chat` implements the formats; a test checks that both lists have the same names. A format is guessed if the
+chat template contains all of its signs. The first match counts, so more specific formats come first.
+
+Formats in which outputs begin inside the reasoning block are not guessed: if a model did not reason, its whole answer
+would be taken for reasoning. `step3` is guessed nevertheless, because the chat templates of such models open the block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-Signs = tuple[str, ...]  # () is never guessed
+Signs = tuple[str, ...]  # (): never guessed
 
 TOOL_CALL_PARSERS: Mapping[str, Signs] = {
     "gpt-oss": ("<|channel|>", "<|message|>"),
@@ -68,12 +69,12 @@ REASONING_PARSERS: Mapping[str, Signs] = {
 }
 
 
-# Signs that say less, of other templates with these formats: they count where none above gives itself away.
+# Weaker signs, for further templates with these formats. They count only if no sign above matches.
 _WEAK_SIGNS = (("llama4", "<|header_start|>"), ("phi4", "functools["))
 
 
 def guess(parsers: Mapping[str, Signs], template: str) -> tuple[str, str] | None:
-    """(name, sign) of the format that the template gives away."""
+    """Return (name, sign) of the first format whose signs the template contains, or None."""
     for name, signs in parsers.items():
         if signs and all(sign in template for sign in signs):
             return name, signs[0]

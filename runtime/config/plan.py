@@ -1,12 +1,13 @@
-"""What will be done: frozen sections, each read by one part, made from Args, Machine and ModelFacts.
+"""The plan: all decided settings of an engine, as frozen sections. Each part of the engine reads its own section.
 
-After it is made, only the plan is read. A section says for every decided value why it is what it is.
+`runtime.config.resolve` makes the plan from Args, Machine and ModelFacts. Later code reads only the plan. Each section
+keeps the reasons for its decided values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.config import buckets
@@ -16,14 +17,14 @@ from runtime.config.chat_templates import MiddleTemplate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """A part of the plan. Its fields are plain values; the reason for each stands beside them under its name."""
+    """A part of the plan, with plain values. `reasons` maps the name of a field to the reason for its value."""
 
     reasons: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan(Section):
-    """Which checkpoint is loaded, from where, in which precision and onto which device."""
+    """The checkpoint: its path, format, precision and device."""
 
     path: str
     load_format: str  # "auto", "safetensors", "pt", "npcache", "sharded_state", "gguf", "dummy"
@@ -31,156 +32,189 @@ class ModelPlan(Section):
     device: str  # "cpu", "cuda", "cuda:1"
     context_length: int
     random_seed: int
-    is_embedding: bool = False  # nothing is generated
-    by_transformers: bool = False  # transformers' modules compute the model
-    mmap: bool = True
+    is_embedding: bool = False  # compute vectors only; generate no text
+    by_transformers: bool = False  # the model is computed by transformers' modules
+    mmap: bool = True  # map the weight files into memory instead of reading them
     num_load_threads: int = 1
-    shard_pattern: str | None = None  # how files of sharded_state are called, if not as they are written
-    # Functions that give the tensors in place of files, as package.module.name.
+    shard_pattern: str | None = None  # file names of sharded_state; None: the names that `penstock shard` writes
+    # Functions that yield the tensors instead of files, named package.module.function.
     custom_loaders: Sequence[str] = ()
-    any_dtype: bool = False  # tensors may differ in their dtypes: all are converted
-    delete_after_loading: bool = False  # the checkpoint
-    state_dtype: str = "float32"  # of the states of recurrent layers
-    always_absorbed: bool = False  # latent attention of prompts too
-    # How weights are rounded when they are loaded; None: they stay as they are.
+    any_dtype: bool = False  # convert tensors of mixed dtypes instead of refusing them
+    delete_after_loading: bool = False  # delete the checkpoint's files
+    state_dtype: str = "float32"  # dtype of recurrent states
+    always_absorbed: bool = False  # use absorbed latent attention for prompts too
+    # Quantisation method that rounds the weights while they load; None: keep them.
     quantization: str | None = None
-    kv_scales: str | None = None  # a file with those of an 8-bit cache
+    kv_scales: str | None = None  # file with the scales of an 8-bit KV cache
+    config_overrides: Mapping[str, Any] = field(default_factory=dict)  # values that replace those of config.json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan(Section):
-    """The pages of the KV cache: their size, their precision, and how much memory they get."""
+    """The KV cache: page size, precision and memory."""
 
     page_size: int
     prefix_cache: bool  # keep finished prefixes in the radix tree
-    kv_dtype: str  # as torch calls it: that of the model, "bfloat16", "float8_e5m2", "float8_e4m3fn"
-    mem_fraction: float  # of the device's memory, for weights and KV together; or, if `of_free_memory`,
-    of_free_memory: bool = False  # of the memory that is free once the weights are in place, for KV alone
-    max_total_tokens: int | None  # cap; the pool is sized when the weights are in place
-    # Pages of sliding-window layers for each page of the others; None: as many, in one pool.
+    kv_dtype: str  # torch's name: the model's dtype, "float8_e5m2" or "float8_e4m3fn"
+    # Share of the device's memory that weights and KV cache may use together. If `of_free_memory` is set, it is the
+    # share of the memory still free after loading that the KV cache alone may use.
+    mem_fraction: float
+    of_free_memory: bool = False
+    max_total_tokens: int | None  # maximum tokens of the KV cache; None: as many as memory allows
+    # Pages of sliding-window layers per page of the other layers; None: one pool for all layers.
     window_ratio: float | None = None
-    max_states: int | None = None  # of recurrent layers; None: as memory allows
+    max_states: int | None = None  # state slots of recurrent layers; None: as many as memory allows
+    swap_space_gib: float = 0.0  # host memory per rank for the KV of retracted sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerPlan(Section):
-    """How many sequences run and wait, and what a step may compute."""
+    """Limits on running and waiting sequences, and on the work of a step."""
 
     max_running: int
     max_queued: int
-    max_queued_tokens: int = 2**23  # of the prompts that wait
-    chunk_tokens: int | None  # prompt tokens per step and per chunk; None: whole prompts
-    max_prefill_tokens: int
+    max_queued_tokens: int = 2**23  # tokens of all waiting prompts
+    chunk_tokens: int | None  # maximum prompt tokens per step and per chunk; None: no chunked prefill
+    max_prefill_tokens: int  # prompt tokens per step that admission allows; one longer prompt may exceed it
     policy: str  # "fcfs", "lpm", ...
-    mixed: bool  # prompts and running rows share a step
+    mixed: bool  # whether a step may hold both prompts and decode rows
     overlap: bool  # launch step n+1 before the tokens of step n are known
-    new_token_ratio: float  # share of the remaining output that admission reserves, at first
+    new_token_ratio: float  # initial share of a request's remaining output tokens for which admission reserves pages
     min_new_token_ratio: float
-    new_token_ratio_decay: float  # per step
-    open_ended_tokens: int = 256  # output expected, at first, of a request that states no limit
+    new_token_ratio_decay: float  # by how much `new_token_ratio` falls per step
+    open_ended_tokens: int = 256  # initial estimate of the output of a request without `max_tokens`
     stream_interval: int
     log_interval_steps: int
     watchdog_timeout_s: float
-    crash_folder: str | None = None  # for a record of what went on when a step hangs
-    max_queue_time_s: float | None = None  # that a request may wait; None: as long as it takes
-    micro_batches: int = 1  # in flight at the same time, without a sequence in common: one for each stage
-    priorities: bool = False  # requests have them: they order the queue, displace, and interrupt who runs
-    low_priority_first: bool = False  # lower numbers go before higher ones
-    # A priority must be further above a running one's than this to interrupt it.
+    crash_folder: str | None = None  # folder for a record of a hanging step
+    max_queue_time_s: float | None = None  # longest wait of a request; None: no limit
+    micro_batches: int = 1  # batches in flight with disjoint sequences: one per pipeline stage
+    priorities: bool = False  # priorities order the queue, displace waiting requests and interrupt running ones
+    low_priority_first: bool = False  # lower priority numbers go first
+    # A request interrupts a running one if its priority is higher by more than this.
     preemption_threshold: int = 10
-    max_new_sequences: int | None = None  # that one step takes on; None: no limit of its own
-    max_forced: int = 0  # tokens that a grammar forces are appended up to so many at once; 0: each is sampled
-    # Of the running rows: so many steps of one token must be saved by that at a time.
+    max_new_sequences: int | None = None  # new sequences per step; None: no limit
+    max_forced: int = 0  # maximum number of forced tokens appended at once; 0: sample every token
+    # Forced tokens are appended if they save at least `forced_share` * (number of running rows) decode rows.
     forced_share: float = 0.0
-    receive_interval: int = 1  # steps between two looks at the inbox while something runs
-    max_micro_batch: int | None = None  # rows of one of them; None: no limit of its own
+    max_drafts: int = 0  # maximum number of draft tokens per row; 0: no speculation
+    max_step_drafts: int = 256  # maximum number of draft tokens per step
+    overlap_drafts: bool = False  # whether a sequence may enter the next step while the result of its drafts is unknown
+    draft_windows: tuple[int, int] = (2, 8)  # smallest and largest n-gram that prompt lookup compares
+    adapter_slots: int = 0  # LoRA adapters that may run in one batch
+    adapters_fifo: bool = False  # evict the adapter that was placed first instead of the one unused for longest
+    receive_interval: int = 1  # steps between two reads of the inbox while sequences run
+    max_micro_batch: int | None = None  # maximum rows per micro-batch; None: no limit
 
     @property
     def step_prompt_tokens(self) -> int:
-        """Prompt tokens of one step, but for a single whole prompt that is longer."""
+        """Maximum number of prompt tokens in one step. A single longer prompt that is not chunked may exceed it."""
         return self.chunk_tokens or self.max_prefill_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelPlan(Section):
-    """Which implementation of each operation runs."""
+    """The implementation of each operation."""
 
-    # By file role: operation -> "native", "with_cpp", "with_triton". "attention" is for rows of one
-    # token where "prefill_attention" differs from it.
+    # Maps each operation to the file that implements it: "native", "with_cpp", "with_triton". If the key
+    # "prefill_attention" exists, the file of "attention" computes only rows of one token.
     choices: Mapping[str, str] = field(default_factory=dict)
-    fallback: Mapping[str, str] | None = None  # instead, where the kernels in C++ turn out not to compile
-    # What backends are made with, by file.
+    # Replaces `choices` if the C++ kernels do not compile; None: a compile error is raised.
+    fallback: Mapping[str, str] | None = None
+    # Settings of the backends, by file.
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # The same as users call it: "torch_native", "triton", ...
+    # The same choices, named as the values of the command-line options: "torch_native", "triton", ...
     attention_backend: str = "torch_native"
-    prefill_attention_backend: str = "torch_native"  # of rows of several tokens
-    decode_attention_backend: str = "torch_native"  # of rows of one token
+    prefill_attention_backend: str = "torch_native"  # for rows of several tokens
+    decode_attention_backend: str = "torch_native"  # for rows of one token
     sampling_backend: str = "pytorch"
-    # Log-probabilities of the output are of the logits before anything changes them.
+    # Whether log-probabilities are computed from the model's logits before penalties, bias, masks and temperature.
     raw_logprobs: bool = False
-    logits_folder: str | None = None  # where the logits of every step are written; None: nowhere
-    nan_detection: bool = False  # say where values stop being finite numbers
+    logits_folder: str | None = None  # folder for the logits of every step; None: do not write them
+    nan_detection: bool = False  # log the layer that first computes non-finite values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterSource:
+    """An adapter to load at the start."""
+
+    name: str
+    path: str
+    pinned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraPlan(Section):
+    """LoRA adapters: which layers take them, and how many fit."""
+
+    enabled: bool = False
+    sources: tuple[AdapterSource, ...] = ()
+    max_rank: int = 0
+    targets: tuple[str, ...] | None = None  # last parts of the names of layers that adapters may change; None: all
+    max_slots: int = 0  # adapters in one batch
+    max_loaded: int | None = None  # adapters in host memory; None: no limit
+    folder: str | None = None  # folder of adapters that are loaded when a request names them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPlan(Section):
-    """Which steps are captured or compiled ahead."""
+    """Which steps are captured as CUDA graphs or compiled with torch.compile at start."""
 
-    sizes: tuple[int, ...] = ()  # rows of one token for which a CUDA graph is captured; (): no graphs
-    padding: bool = True  # a batch may be filled up to the next size
+    sizes: tuple[int, ...] = ()  # batch sizes for which decode steps are captured; (): no CUDA graphs
+    padding: bool = True  # whether a batch is padded to the next captured size
     profile: bool = False  # log a profile of each capture
-    collect_garbage: bool = False  # while capturing
-    compile_max_rows: int = 0  # up to which torch.compile is used; 0: it is not
+    collect_garbage: bool = False  # whether Python's garbage collector may run during a capture
+    compile_max_rows: int = 0  # largest batch for torch.compile; 0: do not compile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan(Section):
-    """Over how many processes and devices the model is spread."""
+    """Processes and devices that share the model."""
 
     tp_size: int = 1  # ranks that share every layer
     pp_size: int = 1  # stages, each with a share of the layers
     dp_size: int = 1  # copies of the model
-    balance: str = "round_robin"  # how requests are spread over the copies
-    gpu_step: int = 1  # distance between the numbers of the GPUs in use
+    balance: str = "round_robin"  # load-balance method between the copies
+    gpu_step: int = 1  # distance between the indices of used GPUs
     nnodes: int = 1  # machines
-    node_rank: int = 0  # this one among them
-    master_address: tuple[str, int] | None = None  # host and port of the first machine, where the others join
-    store_port: int | None = None  # of the rendezvous of the ranks; None: any that is free
-    join_timeout_s: float = 600.0  # for all processes to be there at the start
+    node_rank: int = 0  # index of this machine
+    master_address: tuple[str, int] | None = None  # host and port of the first machine
+    store_port: int | None = None  # port at which the ranks find each other; None: any free port
+    join_timeout_s: float = 600.0  # longest wait for all processes at start
 
     @property
     def ranks(self) -> int:
-        """Processes of one copy of the model."""
+        """Number of processes that compute one copy of the model."""
         return self.tp_size * self.pp_size
 
     @property
     def ranks_here(self) -> range:
-        """Of one copy, those that are on this machine."""
+        """The ranks of one copy that run on this machine."""
         share = self.ranks // self.nnodes
         return range(self.node_rank * share, (self.node_rank + 1) * share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerPlan(Section):
-    """How text becomes ids and back, and how the model writes thoughts and calls."""
+    """The tokenizer, the chat template, and the parsers of tool calls and reasoning."""
 
-    tokenizer_path: str | None  # None: ids in, ids out
+    tokenizer_path: str | None  # None: no tokenizer, token ids only
     mode: str  # "auto", "slow"
     trust_remote_code: bool
     revision: str | None
-    chat_template: str | None  # a file or a builtin name; None: the tokenizer's own
-    tool_call_parser: str | None = None  # a name of `runtime.config.parsers`; None: calls are not recognised
-    reasoning_parser: str | None = None  # a name of `runtime.config.parsers`; None: the output is not divided
+    chat_template: str | None  # a file or a built-in name; None: the tokenizer's own template
+    tool_call_parser: str | None = None  # a name of `runtime.config.parsers`; None: do not parse tool calls
+    reasoning_parser: str | None = None  # a name of `runtime.config.parsers`; None: do not parse reasoning
     grammar_backend: str = "none"
-    memory_only_automata: bool = False  # those of outlines are not kept on disk
-    middle: MiddleTemplate | None = None  # of prompts with a suffix; None: as the tokenizer's tokens tell
-    encoder_threads: int = 2  # that tokenize long texts
-    json_whitespace: str | None = None  # regular expression; None: the backend's
+    memory_only_automata: bool = False  # do not store outlines' automata on disk
+    middle: MiddleTemplate | None = None  # fill-in-the-middle prompts; None: guess from the tokenizer's tokens
+    encoder_threads: int = 2  # threads that tokenize long texts
+    json_whitespace: str | None = None  # regular expression; None: the grammar backend's default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServePlan(Section):
-    """Where the server listens, who may call it, and what it answers on its own account."""
+    """The HTTP server: address, keys, certificates and limits."""
 
     host: str
     port: int
@@ -190,62 +224,63 @@ class ServePlan(Section):
     log_level_http: str
     log_json: bool = False
     skip_warmup: bool
-    input_file: str | None = None  # with token ids that are computed once, and then the server ends
-    cache_report: bool  # usage.prompt_tokens_details
+    input_file: str | None = None  # token ids to compute once; then the server exits
+    cache_report: bool  # fill usage.prompt_tokens_details
     preferred_sampling: Mapping[str, Any]
     allow_auto_truncate: bool
-    file_storage: str | None = None  # folder of /v1/files; None: there are no files and batches
+    file_storage: str | None = None  # folder of /v1/files; None: no files and batches
     weight_version: str
     chat_page: bool = True
     admin_api_key: str | None = field(default=None, repr=False)
     api_key_file: str | None = None
-    cors_allow_origins: tuple[str, ...] = ()  # other than our own
-    shutdown_timeout_s: float = 30.0  # for running requests, from the first signal
-    refuse_unknown_fields: bool = False  # of bodies; else they are ignored
-    ignore_model_name: bool = False  # in bodies; else only the served one's is taken
-    ssl_certfile: str | None = None  # None: connections are not encrypted
+    cors_allow_origins: tuple[str, ...] = ()  # further origins, besides the server's own
+    public_origin: str | None = None  # origin of the chat page behind a proxy
+    shutdown_timeout_s: float = 30.0  # time for running requests after the first signal
+    refuse_unknown_fields: bool = False  # False: ignore and log them
+    ignore_model_name: bool = False  # accept any `model` in requests
+    ssl_certfile: str | None = None  # None: no TLS
     ssl_keyfile: str | None = None
     ssl_keyfile_password: str | None = field(default=None, repr=False)
-    ssl_ca_certs: str | None = None  # of the authorities of clients' certificates
-    max_open_calls: int | None = None  # of one client; None: no limit
-    max_body_bytes: int | None = None  # of a request on any route; None: by what the route takes
+    ssl_ca_certs: str | None = None  # authorities that sign clients' certificates
+    max_open_calls: int | None = None  # per client; None: no limit
+    max_body_bytes: int | None = None  # for all routes; None: each route's own limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvEventsPlan:
-    """Where events about cached pages go, by ZeroMQ; the names are those of --kv-events-config."""
+    """Publishing of KV-cache events over ZeroMQ; field names as in --kv-events-config."""
 
-    endpoint: str = "tcp://*:5557"  # of the first replica; the others have the ports behind it
-    replay_endpoint: str | None = None  # where subscribers ask for what they missed
-    buffer_steps: int = 10_000  # batches that are kept for them
-    hwm: int = 100_000  # messages that may wait for one subscriber
-    max_queue_size: int = 100_000  # batches that may wait to be sent
+    endpoint: str = "tcp://*:5557"  # address of the first replica; replica i adds i to the port
+    replay_endpoint: str | None = None  # address at which subscribers request missed batches; None: no replay
+    buffer_steps: int = 10_000  # number of batches kept for replay
+    hwm: int = 100_000  # maximum number of messages queued for one subscriber
+    max_queue_size: int = 100_000  # maximum number of batches queued for sending
     topic: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservePlan(Section):
-    """What is counted and logged of requests and steps."""
+    """Metrics, logs and traces of requests and steps."""
 
     metrics: bool = False
     ttft_bounds: Bounds = buckets.TIME_TO_FIRST_TOKEN
     itl_bounds: Bounds = buckets.INTER_TOKEN_LATENCY
     e2e_bounds: Bounds = buckets.E2E_LATENCY
-    prompt_bounds: Bounds = ()  # of the histogram of prompt lengths; (): there is none
+    prompt_bounds: Bounds = ()  # histogram of prompt lengths; (): no histogram
     output_bounds: Bounds = ()
-    # A JSON object whose entries become labels of the request's metrics.
+    # Header with a JSON object whose entries become labels of the request's metrics.
     labels_header: str = "x-customer-labels"
-    request_labels: tuple[str, ...] = ()  # those that it may set
-    request_log_level: int | None = None  # how much is logged of each request; None: nothing
+    request_labels: tuple[str, ...] = ()  # labels that the header may set
+    request_log_level: int | None = None  # detail of the request log; None: off
     log_request_times: bool = False
-    trace_endpoint: str | None = None  # where spans of requests are sent; None: nowhere
-    kv_events: KvEventsPlan | None = None  # None: nobody is told what is cached
-    collector_warning_s: float = 0.0  # garbage collections that take longer are logged; 0.0: none
+    trace_endpoint: str | None = None  # OTLP endpoint for spans; None: off
+    kv_events: KvEventsPlan | None = None  # None: do not publish events
+    collector_warning_s: float = 0.0  # log garbage collections that take longer; 0.0: off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All sections."""
+    """All sections of the plan."""
 
     model: ModelPlan
     cache: CachePlan
@@ -256,10 +291,13 @@ class Plan:
     parallel: ParallelPlan = field(default_factory=ParallelPlan)
     graphs: GraphPlan = field(default_factory=GraphPlan)
     observe: ObservePlan = field(default_factory=ObservePlan)
+    lora: LoraPlan = field(default_factory=LoraPlan)
 
-    def decision(self, field: Any) -> tuple[Any, str]:
-        """(value, reason) of a field that is named as `CachePlan.page_size`; no reason where none was noted."""
-        for section in (getattr(self, each.name) for each in fields(self)):
-            if type(section) is field.__objclass__:
-                return field.__get__(section), section.reasons.get(field.__name__, "")
-        raise LookupError(f"the plan has no section {field.__objclass__.__name__}")
+    def decision(self, path: str) -> tuple[Any, str]:
+        """Return (value, reason) of a field given as "SECTION.FIELD", for example "cache.page_size".
+
+        The reason is "" if the section has none for this field.
+        """
+        name, _, field_name = path.partition(".")
+        section = getattr(self, name)
+        return getattr(section, field_name), section.reasons.get(field_name, "")

@@ -1,4 +1,4 @@
-"""How a checkpoint makes one vector of a text: what the files of sentence-transformers beside it say. Torch-free."""
+"""Pooling of hidden states into a vector, from a checkpoint's sentence-transformers files. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 
 MODULES = "modules.json"
-# Ways of pooling in the order in which sentence-transformers puts them one after the other.
+# Pooling modes, in the order in which sentence-transformers concatenates them.
 MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -26,29 +26,29 @@ ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dense:
-    """A linear layer over the pooled vector, with weights of its own."""
+    """A linear layer over the pooled vector."""
 
-    folder: str  # within the checkpoint
-    size: int  # of what it gives
+    folder: str  # folder within the checkpoint
+    size: int  # length of the output vector
     bias: bool = True
-    activation: str = ""
+    activation: str = ""  # applied to the output; "": none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """How one vector is made of the hidden states of a text's tokens. Several `modes` stand one after the other."""
+    """How a text's hidden states become one vector. The vectors of several `modes` are concatenated."""
 
     modes: tuple[str, ...] = ("last",)
     dense: tuple[Dense, ...] = ()
-    normalize: bool = True  # to length one
+    normalize: bool = True  # scale to length one
 
     def size(self, hidden_size: int) -> int:
-        """Of the vector."""
+        """Length of the resulting vector."""
         return self.dense[-1].size if self.dense else hidden_size * len(self.modes)
 
     @property
     def needs_all(self) -> bool:
-        """Whether more than the last token's hidden state is read, so that a prompt must be computed in one step."""
+        """Whether pooling reads more than the last hidden state. If so, one step must compute the whole prompt."""
         return self.modes != ("last",)
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Pooling:
 
     @classmethod
     def decode(cls, body: Mapping[str, Any] | None) -> Pooling | None:
-        """From JSON."""
+        """Make the pooling from its JSON form; None stays None."""
         if body is None:
             return None
         dense = tuple(Dense(**each) for each in body["dense"])
@@ -67,17 +67,20 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentenceFiles:
-    """What the files of sentence-transformers beside a checkpoint say."""
+    """Contents of a checkpoint's sentence-transformers files."""
 
     pooling: Pooling
-    max_tokens: int | None = None  # of a text; the rest is cut off
-    lower_case: bool = False  # texts are lowered first
-    prompts: Mapping[str, str] = field(default_factory=dict)  # by name: what is put before a text
+    max_tokens: int | None = None  # longer texts are cut to this number of tokens; None: not cut
+    lower_case: bool = False  # whether texts are lower-cased before tokenization
+    prompts: Mapping[str, str] = field(default_factory=dict)  # texts that precede the input, by name
     default_prompt: str | None = None
 
 
 def read_sentence_files(directory: Path) -> SentenceFiles | None:
-    """None where there is no modules.json. Raises CheckpointError for what is broken or not supported here."""
+    """Read the files. Returns None if the checkpoint has no modules.json.
+
+    Raises CheckpointError if the files are invalid or not supported.
+    """
     if not (directory / MODULES).is_file():
         return None
     modes: tuple[str, ...] = ()
@@ -97,9 +100,7 @@ def read_sentence_files(directory: Path) -> SentenceFiles | None:
         elif kind == "Normalize":
             normalize = True
         else:
-            raise CheckpointError(
-                f"{directory / MODULES}: modules of the kind {kind} are not supported there."
-            )
+            raise CheckpointError(f"{directory / MODULES}: modules of the kind {kind} are not supported there.")
     if not modes:
         raise CheckpointError(f"{directory / MODULES} names no pooling.")
     prompts, default_prompt = _prompts(directory / "config_sentence_transformers.json")
@@ -115,14 +116,17 @@ def read_sentence_files(directory: Path) -> SentenceFiles | None:
 
 
 def module_folders(directory: Path) -> list[str]:
-    """The folders of a checkpoint's modules; [] where it has none. Raises CheckpointError for a broken file."""
+    """Return the subfolders that modules.json names; [] if there is no modules.json.
+
+    Raises CheckpointError if the file is invalid.
+    """
     if not (directory / MODULES).is_file():
         return []
     return [str(Path(folder)) for _, folder in _modules(directory) if Path(folder) != Path()]
 
 
 def _modules(directory: Path) -> list[tuple[str, str]]:
-    """(kind, folder) of each module, in order."""
+    """Return (type, folder) of each module, in order."""
     listed, found = _read(directory / MODULES), []
     if not isinstance(listed, list) or not all(isinstance(each, dict) for each in listed):
         raise CheckpointError(f"{directory / MODULES} must hold a list of modules.")
@@ -137,7 +141,7 @@ def _modules(directory: Path) -> list[tuple[str, str]]:
 
 
 def _modes(fields: Fields) -> tuple[str, ...]:
-    """Old files have a switch for each way of pooling, new ones its name."""
+    """Return the pooling modes. Old files have a boolean field per mode, new files name the mode or modes."""
     named = fields.values.get("pooling_mode")
     if named is None:
         return tuple(mode for switch, mode in MODES.items() if fields.flag(switch)) or ("mean",)

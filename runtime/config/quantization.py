@@ -1,6 +1,6 @@
-"""The quantisation methods there are, and the forms of quantised checkpoints: one entry for each.
+"""Quantisation methods and formats of quantised checkpoints, one entry each.
 
-Torch-free: a file is imported when it is used.
+Torch-free: the modules of methods and formats are imported on use.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationEntry:
-    """What is known of a method before a model is loaded. `METHODS` in its file has its class."""
+    """A quantisation method, whose class is in `METHODS` of the module `file`."""
 
-    file: str  # in runtime/layers/quantization
-    on_gpu: str | None = None  # the file in ops/matmul by which a GPU computes it
-    matmul: str | None = None  # the file in ops/matmul that it needs; None: that of unquantised weights
+    file: str  # module in runtime/layers/quantization
+    on_gpu: str | None = None  # module in ops/matmul for GPUs; None: not supported on GPUs
+    matmul: str | None = None  # module in ops/matmul for CPUs; None: the module for unquantised weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatEntry:
-    """A form in which checkpoints hold quantised weights. Its reader is `derive` in its file."""
+    """A format of quantised checkpoints, whose configuration the function `derive` of the module `file` reads."""
 
-    file: str  # in runtime/models/formats
-    asked: tuple[str, ...] = ()  # what `--quantization` calls it beside its own name
+    file: str  # module in runtime/loading/formats
+    asked: tuple[str, ...] = ()  # further values of `--quantization` that this format accepts
 
 
-METHODS: Mapping[str, QuantizationEntry] = {  # by the name that `--quantization` has for it
+METHODS: Mapping[str, QuantizationEntry] = {  # keys are values of `--quantization`
     "w4a16": QuantizationEntry(file="rounded", on_gpu="with_triton"),
     "w4a8": QuantizationEntry(file="rounded"),
     "w8a8_int8": QuantizationEntry(file="rounded", matmul="int8"),
 }
 
-# What `--torchao-config` may name -> the method that computes it: its file is `torchao`, or it is one of METHODS.
+# Maps a value of `--torchao-config` to a quantisation method: one of the module `torchao`, or a key of METHODS.
 TORCHAO: Mapping[str, str] = {
     "int8dq": "w8a8_int8",
     "int8wo": "int8wo",
@@ -40,7 +40,7 @@ TORCHAO: Mapping[str, str] = {
     **{f"int4wo-{group}": f"int4wo-{group}" for group in (32, 64, 128, 256)},
 }
 
-# By the name that a checkpoint's configuration has for it (quant_method).
+# Keys are values of `quant_method` in a checkpoint's configuration.
 FORMATS: Mapping[str, FormatEntry] = {
     "awq": FormatEntry(file="awq", asked=("awq_marlin", "moe_wna16")),
     "bitsandbytes": FormatEntry(file="bitsandbytes"),
@@ -55,20 +55,20 @@ FORMATS: Mapping[str, FormatEntry] = {
     "torchao": FormatEntry(file="torchao"),
 }
 
-# Forms whose weights may stay in groups of 4 bits.
+# Formats whose 4-bit weights may stay as groups of 4-bit numbers with scales, instead of being converted.
 GROUPED = ("awq", "compressed-tensors", "gguf", "gptq", "modelopt", "quark", "torchao")
 
-# What `--quantization` may name that nothing here reads, and why.
+# Values of `--quantization` that Penstock refuses, and why.
 UNREADABLE: Mapping[str, str] = {
-    "qoq": "its weights come interleaved for one GPU kernel and its library is no longer kept; use w8a8_int8, or a "
-    "checkpoint in compressed-tensors, GPTQ or AWQ form",
-    "w4afp8": "its weights come interleaved for one kernel of Hopper GPUs; use a checkpoint in compressed-tensors, "
-    "GPTQ or AWQ form",
+    "qoq": "its weights are interleaved for one GPU kernel, and its library is no longer maintained; use w8a8_int8, or "
+    "a checkpoint in compressed-tensors, GPTQ or AWQ format",
+    "w4afp8": "its weights are interleaved for one kernel of Hopper GPUs; use a checkpoint in compressed-tensors, GPTQ "
+    "or AWQ format",
 }
 
 _FP8 = ", which `penstock quantize --method fp8` writes"
 
-# How to get a checkpoint in a form that `--quantization` asks for.
+# Maps a value of `--quantization` to the end of an error message that names a tool for writing such a checkpoint.
 WRITERS: Mapping[str, str] = {
     "fp8": _FP8,
     "w8a8_fp8": _FP8,
@@ -78,7 +78,7 @@ WRITERS: Mapping[str, str] = {
 
 
 def spellings() -> tuple[str, ...]:
-    """All that `--quantization` may name and that something here computes or reads."""
+    """All supported values of `--quantization`."""
     names = [*METHODS]
     for name, form in FORMATS.items():
         names += [name, *form.asked]
@@ -86,5 +86,5 @@ def spellings() -> tuple[str, ...]:
 
 
 def agrees(asked: str, stored: str) -> bool:
-    """Whether what `--quantization` asks for is what a checkpoint of this form holds."""
+    """Whether a value of `--quantization` names the format of the checkpoint."""
     return asked == stored or asked in FORMATS[stored].asked

@@ -1,4 +1,4 @@
-"""The files that hold a tokenizer's configuration and its chat templates."""
+"""Reads a tokenizer's configuration and chat templates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.errors import ConfigurationError
 
 
 def read_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """The chat templates of a tokenizer's folder by name. Files come before an entry of the configuration."""
+    """Return the chat templates of a tokenizer's folder by name. Template files override templates in `config`."""
     found: dict[str, str] = {}
     single = path / "chat_template.jinja"
     if single.is_file():
@@ -28,7 +28,7 @@ def read_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; empty where there is no file. Raises `ConfigurationError` where it is none."""
+    """Return the JSON object in a file; {} if the file does not exist. Raises `ConfigurationError` if it is invalid."""
     if not path.is_file():
         return {}
     try:

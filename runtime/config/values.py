@@ -1,4 +1,4 @@
-"""Values of options: read from words of a command line or from Python objects, and checked."""
+"""Reads and checks option values, from words of a command line or from Python objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KINDS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 
 
 def from_words(option: Option, words: Sequence[str]) -> Any:
-    """The value that stands behind a flag as text, e.g. ["16"]. Raises `ConfigurationError`."""
+    """Convert the words after a flag, for example ["16"], to the option's value. Raises `ConfigurationError`."""
     if option.many:
         return _many_from_words(option, words)
     if len(words) > 1:
@@ -35,7 +35,7 @@ def from_words(option: Option, words: Sequence[str]) -> Any:
 
 
 def from_object(option: Option, value: Any) -> Any:
-    """The value that a caller passed from Python, its type checked. Raises `ConfigurationError`."""
+    """Check the type of a value from Python and return it. Raises `ConfigurationError`."""
     if value is None:
         if not option.optional:
             raise ConfigurationError(f"{option.flag} must be {kind(option)}, not None.")
@@ -49,7 +49,7 @@ def from_object(option: Option, value: Any) -> Any:
 
 
 def kind(option: Option) -> str:
-    """What a value of this option has to be, in words: "a whole number", "one of a, b", ..."""
+    """Describe a valid value: "a whole number", "one of a, b", ..."""
     if option.spec.choices:
         one = "one of " + ", ".join(str(choice) for choice in option.spec.choices)
     else:
@@ -58,28 +58,28 @@ def kind(option: Option) -> str:
 
 
 def in_its_words(option: Option, planned: Any) -> Any:
-    """What is done about an option, as a value of the option: `planned` is what the plan's field says.
+    """Convert `planned`, the value of the option's field in the plan, back to a value of the option.
 
-    Raises `LookupError` where the option has no such value: graphs of several sizes are no `--cuda-graph-max-bs`.
+    Raises `LookupError` if no value of the option is equivalent. For example, the plan may list several graph sizes,
+    but `--cuda-graph-max-bs` is one number.
     """
-    field = option.spec.plan
-    if isinstance(option.spec.says, tuple):
-        return option.spec.says[bool(planned)]
+    spec = option.spec
+    if spec.if_false_true is not None:
+        return spec.if_false_true[bool(planned)]
     if option.type is bool:
-        zero_is_off = "None" not in field.__objclass__.__annotations__[field.__name__]
-        is_on = bool(planned) if zero_is_off else planned is not None and planned is not False
-        return is_on != (option.spec.says == "the opposite")
+        is_on = bool(planned) if spec.zero_is_off else planned is not None and planned is not False
+        return is_on != spec.invert
     if planned is None:
         return None
     kinds = {float: (int, float), int: (int, float), Json: Mapping}
     kind = (list, tuple) if option.many else kinds.get(option.type, option.type)
-    if not isinstance(planned, kind) or isinstance(planned, bool) or option.spec.says == "other":
+    if not isinstance(planned, kind) or isinstance(planned, bool) or spec.other_unit:
         raise LookupError(option.flag)
     return planned
 
 
 def shown(option: Option, value: Any, most: int = 60) -> str:
-    """The value as a person would type it, shortened; never that of a secret."""
+    """Return the value as a user would type it, cut to `most` characters. Secrets are hidden."""
     if option.spec.secret and value is not None:
         return "(hidden)"
     if option.many and value is not None:
@@ -88,7 +88,7 @@ def shown(option: Option, value: Any, most: int = 60) -> str:
         text = json.dumps(value, default=str)
     elif isinstance(value, bool):
         text = "true" if value else "false"
-    elif value == ():  # of an option with one value, whose plan has several
+    elif value == ():  # an empty tuple in the plan, for an option that takes a single value
         text = "none"
     else:
         text = repr(value) if value == "" else str(value)

@@ -1,1 +1,1 @@
-"""Several processes for one model: the mesh of ranks, their links, and the workers' lives."""
+"""Several processes for one model: rendezvous, links, and the lifecycle of workers."""

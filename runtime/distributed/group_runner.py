@@ -1,58 +1,83 @@
-"""Runs batches where a model is spread over ranks: what rank 0 launches, every rank computes."""
+"""Distributed runner: every rank computes the batches that rank 0 launches."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from runtime.batch import Batch, PromptLogprobs, Sampling, StepOutput
+from runtime.batch import (
+    AdapterPlacement,
+    Batch,
+    Drafts,
+    Ints,
+    MediaSpan,
+    PageCopy,
+    PromptLogprobs,
+    Sampling,
+    StepOutput,
+)
 from runtime.distributed.link import Frame, encode
+from runtime.distributed.verb_call import REFUSALS, VerbCall, encode_call, take_answer
 from runtime.distributed.worker_group import WorkerGroup
-from runtime.errors import WorkerFailed
-from runtime.profile import ProfileOptions
+from runtime.errors import EngineClosed, WorkerFailed
 from runtime.request import LogprobParams
 
 if TYPE_CHECKING:
-    from runtime.distributed.mesh import Mesh
+    from runtime.mesh.mesh import Mesh
     from runtime.worker.model_runner import ModelRunner
 
-FIND_FAILED_RANK_S = 1.0  # to learn which rank is gone, when a step failed
-FINISH_S = 5.0  # for steps in flight, when the engine ends
+FIND_FAILED_RANK_S = 1.0  # time to find out which rank failed after a failed step
+FINISH_S = 5.0  # time for steps in flight to finish when the engine closes
 
+# Array fields of a batch. Fields that are None are omitted.
+_ARRAYS = (
+    "starts",
+    "counts",
+    "sequence_indices",
+    "token_ids",
+    "page_table",
+    "embedding_rows",
+    "position_offsets",
+)
 _NO_LOGPROBS = LogprobParams()
 _NO_FLOATS = np.zeros(0, np.float32)
 _NO_FLAGS = np.zeros(0, np.bool_)
 
 
 class GroupRunner:
-    """Leads a worker group. Any failed step is the end of the whole group, since the other ranks wait in the middle
-    of it: its future raises `WorkerFailed` naming the rank. Owns the group and the runner of rank 0.
+    """Runs batches on a worker group. Owns the group and the runner of rank 0.
+
+    A failed step ends the whole group, because the other ranks wait in the middle of the step. The step's future then
+    raises `WorkerFailed`, which names the rank.
     """
 
     def __init__(self, runner: ModelRunner, group: WorkerGroup, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.seconds_sending = 0.0  # what the last batch took
+        self.seconds_sending = 0.0  # time spent sending the last batch
         self._runner = runner
         self._group = group
         self._loop = asyncio.get_running_loop()
+        self._calls: dict[int, VerbCall] = {}  # number of a verb -> verb that some ranks have not answered
+        self._call_numbers = count(1)
         info = mesh.rank_info
-        # Of a pipeline, those of the first stage: they have to know when a step ends.
-        self._end_with_us = group.workers[: info.tp_size - 1] if info.pp_size > 1 else []
+        # The other ranks of a pipeline's first stage: they must be told when a step ends. [] without a pipeline.
+        self._first_stage = group.workers[: info.stage_size - 1] if info.pp_size > 1 else []
 
     @property
     def kernels_description(self) -> str:
-        """Of rank 0."""
+        """Description of rank 0's kernels."""
         return self._runner.kernels_description
 
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Enqueue the batch on every rank; returns at once. Shield the future."""
+        """Enqueue the batch on every rank, and return at once. The caller must shield the future from cancellation."""
         began = time.perf_counter()
         self._group.send_frame(encode_batch(batch))
         self.seconds_sending = time.perf_counter() - began
@@ -62,39 +87,45 @@ class GroupRunner:
         return step
 
     def finish_oldest(self) -> None:
-        """In a pipeline: enqueue the end of the oldest step on every rank of the first stage."""
-        if self._end_with_us:
+        """In a pipeline, enqueue the end of the oldest unfinished step on every rank of the first stage."""
+        if self._first_stage and self._runner.num_unfinished:
             frame = encode({"end": True})
-            for worker in self._end_with_us:
+            for worker in self._first_stage:
                 worker.send(frame)
         self._runner.finish_oldest()
 
-    async def start_profile(self, options: ProfileOptions) -> None:
-        """Of rank 0."""
-        await self._runner.start_profile(options)
-
-    async def stop_profile(self) -> Path | None:
-        """Of rank 0."""
-        return await self._runner.stop_profile()
+    def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
+        """Run a verb on every rank (see `Runner.call`). Answers arrive while `watch` runs."""
+        while self._first_stage and self._runner.num_unfinished:
+            self.finish_oldest()  # a verb must not run in the middle of a step
+        number, future = next(self._call_numbers), self._loop.create_future()
+        self._group.send_frame(encode_call(number, verb, payload))
+        future.add_done_callback(_retrieve)
+        call = self._calls[number] = VerbCall(1 + len(self._group.workers), future)
+        future.add_done_callback(lambda _: self._calls.pop(number, None))
+        self._runner.call(verb, payload).add_done_callback(partial(self._take_local_answer, call))
+        return future
 
     async def watch(self) -> None:
-        """Never returns; raises `WorkerFailed` when a worker failed or is gone."""
+        """Wait for a worker's failure and raise `WorkerFailed`. Never returns."""
         try:
-            await self._group.watch()
-        except WorkerFailed:
-            self.mesh.abort()  # our own thread may wait for the worker
+            await self._group.watch(self._take_answer)
+        except WorkerFailed as failure:
+            self.mesh.abort()  # rank 0's thread may be waiting for the failed worker
+            self._fail_calls(failure)
             raise
 
     def close(self) -> None:
-        """Finish what was launched, as far as that is possible, and end the workers. Blocks."""
-        too_late = threading.Timer(FINISH_S, self._kill)
-        too_late.daemon = True
-        too_late.start()
+        """Finish launched steps if possible, and end the workers. Blocks."""
+        timer = threading.Timer(FINISH_S, self._kill)
+        timer.daemon = True
+        timer.start()
         self._runner.close()
-        too_late.cancel()
-        too_late.join()
-        with suppress(RuntimeError):  # the loop is closed
+        timer.cancel()
+        timer.join()
+        with suppress(RuntimeError):  # raised if the event loop is closed
             self._loop.call_soon_threadsafe(self._group.close_links)
+            self._loop.call_soon_threadsafe(self._fail_calls, EngineClosed("The engine is closed."))
         self._group.reap()
         self.mesh.close()
 
@@ -102,77 +133,118 @@ class GroupRunner:
         self._group.kill()
         self.mesh.abort()
 
-    def _settle(self, step: asyncio.Future[StepOutput], own: asyncio.Future[StepOutput]) -> None:
-        """Rank 0's part of a step is over. If it failed, find the failed rank, of which `watch` learns."""
+    def _settle(self, step: asyncio.Future[StepOutput], local: asyncio.Future[StepOutput]) -> None:
+        """Resolve a step's future when rank 0 has finished. After a failure, find the failed rank."""
         if step.done():
             return
-        error = own.exception()
+        error = local.exception()
         if error is None:
-            step.set_result(own.result())
+            step.set_result(local.result())
             return
 
         def fail(failure: WorkerFailed) -> None:
             if not step.done():
                 step.set_exception(failure)
 
-        ours = WorkerFailed("Rank 0 (this process) failed in a step.")
-        ours.__cause__ = error
-        self._group.failure.add_done_callback(lambda known: fail(known.result()))
-        self._loop.call_later(FIND_FAILED_RANK_S, fail, ours)
+        self._find_failed_rank(error, "in a step", fail)
+
+    def _take_local_answer(self, call: VerbCall, local: asyncio.Future[list[Any]]) -> None:
+        error = local.exception()
+        if error is None:
+            [value] = local.result()
+            call.answer(0, value)
+        elif isinstance(error, REFUSALS):
+            call.refuse(0, error)
+        else:
+            self._find_failed_rank(error, "between two steps", call.fail)
+
+    def _find_failed_rank(self, error: BaseException, when: str, fail: Callable[[WorkerFailed], None]) -> None:
+        """Call `fail` with the failure of the rank that failed first, or of rank 0. `watch` raises this failure too."""
+        rank_0 = WorkerFailed(f"Rank 0 (this process) failed {when}.")
+        rank_0.__cause__ = error
+        failure = self._group.failure
+        failure.add_done_callback(lambda known: fail(known.result()))
+        self._loop.call_later(FIND_FAILED_RANK_S, lambda: failure.done() or failure.set_result(rank_0))
+
+    def _take_answer(self, rank: int, frame: Frame) -> None:
+        call = self._calls.get(frame.body.get("call", 0))
+        if call is not None:
+            take_answer(call, rank, frame)
+
+    def _fail_calls(self, error: Exception) -> None:
+        for call in [*self._calls.values()]:
+            call.fail(error)
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """What the other ranks need of a batch: everything but how tokens are chosen, and by whom."""
-    wanted = batch.prompt_logprobs
-    arrays = {
-        "starts": batch.starts,
-        "counts": batch.counts,
-        "sequence_indices": batch.sequence_indices,
-        "token_ids": batch.token_ids,
-        "page_table": batch.page_table,
-    }
+    """Encode a batch for other ranks. Leaves out sequences, statistics and sampling parameters."""
+    prompt_logprobs = batch.prompt_logprobs
+    arrays = {name: array for name in _ARRAYS if (array := getattr(batch, name)) is not None}
     arrays |= {f"row.{name}": values for name, values in batch.row_values.items()}
-    for kind, own in batch.kinds.items():
-        arrays |= {f"{kind}.{name}": array for name, array in own.items()}
+    for kind, values in batch.kinds.items():
+        arrays |= {f"{kind}.{name}": array for name, array in values.items()}
     if batch.sampling is not None:
-        arrays["rows"] = batch.sampling.rows
-    if batch.embedding_rows is not None:
-        arrays["embedding_rows"] = batch.embedding_rows
-    if wanted:
-        arrays["wanted"] = np.array([(w.row, w.offset, len(w.targets)) for w in wanted], np.int32)
-    kinds = {kind: [*own] for kind, own in batch.kinds.items()}
-    return encode({"batch": batch.number, "kinds": kinds, "row_values": [*batch.row_values]}, arrays)
+        arrays |= {"positions": batch.sampling.positions, "row_of": batch.sampling.row_of}
+    if batch.drafts is not None:
+        arrays |= {"drafts.rows": batch.drafts.rows, "drafts.counts": batch.drafts.counts}
+    if batch.unknown_starts is not None:
+        arrays["unknown_starts"] = batch.unknown_starts.astype(np.int32)
+    if prompt_logprobs:
+        requests = [(each.row, each.offset, len(each.targets)) for each in prompt_logprobs]
+        arrays["prompt_logprobs"] = np.array(requests, np.int32)
+    if batch.media:
+        arrays["media"] = np.array([(span.offset, len(span.vectors)) for span in batch.media], np.int32)
+        arrays["vectors"] = np.concatenate([span.vectors for span in batch.media]).view(np.int32)
+    for index, copy in enumerate(batch.copies):
+        arrays |= {f"copy{index}.source": copy.source_pages, f"copy{index}.target": copy.target_pages}
+    body = {
+        "batch": batch.number,
+        "kinds": {kind: [*values] for kind, values in batch.kinds.items()},
+        "row_values": [*batch.row_values],
+        "copies": [(copy.source, copy.target) for copy in batch.copies],
+        "adapters": [[*each] for each in batch.adapters],
+    }
+    return encode(body, arrays)
 
 
 def decode_batch(frame: Frame) -> Batch:
-    """The batch as a worker needs it: no sequences, of `sampling` the rows alone, targets that are zeros."""
+    """Decode a batch for a worker. It has no sequences, only the positions of `sampling`, and zeros as targets."""
     arrays = frame.arrays
-    rows = arrays.get("rows")
+    sampling = None
+    if "positions" in arrays:
+        sampling = Sampling(arrays["positions"], arrays["row_of"], greedy=_NO_FLAGS, uniform=_NO_FLOATS)
+    fields: dict[str, Any] = {name: arrays[name] for name in _ARRAYS if name in arrays}
     return Batch(
         number=frame.body["batch"],
         sequences=(),
-        starts=arrays["starts"],
-        counts=arrays["counts"],
-        sequence_indices=arrays["sequence_indices"],
-        token_ids=arrays["token_ids"],
-        page_table=arrays["page_table"],
-        sampling=None if rows is None else Sampling(rows, greedy=_NO_FLAGS, uniform=_NO_FLOATS),
+        sampling=sampling,
+        drafts=Drafts(arrays["drafts.rows"], arrays["drafts.counts"]) if "drafts.rows" in arrays else None,
+        unknown_starts=arrays["unknown_starts"].astype(np.bool_) if "unknown_starts" in arrays else None,
         prompt_logprobs=tuple(
             PromptLogprobs(row, offset, np.zeros(count, np.int32), _NO_LOGPROBS)
-            for row, offset, count in arrays["wanted"].tolist()
+            for row, offset, count in arrays["prompt_logprobs"].tolist()
         )
-        if "wanted" in arrays
+        if "prompt_logprobs" in arrays
         else (),
-        embedding_rows=arrays.get("embedding_rows"),
         row_values={name: arrays[f"row.{name}"] for name in frame.body["row_values"]},
-        kinds={
-            kind: {name: arrays[f"{kind}.{name}"] for name in names}
-            for kind, names in frame.body["kinds"].items()
-        },
+        media=_decode_media(arrays["media"], arrays["vectors"]) if "media" in arrays else (),
+        kinds={kind: {name: arrays[f"{kind}.{name}"] for name in names} for kind, names in frame.body["kinds"].items()},
+        copies=tuple(
+            PageCopy(source, target, arrays[f"copy{index}.source"], arrays[f"copy{index}.target"])
+            for index, (source, target) in enumerate(frame.body["copies"])
+        ),
+        adapters=tuple(AdapterPlacement(*each) for each in frame.body["adapters"]),
+        **fields,
     )
 
 
+def _decode_media(spans: Ints, vectors: Ints) -> tuple[MediaSpan, ...]:
+    """Decode the spans [N, 2] of offsets and lengths, and their vectors, sent as int32 bits."""
+    parts = np.split(vectors.view(np.float32), np.cumsum(spans[:-1, 1]))
+    return tuple(MediaSpan(offset, part) for (offset, _), part in zip(spans.tolist(), parts, strict=True))
+
+
 def _retrieve(step: asyncio.Future[StepOutput]) -> None:
-    """Mark an exception as seen: whoever waited may be gone."""
+    """Retrieve a future's exception, so that asyncio does not warn if the waiting task has ended."""
     if not step.cancelled():
         step.exception()

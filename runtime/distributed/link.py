@@ -1,8 +1,7 @@
-"""The line between the engine and one worker process: frames over a socket pair that nobody else holds.
+"""Link between the engine and a worker process: frames over a private socket.
 
-A frame is JSON and plain arrays, no pickle, nothing executable: a fixed head (total length, length of the JSON
-part), the JSON part, and the arrays' bytes one after the other. Both ends are the same program on machines of one
-byte order.
+A frame is a fixed head (length after the head, length of the JSON part), the JSON part, and the arrays' bytes. It
+contains no pickle and nothing executable. Both ends run the same program on machines of one byte order.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Mapping
+from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
-HEAD = struct.Struct("<II")  # bytes after the head, bytes of JSON
+HEAD = struct.Struct("<II")  # number of bytes after the head, number of bytes of the JSON part
 MAX_FRAME_BYTES = 1 << 30
 BUFFER_BYTES = 4 * 2**20
 READ_BYTES = 1 << 16
@@ -33,21 +33,21 @@ class Frame(NamedTuple):
 
 
 def encode(body: Mapping[str, Any], arrays: Mapping[str, NDArray[np.int32]] | None = None) -> bytes:
-    """The frame as bytes. `body` may hold dataclasses and sets; arrays become int32."""
+    """Encode a frame. `body` may hold dataclasses and sets; arrays are converted to int32."""
     parts: list[Any] = []
     if arrays:
         flat = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
         body = {**body, "": [[name, array.shape] for name, array in flat.items()]}
         parts = [array.data.cast("B") if array.size else b"" for array in flat.values()]
-    text = orjson.dumps(body, default=_plain)
+    text = orjson.dumps(body, default=_to_json)
     length = len(text) + sum(len(part) for part in parts)
     return b"".join([HEAD.pack(length, len(text)), text, *parts])
 
 
 def decode(content: bytearray | bytes, text_length: int) -> Frame:
-    """The frame of these bytes, the head taken off; its arrays share their memory.
+    """Decode a frame without its head. Its arrays share the memory of `content`.
 
-    Raises ValueError or TypeError for bytes that are no frame.
+    Raises ValueError or TypeError if the bytes are not a frame.
     """
     body = orjson.loads(memoryview(content)[:text_length])
     if not isinstance(body, dict):
@@ -56,34 +56,34 @@ def decode(content: bytearray | bytes, text_length: int) -> Frame:
     offset = text_length
     for name, shape in body.pop("", ()):
         size = math.prod(shape)
-        flat = np.frombuffer(content, np.uint8, size * 4, offset)  # bytes first: they need no alignment
+        flat = np.frombuffer(content, np.uint8, size * 4, offset)  # as bytes, because the offset may not be aligned
         arrays[name] = flat.view(np.int32).reshape(shape)
         offset += size * 4
     return Frame(body, arrays)
 
 
 class LinkClosed(Exception):
-    """The other end is gone, or sent what is no frame; then that error is the cause."""
+    """The other end has closed the link or sent invalid data. For invalid data `__cause__` is the decoding error."""
 
 
 class Link:
-    """The engine's end, on its loop. Sending never waits: what the socket does not take is sent later."""
+    """The engine's end of a link, on its event loop. Sending never blocks: data is buffered if the socket is full."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
         end.setblocking(False)
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)  # as much of it as is allowed
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)  # the system may set a smaller size
         self._loop = asyncio.get_running_loop()
         self._unread = bytearray()
         self._frames: deque[Frame] = deque()
         self._backlog: deque[memoryview] = deque()
         self._arrival: asyncio.Future[None] | None = None
         self._open = True
-        self._error: Exception | None = None  # why nothing more can be read
+        self._error: Exception | None = None  # the error that ended reading, or None
         self._loop.add_reader(end, self._read)
 
     def send(self, frame: bytes) -> None:
-        """Send, or keep for later. To an end that is gone it does nothing: reading says so."""
+        """Send or buffer a frame. Does nothing if the other end has closed, which `receive` reports."""
         if not self._open:
             return
         rest = memoryview(frame)
@@ -95,9 +95,9 @@ class Link:
             self._backlog.append(rest)
 
     async def receive(self) -> Frame:
-        """The next frame. Raises `LinkClosed` when there will be none and everything was received.
+        """Return the next frame. Raises `LinkClosed` after the last frame if the link has closed.
 
-        One reader at a time; cancelled, no frame is lost.
+        Supports one reader at a time. Cancellation does not lose a frame.
         """
         while not self._frames:
             if not self._open:
@@ -107,7 +107,7 @@ class Link:
         return self._frames.popleft()
 
     def close(self) -> None:
-        """The other end finds its own closed. Call it on the loop; again, it does nothing."""
+        """Close the link. Must run on the event loop. Further calls do nothing."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._socket)
@@ -121,7 +121,7 @@ class Link:
             return self._socket.send(content)
         except (BlockingIOError, InterruptedError):
             return 0
-        except OSError:  # gone; the reader finds out
+        except OSError:  # the link is closed; `receive` reports it
             return len(content)
 
     def _write_backlog(self) -> None:
@@ -149,7 +149,7 @@ class Link:
                 _, text_length = HEAD.unpack_from(self._unread)
                 self._frames.append(decode(self._unread[HEAD.size : size], text_length))
                 del self._unread[:size]
-        except (ValueError, TypeError) as error:  # nothing behind it can be read either
+        except (ValueError, TypeError) as error:  # reading stops, because the start of the next frame is unknown
             self._error = error
             self.close()
         self._wake()
@@ -160,31 +160,33 @@ class Link:
 
 
 class WorkerLink:
-    """The worker's end; every call blocks."""
+    """The worker's end of a link. All calls block."""
 
     def __init__(self, end: socket.socket, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._socket = end
         self._max_bytes = max_bytes
+        self._sending = Lock()  # answers of verbs may come from other threads
 
     def fileno(self) -> int:
         return self._socket.fileno()
 
     @property
     def address(self) -> str | None:
-        """This machine's address on the way to the engine; None where the engine is on this machine."""
+        """Address of this machine in its connection to the engine; None if the engine is on this machine."""
         if self._socket.family == socket.AF_UNIX:
             return None
         return self._socket.getsockname()[0]
 
     def send(self, frame: bytes) -> None:
-        """Raises `LinkClosed` when the engine is gone."""
+        """Send a frame. Raises `LinkClosed` if the engine has closed the link."""
         try:
-            self._socket.sendall(frame)
+            with self._sending:
+                self._socket.sendall(frame)
         except OSError as error:
             raise LinkClosed from error
 
     def receive(self) -> Frame:
-        """The next frame. Raises `LinkClosed` when there will be none."""
+        """Return the next frame. Raises `LinkClosed` if the link has closed."""
         length, text_length = HEAD.unpack(self._exactly(HEAD.size))
         if length > self._max_bytes:
             raise ValueError(f"A frame of {length} bytes is too large.")
@@ -205,7 +207,7 @@ class WorkerLink:
 
 
 def _frame_size(content: bytearray) -> int | None:
-    """Bytes of the frame that begins here; None while not even that is known."""
+    """Return the size of the frame at the start of `content`; None if the head is incomplete."""
     if len(content) < HEAD.size:
         return None
     length, _ = HEAD.unpack_from(content)
@@ -214,9 +216,9 @@ def _frame_size(content: bytearray) -> int | None:
     return HEAD.size + length
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, frozenset | set):
         return sorted(value)
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} cannot travel between processes.")
+    raise TypeError(f"{type(value).__name__} cannot be sent between processes.")

@@ -1,8 +1,7 @@
-"""Where ranks find each other, and how those on other machines come in at the master address.
+"""Rendezvous of ranks on other machines at the master address.
 
-Both sides prove to know a token, which never travels. What does is a challenge of each side and its HMAC-SHA256
-(RFC 2104) under the token, so that nobody else and no wrong machine takes a rank. The connection itself is not
-encrypted.
+Both sides prove that they know a token without sending it: each answers the other's challenge with an HMAC-SHA256
+(RFC 2104) under the token. So no other machine can join as a rank. The connection itself is not encrypted.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import secrets
 import socket
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import anyio
@@ -27,31 +25,20 @@ from runtime.errors import ConfigurationError
 
 logger = logging.getLogger("penstock.core")
 
-TOKEN_VARIABLE = "PENSTOCK_CLUSTER_TOKEN"  # in the environment of every machine
-ANSWER_TIMEOUT_S = 10.0  # for one machine's answer, once it is connected
+TOKEN_VARIABLE = "PENSTOCK_CLUSTER_TOKEN"  # environment variable with the token, set on every machine
+ANSWER_TIMEOUT_S = 10.0  # for a connection attempt, and for each answer after it
 RETRY_S = 0.2
-IDLE_S, INTERVAL_S, PROBES = 15, 5, 3  # of TCP: a machine that fell silent is given up after half a minute
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """Where the ranks of one model find each other. Travels to other processes as JSON."""
-
-    host: str  # of rank 0's machine; its collectives listen there and only there
-    timeout_s: float  # for all ranks to be there, and for a collective
-    path: str | None = None  # a private file, where all ranks are on one machine
-    port: int = 0  # or a port of the host
-    key_prefix: str = ""  # which only these ranks know
+IDLE_S, INTERVAL_S, PROBES = 15, 5, 3  # TCP keep-alive: a silent machine is lost after 30 s
 
 
 def fingerprint(facts: ModelFacts) -> str:
-    """What two machines must have in common to compute one model."""
+    """Return a hash of the configuration, which must be equal on all machines."""
     text = orjson.dumps(dict(facts.config), option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(text).hexdigest()
 
 
 class MasterListener:
-    """The first machine's side. Listens at the master address, and nowhere else, while ranks are missing."""
+    """Accepts other machines' ranks on the first machine. Listens only at the master address, until all have joined."""
 
     def __init__(self, address: tuple[str, int], token: str, model: str) -> None:
         self._token = token
@@ -64,9 +51,9 @@ class MasterListener:
             ) from error
 
     async def accept(self, ranks: Iterable[int]) -> dict[int, tuple[socket.socket, str]]:
-        """The connection and the host of each of these ranks, when all of them have joined."""
+        """Wait until all of these ranks have joined, and return the connection and host of each."""
         missing = set(ranks)
-        found: dict[int, tuple[socket.socket, str]] = {}
+        joined: dict[int, tuple[socket.socket, str]] = {}
         loop = asyncio.get_running_loop()
         try:
             while missing:
@@ -74,22 +61,23 @@ class MasterListener:
                 rank = await anyio.to_thread.run_sync(self._check, connection, frozenset(missing))
                 if rank is None:
                     logger.warning(
-                        "A connection from %s was refused: it is no rank that is missing.", peer[0]
+                        "Refused a connection from %s: it is not a missing rank with the right token.",
+                        peer[0],
                     )
                     connection.close()
                     continue
                 missing.discard(rank)
-                found[rank] = connection, peer[0]
+                joined[rank] = connection, peer[0]
         except BaseException:
-            for connection, _ in found.values():
+            for connection, _ in joined.values():
                 connection.close()
             raise
         finally:
             self._listening.close()
-        return found
+        return joined
 
     def _check(self, connection: socket.socket, missing: frozenset[int]) -> int | None:
-        """The rank that joins, if it knows the token. Blocks."""
+        """Return the rank that joins, or None if the connection is refused. Blocks."""
         connection.settimeout(ANSWER_TIMEOUT_S)
         challenge = secrets.token_hex(16)
         try:
@@ -108,16 +96,14 @@ class MasterListener:
 
     def _refusal(self, rank: int, model: str, missing: frozenset[int]) -> str:
         if model != self._model:
-            return "The machines have different models: their configurations are not the same."
-        return "" if rank in missing else f"Rank {rank} is not missing; check --node-rank and the sizes."
+            return "The machines have different models: their configurations differ."
+        return "" if rank in missing else f"Rank {rank} is not missing. Check --node-rank and the parallel sizes."
 
 
-def join_master(
-    address: tuple[str, int], token: str, rank: int, model: str, timeout_s: float
-) -> socket.socket:
-    """The other machines' side: the connection of one rank, accepted. Blocks; waits for the master address to listen.
+def join_master(address: tuple[str, int], token: str, rank: int, model: str, timeout_s: float) -> socket.socket:
+    """Join as a rank from another machine, and return the connection. Blocks, and waits for the first machine.
 
-    Raises `ConfigurationError` when it is not there in time, does not know the token, or says no.
+    Raises `ConfigurationError` if the first machine does not answer in time, does not know the token, or refuses.
     """
     where = f"{address[0]}:{address[1]}"
     connection = _connect(address, timeout_s)
@@ -131,7 +117,7 @@ def join_master(
     except (OSError, LinkClosed, KeyError, TypeError, ValueError) as error:
         connection.close()
         raise ConfigurationError(
-            f"The machine at {where} refused rank {rank}; is {TOKEN_VARIABLE} the same on both?"
+            f"The machine at {where} refused rank {rank}. Set {TOKEN_VARIABLE} to the same value on both."
         ) from error
     if not hmac.compare_digest(str(message.get("welcome")), _proof(token, "welcome", mine)):
         connection.close()
@@ -145,7 +131,7 @@ def join_master(
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket on this address alone, for a loop."""
+    """Return a non-blocking socket that listens on this address only."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family)
     listening.setblocking(False)
@@ -153,7 +139,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Small messages at once, and a peer that fell silent is noticed."""
+    """Send small messages without delay, and detect silent peers."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", IDLE_S), ("TCP_KEEPINTVL", INTERVAL_S), ("TCP_KEEPCNT", PROBES)):
@@ -169,13 +155,13 @@ def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise ConfigurationError(
-                    f"There is no first machine at {address[0]}:{address[1]} (--dist-init-addr)."
+                    f"No first machine answers at {address[0]}:{address[1]} (--dist-init-addr)."
                 ) from error
             time.sleep(RETRY_S)
 
 
 def _read(connection: socket.socket) -> dict[str, Any]:
-    """The other side's next message, while it is not trusted yet: nothing large is read."""
+    """Return the next message of a side that is not trusted yet. Its size is limited."""
     return WorkerLink(connection, max_bytes=4096).receive().body
 
 

@@ -1,6 +1,6 @@
-"""Worker processes: started from a clean module, sent to, watched, killed, reaped. Torch-free.
+"""Worker processes: start, messages, watch, kill and reap. Does not import torch.
 
-What they compute is no matter here: their owner says what is sent, and what an answer means.
+The owner of a group defines the contents of messages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -33,12 +33,12 @@ from runtime.distributed.link import Frame, Link, LinkClosed, encode
 from runtime.distributed.rendezvous import (
     TOKEN_VARIABLE,
     MasterListener,
-    Rendezvous,
     fingerprint,
     join_master,
     listen,
 )
 from runtime.errors import ConfigurationError, WorkerFailed, first_error
+from runtime.mesh.rendezvous import Rendezvous
 
 logger = logging.getLogger("penstock.core")
 
@@ -49,25 +49,26 @@ MODULE = "runtime.distributed.worker_process"
 
 
 class RemoteError(Exception):
-    """What a worker raised, with its traceback as text."""
+    """Exception of a worker, with its traceback as text."""
 
 
 class WorkerGroup:
-    """The processes that compute one copy of the model together with this one, which is rank 0.
+    """The processes that compute one replica of the model together with this process, which is rank 0.
 
-    Belongs to the loop it was made on. After `close`, or `close_links` and `reap`, no process is left.
+    Belongs to the event loop that created it. After `close`, or `close_links` and `reap`, all processes have ended.
     """
 
     def __init__(self) -> None:
-        self.workers: list[WorkerProcess] = []  # by rank, from 1 on
-        # The first failure that `watch` learns of.
+        self.workers: list[WorkerProcess] = []  # in the order of ranks; the first is rank 1
+        # The first failure, which `watch` raises.
         self.failure: asyncio.Future[WorkerFailed] = asyncio.get_running_loop().create_future()
-        self._directory: Path | None = None  # where the ranks find each other
-        # A thread of its own: when the thread that started a process ends, the kernel takes it for a dead parent.
+        self._directory: Path | None = None  # folder of the rendezvous file; None if there is none
+        # One thread starts all workers and stays alive, because the kernel kills a process when the thread that started
+        # it ends (PR_SET_PDEATHSIG).
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="penstock-workers")
 
     async def start(self, parallel: ParallelPlan, facts: ModelFacts, environment: Mapping[str, str]) -> None:
-        """Start the ranks of this machine and wait for those of others to join. Cancelled, close the group."""
+        """Start this machine's ranks and wait for ranks on other machines. After a cancellation, close the group."""
         loop = asyncio.get_running_loop()
         for rank in parallel.ranks_here[1:]:
             ours, theirs = socket.socketpair()
@@ -76,17 +77,15 @@ class WorkerGroup:
             await loop.run_in_executor(self._starter, worker.start, theirs, environment)
         if parallel.master_address is None:
             return
-        listener = MasterListener(
-            parallel.master_address, _cluster_token(parallel.master_address), fingerprint(facts)
-        )
+        listener = MasterListener(parallel.master_address, _cluster_token(parallel.master_address), fingerprint(facts))
         joined = await listener.accept(range(len(parallel.ranks_here), parallel.ranks))
         for rank, (end, host) in sorted(joined.items()):
             self.workers.append(WorkerProcess(rank, end, host))
 
     def open_rendezvous(self, parallel: ParallelPlan, timeout_s: float) -> tuple[Rendezvous, int]:
-        """Where all ranks are to meet; and over the network a socket that listens there, for rank 0, else -1."""
+        """Return the rendezvous, and the descriptor of rank 0's listening socket; -1 for ranks on one machine."""
         if parallel.master_address is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))  # for our eyes only (0700)
+            self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))  # only this user can read it
             path = str(self._directory / "store")
             return Rendezvous(host=LOOPBACK, timeout_s=timeout_s, path=path), -1
         listening = listen(parallel.master_address[0], parallel.store_port or 0)
@@ -96,16 +95,16 @@ class WorkerGroup:
         return rendezvous, listening.detach()
 
     def send(self, body: Mapping[str, Any]) -> None:
-        """The same message to every worker; returns at once."""
+        """Send a message to every worker, and return at once."""
         self.send_frame(encode(body))
 
     def send_frame(self, frame: bytes) -> None:
-        """As `send`, of what is encoded already."""
+        """Send an encoded frame to every worker."""
         for worker in self.workers:
             worker.send(frame)
 
     async def receive(self) -> list[dict[str, Any]]:
-        """The next message of each worker, in their order. Raises `WorkerFailed` naming the rank."""
+        """Return the next message of each worker by rank. Raises `WorkerFailed`, which names the rank."""
         bodies: list[dict[str, Any]] = [{} for _ in self.workers]
 
         async def one(index: int) -> None:
@@ -120,12 +119,16 @@ class WorkerGroup:
             raise error from error.__cause__
         return bodies
 
-    async def watch(self) -> None:
-        """Never returns; raises `WorkerFailed` when a worker failed or is gone, and kills the others."""
+    async def watch(self, take: Callable[[int, Frame], None]) -> None:
+        """Pass each message and its rank to `take`, until a worker fails. Never returns.
+
+        When a worker fails or ends, or `failure` is set, kills all workers and raises `WorkerFailed`.
+        """
         try:
             async with anyio.create_task_group() as watching:
+                watching.start_soon(self._raise_failure)
                 for worker in self.workers:
-                    watching.start_soon(worker.watch)
+                    watching.start_soon(worker.watch, take)
         except ExceptionGroup as group:
             self.kill()
             error = first_error(group)
@@ -133,19 +136,22 @@ class WorkerGroup:
                 self.failure.set_result(error)
             raise error from error.__cause__
 
+    async def _raise_failure(self) -> None:
+        raise await asyncio.shield(self.failure)
+
     def kill(self) -> None:
-        """End the workers now. From any thread."""
+        """Kill the workers. May be called from any thread."""
         for worker in self.workers:
             worker.kill()
 
     def close_links(self) -> None:
-        """Close the links, upon which the workers end in order. On the loop."""
+        """Close the links, so that the workers end by themselves. Must run on the event loop."""
         for worker in self.workers:
             worker.close_link()
 
     def reap(self) -> None:
-        """Wait until no worker is left, and kill those that take too long. Blocks, from any thread."""
-        self._starter.submit(lambda: None).result()  # what was about to start has started
+        """Wait until all workers have ended, and kill slow workers. Blocks; may be called from any thread."""
+        self._starter.submit(lambda: None).result()  # waits for processes that are just being started
         for worker in self.workers:
             worker.reap()
         self._starter.shutdown()
@@ -153,29 +159,29 @@ class WorkerGroup:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     async def close(self) -> None:
-        """End the workers now and wait for that."""
+        """Kill the workers and wait until they have ended."""
         self.close_links()
         self.kill()
         await anyio.to_thread.run_sync(self.reap)
 
 
 class WorkerProcess:
-    """One rank's process, here or on another machine, at the other end of a link.
+    """Process of one rank, on this or another machine, at the other end of a link.
 
-    It ends with its owner in any case: it watches the link, and a process of this machine its parent.
+    The process always ends with its owner: it watches the link, and on this machine also its parent.
     """
 
     def __init__(self, rank: int, end: socket.socket, host: str | None = None) -> None:
-        """`end` is our end of the link; `host` the other machine that the process runs on, if it does."""
+        """`end` is the engine's end of the link. `host` is the process's machine, or None for this machine."""
         self.rank = rank
         self._host = host
-        self._process: subprocess.Popen[bytes] | None = None  # on this machine, once it is started
+        self._process: subprocess.Popen[bytes] | None = None  # None before the start, and always for another machine
         self._socket = end
         self._link = Link(end)
         self._remote: RemoteError | None = None
 
     def start(self, end: socket.socket, environment: Mapping[str, str] | None = None) -> None:
-        """Start the process on this machine; it inherits nothing but `end`, which this closes. Blocks."""
+        """Start the process on this machine. It inherits only `end`, which is closed here. Blocks."""
         with end:
             self._process = start_process(end, environment)
 
@@ -184,11 +190,11 @@ class WorkerProcess:
         return None if self._process is None else self._process.pid
 
     def send(self, frame: bytes) -> None:
-        """Returns at once. Frames arrive in order."""
+        """Send a frame and return at once. Frames arrive in order."""
         self._link.send(frame)
 
     async def receive(self) -> Frame:
-        """The worker's next message. Raises `WorkerFailed` when it failed or ended instead."""
+        """Return the worker's next message. Raises `WorkerFailed` if the worker has failed or ended."""
         try:
             frame = await self._link.receive()
         except LinkClosed as closed:
@@ -198,15 +204,15 @@ class WorkerProcess:
             raise await self._ended() from self._remote
         return frame
 
-    async def watch(self) -> None:
-        """Never returns; raises `WorkerFailed` as soon as the worker failed or is gone."""
+    async def watch(self, take: Callable[[int, Frame], None]) -> None:
+        """Pass messages to `take` until the worker fails or ends, then raise `WorkerFailed`. Never returns."""
         while True:
-            await self.receive()
+            take(self.rank, await self.receive())
 
     async def _ended(self, unreadable: BaseException | None = None) -> WorkerFailed:
-        """Wait for the process's end, which is near, and say how it ended."""
+        """Wait until the process has ended, and return an error that says how."""
         await anyio.to_thread.run_sync(self.reap, abandon_on_cancel=True)
-        how = "sent what is no message" if unreadable is not None and self._remote is None else self._how()
+        how = "sent an invalid message" if unreadable is not None and self._remote is None else self._how()
         who = f"process {self.process_id}" if self._host is None else f"on {self._host}"
         return WorkerFailed(f"Rank {self.rank} ({who}) {how}.")
 
@@ -214,29 +220,29 @@ class WorkerProcess:
         if self._remote is not None:
             return "failed"
         if self._process is None:
-            return "is gone"
+            return "has disconnected"
         status = self._process.returncode
         if status is not None and status < 0:
-            known = {each.value: each.name for each in signal.Signals}
-            return f"was killed by {known.get(-status, f'signal {-status}')}"
+            names = {each.value: each.name for each in signal.Signals}
+            return f"was killed by {names.get(-status, f'signal {-status}')}"
         return f"ended with status {status}"
 
     def close_link(self) -> None:
-        """Close the link, upon which the worker ends. On the loop."""
+        """Close the link, so that the worker ends. Must run on the event loop."""
         self._link.close()
 
     def kill(self) -> None:
-        """End the process now. From any thread; does nothing when it is gone."""
+        """Kill the process, if it is running. May be called from any thread."""
         if self._process is not None:
             self._process.kill()
             return
-        with suppress(OSError):  # closed already
+        with suppress(OSError):  # raised if the link is already closed
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def reap(self) -> None:
-        """Wait until the process is gone; kill it when that takes too long. Blocks, from any thread.
+        """Wait until the process has ended, and kill it after a timeout. Blocks; may be called from any thread.
 
-        Of a process on another machine nothing more is known than that its link closed.
+        Does nothing for a process on another machine, of which only the link is known.
         """
         if self._process is None:
             return
@@ -250,25 +256,25 @@ class WorkerProcess:
 def start_process(
     end: socket.socket, environment: Mapping[str, str] | None = None, *words: str
 ) -> subprocess.Popen[bytes]:
-    """A worker process that reads its work from this end of a link and inherits nothing else.
+    """Start a worker process that inherits only this end of a link.
 
-    It dies with the thread that starts it.
+    The process dies with the thread that starts it.
     """
     if not sys.executable:
-        raise ConfigurationError("There is no Python interpreter to start workers with (sys.executable).")
+        raise ConfigurationError("Workers cannot be started: sys.executable names no Python interpreter.")
     return subprocess.Popen(
         [sys.executable, "-P", "-m", MODULE, str(end.fileno()), str(os.getpid()), *words],
         stdin=subprocess.DEVNULL,
         pass_fds=(end.fileno(),),
-        start_new_session=True,  # Ctrl-C is for the engine, which then ends us
+        start_new_session=True,  # Ctrl-C reaches only the engine, which ends the workers
         env=_environment(environment or {}),
     )
 
 
 def thread_environment(plan: Plan) -> dict[str, str]:
-    """The number of threads of each rank where several share a processor, unless the user chose one.
+    """Return an environment variable that limits the threads per rank, if several ranks share a CPU.
 
-    With more threads than processors, a step takes many times longer.
+    With more threads than cores, a step takes many times longer. A value set by the user is kept.
     """
     parallel = plan.parallel
     several = plan.model.device == "cpu" and parallel.ranks * parallel.dp_size > 1
@@ -279,13 +285,13 @@ def thread_environment(plan: Plan) -> dict[str, str]:
 
 
 def run_node(plan: Plan, facts: ModelFacts) -> int:
-    """Run this machine's ranks for an engine on another machine; returns the worst exit status.
+    """Run this machine's ranks for an engine on another machine, and return the worst exit status.
 
-    Blocks until they end. Raises `ConfigurationError` when the master address does not take them.
+    Blocks until they end. Raises `ConfigurationError` if the first machine does not accept them.
     """
     parallel = plan.parallel
     if parallel.master_address is None:
-        raise RuntimeError("Several machines need a master address.")
+        raise RuntimeError("A model on several machines needs a master address (--dist-init-addr).")
     token, model = os.environ.get(TOKEN_VARIABLE, ""), fingerprint(facts)
     environment = thread_environment(plan)
     processes: list[subprocess.Popen[bytes]] = []
@@ -294,7 +300,7 @@ def run_node(plan: Plan, facts: ModelFacts) -> int:
             with join_master(parallel.master_address, token, rank, model, parallel.join_timeout_s) as end:
                 end.set_inheritable(True)
                 processes.append(start_process(end, environment, facts.path))
-        logger.info("Ranks %s run here.", ", ".join(map(str, parallel.ranks_here)))
+        logger.info("Ranks %s run on this machine.", ", ".join(map(str, parallel.ranks_here)))
         while all(process.poll() is None for process in processes):
             time.sleep(POLL_S)
     finally:
@@ -307,7 +313,7 @@ def run_node(plan: Plan, facts: ModelFacts) -> int:
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Ours, with our import path: what we can import, the worker can, wherever it was started."""
+    """Return this process's environment and import path, so that workers can import the same modules."""
     root = str(Path(next(iter(runtime.__path__))).parent)
     path = dict.fromkeys([root, *(entry for entry in sys.path if entry)])
     return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(path)}
@@ -317,7 +323,7 @@ def _cluster_token(address: tuple[str, int]) -> str:
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token:
         logger.warning(
-            "Anybody who reaches %s:%d can join as a rank and read prompts: set %s, everywhere the same.",
+            "Every machine that reaches %s:%d can join as a rank and read prompts. Set the same %s everywhere.",
             *address,
             TOKEN_VARIABLE,
         )

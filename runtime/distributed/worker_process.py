@@ -1,6 +1,6 @@
-"""A rank in a process of its own: `python -m runtime.distributed.worker_process LINK PARENT`, started by the engine.
+"""Process of one rank: `python -m runtime.distributed.worker_process LINK PARENT`, started by the engine.
 
-It reads a setup and then batches from its link, and lives no longer than the process at the other end.
+It reads a setup and then batches from its link, and ends with the process at the other end.
 """
 
 from __future__ import annotations
@@ -14,37 +14,40 @@ import sys
 import threading
 import time
 import traceback
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 from runtime.distributed.group_runner import decode_batch
-from runtime.distributed.link import LinkClosed, WorkerLink, encode
-from runtime.distributed.rendezvous import Rendezvous
+from runtime.distributed.link import Frame, LinkClosed, WorkerLink, encode
+from runtime.distributed.verb_call import REFUSALS, decode_payload, encode_answer, encode_refusal
+from runtime.mesh.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
     from runtime.worker.model_runner import StepExecutor
 
 PR_SET_PDEATHSIG = 1
-FAREWELL_S = 1.0  # for a worker whose link has closed to end by itself
+EXIT_DELAY_S = 1.0  # time for a worker to end by itself after its link has closed
 
 
 def main(link_fd: int, parent: int, path: str | None = None) -> int:
-    """Work until the link closes; returns the exit status. What is raised goes to the engine as text.
+    """Work until the link closes, and return the exit status. Exceptions are sent to the engine as text.
 
-    `path` is where this machine has the checkpoint, when that is not the engine's machine.
+    `path` is the checkpoint on this machine, if the engine runs on another machine.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine gets it too, and ends us in order
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # inherited where the parent ignores it
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles it and ends the workers
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # undoes the parent's handling, which is inherited
     _die_with_parent(parent)
     end = socket.socket(fileno=link_fd)
     end.setblocking(True)
     link = WorkerLink(end)
-    threading.Thread(target=_leave_on_hang_up, args=(link.fileno(),), daemon=True).start()
+    threading.Thread(target=_exit_on_hang_up, args=(link.fileno(),), daemon=True).start()
     try:
         _work(link, path)
     except LinkClosed:
         return 0
-    except BaseException:  # the process border: the engine raises it again, with this traceback
-        _tell(link, traceback.format_exc())
+    except BaseException:  # sent to the engine, which raises it with this traceback
+        _report(link, traceback.format_exc())
         return 1
     return 0
 
@@ -52,55 +55,88 @@ def main(link_fd: int, parent: int, path: str | None = None) -> int:
 def _work(link: WorkerLink, path: str | None) -> None:
     import torch
 
-    from runtime.worker.worker import CacheSetup, ModelWorker, WorkerSetup
+    from runtime.worker.worker import TARGET, CacheSetup, ModelWorker, WorkerSetup
 
     setup = WorkerSetup.decode(link.receive().body["setup"], path)
-    if setup.model.device.startswith("cuda"):
-        torch.cuda.set_device(setup.model.device)
+    if setup.device.startswith("cuda"):
+        torch.cuda.set_device(setup.device)
     worker = ModelWorker(setup)
     link.send(encode({"loaded": True}))
-    link.receive()  # every rank and every replica has loaded its weights
+    link.receive()  # wait until all ranks and replicas have loaded their weights
     link.send(encode({"memory": worker.memory()}))
     join = link.receive().body["join"]
     rendezvous = Rendezvous(**join["rendezvous"])
     worker.join(CacheSetup(**join["cache"]), rendezvous, address=link.address)
     link.send(encode({"joined": True}))
-    executor = worker.follow()
+    executor = worker.follow(TARGET)
     link.send(encode({"ready": True}))
-    if worker.mesh.rank_info.is_first_stage:
-        _follow(link, executor)
-    while True:
-        executor.relay(decode_batch(link.receive()))
-
-
-def _follow(link: WorkerLink, executor: StepExecutor) -> NoReturn:
-    """Do as rank 0 does: in a pipeline, a step's beginning and its end are told apart."""
+    is_first_stage = worker.mesh.rank_info.is_first_stage
     while True:
         frame = link.receive()
-        if "batch" in frame.body:
-            executor.begin(decode_batch(frame))
-        if not executor.pipelined or "end" in frame.body:
-            executor.follow()
+        if "verb" in frame.body:
+            _answer(link, executor, frame)
+        elif is_first_stage:
+            _follow(executor, frame)
+        else:
+            executor.relay(decode_batch(frame))
+
+
+def _follow(executor: StepExecutor, frame: Frame) -> None:
+    """Run the batch or verb in a frame. In a pipeline, the beginning and the end of a step are separate frames."""
+    if "batch" in frame.body:
+        executor.begin(decode_batch(frame))
+    if not executor.pipelined or "end" in frame.body:
+        executor.follow()
+
+
+def _answer(link: WorkerLink, executor: StepExecutor, frame: Frame) -> None:
+    """Run a verb and send the answer. An exception other than a refusal ends this rank."""
+    from runtime.worker.verbs import run_verb
+
+    number, verb = frame.body["call"], frame.body["verb"]
+
+    def send(answer: Callable[[], Any]) -> None:
+        try:
+            link.send(encode_answer(number, answer()))
+        except REFUSALS as error:
+            link.send(encode_refusal(number, error))
+
+    def send_later(done: Future[Any]) -> None:
+        try:
+            send(done.result)
+        except BaseException:  # on a thread, where nobody would see it: the engine must not wait for this answer
+            _report(link, traceback.format_exc())
+            os._exit(1)
+
+    try:
+        answer = run_verb(executor.rank, verb, decode_payload(frame))
+    except REFUSALS as error:
+        link.send(encode_refusal(number, error))
+        return
+    if isinstance(answer, Future):
+        answer.add_done_callback(send_later)
+    else:
+        send(lambda: answer)
 
 
 def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill us when the parent goes, where it can; the link's end says the same anyway."""
+    """Let the kernel kill this process when the parent ends (Linux). Elsewhere the link's end does it."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _leave_on_hang_up(link_fd: int) -> None:
-    """End the process when the other end closed while this one computes, or waits for ranks that are gone."""
+def _exit_on_hang_up(link_fd: int) -> None:
+    """End the process after the link has closed, even while it computes or waits for other ranks."""
     poll = select.poll()
     poll.register(link_fd, getattr(select, "POLLRDHUP", 0))
     poll.poll()
-    time.sleep(FAREWELL_S)
+    time.sleep(EXIT_DELAY_S)
     os._exit(1)
 
 
-def _tell(link: WorkerLink, trace: str) -> None:
+def _report(link: WorkerLink, trace: str) -> None:
     sys.stderr.write(trace)
     try:
         link.send(encode({"failed": trace}))
@@ -111,4 +147,4 @@ def _tell(link: WorkerLink, trace: str) -> None:
 if __name__ == "__main__":
     status = main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])
     sys.stderr.flush()
-    os._exit(status)  # without waiting for threads of groups whose other ranks may be gone
+    os._exit(status)  # exits without waiting for threads of process groups, whose other ranks may have ended

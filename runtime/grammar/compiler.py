@@ -1,4 +1,4 @@
-"""From a request's grammar to its constraint: compiled in threads, kept, and shared by all who ask for the same."""
+"""Compiles the grammars of requests in threads, and caches them for requests with the same grammar."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from runtime.constraint import Constraint, HostData, Output
 from runtime.errors import InvalidRequest, Overloaded
-from runtime.grammar.backend import Backend, Matcher
-from runtime.grammar.marker import MAX_BYTES, Marker
-from runtime.grammar.masks import MaskThread
-from runtime.grammar.position import Ends, Position
-from runtime.grammar.thinking import LimitedThinking
+from runtime.grammar.backends.backend import Backend, Matcher
+from runtime.grammar.matching.marker import MAX_BYTES, Marker
+from runtime.grammar.matching.masks import MaskThread
+from runtime.grammar.matching.position import Ends, Position
+from runtime.grammar.matching.thinking import LimitedThinking
 from runtime.grammar_spec import Grammar, InvalidGrammar, ThinkingLimit
 from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.grammar")
 
 COMPILE_THREADS = 2
-COMPILE_TIMEOUT_S = 20.0  # the sizes that are allowed take a part of it, on a machine that is not overloaded
-MAX_WAITING = 1024  # grammars
+COMPILE_TIMEOUT_S = 20.0  # grammars within the size limits take less time, unless the machine is overloaded
+MAX_WAITING = 1024  # maximum number of grammars that wait for a thread; more are refused
 CACHE_BYTES = 256 * 1024 * 1024
-MAX_GRAMMARS = 512  # that are kept: what they take grows with their outputs
-REFUSAL_BYTES = 4096
+MAX_GRAMMARS = 512  # maximum in the cache, because a grammar's real memory grows with the outputs that use it
+REFUSAL_BYTES = 4096  # size counted for a refused grammar in the cache
 MAX_MARKERS = 64
 
 LoadBackend = Callable[[], Backend]
 
 
 class GrammarCompiler:
-    """One for an engine. Made and called on its loop; compiles on threads of its own."""
+    """The grammar compiler of an engine. Call its methods on the event loop; it compiles in its own threads."""
 
     def __init__(
         self,
@@ -57,11 +57,14 @@ class GrammarCompiler:
         self._markers: OrderedDict[str, Marker] = OrderedDict()
 
     def start(self) -> None:
-        """Read the vocabulary, so that the first request need not wait for it. Returns at once."""
+        """Start loading the vocabulary, so that the first request does not wait for it. Returns at once."""
         self._threads.submit(self._loaded)
 
     async def constraint(self, grammar: Grammar, ends: Ends) -> GrammarConstraint:
-        """Raises `InvalidRequest` naming what the client called it, `Overloaded` when too many wait."""
+        """Compile a grammar and return its constraint for one request.
+
+        Raises `InvalidRequest` with the client's parameter if the grammar is refused, `Overloaded` if too many wait.
+        """
         param = grammar.param or grammar.kind
         marker = self._marker(grammar.begins_after, param)
         key = Grammar(grammar.kind, grammar.source, grammar.whitespace, places=grammar.places)
@@ -70,32 +73,33 @@ class GrammarCompiler:
         except InvalidGrammar as error:
             raise InvalidRequest(f"{param} cannot be used: {error}.", param=param) from error
         except TimeoutError:
-            raise InvalidRequest(
-                f"{param} took longer than {COMPILE_TIMEOUT_S:g} s to compile.", param=param
-            ) from None
+            raise InvalidRequest(f"{param} took longer than {COMPILE_TIMEOUT_S:g} s to compile.", param=param) from None
         if self._masks is None:
-            raise RuntimeError("A compiled grammar has a backend.")
+            raise RuntimeError("A grammar is compiled, but its backend is not loaded.")
         model = self._eos_ids
         ends = ends._replace(model=model, request=ends.request - model)
-        return GrammarConstraint(compiled, self._masks, ends, marker, grammar.opened_by)
+        return GrammarConstraint(compiled, self._masks, ends, marker, grammar.opened_by, grammar.must_begin)
 
     def limited(self, limit: ThinkingLimit, inner: Constraint | None) -> LimitedThinking:
-        """A constraint that closes the block of reasoning in time. Raises `InvalidRequest`."""
+        """Return a constraint that closes the block of reasoning at its limit.
+
+        Raises `InvalidRequest` if this model's tokens cannot close the block.
+        """
         close = self._marker(limit.close, limit.param)
         [close_ids] = self._tokenizer.encode_batch([limit.close], add_special_tokens=False)
         matched = 0
         for token_id in close_ids:
             matched = close.advance(matched, token_id) if close is not None else 0
         if close is None or matched < close.length or max(close_ids) >= self._vocab_size:
-            raise InvalidRequest(
-                "This model's tokens cannot close its reasoning by force.", param=limit.param
-            )
+            raise InvalidRequest("This model's tokens cannot close its reasoning by force.", param=limit.param)
         num_words = -(-max(self._tokenizer.vocab_size, self._vocab_size) // 32)
         markers = self._marker(limit.open, limit.param), close
-        return LimitedThinking(limit, markers, tuple(close_ids), num_words, inner)
+        others = [self._marker(text, limit.param) for text in limit.also_close]
+        also = tuple(marker for marker in others if marker is not None)
+        return LimitedThinking(limit, markers, tuple(close_ids), num_words, inner, also)
 
     def close(self) -> None:
-        """End the threads. Waits for what they compute now."""
+        """End the threads after their current work."""
         self._threads.shutdown(cancel_futures=True)
         if self._masks is not None:
             self._masks.close()
@@ -127,8 +131,8 @@ class GrammarCompiler:
             return self._loaded().compile(grammar)
         except (InvalidGrammar, MemoryError):
             raise
-        except Exception as error:  # a foreign library on a client's text
-            logger.exception("compiling a grammar failed")
+        except Exception as error:  # a grammar library may raise any exception for a client's text
+            logger.exception("Compiling a grammar failed.")
             raise InvalidGrammar("it cannot be compiled") from error
 
     def _loaded(self) -> Backend:
@@ -144,7 +148,7 @@ class GrammarCompiler:
             return None
         table = self._tokenizer.bytes_of
         if table is None or not 0 < len(text.encode()) <= MAX_BYTES:
-            raise InvalidRequest(f"A constraint begins behind a text of 1 to {MAX_BYTES} bytes.", param=param)
+            raise InvalidRequest(f"A constraint begins after a text of 1 to {MAX_BYTES} bytes.", param=param)
         marker = self._markers.get(text)
         if marker is None:
             marker = self._markers[text] = Marker(text, table.rest, self._tokenizer.vocab_size)
@@ -154,9 +158,9 @@ class GrammarCompiler:
 
 
 class GrammarConstraint:
-    """See `runtime.constraint.Constraint`. The choices of a request begin with copies of the same matcher.
+    """A `runtime.constraint.Constraint` for one request. Each of its choices starts with a copy of `compiled`.
 
-    `position` of a choice is where its last asked output has come; it is owned by the mask thread.
+    The mask thread owns the `Position` of each choice.
     """
 
     def __init__(
@@ -166,26 +170,29 @@ class GrammarConstraint:
         ends: Ends,
         marker: Marker | None = None,
         opened_by: int | None = None,
+        must_begin: bool = True,
     ) -> None:
         self._compiled = compiled
         self._thread = thread
         self._positions: dict[int, Position] = {}
         self.ends = ends
         self.marker = marker
-        self.opened_by = opened_by  # the token that begins the free part; None: it begins with the output
+        # The token that starts the unconstrained part; None: the output starts unconstrained if there is a marker.
+        self.opened_by = opened_by
+        self.must_begin = must_begin
 
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
-        """The mask of the next token, or none before the constraint begins."""
+        """Request the mask of the next token. The mask may allow all tokens while the constraint has not begun."""
         position = self._positions.get(choice)
         if position is None:
             position = self._positions[choice] = Position(
-                self._compiled, self.ends, self.marker, self.opened_by
+                self._compiled, self.ends, self.marker, self.opened_by, self.must_begin
             )
-        self._thread.ask(position, output, data)
+        self._thread.submit(position, output, data)
 
 
 class _Cache:
-    """Compiled grammars and refusals by what they are compiled from, the least recently used go first."""
+    """A least-recently-used cache of compiled grammars and refusals."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -193,7 +200,7 @@ class _Cache:
         self._kept: OrderedDict[Grammar, Matcher | InvalidGrammar] = OrderedDict()
 
     def get(self, grammar: Grammar) -> Matcher | None:
-        """Raises the refusal, where there was one."""
+        """Return the compiled grammar; None if it is not cached. If a refusal is cached, raises it."""
         found = self._kept.get(grammar)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""The grammar compiler of an engine, by its plan."""
+"""Creates an engine's grammar compiler from its plan."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
-from runtime.grammar.backend import Backend, Matcher
+from runtime.grammar.backends.backend import Backend, Matcher
 from runtime.grammar.compiler import GrammarCompiler
-from runtime.grammar.references import Unsupported
+from runtime.grammar.schema.references import Unsupported
 from runtime.grammar_spec import Grammar
 from runtime.tokenizer.tokenizer import Tokenizer
 
@@ -23,7 +23,7 @@ logger = logging.getLogger("penstock.grammar")
 def load_grammars(
     plan: Plan, facts: ModelFacts, tokenizer: Tokenizer | None, eos_ids: frozenset[int]
 ) -> GrammarCompiler | None:
-    """None where this engine constrains no outputs. Loads nothing yet."""
+    """Return the compiler, or None if the engine has no tokenizer or no grammar backend. Loads no backend yet."""
     if tokenizer is None or plan.tokenizer.grammar_backend == "none":
         return None
     load = partial(_load, plan, facts, tokenizer, eos_ids)
@@ -31,27 +31,25 @@ def load_grammars(
 
 
 def _load(plan: Plan, facts: ModelFacts, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> Backend:
-    from runtime.grammar.with_llguidance import LLGuidanceBackend
+    from runtime.grammar.backends.with_llguidance import LLGuidanceBackend
 
     chosen, whitespace = plan.tokenizer.grammar_backend, plan.tokenizer.json_whitespace
     everything = LLGuidanceBackend.load(tokenizer, facts.vocab_size, eos_ids, whitespace)
     if chosen == "xgrammar":
-        from runtime.grammar.with_xgrammar import XGrammarBackend
+        from runtime.grammar.backends.with_xgrammar import XGrammarBackend
 
         return FirstOf(XGrammarBackend.load(tokenizer, facts.vocab_size, eos_ids, whitespace), everything)
     if chosen == "outlines":
-        from runtime.grammar.automaton_cache import AutomatonCache
-        from runtime.grammar.with_outlines import OutlinesBackend
+        from runtime.grammar.backends.automaton_cache import AutomatonCache
+        from runtime.grammar.backends.with_outlines import OutlinesBackend
 
         cache = None if plan.tokenizer.memory_only_automata else AutomatonCache()
-        return FirstOf(
-            OutlinesBackend.load(tokenizer, facts.vocab_size, eos_ids, whitespace, cache), everything
-        )
+        return FirstOf(OutlinesBackend.load(tokenizer, facts.vocab_size, eos_ids, whitespace, cache), everything)
     return everything
 
 
 class FirstOf:
-    """A `Backend` of two: what the first refuses as `Unsupported` is compiled by the second."""
+    """A `Backend` of two. Grammars that the first one refuses as `Unsupported` are compiled by the second."""
 
     matcher = object
 
@@ -64,7 +62,7 @@ class FirstOf:
         try:
             return self._first.compile(grammar)
         except Unsupported as error:
-            logger.debug("a grammar goes to the second backend: %s", error)
+            logger.debug("The second backend compiles a grammar: %s", error)
             return self._second.compile(grammar)
 
     def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:

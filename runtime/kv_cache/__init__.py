@@ -1,1 +1,1 @@
-"""Where keys and values live: pages, the tree of kept prefixes, and the pool on the device."""
+"""The KV cache: pages, the prefix tree, the caches of other layer kinds, and the pools on the device."""

@@ -1,7 +1,7 @@
-"""What becomes of the pages in the prefix tree, for those who route requests by what a server has cached.
+"""Events of pages that enter and leave the prefix tree, for routers that know what each server has cached.
 
-Each page has a hash of its tokens and of all before them, the same in every process. The events have the form that
-vLLM and SGLang publish: lists that begin with their name.
+The hash of a page covers its tokens and all tokens before them, and is equal in every process. Events have the format
+of vLLM and SGLang: lists that begin with the event's name.
 """
 
 from __future__ import annotations
@@ -12,45 +12,43 @@ from typing import Any
 
 import numpy as np
 
-# ["BlockStored", hashes, hash before them or None, token ids, page size, adapter or None], ...
+# For example ["BlockStored", hashes, parent hash or None, token ids, page size, adapter or None].
 Event = list[Any]
 
 
 class PageEvents:
-    """Notes what enters the tree and leaves it, until somebody takes the notes."""
+    """Records events until `take`."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._hashes: dict[int, int] = {}  # by page, of those in the tree
-        self._events: list[Event] = [["AllBlocksCleared"]]  # whatever a server here before had
+        self._hashes: dict[int, int] = {}  # page in the tree -> its hash
+        self._events: list[Event] = [["AllBlocksCleared"]]  # a router drops what it knows of a previous server
 
-    def stored(
-        self, pages: Sequence[int], ids: Sequence[int], before: int | None, namespace: Hashable
-    ) -> None:
-        """The tree has taken over these pages with these ids; `before` is the page in front of the first one."""
+    def stored(self, pages: Sequence[int], ids: Sequence[int], parent_page: int | None, namespace: Hashable) -> None:
+        """Record pages that entered the tree with these ids. `parent_page` is the page before the first one."""
         size = self._page_size
-        parent = None if before is None else self._hashes[before]
-        above = repr(namespace).encode() if parent is None else parent.to_bytes(8, "big")
+        parent = None if parent_page is None else self._hashes[parent_page]
+        previous = repr(namespace).encode() if parent is None else parent.to_bytes(8, "big")
         tokens, hashes = np.array(ids, np.int64), []
         for number, page in enumerate(pages):
             block = tokens[number * size : (number + 1) * size].tobytes()
-            digest = blake2b(above + block, digest_size=8).digest()
-            self._hashes[page] = int.from_bytes(digest, "big") >> 1  # fits signed and unsigned readers
+            digest = blake2b(previous + block, digest_size=8).digest()
+            self._hashes[page] = int.from_bytes(digest, "big") >> 1  # 63 bits: also fits a signed integer
             hashes.append(self._hashes[page])
-            above = hashes[-1].to_bytes(8, "big")
+            previous = hashes[-1].to_bytes(8, "big")
         self._events.append(["BlockStored", hashes, parent, list(ids), size, None])
 
     def removed(self, pages: Sequence[int]) -> None:
-        """These pages have left the tree."""
+        """Record pages that left the tree."""
         if pages:
             self._events.append(["BlockRemoved", [self._hashes.pop(page) for page in pages]])
 
     def cleared(self) -> None:
-        """The tree is empty."""
+        """Record that the tree was emptied."""
         self._hashes.clear()
         self._events.append(["AllBlocksCleared"])
 
     def take(self) -> list[Event]:
-        """The events since the last time, the oldest first."""
+        """Return and clear the recorded events, the oldest first."""
         events, self._events = self._events, []
         return events

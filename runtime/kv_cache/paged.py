@@ -1,18 +1,21 @@
-"""A layer's keys and values in pages."""
+"""The paged KV cache of one layer."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
 from math import prod
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
+from weakref import finalize
 
 import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata, AttentionOptions
 from ops.latent import LatentWeights
+from ops.machine import GIB
 from ops.select import Kernels
+from runtime.errors import ConfigurationError
 from runtime.kv_cache.kinds import PAGED
 from runtime.layers.forward_batch import ForwardBatch, KVSpec
 
@@ -20,8 +23,8 @@ from runtime.layers.forward_batch import ForwardBatch, KVSpec
 class PagedKVCache(NamedTuple):
     """One layer's keys and values in pages, [num_pages + 1, K, page, D] each, written in place.
 
-    Where keys hold the values too, both are the same tensor. The pages are those that all sequences have, or those of a
-    kind that has a page table of its own.
+    If keys contain the values (MLA), both are the same tensor. The pages are those of the prefix cache, or those of a
+    `kind` that has its own page table.
     """
 
     k: Tensor
@@ -42,15 +45,29 @@ class PagedKVCache(NamedTuple):
         k = zeros(shape, dtype, device)
         return cls(k, k if spec.values_in_keys else zeros(shape, dtype, device), kind)
 
+    @classmethod
+    def in_host_memory(
+        cls, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """Create pages of the same layout in host memory, without a scratch page; page-locked for a GPU."""
+        cache = cls.zeros(spec, num_pages - 1, page_size, dtype, torch.device("cpu"))
+        if device.type == "cuda":
+            for tensor in cache.tensors:
+                _lock_pages(tensor)
+        return cache
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The distinct tensors of the cache."""
+        return (self.k,) if self.v is self.k else (self.k, self.v)
+
     @property
     def nbytes(self) -> int:
-        return self.k.nbytes + (0 if self.v is self.k else self.v.nbytes)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
-    def store(
-        self, kernels: Kernels, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Mapping[str, float]
-    ) -> None:
-        """Put keys and values [T, K, D] into the slots of their tokens."""
-        kernels.store(k, v, self.k, self.v, self._metadata(batch), **self._used(scales))
+    def store(self, kernels: Kernels, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Mapping[str, float]) -> None:
+        """Store keys and values [T, K, D] in the slots of their tokens."""
+        kernels.store(k, v, self.k, self.v, self._metadata(batch), **self._fp8_scales(scales))
 
     def attend(
         self,
@@ -60,34 +77,50 @@ class PagedKVCache(NamedTuple):
         scales: Mapping[str, float],
         options: AttentionOptions,
     ) -> Tensor:
-        """Attention [T, H, D] of the queries [T, H, D] over their rows' pages (see `ops.attention`)."""
-        if used := self._used(scales):
-            options = options._replace(**used)
+        """Return attention [T, H, D] of the queries [T, H, D] over their rows' pages (see `ops.attention`)."""
+        if fp8_scales := self._fp8_scales(scales):
+            options = options._replace(**fp8_scales)
         return kernels.attend(q, self.k, self.v, self._metadata(batch), options)
 
     def attend_latent(
         self,
         kernels: Kernels,
-        plain: Tensor,
-        turned: Tensor,
+        q_nope: Tensor,
+        q_pe: Tensor,
         weights: LatentWeights,
         batch: ForwardBatch,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attention [T, H * V] of the queries [T, H, N] and [T, H, P] over the latent vectors in their rows' pages."""
+        """Return attention [T, H * V] of queries [T, H, N] and [T, H, P] over the latent vectors of their rows."""
         metadata = self._metadata(batch)
-        return kernels.attend_latent(plain, turned, self.k, weights, metadata, options, kernels.attend)
+        return kernels.attend_latent(q_nope, q_pe, self.k, weights, metadata, options, kernels.attend)
 
     def _metadata(self, batch: ForwardBatch) -> AttentionMetadata:
         return batch.attention if self.kind == PAGED else batch.kinds[self.kind].attention
 
-    def _used(self, scales: Mapping[str, float]) -> Mapping[str, float]:
+    def _fp8_scales(self, scales: Mapping[str, float]) -> Mapping[str, float]:
         return scales if self.k.dtype.itemsize == 1 else {}
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on a CPU in private memory that the system hands out page by page, when a page is first written."""
+    """Return zeros. On a CPU, the system commits each memory page when it is first written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
+
+
+def _lock_pages(tensor: Tensor) -> None:
+    """Page-lock the tensor's memory for the GPU until it is freed.
+
+    `torch.empty(pin_memory=True)` would round each size up to a power of two.
+    """
+    driver: Any = torch.cuda.cudart()
+    address = tensor.data_ptr()
+    status = int(driver.cudaHostRegister(address, tensor.nbytes, 0))
+    if status:
+        raise ConfigurationError(
+            f"The driver cannot lock {tensor.nbytes / GIB:.2f} GiB of host memory for the GPU (CUDA error {status}). "
+            "Lower --swap-space, or raise the limit of locked memory (ulimit -l)."
+        )
+    finalize(tensor.untyped_storage(), driver.cudaHostUnregister, address)

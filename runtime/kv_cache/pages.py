@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PagePool:
-    """Allocates page ids 0 .. total - 1; knows nothing of who holds them."""
+    """Allocates page ids 0 .. total - 1, without records of their owners."""
 
     __slots__ = ("_free", "total")
 
@@ -19,10 +19,10 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Remove `count` pages from the free list; raises `ValueError`, taking none, when there are fewer."""
+        """Remove `count` pages from the free list. Raises `ValueError` without effect if there are fewer."""
         free = self._free
         if count > len(free):
-            raise ValueError(f"{count} pages asked for, {len(free)} free.")
+            raise ValueError(f"{count} pages requested, {len(free)} free.")
         if count == 0:
             return []
         pages = free[-count:]
@@ -30,16 +30,14 @@ class PagePool:
         return pages
 
     def free(self, pages: list[int]) -> None:
-        """Return allocated pages; nobody may refer to them in a batch filled from now on."""
+        """Free allocated pages. No batch built from now on may list them for their previous owner."""
         self._free += pages
 
     def reset(self) -> None:
-        """Every page is free again."""
+        """Free all pages."""
         self._free = list(range(self.total - 1, -1, -1))
 
-    def check(self, held: list[int]) -> None:
-        """Raise `ValueError` unless the free and the `held` pages are together every page exactly once."""
-        if sorted(self._free + held) != list(range(self.total)):
-            raise ValueError(
-                f"The pages do not balance: {len(self._free)} free + {len(held)} held, {self.total} in all."
-            )
+    def check(self, used: list[int]) -> None:
+        """Raise `ValueError` unless free and used pages together are every page exactly once."""
+        if sorted(self._free + used) != list(range(self.total)):
+            raise ValueError(f"The pages do not balance: {len(self._free)} free + {len(used)} used, of {self.total}.")

@@ -13,11 +13,10 @@ from runtime.layers.forward_batch import KVSpec, LayerSpec
 
 
 class KVPool(dict[int, Any]):
-    """The caches (`LayerCache`) of a rank's layers, by the number of the layer in the whole model: zeroed, each with a
-    page (or whatever it consists of) to scratch in behind the others.
+    """The caches (`LayerCache`) of a rank's layers by layer index in the whole model, zeroed.
 
-    Padding writes to the scratch page and nobody reads it. Raises torch.OutOfMemoryError (on a GPU) when the pool does
-    not fit.
+    Each cache has a scratch page (or scratch unit) after the others, which padding writes and no row reads. Raises
+    torch.OutOfMemoryError (on a GPU) if the pool does not fit.
     """
 
     def __init__(
@@ -29,22 +28,30 @@ class KVPool(dict[int, Any]):
         device: torch.device | str,
         *,
         kinds: Mapping[str, int] | None = None,
+        num_host_pages: int = 0,
     ) -> None:
-        """`specs` are by the number of the layer in the whole model. `kinds` says how many units the kinds have that
-        layers may have caches of; other layers keep the keys and values of all tokens.
+        """Allocate the caches. `specs` are by layer index in the whole model.
+
+        `kinds` maps the kinds in use to their numbers of units. Layers of other kinds keep all tokens in pages, and
+        also have `num_host_pages` pages in host memory.
         """
         super().__init__()
         self.num_pages = num_pages
         self.page_size = page_size
         self.scratch_page = num_pages
         self.kinds = dict(kinds or {})
+        self.paged: dict[int, PagedKVCache] = {}  # layers that keep all tokens
+        self.host: dict[int, PagedKVCache] = {}  # host pages of these layers
         device = torch.device(device)
         for index, spec in specs.items():
             if spec.kind in self.kinds:
                 make, count = KINDS[spec.kind].make_layer, self.kinds[spec.kind]
-            else:
-                make, count = PagedKVCache.zeros, num_pages
-            self[index] = make(cast(Any, spec), count, page_size, dtype, device)
+                self[index] = make(cast(Any, spec), count, page_size, dtype, device)
+                continue
+            spec = cast(KVSpec, spec)
+            self[index] = self.paged[index] = PagedKVCache.zeros(spec, num_pages, page_size, dtype, device)
+            if num_host_pages:
+                self.host[index] = PagedKVCache.in_host_memory(spec, num_host_pages, page_size, dtype, device)
 
     @classmethod
     def uniform(
@@ -56,11 +63,14 @@ class KVPool(dict[int, Any]):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        *,
+        num_host_pages: int = 0,
     ) -> Self:
-        """For layers that are alike."""
+        """Create a pool for equal layers."""
         specs = {index: KVSpec(num_kv_heads, head_dim) for index in range(num_layers)}
-        return cls(specs, num_pages, page_size, dtype, device)
+        return cls(specs, num_pages, page_size, dtype, device, num_host_pages=num_host_pages)
 
     @property
     def nbytes(self) -> int:
+        """Bytes on the device."""
         return sum(cache.nbytes for cache in self.values())

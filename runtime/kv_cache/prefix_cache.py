@@ -1,19 +1,19 @@
-"""The pages of all sequences: the free list and the prefix tree behind one interface.
+"""The pages of all sequences: the free list and the prefix tree in one interface.
 
-Every page is free, or held by exactly one sequence alone, or owned by the tree and shared. A sequence's page
-list begins with tree pages (`num_shared` tokens of it, locked through `locked_node`) and continues with its own.
+A page is free, or belongs to exactly one sequence (a private page), or belongs to the tree and can be shared. A
+sequence's page list begins with tree pages (`num_shared` tokens, locked by `locked_node`), then private pages.
 
-Why pages may change hands while steps are in flight: steps run one after the other, in the order in which
-their batches were filled, and each batch carries its own copy of the page table.
-- A page that is freed may still be written or read by steps already launched. Whoever gets it next
-  writes it in a batch filled later, hence after them, and reads only what it wrote itself.
-- A page enters the tree when the step that writes it has been filled, so any batch that finds it there runs
-  in the same step (all KV of a step is stored before any row attends) or later.
-- Nobody writes a page after it entered the tree: only whole pages of tokens known on the host enter, and a
-  step in flight that overruns the end of a sequence writes positions behind these.
-- When a sequence computed what the tree already has, its list switches to the tree's pages, which this
-  step writes at the latest. Its own pages go back only after the batch that writes them is complete
-  (`Duplicates`), so that no other row of the same batch can get them.
+Pages may change owners while steps are in flight, because steps run in the order in which their batches are built,
+and each batch has its own copy of the page table:
+- Launched steps may still read or write a freed page. Its next owner writes it in a batch built later, which runs
+  after these steps, and reads only what it wrote itself.
+- A page enters the tree when the batch that writes it is built. A batch that matches the page is part of the same
+  step (a step stores all KV before any row attends) or of a later one.
+- A page in the tree is never written again: only full pages of tokens known to the host enter, and a step in flight
+  that overruns the end of a sequence writes later positions.
+- If the tree already has tokens that a sequence computed, the sequence's list switches to the tree's pages, which
+  this or an earlier step writes. Its private pages (`Duplicates`) are freed only when the batch that writes them is
+  complete, so that no other row of the batch can get them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from runtime.batch import Batch
+from runtime.batch import Batch, PageCopy
+from runtime.kv_cache.host_pool import HostPool
 from runtime.kv_cache.kinds import CacheKind
 from runtime.kv_cache.page_events import PageEvents
 from runtime.kv_cache.pages import PagePool
@@ -33,17 +34,18 @@ from runtime.sequence import Sequence
 
 
 class Duplicates(NamedTuple):
-    """Pages that a sequence no longer needs because the tree has the same tokens; still to be freed."""
+    """Private pages of a sequence that the tree's pages replaced. `replaced` must be called to free them."""
 
-    first: int  # index in the sequence's page list, which already names the tree's pages
+    first: int  # index in the sequence's page list, which already lists the tree's pages
     pages: list[int]
 
 
 class PrefixCache:
-    """Allocates, shares and frees the pages of sequences. Without `enabled` nothing is shared or kept.
+    """Allocates, shares and frees the pages of sequences. If not `enabled`, pages are neither shared nor kept.
 
-    `kinds` are the caches that layers have beside these pages; they hear of everything that happens to a page.
-    `events` notes what enters the tree and leaves it.
+    `kinds` are the other caches of the layers; they are notified of every change of a page. `events` records the
+    pages that enter and leave the tree. With `num_host_pages`, retracted sequences are swapped out to host memory.
+    Swapping copies only KV pages, so `num_host_pages` cannot be combined with `kinds`.
     """
 
     def __init__(
@@ -54,24 +56,28 @@ class PrefixCache:
         enabled: bool = True,
         kinds: Iterable[CacheKind] = (),
         events: PageEvents | None = None,
+        num_host_pages: int = 0,
     ) -> None:
         if page_size < 1:
-            raise ValueError(f"A page holds at least one token, not {page_size}.")
+            raise ValueError(f"The page size must be at least 1, not {page_size}.")
         self.page_size = page_size
         self.enabled = enabled
         self.kinds = tuple(kinds)
         self.events = events
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(page_size)
+        if num_host_pages and self.kinds:
+            raise ValueError("Sequences that have other caches than KV pages cannot be swapped out.")
+        self.host = HostPool(num_host_pages, page_size) if num_host_pages else None
 
     @property
     def num_pages(self) -> int:
-        """Free and held pages together."""
+        """Number of all pages."""
         return self._pool.total
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that fit into all pages."""
+        """Number of tokens that fit into all pages."""
         return self._pool.total * self.page_size
 
     @property
@@ -80,12 +86,12 @@ class PrefixCache:
 
     @property
     def num_evictable(self) -> int:
-        """Pages kept only in case their prefix comes again."""
+        """Number of tree pages that no running sequence uses."""
         return self._tree.num_evictable
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can hand out."""
+        """Number of pages that `allocate` can return."""
         available = self._pool.num_free + self._tree.num_evictable
         for kind in self.kinds:
             limit = kind.num_available
@@ -95,42 +101,45 @@ class PrefixCache:
 
     @property
     def num_used(self) -> int:
-        """Pages that running sequences hold."""
+        """Number of pages that running sequences use."""
         return self._pool.total - self._pool.num_free - self._tree.num_evictable
 
     def demand(self, growing: Iterable[tuple[Sequence, int]]) -> list[int]:
-        """What sequences take while each grows by so many pages: of the pages, and of what each kind hands out."""
+        """Return what sequences need to grow by these numbers of pages.
+
+        The result lists the number of pages, then the number of units of each kind.
+        """
         growing = list(growing)
         return [
             sum(pages for _, pages in growing),
-            *(sum(kind.pages_ahead(*each) for each in growing) for kind in self.kinds),
+            *(sum(kind.pages_ahead(*item) for item in growing) for kind in self.kinds),
         ]
 
-    def has_room(self, *demands: Seq[int]) -> bool:
-        """Whether all these demands can be met together."""
+    def can_allocate(self, *demands: Seq[int]) -> bool:
+        """Whether the sum of these demands (see `demand`) can be allocated."""
         limits = [
             self._pool.num_free + self._tree.num_evictable,
             *(kind.num_available for kind in self.kinds),
         ]
-        wanted = map(sum, zip(*demands, strict=True))
-        return all(limit is None or each <= limit for each, limit in zip(wanted, limits, strict=True))
+        totals = map(sum, zip(*demands, strict=True))
+        return all(limit is None or total <= limit for total, limit in zip(totals, limits, strict=True))
 
     def match_length(self, sequence: Sequence) -> int:
-        """How many of the sequence's tokens would be found; changes nothing."""
+        """Return how many leading tokens of the sequence are cached, without changing the cache."""
         if self.kinds:
             return self._resumable_tokens(sequence)
         return self._tree.match_length(sequence.ids, reusable_tokens(sequence), sequence.namespace)
 
     def path(self, sequence: Sequence) -> list[Node]:
-        """The nodes of the tree along which the sequence's tokens would be found; changes nothing."""
+        """Return the tree nodes that match the sequence's tokens, without changing the tree."""
         return self._tree.path(sequence.ids, reusable_tokens(sequence), sequence.namespace)
 
     def outline(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
-        """The shape of the prefix tree; see `RadixTree.outline`."""
+        """Return the shape of the prefix tree; see `RadixTree.outline`."""
         return self._tree.outline(limit)
 
     def lock(self, sequence: Sequence) -> None:
-        """Give a sequence without pages the longest known prefix of its ids, and lock it in the tree."""
+        """Give a sequence without pages its longest cached prefix, and lock this prefix in the tree."""
         if self.enabled:
             limit = self._resumable_tokens(sequence) if self.kinds else reusable_tokens(sequence)
             node, pages = self._tree.lock(sequence.ids, limit, sequence.namespace)
@@ -140,20 +149,62 @@ class PrefixCache:
         for kind in self.kinds:
             kind.enter(sequence)
 
+    def swap_out(self, sequence: Sequence) -> None:
+        """Copy the computed pages of a running sequence to the host, before the sequence is retracted.
+
+        Its tree pages are copied too: the tree may evict them before the sequence runs again.
+        """
+        if self.host is not None:
+            self.host.swap_out(sequence, min(sequence.num_computed, _num_settled(sequence)))
+
+    def num_restorable(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence will have KV after `swap_in`.
+
+        The sequence must hold its cached prefix.
+        """
+        if self.host is None:
+            return sequence.num_computed
+        return self.host.num_restorable(sequence, reusable_tokens(sequence))
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """Restore the swapped-out pages of a sequence, if it has any. It must hold its cached prefix (see `lock`).
+
+        Raises `ValueError` if the pages exceed `num_available`.
+        """
+        if self.host is None:
+            return
+        num_tokens = self.num_restorable(sequence)
+        if num_tokens > sequence.num_computed:
+            pages = self.allocate(-(-num_tokens // self.page_size) - len(sequence.pages))
+            self.host.swap_in(sequence, pages)
+            sequence.pages += pages
+            sequence.num_computed = num_tokens
+        else:
+            self.host.forget(sequence)
+
+    def forget_swapped(self, sequence: Sequence) -> None:
+        """Free the host pages of a waiting sequence that has ended."""
+        if self.host is not None:
+            self.host.forget(sequence)
+
+    def take_copies(self) -> tuple[PageCopy, ...]:
+        """Return and clear the page copies that the next batch must carry."""
+        return () if self.host is None else self.host.take_copies()
+
     def _resumable_tokens(self, sequence: Sequence) -> int:
-        """How many leading tokens are found behind which all kinds of caches can go on."""
+        """Return the number of tokens of the longest cached prefix after which every kind can resume."""
         pages = self._tree.pages(sequence.ids, reusable_tokens(sequence), sequence.namespace)
         count = -1
-        while count != len(pages):  # where one kind cannot go on, another may be unable to go on before it
+        while count != len(pages):  # if one kind shortens the prefix, the others check it again
             count = len(pages)
             for kind in self.kinds:
                 del pages[kind.resumable(pages, len(pages)) :]
         return count * self.page_size
 
     def allocate(self, count: int) -> list[int]:
-        """Pages for the caller alone, emptying the tree from its least recently used end when too few are free.
+        """Return private pages. If too few are free, evict the least recently used pages of the tree.
 
-        Raises `ValueError` when `count` exceeds `num_available`.
+        Raises `ValueError` if `count` exceeds `num_available`.
         """
         missing = count - self._pool.num_free
         if missing > 0:
@@ -164,60 +215,62 @@ class PrefixCache:
         return pages
 
     def free(self, pages: list[int]) -> None:
-        """Return pages that no sequence lists any more."""
+        """Free pages that no sequence lists any more."""
         self._pool.free(pages)
         for kind in self.kinds:
             kind.free(pages)
 
     def _free_shared(self, pages: list[int]) -> None:
-        """Free pages that were in the tree."""
+        """Free pages that were removed from the tree."""
         if self.events is not None:
             self.events.removed(pages)
         self.free(pages)
 
     def replaced(self, sequence: Sequence, duplicates: Duplicates) -> None:
-        """Free what `insert` replaced: the batch that writes it is complete, and no other row may get it before."""
+        """Free the pages that `insert` replaced. Call it when the batch that writes these pages is complete."""
         first, pages = duplicates
         for kind in self.kinds:
             kind.replace(sequence, first, pages, sequence.pages[first : first + len(pages)])
         self.free(pages)
 
     def insert(self, sequence: Sequence) -> Duplicates | None:
-        """Enter the known and computed whole pages of a sequence into the tree, to be found at once.
+        """Insert the full computed pages of a sequence into the tree. They can be matched immediately.
 
-        With a constraint, the last known token may be computed again: its page is not entered.
+        The page of a last token that may be computed again (under a constraint) is not inserted.
         """
         if not self.enabled:
             return None
         shared = sequence.num_shared
         size = self.page_size
-        num_known = len(sequence.ids) - (sequence.constraint is not None)
-        end = min(sequence.num_computed, num_known) // size * size
+        end = min(sequence.num_computed, _num_settled(sequence)) // size * size
         if end <= shared:
             return None
         first, last = shared // size, end // size
-        own = sequence.pages[first:last]
-        sequence.locked_node, known = self._tree.insert(sequence.locked_node, sequence.ids[shared:end], own)
+        private = sequence.pages[first:last]
+        sequence.locked_node, known = self._tree.insert(sequence.locked_node, sequence.ids[shared:end], private)
         sequence.num_shared = end
-        if self.events is not None and len(known) < len(own):
-            at = first + len(known)
-            before = None if not at else known[-1] if known else sequence.pages[at - 1]
-            ids = sequence.ids[at * size : end]
-            self.events.stored(own[len(known) :], ids, before, sequence.namespace)
+        if self.events is not None and len(known) < len(private):
+            index = first + len(known)
+            parent = None if not index else known[-1] if known else sequence.pages[index - 1]
+            ids = sequence.ids[index * size : end]
+            self.events.stored(private[len(known) :], ids, parent, sequence.namespace)
         if not known:
             return None
         sequence.pages[first : first + len(known)] = known
-        return Duplicates(first, own[: len(known)])
+        return Duplicates(first, private[: len(known)])
 
     def filled(self, batch: Batch) -> None:
-        """A batch is complete: kinds of caches may give up what nobody needs behind it."""
+        """Notify the kinds that a batch is complete, so that they can free units that later batches do not read."""
         size, starts = self.page_size, batch.starts
-        crossing = np.nonzero((starts + batch.counts) // size > starts // size)[0].tolist()
+        is_crossing = (starts + batch.counts) // size > starts // size
+        if batch.unknown_starts is not None:
+            is_crossing |= batch.unknown_starts
+        crossing = np.nonzero(is_crossing)[0].tolist()
         for kind in self.kinds:
             kind.filled([batch.sequences[row] for row in crossing])
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Take all pages from a sequence; with `keep`, what it computed can be found while there is room."""
+        """Take all pages from a sequence. With `keep`, its computed pages stay in the tree until they are evicted."""
         if keep:
             duplicates = self.insert(sequence)
             if duplicates is not None:
@@ -230,7 +283,9 @@ class PrefixCache:
         _forget_pages(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """Take all pages from a sequence with untrusted KV, out of the tree too where nobody shares them."""
+        """Take all pages from a sequence with untrusted KV. Also remove its tree pages from the tree, unless another
+        prefix uses them.
+        """
         for kind in self.kinds:
             kind.leave(sequence)
         self.free(sequence.pages[sequence.num_shared // self.page_size :])
@@ -239,7 +294,7 @@ class PrefixCache:
         _forget_pages(sequence)
 
     def empty(self) -> None:
-        """Forget every prefix that no running sequence holds."""
+        """Evict every prefix that no running sequence uses."""
         pages = self._tree.evict(self._tree.num_evictable)
         if self.events is not None and not self._tree.num_pages:
             self.events.cleared()
@@ -248,7 +303,9 @@ class PrefixCache:
             self._free_shared(pages)
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
-        """Forget everything, whatever the state; `sequences` are all that may hold pages, and lose them."""
+        """Reset to an empty cache from any state. `sequences` must list every sequence that may have pages; all of
+        them lose their pages.
+        """
         for sequence in sequences:
             _forget_pages(sequence)
         self._tree.clear()
@@ -257,37 +314,46 @@ class PrefixCache:
         self._pool.reset()
         for kind in self.kinds:
             kind.reset()
+        if self.host is not None:
+            self.host.reset()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise `ValueError` unless every page and lock is accounted for by the tree and these sequences."""
-        own: list[int] = []
+        """Raise `ValueError` unless the tree and these sequences account for every page and lock."""
+        private: list[int] = []
         holders: list[Node] = []
         sequences = list(sequences)
         for sequence in sequences:
             first = sequence.num_shared // self.page_size
-            own += sequence.pages[first:]
+            private += sequence.pages[first:]
             if sequence.locked_node is not None:
                 holders.append(sequence.locked_node)
                 if path_pages(sequence.locked_node) != sequence.pages[:first]:
-                    raise ValueError(f"{sequence!r} does not list the pages that it shares.")
+                    raise ValueError(f"{sequence!r} does not list the pages of its locked node.")
             elif first:
-                raise ValueError(f"{sequence!r} shares pages without a lock.")
-        kept = self._tree.check(holders)
-        self._pool.check(own + kept)
+                raise ValueError(f"{sequence!r} lists shared pages without a lock.")
+        tree_pages = self._tree.check(holders)
+        self._pool.check(private + tree_pages)
         for kind in self.kinds:
-            kind.check(sequences, kept)
+            kind.check(sequences, tree_pages)
+        if self.host is not None:
+            self.host.check(sequences)
 
 
 def reusable_tokens(sequence: Sequence) -> int:
-    """How many leading tokens need not be computed again, if they are found.
+    """Return how many leading tokens may come from the cache.
 
-    At least the last known token is computed, for its logits; so is every prompt position whose logprobs are
-    still to be asked for.
+    The last known token is always computed, for its logits, and so is every prompt position whose logprobs are
+    requested.
     """
     limit = len(sequence.ids) - 1
     if sequence.next_logprob < sequence.num_prompt - 1:
         return min(limit, sequence.next_logprob)
     return limit
+
+
+def _num_settled(sequence: Sequence) -> int:
+    """Return how many known tokens will not be computed again. A constraint may recompute the last one."""
+    return len(sequence.ids) - (sequence.constraint is not None)
 
 
 def _forget_pages(sequence: Sequence) -> None:

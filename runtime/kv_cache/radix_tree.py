@@ -1,9 +1,8 @@
-"""The prefix tree: which token sequences have their KV in which pages.
+"""The prefix tree: maps token sequences to the pages that hold their KV.
 
-A node holds a run of whole pages and the token ids in them; its children continue it and differ in their
-first page. Sequences in use hold a lock on the node where their shared part ends, and every node counts the
-locks on itself and below, so an unlocked node has only unlocked descendants and the tree can be emptied leaf
-by leaf.
+A node has a run of full pages and their token ids. Its children continue the run and differ in their first page. A
+running sequence locks the node where its shared part ends. Every node counts the locks on itself and its descendants,
+so all descendants of an unlocked node are unlocked, and the tree can be evicted leaf by leaf.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from itertools import count, islice
 
 
 class Node:
-    """A run of pages. Its identity stays with the *end* of the run when it is split, where the locks are."""
+    """A run of pages. A split keeps this object for the *end* of the run, where the locks are."""
 
     __slots__ = ("children", "ids", "last_used", "locks", "pages", "parent")
 
     def __init__(self, parent: Node | None, ids: list[int], pages: list[int]) -> None:
-        self.parent = parent  # None: a root, or no longer in the tree
+        self.parent = parent  # None for a root and for a removed node
         self.ids = ids
         self.pages = pages
         self.children: dict[tuple[int, ...], Node] = {}
@@ -31,7 +30,7 @@ class Node:
 class RadixTree:
     """Longest-prefix lookup at page granularity, with locks and least-recently-used eviction.
 
-    Namespaces (an adapter, a cache salt) never share. The tree owns the pages given to it until `evict` or
+    Namespaces (an adapter, a cache salt) share no pages. The tree owns inserted pages until `evict`, `remove` or
     `clear` returns them.
     """
 
@@ -43,12 +42,10 @@ class RadixTree:
         self._num_nodes = 0
         self._clock = 0
         self._serial = count()
-        self._leaves: list[
-            tuple[int, int, Node]
-        ] = []  # heap of (last used, tie, node); stale entries are skipped
+        self._leaves: list[tuple[int, int, Node]] = []  # heap of (last used, tie, node); stale entries are skipped
 
     def match_length(self, ids: list[int], limit: int, namespace: Hashable = None) -> int:
-        """How many of the first `limit` tokens are in the tree; changes nothing."""
+        """Return how many of the first `limit` tokens are in the tree, without changing it."""
         root = self._roots.get(namespace)
         if root is None:
             return 0
@@ -56,7 +53,7 @@ class RadixTree:
         return matched + more * self.page_size
 
     def path(self, ids: list[int], limit: int, namespace: Hashable = None) -> list[Node]:
-        """The nodes along which `ids[:limit]` is found, from the root, the last one perhaps in part."""
+        """Return the nodes that match `ids[:limit]`, from the root; the last one may match in part."""
         root = self._roots.get(namespace)
         if root is None:
             return []
@@ -69,7 +66,7 @@ class RadixTree:
         return nodes[::-1]
 
     def pages(self, ids: list[int], limit: int, namespace: Hashable = None) -> list[int]:
-        """The pages in which the first `limit` tokens are found, in order; changes nothing."""
+        """Return the pages that match the first `limit` tokens, in order, without changing the tree."""
         root = self._roots.get(namespace)
         if root is None:
             return []
@@ -77,17 +74,18 @@ class RadixTree:
         return path_pages(node) + (child.pages[:more] if child is not None else [])
 
     def outline(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
-        """Up to `limit` nodes as (index of the parent or -1, pages, locks), those near the roots first; and how many
-        there are.
+        """Return up to `limit` nodes, breadth first, and the number of all nodes.
+
+        A node is (index of its parent in the list, number of pages, number of locks). The parent of a root is -1.
         """
-        found = [(-1, root) for root in islice(self._roots.values(), limit)]
-        for index, (_, node) in enumerate(found):  # which grows meanwhile
-            found += [(index, child) for child in islice(node.children.values(), limit - len(found))]
+        nodes = [(-1, root) for root in islice(self._roots.values(), limit)]
+        for index, (_, node) in enumerate(nodes):  # the loop extends the list
+            nodes += [(index, child) for child in islice(node.children.values(), limit - len(nodes))]
         num_nodes = self._num_nodes + len(self._roots)
-        return [(above, len(node.pages), node.locks) for above, node in found], num_nodes
+        return [(parent, len(node.pages), node.locks) for parent, node in nodes], num_nodes
 
     def lock(self, ids: list[int], limit: int, namespace: Hashable = None) -> tuple[Node, list[int]]:
-        """Lock the longest prefix of `ids[:limit]`; returns its last node and its pages in order."""
+        """Lock the longest cached prefix of `ids[:limit]`. Return its last node and its pages in order."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(None, [], [])
@@ -98,10 +96,10 @@ class RadixTree:
         return node, path_pages(node)
 
     def insert(self, node: Node, ids: list[int], pages: list[int]) -> tuple[Node, list[int]]:
-        """Continue a locked prefix by whole pages; the caller's lock moves from `node` to the returned node.
+        """Extend a locked prefix by full pages. The caller's lock moves from `node` to the returned node.
 
-        The second value are the pages that the tree already had for the first of these tokens: the caller's
-        own pages there were not taken over, all later ones were.
+        The second result lists the pages that the tree already had for the first of the inserted tokens. For these
+        tokens the caller keeps its own pages; the tree becomes the owner of all later pages.
         """
         size, locked, known, position = self.page_size, node, [], 0
         while position < len(ids):
@@ -124,7 +122,7 @@ class RadixTree:
         return node, known
 
     def unlock(self, node: Node) -> None:
-        """Give up a lock that `lock` or `insert` gave."""
+        """Release one lock on a node that `lock` or `insert` returned."""
         self._clock += 1
         current: Node | None = node
         while current is not None:
@@ -137,7 +135,7 @@ class RadixTree:
         self._drop_root_if_empty(root)
 
     def evict(self, num_pages: int) -> list[int]:
-        """Take out up to `num_pages` pages, least recently used leaves first, the ends of runs first."""
+        """Remove and return up to `num_pages` pages: least recently used leaves first, from the ends of runs."""
         freed: list[int] = []
         while len(freed) < num_pages and self._leaves:
             last_used, _, node = heappop(self._leaves)
@@ -157,7 +155,10 @@ class RadixTree:
         return freed
 
     def remove(self, node: Node) -> list[int]:
-        """Take out a node and the ancestors that nobody else needs; the caller's lock on it is given up."""
+        """Release the caller's lock on a node, then remove the node and its ancestors up to the first that is in use.
+
+        A node is in use if it has locks or children. Returns the removed pages.
+        """
         freed: list[int] = []
         self.unlock(node)
         while (parent := node.parent) is not None and not node.locks and not node.children:
@@ -169,7 +170,7 @@ class RadixTree:
         return freed
 
     def clear(self) -> list[int]:
-        """Take everything out, locked or not; returns the pages. Locks given before are void."""
+        """Remove and return all pages, even locked ones. Existing locks become invalid."""
         pages = [page for node in self._nodes() for page in node.pages]
         self._roots.clear()
         self._leaves.clear()
@@ -177,7 +178,7 @@ class RadixTree:
         return pages
 
     def check(self, holders: Iterable[Node]) -> list[int]:
-        """Raise `ValueError` unless locks, counts and keys are exact for these holders; returns all pages."""
+        """Raise `ValueError` unless locks, counts and keys are consistent for these lock holders. Return all pages."""
         locks: Counter[int] = Counter()
         for holder in holders:
             current: Node | None = holder
@@ -185,14 +186,14 @@ class RadixTree:
                 locks[id(current)] += 1
                 root, current = current, current.parent
             if root not in self._roots.values():
-                raise ValueError("A lock is held on a node that is no longer in the tree.")
+                raise ValueError("A locked node is no longer in the tree.")
         nodes = list(self._nodes())
-        offered = {(last_used, id(node)) for last_used, _, node in self._leaves}
+        evictable_leaves = {(last_used, id(node)) for last_used, _, node in self._leaves}
         for node in nodes:
             if node.locks != locks[id(node)]:
-                raise ValueError(f"A node counts {node.locks} locks and has {locks[id(node)]} holders.")
+                raise ValueError(f"A node counts {node.locks} locks but has {locks[id(node)]} holders.")
             if node.parent is not None:
-                self._check_run(node, offered)
+                self._check_run(node, evictable_leaves)
         if len(nodes) - len(self._roots) != self._num_nodes:
             raise ValueError("The number of nodes is wrong.")
         pages = [page for node in nodes for page in node.pages]
@@ -201,14 +202,14 @@ class RadixTree:
             raise ValueError("The page counts of the tree are wrong.")
         return pages
 
-    def _check_run(self, node: Node, offered: set[tuple[int, int]]) -> None:
+    def _check_run(self, node: Node, evictable_leaves: set[tuple[int, int]]) -> None:
         parent = node.parent
         if not node.pages or len(node.ids) != len(node.pages) * self.page_size:
             raise ValueError("A node's ids do not fill its pages.")
         if parent is None or parent.children.get(tuple(node.ids[: self.page_size])) is not node:
-            raise ValueError("A node is not where its ids say.")
-        if _is_free_leaf(node) and (node.last_used, id(node)) not in offered:
-            raise ValueError("An unlocked leaf is not offered for eviction.")
+            raise ValueError("A node is not at the key of its ids.")
+        if _is_free_leaf(node) and (node.last_used, id(node)) not in evictable_leaves:
+            raise ValueError("An unlocked leaf is not in the eviction order.")
 
     def _nodes(self) -> Iterator[Node]:
         stack = list(self._roots.values())
@@ -218,7 +219,11 @@ class RadixTree:
             stack.extend(node.children.values())
 
     def _walk(self, node: Node, ids: list[int], limit: int) -> tuple[Node, int, Node | None, int]:
-        """The last node matched whole, the tokens up to its end, the child matched in part, and its pages."""
+        """Find the longest match of `ids[:limit]` below `node`.
+
+        Returns the last node that matches in full, the number of tokens up to its end, its child that matches in part
+        (or None), and the number of matched pages of that child.
+        """
         size, position = self.page_size, 0
         while position + size <= limit:
             child = node.children.get(tuple(ids[position : position + size]))
@@ -232,12 +237,12 @@ class RadixTree:
         return node, position, None, 0
 
     def _num_common_pages(self, child: Node, ids: list[int], start: int, stop: int) -> int:
-        """Pages of `child` that `ids[start:stop]` begins with, by halving: comparisons run in C."""
-        size, own = self.page_size, child.ids
-        low, high = 0, min(len(own), stop - start) // size
+        """Return how many pages of `child` match `ids[start:stop]`. Bisects, since slices are compared in C."""
+        size, child_ids = self.page_size, child.ids
+        low, high = 0, min(len(child_ids), stop - start) // size
         middle = high
         while low < high:
-            if own[low * size : middle * size] == ids[start + low * size : start + middle * size]:
+            if child_ids[low * size : middle * size] == ids[start + low * size : start + middle * size]:
                 low = middle
             else:
                 high = middle - 1
@@ -245,7 +250,7 @@ class RadixTree:
         return low
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Cut a run in two; the new node is the first part and is returned."""
+        """Split a run in two. Return the new node, which is the first part."""
         parent, cut = node.parent, num_pages * self.page_size
         if parent is None:
             raise ValueError("A root cannot be split.")
@@ -257,9 +262,9 @@ class RadixTree:
         self._num_nodes += 1
         return first
 
-    def _count_lock(self, node: Node, above: Node | None) -> None:
+    def _count_lock(self, node: Node, stop: Node | None) -> None:
         current: Node | None = node
-        while current is not above and current is not None:
+        while current is not stop and current is not None:
             if not current.locks:
                 self.num_evictable -= len(current.pages)
             current.locks += 1
@@ -277,7 +282,7 @@ class RadixTree:
             self._drop_root_if_empty(parent)
 
     def _offer(self, node: Node) -> None:
-        """Enter a node into the eviction order if it is a free leaf."""
+        """Add a node to the eviction order if it is an unlocked leaf."""
         if not _is_free_leaf(node):
             return
         heappush(self._leaves, (node.last_used, next(self._serial), node))
@@ -300,7 +305,7 @@ def _is_free_leaf(node: Node) -> bool:
 
 
 def path_pages(node: Node) -> list[int]:
-    """The pages of the prefix that ends with this node, in order."""
+    """Return the pages of the prefix that ends with this node, in order."""
     runs = []
     current: Node | None = node
     while current is not None:

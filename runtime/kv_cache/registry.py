@@ -1,4 +1,4 @@
-"""Which kinds of caches there are beside the pages that all sequences have."""
+"""The registry of cache kinds."""
 
 from __future__ import annotations
 
@@ -11,25 +11,32 @@ from runtime.kv_cache.windowed import WindowedPages
 
 if TYPE_CHECKING:
     from runtime.config.plan import Plan
+    from runtime.mesh.rank_info import RankInfo
 
 KINDS: Mapping[str, type[CacheKind]] = {kind.name: kind for kind in (StateKind, WindowedPages)}
 
 
 def make_kinds(specs: Specs, plan: Plan, num_pages: int) -> list[CacheKind]:
-    """The kinds that a model's layers have beside the pages, for a prefix cache of so many pages."""
+    """Create the cache kinds that the layers use, except "paged", for a prefix cache with `num_pages` pages."""
     return [
-        KINDS[name](own, KINDS[name].num_units(own, plan, num_pages), num_pages, plan.cache.page_size)
-        for name, own in by_kind(specs, plan).items()
+        KINDS[name](kind_specs, KINDS[name].num_units(kind_specs, plan, num_pages), num_pages, plan.cache.page_size)
+        for name, kind_specs in by_kind(specs, plan).items()
         if name != PAGED
     ]
 
 
-def by_kind(specs: Specs, plan: Plan) -> dict[str, dict[int, Any]]:
-    """The layers by the kind of cache that they have here: "paged" always, others where the plan uses them."""
-    found: dict[str, dict[int, Any]] = {PAGED: {}}
+def by_kind(specs: Specs, plan: Plan) -> dict[str, dict[Any, Any]]:
+    """Return the layers' specs by kind of cache. A kind that the plan does not use counts as "paged"."""
+    kinds: dict[str, dict[Any, Any]] = {PAGED: {}}
     for index, spec in specs.items():
-        found.setdefault(spec.kind, {})[index] = spec
-    for name, own in list(found.items()):
-        if name != PAGED and not KINDS[name].used(own, plan):
-            found[PAGED].update(found.pop(name))
-    return found
+        kinds.setdefault(spec.kind, {})[index] = spec
+    for name, kind_specs in list(kinds.items()):
+        if name != PAGED and not KINDS[name].used(kind_specs, plan):
+            kinds[PAGED].update(kinds.pop(name))
+    return kinds
+
+
+def local_specs(specs: Specs, rank_info: RankInfo, num_layers: int) -> dict[int, Any]:
+    """Return the specs of this rank's layers, sharded for its tensor-parallel rank."""
+    stage = rank_info.stage_layers(num_layers).layers
+    return {index: spec.local(rank_info.tp_rank, rank_info.tp_size) for index, spec in specs.items() if index in stage}

@@ -1,14 +1,13 @@
-"""Layers that keep one state for each sequence, whatever its length (see `ops.recurrence`).
+"""Caches of layers that keep one state per sequence, of a fixed size (see `ops.recurrence`).
 
-States lie in lines of a pool. A running sequence has two of its own, which it writes by turns, so that its last token
-can be computed once more. Behind some pages a state is kept as a *snapshot*: a sequence that finds the page in the
-prefix tree goes on from there. Nothing is ever copied: a row that passes the end of such a page is cut in two, the
-first part writes the snapshot and the second goes on from it.
+A pool has slots for states. A running sequence owns two slots and writes them alternately, so that its last token can
+be computed again. A *snapshot* is a state kept for the end of a page: a sequence that matches this page in the prefix
+tree resumes from the snapshot. States are never copied: a row that passes the end of such a page is split into two
+spans, of which the first writes the snapshot and the second continues from it.
 
-A row of a prompt leaves snapshots at the end of its last whole page and of the last page before its last token, an
-output at the end of each page, of which the two newest are kept. Where lines are short, the snapshot that was used
-least recently makes room, and a prefix is found as far as the last one that is left. Line 0 holds zeros, which every
-sequence begins with.
+A prompt row writes snapshots at the end of its last full page and of the last page before its last token. An output
+writes one at the end of each page, and the two newest are kept. If slots run out, the least recently used snapshot is
+dropped, and a prefix matches only up to its last snapshot. Slot 0 holds zeros, the initial state.
 """
 
 from __future__ import annotations
@@ -32,60 +31,60 @@ if TYPE_CHECKING:
     from runtime.layers.recurrent import StateCache, StateSpec
 
 ZEROS = 0
-OWN_LINES = 2
-LINES = 3  # for each sequence that may run: its own, and one for a snapshot
-MOST_LINES = 4  # of which there are never more for each
-MAX_SPANS = 4  # of a row
+OWN_SLOTS = 2
+MIN_SLOTS = 3  # minimum per running sequence: two of its own and one for a snapshot
+MAX_SLOTS = 4  # maximum per running sequence if the number is not configured
+MAX_SPANS = 4  # maximum per row
 
 
 @dataclass(slots=True)
-class _Held:
-    """What a sequence has: two lines from its first row on, and where the states behind its last tokens are."""
+class _States:
+    """The slots of a sequence: two own slots from its first row on, and the slots of its last two states."""
 
-    line: int = ZEROS  # of the state behind `length` tokens
+    slot: int = ZEROS  # slot of the state after `length` tokens
     length: int = 0
-    line_before: int = ZEROS  # of that at the beginning of the last span
-    length_before: int = 0
+    previous_slot: int = ZEROS  # slot of the state after `previous_length` tokens, which the last span read
+    previous_length: int = 0
     own: list[int] = field(default_factory=list)
-    output_pages: list[int] = field(default_factory=list)  # with snapshots, the newest last
+    output_pages: list[int] = field(default_factory=list)  # output pages with snapshots, the newest last
 
-    def go_back(self, start: int) -> None:
-        """Its next row begins here. Raises RuntimeError where no state is left of so many tokens."""
+    def rewind(self, start: int) -> None:
+        """Continue from the state after `start` tokens. Raises RuntimeError if that state is gone."""
         if start == self.length:
             return
-        if start != self.length_before:
-            raise RuntimeError(f"There is no state of {start} tokens, only of {self.length}.")
-        self.line, self.length = self.line_before, self.length_before
+        if start != self.previous_length:
+            raise RuntimeError(f"The state after {start} tokens is gone; the current one is after {self.length}.")
+        self.slot, self.length = self.previous_slot, self.previous_length
 
-    def advance(self, line: int, end: int) -> None:
-        self.line_before, self.length_before = self.line, self.length
-        self.line, self.length = line, end
+    def advance(self, slot: int, end: int) -> None:
+        self.previous_slot, self.previous_length = self.slot, self.length
+        self.slot, self.length = slot, end
 
     def other(self) -> int:
-        """The own line that is not read next."""
-        return self.own[self.line == self.own[0]]
+        """Return the own slot that the next span does not read."""
+        return self.own[self.slot == self.own[0]]
 
-    def reads_instead(self, line: int, same: int) -> None:
-        """Another line has the same state."""
-        self.line = same if self.line == line else self.line
-        self.line_before = same if self.line_before == line else self.line_before
+    def substitute(self, slot: int, same: int) -> None:
+        """Read slot `same`, which has the same state, in place of `slot`."""
+        self.slot = same if self.slot == slot else self.slot
+        self.previous_slot = same if self.previous_slot == slot else self.previous_slot
 
 
 class StateKind(CacheKind):
-    """Hands out the lines of states."""
+    """Allocates the state slots of running sequences and snapshots."""
 
     name = "state"
-    one_step_back = True
+    steps_back = 1
     less_memory = "set a smaller --max-mamba-cache-size: states of recurrent layers take"
 
     @staticmethod
     def num_units(specs: Specs, plan: Plan, num_pages: int) -> int:
-        """The line of zeros, and as many as were asked for, or as the pages and the sequences that may run suggest."""
+        """Return the number of slots: 1 for the zeros, plus the configured number or one derived from the plan."""
         if plan.cache.max_states is not None:
             return 1 + plan.cache.max_states
         spec = next(iter(specs.values()))
-        by_tokens = spec.first_lines + num_pages * plan.cache.page_size // spec.tokens_a_line
-        return 1 + max(LINES, min(MOST_LINES * plan.scheduler.max_running, by_tokens))
+        by_tokens = spec.min_slots + num_pages * plan.cache.page_size // spec.tokens_per_slot
+        return 1 + max(MIN_SLOTS, min(MAX_SLOTS * plan.scheduler.max_running, by_tokens))
 
     @staticmethod
     def unit_bytes(specs: Specs, plan: Plan) -> int:
@@ -114,13 +113,13 @@ class StateKind(CacheKind):
 
     def reset(self) -> None:
         self._free = list(range(self.count - 1, ZEROS, -1))
-        self._held: dict[Sequence, _Held] = {}
-        self._snapshots: dict[int, int] = {}  # page -> line; least recently used first
-        self._in_step: set[int] = set()  # lines of the spans of the step that is being filled
+        self._states: dict[Sequence, _States] = {}
+        self._snapshots: dict[int, int] = {}  # page -> slot; least recently used first
+        self._in_step: set[int] = set()  # slots of the spans of the step that is being built
 
     @property
     def max_sequences(self) -> int:
-        return max(1, (self.count - 1) // LINES)
+        return max(1, (self.count - 1) // MIN_SLOTS)
 
     def resumable(self, pages: Seq[int], count: int) -> int:
         while count and pages[count - 1] not in self._snapshots:
@@ -128,50 +127,48 @@ class StateKind(CacheKind):
         return count
 
     def enter(self, sequence: Sequence) -> None:
-        held = self._held[sequence] = _Held()
+        states = self._states[sequence] = _States()
         if sequence.pages:
             page = sequence.pages[-1]
-            line = self._snapshots[page] = self._snapshots.pop(page)  # the most recently used one
-            held.line = held.line_before = line
-            held.length = held.length_before = len(sequence.pages) * self._size
+            slot = self._snapshots[page] = self._snapshots.pop(page)  # now the most recently used
+            states.slot = states.previous_slot = slot
+            states.length = states.previous_length = len(sequence.pages) * self._size
 
-    def step_arrays(
-        self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints
-    ) -> dict[str, Ints]:
-        """`spans` [S, 4]: the line read, the line written, the first token in the flat batch, how many tokens."""
+    def step_arrays(self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints) -> dict[str, Ints]:
+        """Return `spans` [S, 4]: slot read, slot written, first token in the flat batch, number of tokens."""
         spans: list[tuple[int, int, int, int]] = []
         first = 0
         self._in_step.clear()
         for sequence, start, count in zip(sequences, starts.tolist(), counts.tolist(), strict=True):
-            held = self._held[sequence]
-            if not held.own:
-                held.own = [self._free.pop() for _ in range(OWN_LINES)]  # which snapshots have left
-            held.go_back(start)
+            states = self._states[sequence]
+            if not states.own:
+                states.own = [self._free.pop() for _ in range(OWN_SLOTS)]  # snapshots never take these slots
+            states.rewind(start)
             for end in self._cuts(sequence, start, start + count):
-                line = self._snapshot(sequence, held, end) if end % self._size == 0 else None
-                line = held.other() if line is None else line
-                spans.append((held.line, line, first, end - held.length))
-                self._in_step |= {held.line, line}
-                first += end - held.length
-                held.advance(line, end)
+                slot = self._snapshot(sequence, states, end) if end % self._size == 0 else None
+                slot = states.other() if slot is None else slot
+                spans.append((states.slot, slot, first, end - states.length))
+                self._in_step |= {states.slot, slot}
+                first += end - states.length
+                states.advance(slot, end)
         return {"spans": np.array(spans, np.int32)}
 
-    def replace(self, sequence: Sequence, first: int, own: Seq[int], kept: Seq[int]) -> None:
-        held = self._held[sequence]
-        for ours, trees in zip(own, kept, strict=True):
-            line = self._snapshots.get(ours)
-            if line is None:
+    def replace(self, sequence: Sequence, first: int, private: Seq[int], shared: Seq[int]) -> None:
+        states = self._states[sequence]
+        for old, new in zip(private, shared, strict=True):
+            slot = self._snapshots.get(old)
+            if slot is None:
                 continue
-            if trees in self._snapshots:
-                held.reads_instead(line, self._snapshots[trees])
-                self._drop(ours)
+            if new in self._snapshots:
+                states.substitute(slot, self._snapshots[new])
+                self._drop(old)
             else:
-                self._snapshots[trees] = self._snapshots.pop(ours)
-            if ours in held.output_pages:
-                held.output_pages.remove(ours)
+                self._snapshots[new] = self._snapshots.pop(old)
+            if old in states.output_pages:
+                states.output_pages.remove(old)
 
     def leave(self, sequence: Sequence) -> None:
-        self._free += self._held.pop(sequence).own
+        self._free += self._states.pop(sequence).own
 
     def free(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -179,57 +176,55 @@ class StateKind(CacheKind):
 
     def check(self, sequences: Iterable[Sequence], tree_pages: Iterable[int]) -> None:
         sequences = list(sequences)
-        if self._held.keys() != set(sequences):
-            raise ValueError("The states are not those of the running sequences.")
+        if self._states.keys() != set(sequences):
+            raise ValueError("The sequences with states are not the running sequences.")
         pages = {page for sequence in sequences for page in sequence.pages} | set(tree_pages)
         if not self._snapshots.keys() <= pages:
-            raise ValueError("There are snapshots behind pages that nobody has.")
-        own = [line for held in self._held.values() for line in held.own]
+            raise ValueError("There are snapshots of free pages.")
+        own = [slot for states in self._states.values() for slot in states.own]
         if sorted([*self._free, *own, *self._snapshots.values()]) != list(range(1, self.count)):
-            raise ValueError("The lines of states do not balance.")
+            raise ValueError("The state slots do not balance.")
 
     def _cuts(self, sequence: Sequence, start: int, end: int) -> list[int]:
-        """Where spans of a row end: behind its last whole page, behind the last one that another sequence with the
-        same tokens would use, and before a token that may be computed once more.
+        """Return the ends of a row's spans: after its last full page, after the last full page that a sequence with
+        the same tokens could share, and before a token that may be computed again.
         """
         size = self._size
         cuts = {end // size * size, (end - 1) // size * size, end}
-        if sequence.constraint is not None:
+        if sequence.constraint is not None or sequence.num_drafted:
             cuts.add(end - 1)
         return sorted(cut for cut in cuts if cut > start)
 
-    def _snapshot(self, sequence: Sequence, held: _Held, end: int) -> int | None:
-        """A line for the snapshot behind the page that ends here; None where there is no room."""
+    def _snapshot(self, sequence: Sequence, states: _States, end: int) -> int | None:
+        """Return a slot for the snapshot of the page that ends here, or None if no slot is available."""
         page = sequence.pages[end // self._size - 1]
         if page in self._snapshots:
             return self._snapshots[page]
         if end > sequence.num_prompt:
-            if len(held.output_pages) > 1:
-                self._drop_one([held.output_pages.pop(0)])
-            held.output_pages.append(page)
-        if not self._room:
+            if len(states.output_pages) > 1:
+                self._drop_one([states.output_pages.pop(0)])
+            states.output_pages.append(page)
+        if not self._num_available_snapshots:
             self._drop_one(self._snapshots)
-        if not self._room:
+        if not self._num_available_snapshots:
             return None
-        line = self._snapshots[page] = self._free.pop()
-        return line
+        slot = self._snapshots[page] = self._free.pop()
+        return slot
 
     @property
-    def _room(self) -> int:
-        """How many more snapshots there may be."""
-        return self.count - 1 - OWN_LINES * self.max_sequences - len(self._snapshots)
+    def _num_available_snapshots(self) -> int:
+        """Number of further snapshots that leave enough slots for running sequences."""
+        return self.count - 1 - OWN_SLOTS * self.max_sequences - len(self._snapshots)
 
     def _drop_one(self, pages: Iterable[int]) -> None:
-        """Drop the first snapshot behind these pages that nobody goes on from."""
-        needed = {line for held in self._held.values() for line in (held.line, held.line_before)}
+        """Drop the first snapshot of these pages that neither a sequence nor the step being built uses."""
+        needed = {slot for states in self._states.values() for slot in (states.slot, states.previous_slot)}
         needed |= self._in_step
-        found = next(
-            (page for page in pages if self._snapshots.get(page, ZEROS) not in needed | {ZEROS}), None
-        )
-        if found is not None:
-            self._drop(found)
+        unread = next((page for page in pages if self._snapshots.get(page, ZEROS) not in needed | {ZEROS}), None)
+        if unread is not None:
+            self._drop(unread)
 
     def _drop(self, page: int) -> None:
-        line = self._snapshots.pop(page, None)
-        if line is not None:
-            self._free.append(line)
+        slot = self._snapshots.pop(page, None)
+        if slot is not None:
+            self._free.append(slot)

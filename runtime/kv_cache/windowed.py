@@ -1,13 +1,13 @@
-"""Sliding-window layers: a pool of their own, in which a sequence holds no more than its window.
+"""A separate page pool for sliding-window layers, in which a sequence keeps only its window.
 
-A page of the prefix cache has a page in this pool or has none. It has one from when it is handed out until every
-running sequence that lists it has gone on so far that no later token attends to it; then, if the page is a sequence's
-own, the windowed one is free at once, and if the tree has it, it stays as long as there is room, so that a prompt may
-go on behind it. Where it is gone, a found prefix ends before it: a sequence goes on behind n pages only if all pages
-of the window before its next token are there. What it computes again is given to the pages that the tree has already.
+Each page of the prefix cache may have a *windowed page* in this pool. It gets one when it is allocated, and needs it
+until no later token of any running sequence attends to it. After that, the windowed page of a private page is
+freed. The windowed page of a tree page is kept until its memory is needed, so that prompts can resume after it: a
+sequence resumes after n cached pages only if all pages in the window of its next token have windowed pages. Otherwise
+a shorter prefix is used. If a sequence computes tree pages again that have lost their windowed pages, the tree pages
+get the new windowed pages.
 
-Attention reads no page before the window (`ops.attention`), so the rows' page tables name the pool's last page there,
-which is nobody's.
+Attention reads no page before the window (`ops.attention`), so page tables list the scratch page there.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class WindowedPages(CacheKind):
-    """Pages of a pool of their own for sliding-window layers; a running sequence holds those of its window."""
+    """Allocates windowed pages. A running sequence has one for each page of its window."""
 
     name = "windowed"
 
-    # --- how large, before there is one ---
+    # --- sizing ---
 
     @staticmethod
     def used(specs: Specs, plan: Plan) -> bool:
@@ -42,23 +42,19 @@ class WindowedPages(CacheKind):
 
     @staticmethod
     def num_units(specs: Specs, plan: Plan, num_pages: int) -> int:
-        """A share of the pages of all layers, and never less than one sequence with its largest chunk needs."""
+        """Return a share of `num_pages` that suffices at least for one sequence with its largest chunk."""
         size = plan.cache.page_size
-        least = pages_held(_window(specs), size) + -(-plan.scheduler.step_prompt_tokens // size)
-        return min(num_pages, max(least, int(num_pages * (plan.cache.window_ratio or 1.0))))
+        minimum = pages_held(_window(specs), size) + -(-plan.scheduler.step_prompt_tokens // size)
+        return min(num_pages, max(minimum, int(num_pages * (plan.cache.window_ratio or 1.0))))
 
     @staticmethod
     def unit_bytes(specs: Specs, plan: Plan) -> int:
-        return sum(
-            spec.page_bytes(plan.cache.page_size, DTYPE_BYTES[plan.cache.kv_dtype]) for spec in specs.values()
-        )
+        return sum(spec.page_bytes(plan.cache.page_size, DTYPE_BYTES[plan.cache.kv_dtype]) for spec in specs.values())
 
     # --- on the device ---
 
     @staticmethod
-    def make_layer(
-        spec: Any, num_units: int, page_size: int, dtype: torch.dtype, device: torch.device
-    ) -> LayerCache:
+    def make_layer(spec: Any, num_units: int, page_size: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
         from runtime.kv_cache.paged import PagedKVCache
 
         return PagedKVCache.zeros(spec, num_units, page_size, dtype, device, kind=WindowedPages.name)
@@ -82,18 +78,19 @@ class WindowedPages(CacheKind):
 
     def reset(self) -> None:
         self._free = list(range(self.count - 1, -1, -1))
-        self._windowed: Ints = np.full(self._num_pages, self.count, np.int32)  # by page; `count`: it has none
-        self._users = [0] * self._num_pages  # of each page, the running sequences that may still attend to it
-        # Pages of the tree without users that have one, least recent first.
+        # Page -> its windowed page; `count` if it has none.
+        self._windowed: Ints = np.full(self._num_pages, self.count, np.int32)
+        self._users = [0] * self._num_pages  # page -> number of running sequences that may still attend to it
+        # Tree pages with a windowed page and without users, least recent first.
         self._evictable: dict[int, None] = {}
-        self._first: dict[Sequence, int] = {}  # the first index in its page list that a sequence uses
+        self._first: dict[Sequence, int] = {}  # first index of the page list that the sequence uses
 
     @property
     def num_available(self) -> int:
         return len(self._free) + len(self._evictable)
 
     def pages_ahead(self, sequence: Sequence, num_pages: int) -> int:
-        """No more than to what it holds when its window is full."""
+        """Return the number of pages that are missing for a full window, at most `num_pages`."""
         held = len(sequence.pages) - self._first.get(sequence, 0)
         return max(0, min(num_pages, self._pages_held - held))
 
@@ -117,28 +114,26 @@ class WindowedPages(CacheKind):
             self._windowed[page] = self._free.pop()
             self._users[page] = 1
 
-    def step_arrays(
-        self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints
-    ) -> dict[str, Ints]:
+    def step_arrays(self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints) -> dict[str, Ints]:
         return {"page_table": self._windowed[page_table]}
 
     def filled(self, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
-            # A token that comes late takes the sequence back, but never before its last known one.
+            # A late token can rewind the sequence, but never before its last known token.
             position = min(sequence.num_computed, len(sequence.ids) - 1)
             first, end = self._first[sequence], self._first_used(position)
             if end > first:
-                self._leave_pages(sequence, first, end)
+                self._release_pages(sequence, first, end)
                 self._first[sequence] = end
 
-    def replace(self, sequence: Sequence, first: int, own: Seq[int], kept: Seq[int]) -> None:
-        for ours, trees in zip(own, kept, strict=True):
-            if self._windowed[trees] == self.count:
-                self._windowed[trees], self._windowed[ours] = self._windowed[ours], self.count
-        self._use(kept[max(0, self._first[sequence] - first) :])
+    def replace(self, sequence: Sequence, first: int, private: Seq[int], shared: Seq[int]) -> None:
+        for old, new in zip(private, shared, strict=True):
+            if self._windowed[new] == self.count:
+                self._windowed[new], self._windowed[old] = self._windowed[old], self.count
+        self._use(shared[max(0, self._first[sequence] - first) :])
 
     def leave(self, sequence: Sequence) -> None:
-        self._leave_pages(sequence, self._first.pop(sequence), sequence.num_shared // self._size)
+        self._release_pages(sequence, self._first.pop(sequence), sequence.num_shared // self._size)
 
     def free(self, pages: Iterable[int]) -> None:
         for page in pages:
@@ -147,9 +142,9 @@ class WindowedPages(CacheKind):
 
     def check(self, sequences: Iterable[Sequence], tree_pages: Iterable[int]) -> None:
         users = [0] * self._num_pages
-        sequences, kept = list(sequences), set(tree_pages)
+        sequences, shared = list(sequences), set(tree_pages)
         if set(sequences) != self._first.keys():
-            raise ValueError("The windowed pages are not those of the running sequences.")
+            raise ValueError("The sequences with windowed pages are not the running sequences.")
         for sequence in sequences:
             used = sequence.pages[self._first[sequence] :]
             if (self._windowed[used] == self.count).any():
@@ -158,15 +153,15 @@ class WindowedPages(CacheKind):
                 users[page] += 1
         present = np.nonzero(self._windowed < self.count)[0].tolist()
         evictable = {page for page in present if not users[page]}
-        if users != self._users or evictable != self._evictable.keys() or not evictable <= kept:
-            raise ValueError("The windowed pages do not have the users that they count.")
+        if users != self._users or evictable != self._evictable.keys() or not evictable <= shared:
+            raise ValueError("The user counts of the windowed pages are wrong.")
         if sorted(self._free + self._windowed[present].tolist()) != list(range(self.count)):
             raise ValueError(
-                f"The windowed pages do not balance: {len(self._free)} free + {len(present)}, {self.count} in all."
+                f"The windowed pages do not balance: {len(self._free)} free + {len(present)} used, of {self.count}."
             )
 
     def _first_used(self, position: int) -> int:
-        """The index of the first page to which a token at this position attends."""
+        """Return the index of the first page to which a token at this position attends."""
         return max(0, position - self._window + 1) // self._size
 
     def _use(self, pages: Iterable[int]) -> None:
@@ -174,8 +169,8 @@ class WindowedPages(CacheKind):
             self._users[page] += 1
             self._evictable.pop(page, None)
 
-    def _leave_pages(self, sequence: Sequence, first: int, end: int) -> None:
-        """A sequence needs the pages first .. end - 1 of its list no more."""
+    def _release_pages(self, sequence: Sequence, first: int, end: int) -> None:
+        """Release the windowed pages of page list indices first .. end - 1."""
         num_shared = sequence.num_shared // self._size
         for index in range(first, end):
             page = sequence.pages[index]
@@ -194,8 +189,10 @@ class WindowedPages(CacheKind):
 
 
 def pages_held(window: int, page_size: int) -> int:
-    """The most pages that a sequence holds whose output grows: its window, which begins and ends within pages, and one
-    more, because pages are given up when the last known token has passed them and only at the end of a page.
+    """Return the upper bound on windowed pages of a decoding sequence.
+
+    The window begins and ends within pages, and pages are released late: after the last known token has passed them,
+    and only at the end of a page.
     """
     return -(-window // page_size) + 3
 

@@ -1,1 +1,1 @@
-"""The blocks that models are made of. Each takes its kernels, and knows its parts' names in a checkpoint."""
+"""Layers that models are built from. Each layer holds its kernels and the names of its checkpoint tensors."""

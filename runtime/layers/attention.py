@@ -29,19 +29,21 @@ from runtime.layers.weight import (
 
 
 class Attention(Weighted):
-    """Grouped-query attention: project, normalise q and k if asked, rotate, store, attend, project.
+    """Grouped-query attention: project, normalise q and k, rotate, store in the cache, attend, project.
 
-    `index` is the layer's number in the model, by which it asks for its cache. `window` limits a token to the last so
-    many positions, or where `chunked` to those of its own chunk of so many. `scale` is 1 / sqrt(head_dim) unless given.
-    With `sinks` each head has a learned score that takes part in its softmax. `fused` is the checkpoint's one tensor of
-    q, k and v, where it has one; `by_group` if in it the query heads of a kv head stand before its key and its value.
-    Without `rope` nothing is rotated. `qk_norm` are the norms of q and k, of each head or over all of them, which come
-    before the rotation unless `norm_last`; `query_scale` comes behind both. If `gated`, the checkpoint's tensor of q
-    holds a gate behind each head, whose sigmoid its output is multiplied with. `slopes` are what the heads' scores lose
-    for each position of distance (ALiBi), in the place of a rotation; they do not go with a soft cap.
+    index        number of the layer in the model, which is also its key in `batch.cache`
+    window       a token attends to the last `window` positions; if `chunked`, to the positions of its own chunk
+    scale        defaults to 1 / sqrt(head_dim)
+    sinks        each head has a learned score that takes part in its softmax
+    fused        name of the checkpoint tensor that holds q, k and v together
+    by_group     the fused tensor holds, for each kv head, its query heads, its key and its value
+    qk_norm      norms of q and k, per head or over all heads; applied before the rotation unless `norm_last`
+    query_scale  applied to q after norm and rotation
+    gated        the q tensor holds a gate after each head; the head's output is multiplied by the gate's sigmoid
+    slopes       ALiBi: by how much each head's scores decrease per position of distance; not allowed with a soft cap
     """
 
-    slopes: Tensor | None  # float32 [H]
+    slopes: Tensor | None  # float32 [H]; None without ALiBi
 
     def __init__(
         self,
@@ -79,7 +81,7 @@ class Attention(Weighted):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.soft_cap = soft_cap
         if slopes is not None and soft_cap is not None:
-            raise ValueError("Slopes do not go with a soft cap.")
+            raise ValueError("Attention with ALiBi slopes does not support a soft cap.")
         numbers = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=build.device)
         self.register_buffer("slopes", numbers, persistent=False)
         self.kernels = build.kernels
@@ -88,8 +90,8 @@ class Attention(Weighted):
         for part in ("k_proj", "v_proj"):
             qkv.append(SubLayer(f"{name}.{part}", num_kv_heads * head_dim, "kv_heads", head_dim))
         if fused is not None:
-            together = in_groups if by_group else in_one_tensor
-            qkv = together(f"{name}.{fused}", qkv)
+            layout = in_groups if by_group else in_one_tensor
+            qkv = layout(f"{name}.{fused}", qkv)
         self.gated = gated
         if gated:
             rows, pair = 2 * num_heads * head_dim, {"piece": head_dim, "stride": 2 * head_dim}
@@ -108,7 +110,7 @@ class Attention(Weighted):
         self.sinks = parameter(self.num_heads) if self.has_sinks else None  # [H]
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's heads; the linear layers and norms are cut by themselves."""
+        """Keep this rank's heads. The linear layers and norms are split separately."""
         self._heads = shard_range("heads", self.num_heads, 1, group.rank, group.size)
         self.num_heads = self._heads.size
         if self.slopes is not None:
@@ -122,16 +124,16 @@ class Attention(Weighted):
 
     def prepare(self) -> None:
         if self.sinks is not None:
-            self.sinks = frozen(self.sinks.float())  # as kernels take them
+            self.sinks = frozen(self.sinks.float())  # kernels take float32
 
     @property
     def cache_spec(self) -> KVSpec:
-        """What this layer keeps of each sequence."""
+        """Description of the data that the cache stores for this layer."""
         return KVSpec(self.num_kv_heads, self.head_dim, self.window)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E] -> [T, E]; the tokens' keys and values are in the cache then."""
-        heads = self.qkv(x, batch).unflatten(-1, (-1, self.head_dim))  # [T, H + 2K, D], and H gates
+        """Return the attention output, x [T, E] -> [T, E], and store the tokens' keys and values in the cache."""
+        heads = self.qkv(x, batch).unflatten(-1, (-1, self.head_dim))  # [T, H + 2K, D], plus H gates
         sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads * self.gated)
         q, k, v, gates = heads.split(sizes, dim=1)
         if not self.norm_last:
@@ -144,29 +146,28 @@ class Attention(Weighted):
             q = self.query_scale(q, batch)
         cache, kernels, scales = batch.cache[self.index], self.kernels, self.kv_scales.values
         cache.store(kernels, k, v, batch, scales)
-        options = AttentionOptions(
-            self.scale, self.window, self.chunked, self.soft_cap, self.sinks, self.slopes
-        )
+        options = AttentionOptions(self.scale, self.window, self.chunked, self.soft_cap, self.sinks, self.slopes)
         out = cache.attend(kernels, q, batch, scales, options).flatten(1)  # [T, H * D]
         if self.gated:
             out = self.kernels.modulate(out, gates.flatten(1), "sigmoid")
         return self.out(out, batch)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T, H, D], k [T, K, D] -> the same, normalised if there are norms."""
+        """Return q [T, H, D] and k [T, K, D], normalised if the layer has norms."""
         if self.q_norm is None or self.k_norm is None:
             return q, k
         if self.q_norm.weight.shape[-1] == self.head_dim:
             return self.q_norm(q), self.k_norm(k)
-        q, k = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))  # over all heads
+        q, k = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))  # one norm over all heads
         return q.unflatten(1, (-1, self.head_dim)), k.unflatten(1, (-1, self.head_dim))
 
 
 def alibi_slopes(num_heads: int, steepest: float = 8.0) -> list[float]:
-    """What each head's scores lose for each position of distance (ALiBi, arXiv 2108.12409, section 3).
+    """Return the ALiBi slope of each head (arXiv 2108.12409, section 3).
 
-    For a power of two of n heads they are 2 ** (-steepest / n), its square and so on. Further heads have every other
-    one of those that twice as many would have, as in the authors' code.
+    If the number of heads n is a power of two, the slopes are the powers of 2 ** (-steepest / n) with exponents 1 to n.
+    Otherwise n is the next lower power of two, and the remaining heads take every other slope of the series for 2n
+    heads, as in the authors' code.
     """
     full = 1 << (num_heads.bit_length() - 1)
     slopes = [2 ** (-steepest * head / full) for head in range(1, full + 1)]
@@ -175,9 +176,9 @@ def alibi_slopes(num_heads: int, steepest: float = 8.0) -> list[float]:
 
 
 class KVScales(Weighted):
-    """What keys and values are divided by before a cache of 8 bits takes them: the checkpoint's numbers, or 1.
+    """The scales by which keys and values are divided in an 8-bit cache; 1 if the checkpoint has no scales.
 
-    `values` are plain numbers, so that no step waits for a device: "k_scale" and "v_scale".
+    `values` maps "k_scale" and "v_scale" to Python floats, so that a step does not wait for a copy from the device.
     """
 
     def __init__(self, name: str) -> None:
@@ -194,7 +195,7 @@ class KVScales(Weighted):
             yield Shard(f"{self.name}.{part}", self._numbers, row, 1, (None,), default=1.0)
 
     def prepare(self) -> None:
-        """Raises CheckpointError for scales that are no positive numbers."""
+        """Read the scales. Raises CheckpointError if one is not a positive number."""
         self.values = dict(zip(("k_scale", "v_scale"), self._numbers.tolist(), strict=True))
         for part, value in self.values.items():
             if not (math.isfinite(value) and value > 0):

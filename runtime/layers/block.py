@@ -1,7 +1,7 @@
-"""One layer of a decoder, in the arrangements that there are.
+"""Transformer blocks: arrangements of attention, MLP and norms.
 
-A block takes (x, residual, batch) and gives the pair that the next one takes: what it computed last, and the sum to
-which that is still to be added, or the whole sum and None.
+A block maps (x, residual, batch) to the next block's pair (x, residual). Either x is the output of the last sub-layer
+and the residual is the sum to which the next block adds x, or x is the complete sum and the residual is None.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from runtime.layers.norm import NoNorm, Norm
 
 
 class Block(nn.Module):
-    """What every arrangement has: an attention, an MLP and their norms."""
+    """Base class of the arrangements. Holds an attention, an MLP and their norms."""
 
-    def __init__(
-        self, attention_norm: Norm | NoNorm, attention: nn.Module, mlp_norm: Norm, mlp: nn.Module
-    ) -> None:
+    def __init__(self, attention_norm: Norm | NoNorm, attention: nn.Module, mlp_norm: Norm, mlp: nn.Module) -> None:
         super().__init__()
         self.attention_norm = attention_norm
         self.attention = attention
@@ -29,8 +27,7 @@ class Block(nn.Module):
 class PreNormBlock(Block):
     """x + attention(norm(x)), then x + mlp(norm(x)); each addition is fused into the norm that follows it.
 
-    So a block takes and gives a pair: what the last part computed, and the sum to which it is still to be added. With
-    norms behind them, attention and MLP are normalised again before they are added.
+    `post_attention_norm` and `post_mlp_norm` normalise the outputs of attention and MLP before the addition.
     """
 
     def __init__(
@@ -48,7 +45,7 @@ class PreNormBlock(Block):
         self.post_mlp_norm = post_mlp_norm
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """x [T, E], residual [T, E] or None before the first block -> the same pair."""
+        """Map x [T, E] and residual [T, E] (None in the first block) to the next block's pair."""
         x, residual = self.attention_norm.add(x, residual)
         x = self.attention(x, batch)
         if self.post_attention_norm is not None:
@@ -61,7 +58,7 @@ class PreNormBlock(Block):
 
 
 class PostNormBlock(Block):
-    """x + norm(attention(x)), then x + norm(mlp(x)): nothing is normalised before it is computed with (OLMo 2)."""
+    """x + norm(attention(x)), then x + norm(mlp(x)): only outputs are normalised (OLMo 2)."""
 
     def __init__(
         self, attention: nn.Module, attention_norm: Norm, mlp: nn.Module, mlp_norm: Norm, kernels: Kernels
@@ -70,7 +67,7 @@ class PostNormBlock(Block):
         self.kernels = kernels
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """x [T, E], residual [T, E] or None -> the same pair."""
+        """Map x [T, E] and residual [T, E] or None to the next block's pair."""
         total = x if residual is None else self.kernels.add(x, residual)
         total = self.kernels.add(self.attention_norm(self.attention(total, batch)), total)
         return self.mlp_norm(self.mlp(total, batch)), total
@@ -80,14 +77,14 @@ class NormedSumBlock(Block):
     """norm(x + attention(x)), then norm(x + mlp(x)) (BERT, arXiv 1810.04805)."""
 
     def forward(self, x: Tensor, residual: None, batch: ForwardBatch) -> tuple[Tensor, None]:
-        """x [T, E] -> (the same, None)."""
+        """Return the block's output [T, E] and None."""
         x, _ = self.attention_norm.add(self.attention(x, batch), x)
         x, _ = self.mlp_norm.add(self.mlp(x, batch), x)
         return x, None
 
 
 class ParallelBlock(nn.Module):
-    """x + attention(norm(x)) + mlp(norm(x)), with one norm for both or one for each (GPT-J, PaLM)."""
+    """x + attention(norm(x)) + mlp(norm(x)), with a shared norm or one norm each (GPT-J, PaLM)."""
 
     def __init__(
         self,
@@ -106,7 +103,7 @@ class ParallelBlock(nn.Module):
         self.kernels = kernels
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """x [T, E], residual [T, E] or None -> the same pair."""
+        """Map x [T, E] and residual [T, E] or None to the next block's pair."""
         x, total = self.attention_norm.add(x, residual)
         attended = self.attention(x, batch)
         if self.mlp_norm is not None:
@@ -132,7 +129,7 @@ class ScaledBlock(Block):
         self.multiplier = multiplier
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, None]:
-        """x [T, E], residual [T, E] or None -> (the whole sum, None)."""
+        """Map x [T, E] and residual [T, E] or None to the complete sum [T, E] and None."""
         x = x if residual is None else self.kernels.add(x, residual)
         x = self.kernels.add(self.attention(self.attention_norm(x), batch), x, scale=self.multiplier)
         return self.kernels.add(self.mlp(self.mlp_norm(x), batch), x, scale=self.multiplier), None

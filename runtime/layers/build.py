@@ -1,4 +1,4 @@
-"""What the layers of one model are built with."""
+"""The objects and options that the layers of one model share while they are built."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from runtime.layers.rope_parameters import RopeParameters
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """The kernels, how weights are quantised, and the tables of angles, which layers with the same ones share."""
+    """Objects and options that a layer needs while it is built. Layers with equal rope parameters share one rotary
+    table.
+    """
 
     kernels: Kernels
     context_length: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     quantization: QuantizationMethod = field(default_factory=Unquantized)
     ropes: dict[RopeParameters, Rope] = field(default_factory=dict)
-    state_dtype: str = "float32"  # of recurrent layers
-    always_absorbed: bool = False  # latent attention, that of long rows too
+    state_dtype: str = "float32"  # dtype of the states of recurrent layers
+    always_absorbed: bool = False  # whether latent attention uses absorption for long rows too
 
     def rope(self, parameters: RopeParameters) -> Rope:
         if parameters not in self.ropes:

@@ -1,4 +1,4 @@
-"""From tokens to vectors."""
+"""Token embedding, and the vocabulary weight that it shares with the LM head."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from runtime.layers.quantization import LinearLayout, QuantizationMethod, Unquan
 from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, parameter, whole
 
-ROWS_AT_ONCE = 4096  # of a vocabulary that are unpacked, a multiple of what kernels pack together
+ROWS_AT_ONCE = 4096  # vocabulary rows loaded and packed at a time; must be a multiple of the kernels' packing block
 
 
 class VocabularyWeight(Weighted):
-    """A layer with a weight [V', E] for a part of a vocabulary.
+    """Base class of layers with a weight [V', E] for the V' tokens of this rank's part of the vocabulary.
 
-    It stays in the groups that the checkpoint has it in where the method keeps them, and then is packed piece by piece.
+    If the quantisation method keeps the checkpoint's groups, the weight is packed in blocks of ROWS_AT_ONCE rows.
     """
 
     kernels: Kernels
     method: QuantizationMethod
 
     def make_weight(self, name: str, ids: ShardRange, size: int) -> nn.Parameter:
-        """What `weight` is to be: without rows where those are packed into it of what is `kept`."""
+        """Return the parameter for `weight`. It has no rows if the weight is packed from the blocks in `kept`."""
         layout = LinearLayout((SubLayer(name, ids.full, "vocab"),), (ids,), whole_range(size), None)
         keeps = self.method.keeps(layout)
         starts = range(0, ids.size if keeps else 0, ROWS_AT_ONCE)
@@ -36,7 +36,7 @@ class VocabularyWeight(Weighted):
 
 
 class KeptRows(Weighted):
-    """Some rows of a vocabulary's weight, in groups until they are packed behind those before them."""
+    """A block of vocabulary rows in the checkpoint's groups. `prepare` packs them into the owner's weight."""
 
     by_itself = True
 
@@ -44,7 +44,7 @@ class KeptRows(Weighted):
         super().__init__()
         [ids] = layout.rows
         size = min(ROWS_AT_ONCE, ids.size - first)
-        self._owner = [owner]  # in a list: it is no part of this one
+        self._owner = [owner]  # a list, so that the owner does not become a submodule
         self._first, self._num_ids = first, ids.size
         self._layout = layout._replace(rows=(ShardRange(ids.start + first, size, ids.full),))
         owner.method.allocate(self, self._layout)
@@ -55,16 +55,17 @@ class KeptRows(Weighted):
     def prepare(self) -> None:
         owner, first = self._owner[0], self._first
         weight = owner.get_parameter("weight")
-        place = {"into": weight, "first": first} if first else {"out_size": self._num_ids}
-        packed = owner.kernels.prepare_grouped(owner.method.take(self), weight.dtype, **place)
+        target = {"into": weight, "first": first} if first else {"out_size": self._num_ids}
+        packed = owner.kernels.prepare_grouped(owner.method.take(self), weight.dtype, **target)
         owner.weight = frozen(packed)
 
 
 class Embedding(VocabularyWeight):
-    """The tokens' vectors [T, E], times `scale`, which is rounded to the model's dtype as transformers does it.
+    """Looks up token vectors [T, E] and multiplies them by `scale`, rounded to the model's dtype as in transformers.
 
-    Cut over ranks, each looks up its own ids and the sum is everybody's. If the LM head is `tied`, the weight is
-    prepared for that as well: once for both where the lookup reads that layout, else the head has one of its own.
+    With tensor parallelism each rank looks up the ids of its part of the vocabulary, and an all-reduce adds the
+    results. If the LM head is `tied`, the weight is also prepared for the head. Both share one tensor if the lookup can
+    read the head's layout; otherwise the head gets a copy in its own layout.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Embedding(VocabularyWeight):
         self.method = build.quantization if quantized else Unquantized()
         self.scale = scale
         self.tied = False
+        self.takes_media = False  # whether vectors may replace tokens' embeddings, as models of images need
         self.size = size
         self.ids = whole_range(vocab_size)
         self.allocate()
@@ -90,7 +92,7 @@ class Embedding(VocabularyWeight):
 
     def allocate(self) -> None:
         self.weight = self.make_weight(self.name, self.ids, self.size)
-        # Of a tied head, in a layout that the lookup cannot read.
+        # The weight of a tied head, if the lookup cannot read the head's layout; else None.
         self.head_weight: nn.Parameter | None = None
 
     def split(self, group: TensorParallelGroup) -> None:
@@ -117,18 +119,12 @@ class Embedding(VocabularyWeight):
             self.head_weight = frozen(prepared)
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """The vectors of the batch's ids, and in their places those that the batch brings itself."""
-        if batch.input_embeds is None:
-            return self._look_up(batch.token_ids)
-        vectors = batch.input_embeds.to(self.weight.dtype)
-        if batch.embeds_mask is None:
-            return vectors
-        given = batch.embeds_mask
-        looked_up = self._look_up(batch.token_ids.masked_fill(given, 0))
-        return torch.where(given.unsqueeze(1), vectors, looked_up)
-
-    def _look_up(self, token_ids: Tensor) -> Tensor:
-        embed = self.kernels.embed
+        """Return the vectors of the batch's tokens. Vectors in `batch.input_embeds` replace looked-up vectors."""
+        embed, media = self.kernels.embed, batch.media
+        if media is not None:
+            media = media[0].to(self.weight.dtype), media[1]
         if self._group is None:
-            return embed(token_ids, self.weight, scale=self.scale)
-        return self._group.all_reduce(embed(token_ids, self.weight, self.ids.start, scale=self.scale))
+            return embed(batch.token_ids, self.weight, scale=self.scale, media=media)
+        looked_up = embed(batch.token_ids, self.weight, self.ids.start, scale=self.scale)
+        vectors = self._group.all_reduce(looked_up)
+        return vectors if media is None else torch.where(media[1].unsqueeze(1), media[0], vectors)

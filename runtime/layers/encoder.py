@@ -1,4 +1,4 @@
-"""Parts of encoders: attention within each row, nothing cached, and the sum of embeddings that they begin with."""
+"""Layers of encoders: bidirectional attention without a cache, and the sum of token, position and type embeddings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from runtime.batch import SECOND_START
 from runtime.layers.build import Build
 from runtime.layers.embedding import Embedding
 from runtime.layers.forward_batch import ForwardBatch
@@ -19,10 +20,11 @@ from runtime.layers.weight import Shard, SubLayer, Weighted, parameter, whole
 
 
 class EncoderAttention(nn.Module):
-    """Project, rotate where there is a `rope`, attend to the whole row or to `reach` positions on each side, project.
+    """Bidirectional attention: project, rotate if there is a `rope`, attend within the row, project.
 
-    `qkv` are the sub-layers of q, k and v, one after the other, `out` that of the result. `bias_by_distance`, which
-    layers may share, is added to scores.
+    If `reach` is set, a token attends to this number of positions on each side. `qkv` lists the sub-layers of q, k and
+    v in this order; `out` is the output projection. `bias_by_distance` is added to scores; several layers may share
+    one.
     """
 
     def __init__(
@@ -48,21 +50,22 @@ class EncoderAttention(nn.Module):
         self.out = Linear(out.size, [out], build, bias=bias)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E] -> [T, E]."""
+        """Return the attention output, x [T, E] -> [T, E]."""
         heads = self.qkv(x, batch).unflatten(-1, (3 * self.num_heads, -1))  # [T, 3H, D]
         q, k, v = heads.split(self.num_heads, dim=1)
         if self.rope is not None:
             q, k = self.rope(q, k, batch)
         options = {} if self.bias_by_distance is None else {"bias": self.bias_by_distance.of(batch)}
-        attended = self.kernels.attend_texts(
+        attended = self.kernels.attend_bidirectional(
             q, k, v, batch.attention, scale=self.scale, reach=self.reach, **options
         )
         return self.out(attended.flatten(1), batch)
 
 
 class BiasByDistance(Weighted):
-    """What is added to scores of each head by how far apart two tokens are: learned for each of `num_buckets` ranges of
-    distances, half of them behind a token (T5's, arXiv 1910.10683, section 2.1; without its decoders).
+    """Learned relative position bias of each head (T5's encoder, arXiv 1910.10683, section 2.1).
+
+    Distances fall into `num_buckets` buckets. Half of the buckets are for keys after the query.
     """
 
     MAX_DISTANCE = 128
@@ -76,20 +79,20 @@ class BiasByDistance(Weighted):
         yield whole(f"{self.name}.weight", self.weight, (None, None))
 
     def of(self, batch: ForwardBatch) -> Callable[[int], Tensor]:
-        """The bias [H, L, L] of a row of L tokens, made once in a step for each length."""
-        kept = batch.attention.plan_cache
+        """Return a function from a row's length L to its bias [H, L, L], computed once per step and length."""
+        plan_cache = batch.attention.plan_cache
 
-        def made(length: int) -> Tensor:
+        def bias(length: int) -> Tensor:
             key = (self.name, length)
-            if key not in kept:
-                kept[key] = self._bias(length)
-            return kept[key]
+            if key not in plan_cache:
+                plan_cache[key] = self._bias(length)
+            return plan_cache[key]
 
-        return made
+        return bias
 
     def _bias(self, length: int) -> Tensor:
         positions = torch.arange(length, device=self.weight.device)
-        distance = positions.unsqueeze(0) - positions.unsqueeze(1)  # of a key from the query
+        distance = positions.unsqueeze(0) - positions.unsqueeze(1)  # key position minus query position
         half = len(self.weight) // 2
         exact, far = half // 2, distance.abs().clamp(min=1)
         spread = (far / exact).log() / math.log(self.MAX_DISTANCE / exact) * (half - exact)
@@ -99,10 +102,11 @@ class BiasByDistance(Weighted):
 
 
 class EncoderEmbedding(Weighted):
-    """The vectors of words, of positions and of the text (first or second) that a token is of, summed and normalised.
+    """Normalised sum of token, position and token type embeddings.
 
-    The first `skipped` positions of the checkpoint's table are nobody's. Without `num_positions` or `num_types` there
-    is no such table. `words` is the name of the table of words.
+    The first `skipped` rows of the checkpoint's position table are unused. If `num_positions` is 0, there is no
+    position table; if `num_types` is 0, there is no token type table. `words` is the checkpoint's name of the token
+    embedding.
     """
 
     def __init__(
@@ -126,6 +130,7 @@ class EncoderEmbedding(Weighted):
         self.skipped = skipped
         self.positions = parameter(num_positions, size) if num_positions else None
         self.types = parameter(num_types, size) if num_types else None
+        self.row_values = (SECOND_START,) if num_types > 1 else ()
 
     def shards(self) -> Iterator[Shard]:
         if self.positions is not None:
@@ -136,12 +141,11 @@ class EncoderEmbedding(Weighted):
             yield whole(f"{self.name}.token_type_embeddings.weight", self.types, (None, None))
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """-> [T, E]."""
-        types, places, embed = self.types, self.positions, self.kernels.embed_placed
-        if types is None and places is None:
+        """Return the normalised embeddings [T, E] of the batch's tokens."""
+        if self.types is None and self.positions is None:
             return self.norm(self.words(batch))
-        type = None if types is None else types[0]
-        if types is not None and batch.token_types is not None and len(types) > 1:
-            words = embed(batch.token_ids, self.words.weight, batch.positions, places, None)
-            return self.norm(words + types[batch.token_types])
-        return self.norm(embed(batch.token_ids, self.words.weight, batch.positions, places, type))
+        second_starts = batch.values_of_tokens(SECOND_START) if self.row_values else None
+        x = self.kernels.embed_with_positions(
+            batch.token_ids, self.words.weight, batch.positions, self.positions, self.types, second_starts
+        )
+        return self.norm(x)

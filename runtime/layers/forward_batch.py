@@ -1,4 +1,4 @@
-"""What every layer is given in a step: the tokens, where they stand, and the cache."""
+"""Input of every layer in a step: tokens, positions, attention metadata and cache."""
 
 from __future__ import annotations
 
@@ -15,23 +15,25 @@ from runtime.layers.sharding import shard_range
 
 
 class LayerSpec(Protocol):
-    """What one layer keeps: a frozen value. It belongs to a kind, whose file reads its other attributes."""
+    """Description of the data that one layer caches. Immutable. Each cache kind may add attributes that only the code
+    of this kind reads.
+    """
 
     @property
     def kind(self) -> str:
-        """The name of the kind; a layer whose kind the engine does not use has pages for all tokens."""
+        """The name of the cache kind. If the engine does not use this kind, the layer caches all tokens in pages."""
         ...
 
     def local(self, tp_rank: int, tp_size: int) -> LayerSpec:
-        """This tensor-parallel rank's share."""
+        """Return the spec of this tensor-parallel rank's shard."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """A layer that keeps keys and values: of all tokens or, with a `window`, at least of the last so many.
+    """The layer caches keys and values of all tokens or, if `window` is set, of at least the last `window` tokens.
 
-    With `values_in_keys` there is one tensor, which is read as both.
+    If `values_in_keys` is true, only keys are stored, and they contain the values.
     """
 
     num_kv_heads: int
@@ -44,26 +46,22 @@ class KVSpec:
         return "paged" if self.window is None else "windowed"
 
     def local(self, tp_rank: int, tp_size: int) -> KVSpec:
-        """This tensor-parallel rank's share."""
-        return replace(
-            self, num_kv_heads=shard_range("kv_heads", self.num_kv_heads, 1, tp_rank, tp_size).size
-        )
+        """Return the spec of this tensor-parallel rank's shard."""
+        return replace(self, num_kv_heads=shard_range("kv_heads", self.num_kv_heads, 1, tp_rank, tp_size).size)
 
     def page_bytes(self, page_size: int, dtype_bytes: int) -> int:
-        """Keys and values of one page."""
+        """Return the size in bytes of one page of `page_size` tokens for this layer."""
         return (2 - self.values_in_keys) * self.num_kv_heads * self.head_dim * page_size * dtype_bytes
 
 
 class LayerCache(Protocol):
-    """What one layer has cached of all sequences. A layer never knows of which kind it is.
+    """The cache of one layer for all sequences. Layers use the cache without knowing its kind.
 
-    All methods take the kernels of the layer and the scales that its checkpoint has for a cache of 8 bits.
+    `scales` are the checkpoint's scales for an 8-bit cache.
     """
 
-    def store(
-        self, kernels: Kernels, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Mapping[str, float]
-    ) -> None:
-        """Put keys and values [T, K, D] of the batch's tokens into the cache."""
+    def store(self, kernels: Kernels, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Mapping[str, float]) -> None:
+        """Store keys and values [T, K, D] of the batch's tokens."""
         ...
 
     def attend(
@@ -74,19 +72,19 @@ class LayerCache(Protocol):
         scales: Mapping[str, float],
         options: AttentionOptions,
     ) -> Tensor:
-        """Attention [T, H, D] of the queries [T, H, D]."""
+        """Return the attention output [T, H, D] of the queries [T, H, D]."""
         ...
 
     def attend_latent(
         self,
         kernels: Kernels,
-        plain: Tensor,
-        turned: Tensor,
+        q_nope: Tensor,
+        q_pe: Tensor,
         weights: LatentWeights,
         batch: ForwardBatch,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attention [T, H * V] of the queries [T, H, N] and [T, H, P] over latent vectors (see `ops.latent`)."""
+        """Return the output [T, H * V] of attention over latent vectors; `q_nope` is [T, H, N], `q_pe` is [T, H, P]."""
         ...
 
     @property
@@ -94,31 +92,40 @@ class LayerCache(Protocol):
 
 
 class KindInputs(NamedTuple):
-    """What a step tells the caches of one kind: the arrays that the kind made of its rows, on the device."""
+    """The inputs on the device that a cache kind has prepared for one step."""
 
-    arrays: Mapping[str, Tensor]  # int32
-    attention: AttentionMetadata  # that of the step, or with the kind's own page table and slot mapping
+    arrays: Mapping[str, Tensor]  # by name, int32
+    # The attention metadata of the step, unless the kind has its own page table and slot mapping.
+    attention: AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class ForwardBatch:
-    """T tokens of some rows, one row after the other, as tensors on the device.
+    """The T tokens of a step, as tensors on the device. The tokens of a row are consecutive.
 
-    A token is given by its id, or by a vector where `input_embeds` is there: then `embeds_mask` tells which tokens
-    are vectors (None: all of them), and the ids of those are never looked at. Vectors take the place of what the
-    embedding gives, its scale included. Positions have three axes (time, height, width) for models whose rotary
-    embedding has sections; a token's slot in the cache does not depend on them.
+    If `input_embeds` is set, its vectors replace the scaled embeddings of the tokens that `embeds_mask` marks. The ids
+    of these tokens are ignored. Positions have three axes (time, height, width) for models whose rotary embedding
+    has sections; a token's slot in the cache does not depend on its positions.
+
+    When the CPU graph captures a step, every tensor is a buffer for the largest step, and each step fills it. A layer
+    may then read shapes, take views and pass addresses to the launcher's kernels, but may not compute with torch.
     """
 
-    token_ids: Tensor  # int64 [T], all known
-    positions: Tensor  # int64 [T], or [3, T]
+    token_ids: Tensor  # int64 [T]; every placeholder has been replaced by its token
+    positions: Tensor  # int64 [T]
     attention: AttentionMetadata
-    cache: Mapping[int, LayerCache]  # of all layers that this rank computes, by the number in the whole model
-    kinds: Mapping[str, KindInputs] = field(default_factory=dict)  # by kind of cache beside the pages
-    row_values: Mapping[str, Tensor] = field(default_factory=dict)  # int32 [B] by name: which adapter, say
-    input_embeds: Tensor | None = None  # [T, E]
-    embeds_mask: Tensor | None = None  # bool [T]
-    token_types: Tensor | None = None  # int64 [T], 1 in the second text of a pair; None: there are no pairs
+    cache: Mapping[int, LayerCache]  # layer number in the whole model -> cache; this rank's layers only
+    kinds: Mapping[str, KindInputs] = field(
+        default_factory=dict
+    )  # name of the cache kind -> inputs; pages are not listed
+    # Values of rows by name, for example the adapter index. `row_values` has one value per row, int32 [B], for kernels
+    # that iterate over rows. `token_values` repeats it for each token of the row, int32 [T], for kernels that iterate
+    # over tokens.
+    row_values: Mapping[str, Tensor] = field(default_factory=dict)
+    token_values: Mapping[str, Tensor] = field(default_factory=dict)
+    position_axes: Tensor | None = None  # int64 [3, T]; None: `positions` holds for all three axes
+    input_embeds: Tensor | None = None  # [T, E]; None: every token has an id
+    embeds_mask: Tensor | None = None  # bool [T]; None if `input_embeds` is None
 
     @property
     def num_tokens(self) -> int:
@@ -126,13 +133,20 @@ class ForwardBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all tokens are ids of one type at positions of one axis, and nothing is said of single rows: as
-        captured and compiled steps take them.
-        """
-        given = self.input_embeds is not None or self.token_types is not None
-        return not given and self.positions.dim() == 1 and not self.row_values
+        """Whether the batch has no optional inputs. Compiled steps require this."""
+        return self.input_embeds is None and self.position_axes is None and not self.row_values
 
     def values_of_tokens(self, name: str) -> Tensor | None:
-        """The value of each token's row, int32 [T]; None where no row has one but 0."""
-        values = self.row_values.get(name)
-        return None if values is None else values.repeat_interleave(self.attention.counts)
+        """Return the value of each token's row, int32 [T], or None if the value is 0 for all rows.
+
+        A layer must declare the name in its `row_values` (`runtime.layers.batch_reads`). Graphs always pass the values,
+        even if they are 0 for all rows.
+        """
+        return self.token_values.get(name)
+
+    @property
+    def media(self) -> tuple[Tensor, Tensor] | None:
+        """The pair (`input_embeds`, `embeds_mask`), or None if every token has an id."""
+        if self.input_embeds is None or self.embeds_mask is None:
+            return None
+        return self.input_embeds, self.embeds_mask

@@ -1,4 +1,4 @@
-"""Attention over latent vectors from which every head's keys and values follow (DeepSeek V2, arXiv 2405.04434)."""
+"""Multi-head latent attention, MLA (DeepSeek V2, arXiv 2405.04434)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 
 from ops.attention import AttentionOptions
-from ops.latent import LatentWeights, fewest_to_expand
+from ops.latent import LatentWeights, min_tokens_to_expand
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch, KVSpec
 from runtime.layers.linear import Linear, from_heads
@@ -16,17 +16,19 @@ from runtime.layers.rope import Rope
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, parameter, whole
 
-NORM_EPS = 1e-6  # of the norms of latent vectors, whatever that of the others is
+NORM_EPS = 1e-6  # epsilon of the norms of latent vectors; config.json's rms_norm_eps does not apply to them
 
 
 class LatentAttention(Weighted):
-    """Multi-head latent attention: the cache holds one vector a token for all heads, and a key that is rotated.
+    """Attention whose cache holds, for each token, one latent vector and one rotated key shared by all heads.
 
-    Single tokens and short rows are absorbed: what makes keys and values of a latent vector is applied to queries and
-    outputs instead. Rows of `expand_from` tokens or more have keys and values expanded for the while (`ops.latent`).
+    Decode tokens and short rows use absorption: the matrices that expand a latent vector into keys and values are
+    applied to queries and outputs instead. For rows of at least `expand_from` tokens the layer temporarily expands the
+    keys and values (`ops.latent`).
 
-    `index` is the layer's number in the model. Of a head's query `plain_dim` dimensions meet the latent vector and
-    `rope_dim` the rotated key. `query_rank` is the size of the queries' own latent vector; None: they have none.
+    `index` is the layer's number in the model. A head's query has `nope_dim` dimensions for the latent vector and
+    `rope_dim` for the rotated key. `query_rank` is the size of the latent vector from which queries are computed, or
+    None if they are computed from x directly.
     """
 
     absorbing: nn.Parameter
@@ -43,7 +45,7 @@ class LatentAttention(Weighted):
         *,
         rank: int,
         query_rank: int | None,
-        plain_dim: int,
+        nope_dim: int,
         rope_dim: int,
         value_dim: int,
         rope: Rope,
@@ -54,14 +56,14 @@ class LatentAttention(Weighted):
         self.name = name
         self.index = index
         self.num_heads = num_heads
-        self.rank, self.plain_dim, self.rope_dim, self.value_dim = rank, plain_dim, rope_dim, value_dim
+        self.rank, self.nope_dim, self.rope_dim, self.value_dim = rank, nope_dim, rope_dim, value_dim
         self.rope = rope
         self.scale = scale
         self.kernels = build.kernels
-        # On a GPU all rows are absorbed: where expanding pays there has not been measured.
+        # On a GPU all rows use absorption, because the length from which expansion is faster is not measured there.
         expands = build.device.type == "cpu" and not build.always_absorbed
-        self.expand_from = fewest_to_expand(rank, plain_dim, value_dim) if expands else None
-        self.qk_dim = plain_dim + rope_dim
+        self.expand_from = min_tokens_to_expand(rank, nope_dim, value_dim) if expands else None
+        self.qk_dim = nope_dim + rope_dim
         latents = [SubLayer(f"{name}.kv_a_proj_with_mqa", rank + rope_dim)]
         query = SubLayer(f"{name}.q_proj", num_heads * self.qk_dim, "heads", self.qk_dim)
         self.query_norm = None
@@ -74,21 +76,21 @@ class LatentAttention(Weighted):
         self.query = Linear(query_rank or size, [query], build)
         self.norm = RMSNorm(f"{name}.kv_a_layernorm", rank, NORM_EPS, build)
         self.out = from_heads(f"{name}.o_proj", num_heads, value_dim, size, build, bias=bias)
-        self._rows = whole_range(num_heads * (plain_dim + value_dim))
+        self._rows = whole_range(num_heads * (nope_dim + value_dim))
         self.allocate()
 
     @property
     def cache_spec(self) -> KVSpec:
-        """The latent vector and the rotated key, in the place of one head's keys and values."""
+        """The cache stores the latent vector and the rotated key as one kv head."""
         return KVSpec(1, self.rank + self.rope_dim, values_in_keys=True)
 
     def allocate(self) -> None:
-        # Of each head its keys', then its values' rows.
+        # For each head, the checkpoint's tensor holds first the rows of the keys, then the rows of the values.
         self.expansion = parameter(self._rows.size, self.rank)
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's heads."""
-        unit = self.plain_dim + self.value_dim
+        """Keep this rank's heads. The linear layers are split separately."""
+        unit = self.nope_dim + self.value_dim
         self._rows = shard_range("heads", self._rows.full, unit, group.rank, group.size)
         self.num_heads = self._rows.size // unit
         self.allocate()
@@ -99,22 +101,22 @@ class LatentAttention(Weighted):
     def prepare(self) -> None:
         heads = self.expansion.view(self.num_heads, -1, self.rank)
         prepare = self.kernels.prepare_heads
-        keys, values = heads.split((self.plain_dim, self.value_dim), dim=1)  # [H, N, R], [H, V, R]
+        keys, values = heads.split((self.nope_dim, self.value_dim), dim=1)  # [H, N, R], [H, V, R]
         self.absorbing, self.values = frozen(prepare(keys.transpose(1, 2))), frozen(prepare(values))
         self.expanding = frozen(prepare(keys) if self.expand_from is not None else keys.new_empty(0))
         self.expansion = frozen(self.expansion.new_empty(0, self.rank))
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E] -> [T, E]; the tokens' latent vectors are in the cache then."""
-        reduced, latent, rotated = self.latents(x, batch).split(self._sizes, dim=-1)
+        """Return the attention output, x [T, E] -> [T, E], and store the tokens' latent vectors in the cache."""
+        reduced, latent, k_pe = self.latents(x, batch).split(self._sizes, dim=-1)
         if self.query_norm is not None:
             x = self.query_norm(reduced)
         query = self.query(x, batch).unflatten(-1, (self.num_heads, self.qk_dim))
-        plain, turned = query.split((self.plain_dim, self.rope_dim), dim=-1)
-        turned, rotated = self.rope(turned, rotated.unsqueeze(1), batch)
+        q_nope, q_pe = query.split((self.nope_dim, self.rope_dim), dim=-1)
+        q_pe, k_pe = self.rope(q_pe, k_pe.unsqueeze(1), batch)
         kernels, cache = self.kernels, batch.cache[self.index]
-        key = kernels.join(self.norm(latent), rotated.squeeze(1))  # [T, 1, R + rope_dim]
+        key = kernels.join(self.norm(latent), k_pe.squeeze(1))  # [T, 1, R + rope_dim]
         cache.store(kernels, key, key, batch, {})
         weights = LatentWeights(self.absorbing, self.values, self.value_dim, self.expanding, self.expand_from)
         options = AttentionOptions(self.scale)
-        return self.out(cache.attend_latent(kernels, plain, turned, weights, batch, options), batch)
+        return self.out(cache.attend_latent(kernels, q_nope, q_pe, weights, batch, options), batch)

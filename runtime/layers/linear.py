@@ -1,4 +1,4 @@
-"""Linear layers, several of a model's in one product."""
+"""Linear layers that compute several of a model's projections in one product."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from runtime.batch import ADAPTER
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.low_rank import LowRankSlots
 from runtime.layers.quantization import LinearLayout, Unquantized
 from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import Shard, SubLayer, Weighted, parameter
 
 
 class Linear(Weighted):
-    """x [T, I] -> [T, sum of the sub-layers' sizes]: their outputs one after the other.
+    """Maps x [T, I] to the concatenated outputs [T, O] of the sub-layers.
 
-    The weight belongs to the model's quantisation method: how it is read, prepared and multiplied. It stays in full
-    precision with `quantized=False`. Cut along its output, the layer gives this rank's share of each sub-layer; cut
-    along its input, it takes this rank's share of x and gives the sum over all ranks.
+    The model's quantisation method reads, prepares and multiplies the weight; `quantized=False` keeps full precision.
+    If the layer is split along its output, it returns this rank's shard of each sub-layer. If it is split along its
+    input, it takes this rank's shard of x and returns the sum over all ranks.
     """
+
+    row_values: tuple[str, ...] = ()  # names of the row values that `forward` reads
 
     def __init__(
         self,
@@ -39,11 +43,12 @@ class Linear(Weighted):
         rows = tuple(whole_range(each.size) for each in sub_layers)
         self.layout = LinearLayout(tuple(sub_layers), rows, whole_range(in_size), in_axis)
         self.has_bias = bias
+        self.adapters: LowRankSlots | None = None  # None: adapters cannot change this layer
         self._summed_over: TensorParallelGroup | None = None
         self.allocate()
 
     def allocate(self) -> None:
-        """Make this rank's parameters, to be filled."""
+        """Create this rank's parameters for the checkpoint to fill."""
         self.method.allocate(self, self.layout)
         self.bias = parameter(self.layout.out_size) if self.has_bias else None
 
@@ -75,15 +80,20 @@ class Linear(Weighted):
     def prepare(self) -> None:
         self.method.prepare(self, self.kernels)
 
+    def take_adapters(self, slots: LowRankSlots) -> None:
+        """Let the adapters in these slots change the output, for rows that name one."""
+        self.adapters, self.row_values = slots, (ADAPTER,)
+
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         group = self._summed_over
-        if group is None:
-            return self.method.multiply(self, x, self.bias, self.kernels)
-        bias = self.bias if group.rank == 0 else None
-        return group.all_reduce(self.method.multiply(self, x, bias, self.kernels))
+        bias = self.bias if group is None or group.rank == 0 else None
+        out = self.method.multiply(self, x, bias, self.kernels)
+        if self.adapters is not None:
+            self.adapters.add(out, x, batch)
+        return out if group is None else group.all_reduce(out)
 
 
 def from_heads(name: str, num_heads: int, head_dim: int, size: int, build: Build, *, bias: bool) -> Linear:
-    """The projection of heads' outputs [T, H * D] -> [T, size], which is cut between heads."""
+    """Return the output projection of attention, [T, H * D] -> [T, size], split at head boundaries."""
     parts = [SubLayer(name, size)]
     return Linear(num_heads * head_dim, parts, build, bias=bias, in_axis="heads", in_unit=head_dim)

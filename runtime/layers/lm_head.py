@@ -1,4 +1,4 @@
-"""From hidden states to logits."""
+"""LM head. Computes logits from hidden states."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from runtime.layers.weight import Shard, frozen, parameter, whole
 
 
 class LMHead(VocabularyWeight):
-    """hidden [R, E] -> float32 logits [R, V], with weights of its own or the embedding's (`tied`).
+    """Maps hidden [R, E] to float32 logits [R, V]. A `tied` head uses the embedding's weight.
 
-    Logits are multiplied by `scale`, then bounded to soft_cap * tanh(logit / soft_cap), and a `bias` is added. Cut over
-    ranks, each computes the logits of its part of the vocabulary; rank 0 gets all of them and the others their own.
-    The vectors of a `unit` head, which has its own, are scaled to length one before all that.
+    Logits are multiplied by `scale`, then replaced by soft_cap * tanh(logit / soft_cap). Then `bias` is added. With
+    tensor parallelism each rank computes the logits of its part of the vocabulary; rank 0 returns all logits, other
+    ranks return their part. `unit` scales the rows of the weight to length one; such a head cannot be tied.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LMHead(VocabularyWeight):
         self.soft_cap = soft_cap
         self.kernels = build.kernels
         self.method = build.quantization
-        self._embedding = [embedding]  # in a list: a submodule only once in the tree
+        self._embedding = [embedding]  # a list, so that the embedding does not become a submodule twice
         embedding.tied = self.tied = tied
         self._ids = embedding.ids
         self.allocate()
@@ -68,10 +68,10 @@ class LMHead(VocabularyWeight):
             yield whole(f"{self.name}.bias", self.bias, ("vocab",), self._ids)
 
     def prepare(self) -> None:
-        """Raises CheckpointError for a unit head in groups, whose scales are read with its codes."""
+        """Prepare the weight. Raises CheckpointError if a `unit` head is tied or its weight is quantised."""
         if self.unit and (self.weight is None or self.kept):
             raise CheckpointError(
-                f"{self.name}.weight must be in full precision: its vectors are scaled to length one."
+                f"{self.name}.weight must be in full precision, because its rows are scaled to length one."
             )
         if self.weight is not None and not self.kept:
             weight = F.normalize(self.weight, dim=1) if self.unit else self.weight
@@ -79,7 +79,7 @@ class LMHead(VocabularyWeight):
 
     @property
     def prepared(self) -> Tensor:
-        """The weight as kernels take it, [V, E]."""
+        """The weight [V, E] in the layout that kernels take."""
         if self.weight is not None:
             return self.weight
         embedding = self._embedding[0]
@@ -87,7 +87,7 @@ class LMHead(VocabularyWeight):
 
     @property
     def is_plain(self) -> bool:
-        """Whether logits are products and nothing more, all of them on this rank."""
+        """Whether this rank computes all logits, as the product with the weight alone (no scale, cap or bias)."""
         return self._group is None and self.scale is None and self.soft_cap is None and self.bias is None
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -98,9 +98,9 @@ class LMHead(VocabularyWeight):
 
 
 def _gather(logits: Tensor, vocab_size: int, group: TensorParallelGroup) -> Tensor:
-    """logits [R, own] -> [R, V] on rank 0. Shares may differ by one id; they travel at one width."""
+    """Gather each rank's logits into [R, V] on rank 0. Shards differ by at most one id and are padded to one width."""
     sizes = [shard_range("vocab", vocab_size, 1, rank, group.size).size for rank in range(group.size)]
-    shares = group.gather(F.pad(logits, (0, max(sizes) - logits.shape[1])))
-    if shares is None:
+    shards = group.gather(F.pad(logits, (0, max(sizes) - logits.shape[1])))
+    if shards is None:
         return logits
-    return torch.cat([share[:, :size] for share, size in zip(shares, sizes, strict=True)], dim=1)
+    return torch.cat([shard[:, :size] for shard, size in zip(shards, sizes, strict=True)], dim=1)

@@ -1,4 +1,4 @@
-"""The feed-forward part of a block."""
+"""Feed-forward layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.layers.weight import SubLayer, in_one_tensor
 
 
 class GatedMLP(nn.Module):
-    """down(activation(gate(x)) * up(x)), gate and up in one product; `fused` is the checkpoint's one tensor of both."""
+    """down(activation(gate(x)) * up(x)). `fused` names the checkpoint tensor that holds gate and up together."""
 
     def __init__(
         self,
@@ -34,12 +34,12 @@ class GatedMLP(nn.Module):
         self.down = Linear(inner_size, [SubLayer(f"{name}.down_proj", size)], build, bias=bias, in_axis="mlp")
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E] -> [T, E]."""
+        """Return the output of the layer, x [T, E] -> [T, E]."""
         return self.down(self.kernels.gate(self.gate_up(x, batch), self.activation), batch)
 
 
 class MLP(nn.Module):
-    """down(activation(up(x))): without a gate. `names` are those of up and down."""
+    """down(activation(up(x))), without a gate. `names` are the checkpoint's names of up and down."""
 
     def __init__(
         self,
@@ -57,9 +57,7 @@ class MLP(nn.Module):
         self.activation = activation
         self.kernels = build.kernels
         up, down = names
-        self.up = Linear(
-            size, [SubLayer(f"{name}.{up}", inner_size, "mlp", transposed=transposed)], build, bias=bias
-        )
+        self.up = Linear(size, [SubLayer(f"{name}.{up}", inner_size, "mlp", transposed=transposed)], build, bias=bias)
         self.down = Linear(
             inner_size,
             [SubLayer(f"{name}.{down}", size, transposed=transposed)],
@@ -69,5 +67,5 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E] -> [T, E]."""
+        """Return the output of the layer, x [T, E] -> [T, E]."""
         return self.down(self.kernels.activate(self.up(x, batch), self.activation), batch)

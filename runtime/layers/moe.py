@@ -1,4 +1,4 @@
-"""A mixture of experts in the place of a feed-forward layer."""
+"""Mixture-of-experts layer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, parameter
 
 
 class ExpertNames(NamedTuple):
-    """What a checkpoint calls the tensors of a mixture.
+    """Checkpoint names of the tensors of a mixture.
 
-    Where the names of gate, up and down have a place for the expert's number, each expert has tensors of its own. Else
-    one tensor holds all experts, its first dimension, and `gate` and `up` are the two halves of one: the first rows and
-    the others, or by turns if `interleaved`; `transposed` with outputs as columns. `bias` and `correction` are "" for
-    none, the former what is added to a weight's name without ".weight".
+    If the names of gate, up and down contain "{}", the expert's number, each expert has its own tensors. Otherwise one
+    tensor holds all experts in its first dimension, and gate and up are the halves of one tensor: the first rows and
+    the remaining rows, or alternate rows if `interleaved`. `transposed` tensors hold outputs as columns. A bias has
+    the weight's name without ".weight", followed by `bias`. "" as `bias` or `correction` means that there is none.
     """
 
     router: str = "gate"
@@ -31,14 +31,16 @@ class ExpertNames(NamedTuple):
     up: str = "experts.{}.up_proj.weight"
     down: str = "experts.{}.down_proj.weight"
     bias: str = ""
-    correction: str = ""  # what is added to scores where experts are chosen
-    correction_in_line: bool = False  # as [1, X]
+    correction: str = (
+        ""  # name of the values that are added to scores when experts are chosen, but not in their weights
+    )
+    correction_in_line: bool = False  # whether the checkpoint stores `correction` as [1, X] instead of [X]
     interleaved: bool = False
     transposed: bool = False
 
 
 NAMES = ExpertNames()
-TOGETHER = {  # as transformers 5 calls them, and checkpoints that were written with it
+TOGETHER = {  # names of tensors that hold all experts, as transformers 5 writes them
     "gate": "experts.gate_up_proj",
     "up": "experts.gate_up_proj",
     "down": "experts.down_proj",
@@ -53,13 +55,13 @@ class Routing(NamedTuple):
     scoring: str = "softmax"
     grouping: Grouping | None = None
     scale: float = 1.0
-    wide: bool = False  # logits are not rounded to the model's dtype
-    bias: bool = False  # the router has one
-    weigh_inputs: bool = False  # weights multiply what experts are given, not what they give
+    wide: bool = False  # whether logits stay in float32 instead of being rounded to the model's dtype
+    bias: bool = False  # whether the router has a bias
+    weigh_inputs: bool = False  # whether the routing weights multiply the experts' inputs instead of their outputs
 
 
 class KeptExperts(Weighted):
-    """One of a mixture's two weights, all experts' one after the other, in the groups that the checkpoint has it in."""
+    """One of a mixture's two weights (`gate_up` or `down`) for all experts, in the checkpoint's quantisation groups."""
 
     def __init__(self, method: QuantizationMethod, layout: LinearLayout) -> None:
         super().__init__()
@@ -71,11 +73,11 @@ class KeptExperts(Weighted):
 
 
 class MoE(Weighted):
-    """x [T, E] -> [T, E]: a router sends each token to some of the experts, each a gated MLP.
+    """Maps x [T, E] to [T, E]. A router sends each token to some of the experts; each expert is a gated MLP.
 
-    The router is never quantised: a rounded logit is another expert. A `shared` expert computes every token, weighted
-    by the sigmoid of `shared_gate` if there is one. Cut over ranks, each holds its part of every expert's inner
-    dimension, and the sum over ranks is everybody's.
+    The router is never quantised, because a rounded logit may select another expert. The `shared` expert processes
+    every token; its output is multiplied by the sigmoid of `shared_gate`. With tensor parallelism each rank holds a
+    shard of every expert's inner dimension, and an all-reduce adds the outputs.
     """
 
     def __init__(
@@ -112,10 +114,10 @@ class MoE(Weighted):
         self.allocate()
 
     def allocate(self) -> None:
-        """Make this rank's parameters, to be filled."""
+        """Create this rank's parameters for the checkpoint to fill."""
         experts, inner, has_bias = self.num_experts, self._inner.size, bool(self.names.bias)
         layouts = self._layouts()
-        rows = 0 if layouts else experts  # what is kept in groups has parameters of its own
+        rows = 0 if layouts else experts  # weights that stay in groups are in `kept` instead
         self.gate_up = parameter(rows * 2 * inner, self.size)  # [X * 2F, E]
         self.down = parameter(rows * self.size, inner)  # [X * E, F]
         self.kept = nn.ModuleList(KeptExperts(self.method, layout) for layout in layouts)
@@ -124,27 +126,28 @@ class MoE(Weighted):
         self.correction = parameter(experts, dtype=torch.float32) if self.names.correction else None
 
     def follow(self, stored: Container[str]) -> None:
-        """Take all experts from one tensor where the checkpoint has them so, instead of each from its own; and the
-        other way about, by the usual names, which quantisers give to every family's.
+        """Adapt `names` to the checkpoint, which stores one tensor for all experts or one per expert.
+
+        Quantisation tools write one tensor per expert, under the usual names, whatever the family's own format.
         """
         if "{}" in self.names.gate and any(f"{self.name}.{name}" in stored for name in TOGETHER.values()):
             self.names = self.names._replace(**TOGETHER)
             self.allocate()
         elif self.names.gate != NAMES.gate and f"{self.name}.{NAMES.gate.format(0)}" in stored:
-            apart = {"gate": NAMES.gate, "up": NAMES.up, "down": NAMES.down}
+            separate = {"gate": NAMES.gate, "up": NAMES.up, "down": NAMES.down}
             bias = ".bias" if self.names.bias else ""
-            self.names = self.names._replace(**apart, bias=bias, interleaved=False, transposed=False)
+            self.names = self.names._replace(**separate, bias=bias, interleaved=False, transposed=False)
             self.allocate()
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's part of every expert; the router stays whole."""
+        """Keep this rank's shard of every expert. The router is not split."""
         self._inner = shard_range("mlp", self._inner.full, 1, group.rank, group.size)
         self.allocate()
         if not self._inner.whole:
             self._summed_over = group
 
     def _layouts(self) -> list[LinearLayout]:
-        """Of `gate_up` and `down` as linear layers, if their weights stay in the checkpoint's groups; else none."""
+        """Return the layouts of `gate_up` and `down` if both stay in the checkpoint's groups, else []."""
         names, inner, outer = self.names, self._inner, whole_range(self.size)
         if names.transposed or not all("{}" in name for name in (names.gate, names.up, names.down)):
             return []
@@ -181,37 +184,33 @@ class MoE(Weighted):
             elif names.gate == names.up:
                 rows = ShardRange(half * inner.full + inner.start, inner.size, 2 * inner.full)
             ranges, offset = (rows, outer), half if names.interleaved else 0
-            weight = Shard(
-                name, self.gate_up, row, inner.size, ("mlp", None), ranges, offset=offset, step=step
-            )
+            weight = Shard(name, self.gate_up, row, inner.size, ("mlp", None), ranges, offset=offset, step=step)
             if not self.kept:
-                yield self._placed(weight, expert)
+                yield self._in_checkpoint(weight, expert)
             if self.gate_up_bias is not None:
-                yield self._placed(weight._replace(parameter=self.gate_up_bias, ranges=(rows,)), expert)
+                yield self._in_checkpoint(weight._replace(parameter=self.gate_up_bias, ranges=(rows,)), expert)
         row, ranges = expert * self.size, (outer, inner)
         weight = Shard(names.down, self.down, row, self.size, (None, "mlp"), ranges)
         if not self.kept:
-            yield self._placed(weight, expert)
+            yield self._in_checkpoint(weight, expert)
         if self.down_bias is not None:
-            yield self._placed(weight._replace(parameter=self.down_bias, ranges=(outer,)), expert)
+            yield self._in_checkpoint(weight._replace(parameter=self.down_bias, ranges=(outer,)), expert)
 
-    def _placed(self, shard: Shard, expert: int) -> Shard:
-        """The shard with the whole name of its tensor, and its place in that where it holds all experts."""
+    def _in_checkpoint(self, shard: Shard, expert: int) -> Shard:
+        """Add the full tensor name to the shard and, if the tensor holds all experts, the expert's index."""
         name, is_weight = shard.name, len(shard.ranges) == 2
         if not is_weight:
             name = name.removesuffix(".weight") + self.names.bias
         if "{}" in name:
             return shard._replace(name=f"{self.name}.{name.format(expert)}")
         transposed = self.names.transposed and is_weight
-        return shard._replace(
-            name=f"{self.name}.{name}", index=expert, count=self.num_experts, transposed=transposed
-        )
+        return shard._replace(name=f"{self.name}.{name}", index=expert, count=self.num_experts, transposed=transposed)
 
     def prepare(self) -> None:
         experts, bias, down_bias = self.num_experts, self.gate_up_bias, self.down_bias
         group = self._summed_over
         if down_bias is not None and group is not None and group.rank > 0:
-            down_bias.zero_()  # of one rank alone it is added
+            down_bias.zero_()  # the all-reduce must add the bias once, so only rank 0 keeps it
         biases = [None if each is None else each.view(experts, -1) for each in (bias, down_bias)]
         if self.kept:
             gate_up, down = (self.method.take(each).of_experts(experts) for each in self.kept)
@@ -226,7 +225,7 @@ class MoE(Weighted):
         )
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E] -> [T, E]."""
+        """Return the weighted sum of the experts' outputs, x [T, E] -> [T, E]."""
         routing, kernels = self.routing, self.kernels
         if routing.wide:
             logits = kernels.logits(x, self.router.get_parameter("weight"))

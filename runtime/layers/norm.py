@@ -15,8 +15,8 @@ from runtime.layers.weight import Shard, Weighted, frozen, parameter, whole
 class RMSNorm(Weighted):
     """Root mean square normalisation of the last dimension; `unit_offset` scales by 1 + weight.
 
-    Without a `weight` in the checkpoint it is 1.
-    With an `axis` ranks share the dimension in units of `unit`, and the norm is over that of all ranks.
+    With `weight=False` the checkpoint has no weight, and the layer does not scale. If `axis` is given, the dimension is
+    split over ranks in units of `unit`, and the mean is taken over the parts of all ranks.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RMSNorm(Weighted):
         self.weight = parameter(self._rows.size)
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's part of the weight, if the dimension is cut."""
+        """Keep this rank's part of the weight, if the dimension is split."""
         if self._axis is not None:
             self._rows = shard_range(self._axis, self._rows.full, self._unit, group.rank, group.size)
             self._summed_over = group
@@ -62,17 +62,18 @@ class RMSNorm(Weighted):
         return self.kernels.rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); x itself where there is no residual yet."""
+        """Return norm(x + residual) and x + residual; without a residual, norm(x) and x."""
         if residual is None:
             return self(x), x
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps, unit_offset=self.unit_offset)
 
 
 class LayerNorm(Weighted):
-    """Centres and normalises the last dimension; without a `weight` in the checkpoint it does nothing more.
+    """Layer normalisation of the last dimension; `unit_offset` scales by 1 + weight.
 
-    `unit_offset` scales by 1 + weight. With `heads` each of them has a weight of its own, [H, D] for H heads of `size`
-    D, which the checkpoint holds in one tensor, or where `name` has a place for a head's number in one for each.
+    With `weight=False` the checkpoint has no weight, and the layer does not scale. With `heads` each head has its own
+    weight: [H, D] for H heads of `size` D. The checkpoint holds these weights in one tensor or, if `name` contains
+    "{}", in one tensor per head.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class LayerNorm(Weighted):
         self.bias = parameter(self.size) if self.has_bias else None
 
     def of_kv_heads(self) -> LayerNorm:
-        """The same, its heads those of keys."""
+        """Mark the heads as kv heads, so that `split` divides them like kv heads. Returns self."""
         self._axis = "kv_heads"
         return self
 
@@ -134,20 +135,20 @@ class LayerNorm(Weighted):
         return self.kernels.layer_norm(x, self.weight, self.bias, self.eps)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); x itself where there is no residual yet."""
+        """Return norm(x + residual) and x + residual; without a residual, norm(x) and x."""
         if residual is None:
             return self(x), x
         return self.kernels.add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
 
 class NoNorm(nn.Module):
-    """In the place of a norm where a block has none: nothing is normalised."""
+    """Returns its input. Blocks without a norm use it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(x + residual, the same)."""
+        """Return x + residual twice; without a residual, x."""
         total = x if residual is None else x + residual
         return total, total
 
@@ -156,7 +157,7 @@ Norm = RMSNorm | LayerNorm
 
 
 def norm_of_ranks(x: Tensor, weight: Tensor, eps: float, group: TensorParallelGroup) -> Tensor:
-    """Root mean square normalisation of a dimension of which every rank has as large a part: x [..., D / ranks]."""
+    """Return the RMS norm of x [..., D / ranks], whose last dimension is split evenly over ranks."""
     wide = x.float()
     mean = group.all_reduce(wide.square().mean(-1, keepdim=True)) / group.size
     return (wide * torch.rsqrt(mean + eps) * weight).to(x.dtype)

@@ -1,4 +1,4 @@
-"""From the hidden states of texts to a vector for each."""
+"""Pooling. Computes one vector from the hidden states of a text."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ ACTIVATIONS = {
 
 
 class Pooler(nn.Module):
-    """Pools the hidden states of each text, multiplies and scales as `pooling` says, all of it in float32.
+    """Pools the hidden states of each text, applies dense layers and normalises, as `pooling` says, in float32.
 
-    `dense` are the weights and biases of `pooling.dense`; `scorer` makes the scores of a classifier.
+    `dense` holds the weight and bias of each layer in `pooling.dense`. `scorer` computes a classifier's scores; it is
+    None for other models.
     """
 
     def __init__(
@@ -37,23 +38,24 @@ class Pooler(nn.Module):
         super().__init__()
         self.pooling = pooling or Pooling()
         self.dense = dense
-        self._scorer = (scorer,)  # the model's, and not a part of this twice
+        self._scorer = (scorer,)  # a tuple, because the scorer is already a submodule of the model
 
-    def forward(self, hidden: Tensor, ends: NDArray[np.int64], counts: NDArray[np.int64]) -> Tensor:
-        """hidden [T, E], texts of so many tokens that end before these rows, [M] each -> float32 [M, D]."""
+    def forward(self, hidden: Tensor, counts: NDArray[np.int32], rows: NDArray[np.int32]) -> Tensor:
+        """Return the vectors of these rows, float32 [M, D]. `hidden` [T, E] has `counts` [B] tokens of each row."""
+        ends, lengths = np.cumsum(counts, dtype=np.int64)[rows], counts[rows].astype(np.int64)
         last = to_device(torch.from_numpy(ends - 1), hidden.device)
         if self.pooling.modes == ("last",):
             return self.finish(hidden[last])
-        texts = _Texts(hidden, last, ends, counts)
+        texts = _Texts(hidden, last, ends, lengths)
         return self.finish(torch.cat([texts.pooled(mode) for mode in self.pooling.modes], dim=-1))
 
     @property
     def only_scales(self) -> bool:
-        """Whether `finish` does nothing, but for scaling to length one where that is asked for."""
+        """Whether `finish` does nothing except that it may scale vectors to length one."""
         return not self.dense and self._scorer == (None,)
 
     def finish(self, pooled: Tensor) -> Tensor:
-        """What comes after pooling: [M, E] -> float32 [M, D]."""
+        """Apply the steps after pooling, [M, E] -> float32 [M, D]."""
         pooled = pooled.float()
         for layer, (weight, bias) in zip(self.pooling.dense, self.dense, strict=True):
             pooled = ACTIVATIONS[layer.activation](F.linear(pooled, weight, bias))
@@ -63,11 +65,9 @@ class Pooler(nn.Module):
 
 
 class _Texts:
-    """The hidden states of M texts, of which each has some in a row."""
+    """The hidden states of M texts. The tokens of a text are consecutive rows of `hidden`."""
 
-    def __init__(
-        self, hidden: Tensor, last: Tensor, ends: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> None:
+    def __init__(self, hidden: Tensor, last: Tensor, ends: NDArray[np.int64], counts: NDArray[np.int64]) -> None:
         index = np.concatenate([np.arange(end - count, end) for end, count in zip(ends, counts)])
         self.hidden, self.last, self.host_counts = hidden, last, counts
         self.counts = to_device(torch.from_numpy(counts), hidden.device)
@@ -75,7 +75,7 @@ class _Texts:
         self.text = to_device(torch.from_numpy(np.repeat(np.arange(len(counts)), counts)), hidden.device)
 
     def pooled(self, mode: str) -> Tensor:
-        """float32 [M, E]."""
+        """Return the states pooled by one mode, float32 [M, E]."""
         if mode == "last":
             return self.hidden[self.last].float()
         if mode == "cls":
@@ -87,7 +87,7 @@ class _Texts:
             lowest = torch.full(shape, -torch.inf, device=states.device)
             return lowest.scatter_reduce_(0, index, states, "amax")
         counts = self.counts.float().unsqueeze(1)
-        if mode == "weighted_mean":  # by position, from 1
+        if mode == "weighted_mean":  # the weight of a token is its position in the text, counted from 1
             position = self.tokens - (self.last - self.counts + 1)[self.text] + 1
             return self._sum(states * position.unsqueeze(1)) / (counts * (counts + 1) / 2)
         total = self._sum(states)

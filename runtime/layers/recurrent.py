@@ -1,4 +1,4 @@
-"""Layers in the place of attention that keep one state for each sequence (see `ops.recurrence`)."""
+"""Recurrent layers, which keep one state per sequence instead of keys and values (see `ops.recurrence`)."""
 
 from __future__ import annotations
 
@@ -19,54 +19,52 @@ from runtime.layers.norm import RMSNorm, norm_of_ranks
 from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, in_one_tensor, parameter, whole
 
-KIND = "state"  # of cache
+KIND = "state"  # name of the cache kind
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """The inputs [lines, channels] that a layer's convolution looks back on, the shape and the dtype of its state.
+    """Description of a recurrent layer's cache per sequence: the past inputs of its convolution, and a state.
 
-    Ranks share the first dimension of the state in `units`, and with it the channels, but for `common` ones that each
-    of them has.
+    `shape` and `dtype` describe the state. Tensor parallelism divides `units` among the ranks; the state's first
+    dimension and the channels are split in proportion. Every rank holds the `common` channels.
     """
 
-    inputs: tuple[int, int]
+    inputs: tuple[int, int]  # (past tokens, channels)
     shape: tuple[int, ...]
     dtype: str
     units: int = 1
     common: int = 0
     kind: ClassVar[str] = KIND
-    first_lines: ClassVar[int] = 48  # of the pool of states, however small that of pages is
-    tokens_a_line: ClassVar[int] = 512  # of the pool of pages go with each further one
+    min_slots: ClassVar[int] = 48  # number of state slots without regard to the page pool
+    tokens_per_slot: ClassVar[int] = 512  # one slot is added per this many tokens in the page pool
 
     def local(self, tp_rank: int, tp_size: int) -> StateSpec:
-        """This tensor-parallel rank's share."""
+        """Return the spec of this tensor-parallel rank's shard."""
         units = shard_range("heads", self.units, 1, tp_rank, tp_size).size
-        (lines, channels), (heads, *inner) = self.inputs, self.shape
-        kept = self.common + (channels - self.common) * units // self.units
-        return replace(self, inputs=(lines, kept), shape=(heads * units // self.units, *inner), units=units)
+        (past, channels), (heads, *inner) = self.inputs, self.shape
+        local = self.common + (channels - self.common) * units // self.units
+        return replace(self, inputs=(past, local), shape=(heads * units // self.units, *inner), units=units)
 
     @property
     def num_bytes(self) -> int:
-        """Of one sequence. Inputs are kept in float32, which holds what any model computes in."""
+        """The bytes cached per sequence. Inputs are float32, which represents every model dtype exactly."""
         return 4 * prod(self.inputs) + getattr(torch, self.dtype).itemsize * prod(self.shape)
 
-    def make(self, num_lines: int, device: torch.device) -> StateCache:
-        return StateCache.zeros(self, num_lines, device)
+    def make(self, num_slots: int, device: torch.device) -> StateCache:
+        return StateCache.zeros(self, num_slots, device)
 
 
 class StateCache(NamedTuple):
-    """One layer's states: the last inputs of its convolution [N, K - 1, C] and what it recurs on [N, ...]."""
+    """The cache of one layer with N slots: the convolution's last inputs [N, K - 1, C] and the states [N, ...]."""
 
     inputs: Tensor
     states: Tensor
 
     @classmethod
-    def zeros(cls, spec: StateSpec, num_lines: int, device: torch.device) -> Self:
-        inputs = torch.zeros(num_lines, *spec.inputs, dtype=torch.float32, device=device)
-        return cls(
-            inputs, torch.zeros(num_lines, *spec.shape, dtype=getattr(torch, spec.dtype), device=device)
-        )
+    def zeros(cls, spec: StateSpec, num_slots: int, device: torch.device) -> Self:
+        inputs = torch.zeros(num_slots, *spec.inputs, dtype=torch.float32, device=device)
+        return cls(inputs, torch.zeros(num_slots, *spec.shape, dtype=getattr(torch, spec.dtype), device=device))
 
     @property
     def nbytes(self) -> int:
@@ -74,7 +72,7 @@ class StateCache(NamedTuple):
 
 
 def state_cache(batch: ForwardBatch, index: int) -> StateCache:
-    """The cache of a layer that keeps states. Raises TypeError where it is another kind of cache."""
+    """Return the state cache of layer `index`. Raises TypeError if the layer has another kind of cache."""
     cache = batch.cache[index]
     if not isinstance(cache, StateCache):
         raise TypeError(f"Layer {index} keeps states, not {type(cache).__name__}.")
@@ -82,17 +80,17 @@ def state_cache(batch: ForwardBatch, index: int) -> StateCache:
 
 
 def segments_in(batch: ForwardBatch) -> Segments:
-    """Which tokens go on from which state: made once for all layers."""
-    key, kept = (__name__, "segments"), batch.attention.plan_cache
-    if key not in kept:
-        kept[key] = Segments(batch.kinds[KIND].arrays["spans"])
-    return kept[key]
+    """Return which tokens belong to which state. It is computed once per step and shared by all layers."""
+    key, plan_cache = (__name__, "segments"), batch.attention.plan_cache
+    if key not in plan_cache:
+        plan_cache[key] = Segments(batch.kinds[KIND].arrays["spans"])
+    return plan_cache[key]
 
 
 class Convolution(Weighted):
-    """The weights of a causal convolution of each channel by itself: [K, C], and a bias [C] if there is one.
+    """Weight [K, C] and optional bias [C] of a causal depthwise convolution.
 
-    `parts` say how its channels, one part after the other, are cut over ranks.
+    `parts` lists the sub-layers whose outputs are convolved. Each of them is split over ranks separately.
     """
 
     def __init__(self, name: str, parts: Sequence[SubLayer], kernel: int, *, bias: bool = False) -> None:
@@ -104,25 +102,21 @@ class Convolution(Weighted):
 
     def allocate(self) -> None:
         channels = sum(rows.size for rows in self._rows)
-        self.weight = parameter(channels, 1, self._kernel)  # as checkpoints have it, until it is prepared
+        self.weight = parameter(channels, 1, self._kernel)  # in the checkpoint's layout until `prepare` transposes it
         self.bias = parameter(channels) if self._has_bias else None
 
     def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's channels of each part."""
-        self._rows = [
-            shard_range(each.axis, each.size, each.unit, group.rank, group.size) for each in self._parts
-        ]
+        self._rows = [shard_range(each.axis, each.size, each.unit, group.rank, group.size) for each in self._parts]
         self.allocate()
 
     def shards(self) -> Iterator[Shard]:
         row = 0
         for part, rows in zip(self._parts, self._rows, strict=True):
-            there, inner = part.in_tensor(rows), (whole_range(1), whole_range(self._kernel))
-            yield Shard(
-                f"{part.name}.weight", self.weight, row, rows.size, (part.axis, None, None), (there, *inner)
-            )
+            source, inner = part.in_tensor(rows), (whole_range(1), whole_range(self._kernel))
+            yield Shard(f"{part.name}.weight", self.weight, row, rows.size, (part.axis, None, None), (source, *inner))
             if self.bias is not None:
-                yield Shard(f"{part.name}.bias", self.bias, row, rows.size, (part.axis,), (there,))
+                yield Shard(f"{part.name}.bias", self.bias, row, rows.size, (part.axis,), (source,))
             row += rows.size
 
     def prepare(self) -> None:
@@ -132,9 +126,9 @@ class Convolution(Weighted):
 class GatedDeltaNet(Weighted):
     """Linear attention with a gated delta rule (arXiv 2412.06464): project, convolve, update and read states, gate.
 
-    `index` is the layer's number in the model. `projections` are those of q, k, v, z, b and a, in this order: G heads
-    of q and k with `key_dim`, H heads of the others with `value_dim` or one number each. Those of b and a, which say
-    how much of a state is kept, are never quantised.
+    `index` is the layer's number in the model. `projections` lists the sub-layers of q, k, v, z, b and a in this order.
+    q and k have G heads of `key_dim`, v and z have H heads of `value_dim`, and b and a have one number for each of the
+    H heads. The projections of b and a, which control how the state changes, are never quantised.
     """
 
     def __init__(
@@ -161,10 +155,7 @@ class GatedDeltaNet(Weighted):
         keys, values, unit = key_heads * key_dim, value_heads * value_dim, self._ratio * value_dim
         self.projections = Linear(size, projections[:4], build)
         self.gates = Linear(size, projections[4:], build, quantized=False)
-        parts = [
-            SubLayer("", channels, "heads", own)
-            for channels, own in ((keys, key_dim),) * 2 + ((values, unit),)
-        ]
+        parts = [SubLayer("", channels, "heads", head) for channels, head in ((keys, key_dim),) * 2 + ((values, unit),)]
         self.convolution = Convolution(f"{name}.conv1d", parts, kernel)
         self.norm = RMSNorm(f"{name}.norm", value_dim, eps, build)
         self.out = Linear(values, [SubLayer(f"{name}.out_proj", size)], build, in_axis="heads", in_unit=unit)
@@ -180,9 +171,9 @@ class GatedDeltaNet(Weighted):
         self.rate, self.shift = (parameter(heads, dtype=torch.float32) for _ in range(2))
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's key heads with their value heads; the linear layers are cut by themselves.
+        """Keep this rank's key heads and the value heads that belong to them. The linear layers are split separately.
 
-        Raises CheckpointError where there are not as many of them for each rank.
+        Raises CheckpointError if the heads cannot be divided evenly among ranks.
         """
         self._heads = evenly(self._heads.full, group)
         self.cache_spec = self.cache_spec.local(group.rank, group.size)
@@ -194,7 +185,7 @@ class GatedDeltaNet(Weighted):
         yield whole(f"{self.name}.dt_bias", self.shift, ("heads",), rows)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E] -> [T, E]; the states behind the tokens are in the cache then."""
+        """Return the layer's output, x [T, E] -> [T, E], and store the states after the tokens in the cache."""
         kernels, cache, segments = self.kernels, state_cache(batch, self.index), segments_in(batch)
         mixed, z = self.projections(x, batch).split(self._sizes, dim=-1)
         b, a = self.gates(x, batch).chunk(2, dim=-1)
@@ -210,8 +201,8 @@ class GatedDeltaNet(Weighted):
 class Mamba2(Weighted):
     """A selective state space (arXiv 2405.21060): project, convolve, scan, gate, normalise, project.
 
-    `index` is the layer's number in the model. There are `heads` of `head_dim`, which share B and C in `groups`; the
-    norm is taken over each group. `limits` hold the steps in time.
+    `index` is the layer's number in the model. The heads of a group share B and C, and each
+    group is normalised by itself. `limits` are the bounds of the time step.
     """
 
     def __init__(
@@ -240,13 +231,15 @@ class Mamba2(Weighted):
         self.eps = eps
         self._heads, self._summed_over = whole_range(heads), None
         inner, shared = heads * head_dim, groups * state_size
-        own = SubLayer("", inner, "heads", head_dim)
-        # One group belongs to the heads of all ranks, so that each of them has it.
-        of_group = SubLayer("", shared, None if groups == 1 else "heads", state_size)
-        parts = in_one_tensor(f"{name}.in_proj", [own, own, of_group, of_group, SubLayer("", heads, "heads")])
+        per_head = SubLayer("", inner, "heads", head_dim)
+        # If there is only one group, the heads of all ranks need it, so every rank holds it.
+        per_group = SubLayer("", shared, None if groups == 1 else "heads", state_size)
+        parts = in_one_tensor(
+            f"{name}.in_proj", [per_head, per_head, per_group, per_group, SubLayer("", heads, "heads")]
+        )
         self.projections = Linear(size, parts, build, bias=bias)
         self.convolution = Convolution(
-            f"{name}.conv1d", [own, of_group, of_group], kernel, bias=convolution_bias
+            f"{name}.conv1d", [per_head, per_group, per_group], kernel, bias=convolution_bias
         )
         self.out = from_heads(f"{name}.out_proj", heads, head_dim, size, build, bias=bias)
         self.cache_spec = StateSpec(
@@ -266,9 +259,9 @@ class Mamba2(Weighted):
         self.rate, self.shift, self.skip = (parameter(heads, dtype=torch.float32) for _ in range(3))
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's heads, and their groups if there are several; the linear layers are cut by themselves.
+        """Keep this rank's heads, and their groups if there are several. The linear layers are split separately.
 
-        Raises CheckpointError where there are not as many of them for each rank.
+        Raises CheckpointError if heads or groups cannot be divided evenly among ranks.
         """
         self._heads = evenly(self._heads.full, group)
         if self.groups == 1:
@@ -285,7 +278,7 @@ class Mamba2(Weighted):
             yield whole(f"{self.name}.{part}", numbers, ("heads",), self._heads)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E] -> [T, E]; the states behind the tokens are in the cache then."""
+        """Return the layer's output, x [T, E] -> [T, E], and store the states after the tokens in the cache."""
         kernels, cache, segments = self.kernels, state_cache(batch, self.index), segments_in(batch)
         z, mixed, dt = self.projections(x, batch).split(self._sizes, dim=-1)
         weights = self.convolution
@@ -300,7 +293,7 @@ class Mamba2(Weighted):
         return self.out(self._normed(kernels.modulate(out, z, "silu")), batch)
 
     def _normed(self, x: Tensor) -> Tensor:
-        """x [T, H * P], normalised group by group; a group of all ranks' heads by the squares of all."""
+        """Normalise x [T, H * P] per group. If there is only one group, it includes the heads of all ranks."""
         if self._summed_over is not None:
             return norm_of_ranks(x, self.norm_weight, self.eps, self._summed_over)
         if self.groups == 1:
@@ -310,14 +303,12 @@ class Mamba2(Weighted):
 
 
 class ShortConvolution(Weighted):
-    """A convolution between two gates (LFM2): project to both and x, gate, convolve, gate, project.
+    """A convolution between two gates (LFM2): project to two gates and x, gate, convolve, gate, project.
 
-    `index` is the layer's number in the model. What it keeps of a sequence are its last inputs alone.
+    `index` is the layer's number in the model. Its cache holds only the last inputs of the convolution.
     """
 
-    def __init__(
-        self, name: str, index: int, size: int, kernel: int, build: Build, *, bias: bool = False
-    ) -> None:
+    def __init__(self, name: str, index: int, size: int, kernel: int, build: Build, *, bias: bool = False) -> None:
         super().__init__()
         self.index = index
         self.kernels = build.kernels
@@ -328,28 +319,28 @@ class ShortConvolution(Weighted):
         self.cache_spec = StateSpec((kernel - 1, size), (0,), build.state_dtype, size)
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's channels of the states; the sub-layers are cut by themselves."""
+        """Keep this rank's channels. The linear layers are split separately."""
         self.cache_spec = self.cache_spec.local(group.rank, group.size)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """x [T, E] -> [T, E]; the states behind the tokens are in the cache then."""
-        before, behind, x = self.projections(x, batch).chunk(3, dim=-1)
+        """Return the layer's output, x [T, E] -> [T, E], and store the states after the tokens in the cache."""
+        before, after, x = self.projections(x, batch).chunk(3, dim=-1)
         weights, cache = self.convolution, state_cache(batch, self.index)
         out = self.kernels.convolve(
-            x, weights.weight, weights.bias, cache.inputs, segments_in(batch), gates=(before, behind)
+            x, weights.weight, weights.bias, cache.inputs, segments_in(batch), gates=(before, after)
         )
         return self.out(out, batch)
 
 
 def evenly(count: int, group: TensorParallelGroup) -> ShardRange:
-    """This rank's part of so many heads or groups. Raises CheckpointError where ranks would have different numbers."""
+    """Return this rank's range of `count` heads or groups. Raises CheckpointError unless they divide evenly."""
     if count % group.size:
         raise CheckpointError(
-            f"{count} heads or groups of recurrent layers cannot be shared evenly by {group.size} ranks (--tp-size)."
+            f"--tp-size {group.size} does not divide the {count} heads or groups of the model's recurrent layers."
         )
     return shard_range("heads", count, 1, group.rank, group.size)
 
 
 def times(heads: ShardRange, size: int) -> ShardRange:
-    """The rows of these heads, `size` each."""
+    """Return the range of rows of these heads, if each head has `size` rows."""
     return ShardRange(*(size * each for each in heads))

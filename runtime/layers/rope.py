@@ -1,4 +1,4 @@
-"""Rotary position embedding with the scalings that extend a trained context."""
+"""Rotary position embedding, including the scalings that extend a model beyond its trained context."""
 
 from __future__ import annotations
 
@@ -15,58 +15,52 @@ from runtime.layers.rope_parameters import RopeParameters
 class Rope(nn.Module):
     """Rotates queries and keys by a table of `context_length` positions, computed once in float32.
 
-    One instance serves all layers with the same parameters. Scalings that depend on how long a sequence has
-    become ("dynamic", "longrope") are fixed by `context_length`: cached keys must not change their angles
-    when their sequence grows, and a prefix must serve sequences of any length.
+    One instance serves all layers with equal parameters. Scalings that depend on the length of a sequence ("dynamic",
+    "longrope") use `context_length` instead: the angles of cached keys must not change while their sequence grows, and
+    sequences of any length must be able to share a cached prefix.
     """
 
     table: Tensor
+    axis_of_pair: Tensor | None  # int32 [R / 2]: the position axis of each pair; None: positions have one axis
 
-    def __init__(
-        self, parameters: RopeParameters, context_length: int, kernels: Kernels, device: torch.device
-    ) -> None:
+    def __init__(self, parameters: RopeParameters, context_length: int, kernels: Kernels, device: torch.device) -> None:
         super().__init__()
         self.interleaved = parameters.interleaved
-        self.sections = parameters.sections
         self.kernels = kernels
         frequencies, factor = inverse_frequencies(parameters, context_length)
         positions = torch.arange(context_length, dtype=torch.float32, device="cpu")
         angles = torch.outer(positions, frequencies)  # [N, R / 2]
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * factor
         self.register_buffer("table", table.to(device), persistent=False)
+        axes = parameters.axis_of_pair
+        axis_of_pair = torch.tensor(axes, dtype=torch.int32, device=device) if axes else None
+        self.register_buffer("axis_of_pair", axis_of_pair, persistent=False)
 
     def forward(self, q: Tensor, k: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """q [T, H, D], k [T, K, D], which may be overwritten -> the same, rotated.
+        """Return q [T, H, D] and k [T, K, D] rotated. May overwrite its arguments.
 
-        Raises ValueError for positions of three axes where the parameters have no sections.
+        Raises ValueError if positions have three axes and the parameters have no sections.
         """
         table, positions, plan_cache = self.table, batch.positions, batch.attention.plan_cache
-        if positions.dim() == 2:
+        if batch.position_axes is not None:
             key = (__name__, id(self))
             if key not in plan_cache:
-                plan_cache[key] = self._table_of(positions)
-            table, positions = plan_cache[key]
-        return self.kernels.rotate(
-            q, k, table, positions, interleaved=self.interleaved, plan_cache=plan_cache
-        )
+                plan_cache[key] = self._angles(batch.position_axes)
+            table, positions = plan_cache[key], None
+        return self.kernels.rotate(q, k, table, positions, interleaved=self.interleaved, plan_cache=plan_cache)
 
-    def _table_of(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """positions [3, T] -> a table [T, R] of these tokens alone, and the tokens' indices into it.
-
-        Each pair of dimensions turns with the axis in whose section it is (Qwen2-VL, arXiv 2409.12191).
-        """
-        if not self.sections:
+    def _angles(self, axes: Tensor) -> Tensor:
+        """Return the cosines and sines [T, R] of tokens at positions [3, T]."""
+        if self.axis_of_pair is None:
             raise ValueError("Positions have three axes, and this model's rotary embedding has no sections.")
-        halves = self.table[positions].chunk(2, dim=-1)  # cosines and sines, [3, T, R / 2]
-        parts = [part[axis] for half in halves for axis, part in enumerate(half.split(self.sections, dim=-1))]
-        return torch.cat(parts, dim=-1), torch.arange(positions.shape[1], device=positions.device)
+        return self.kernels.angles(self.table, axes, self.axis_of_pair)
 
 
 class QueryScale(nn.Module):
-    """Multiplies queries by a number that grows with their position, so that long texts do not blur attention.
+    """Multiplies queries by a factor that grows with the position, to sharpen attention over long texts.
 
-    Source: arXiv 2501.19399; the number is `1 + strength * log(1 + floor(p / step))` at position p, which is counted
-    from `first`: Llama 4's from 1. It is done by the kernels that rotate: a pair whose angle is 0 is only scaled.
+    The factor at position p is `1 + strength * log(1 + floor(p / step))` (arXiv 2501.19399). The first token has
+    position `first`, which is 1 in Llama 4. The rotation kernels apply the factor, as a rotation by the angle 0.
     """
 
     table: Tensor
@@ -89,16 +83,15 @@ class QueryScale(nn.Module):
         self.register_buffer("table", table.to(device), persistent=False)
 
     def forward(self, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """q [T, H, D], which may be overwritten -> the same, scaled."""
-        positions = batch.positions if batch.positions.dim() == 1 else batch.positions[0]
+        """Return q [T, H, D] scaled. May overwrite q."""
         pairs = q.flatten(1).unflatten(1, (-1, 2))  # [T, H * D / 2, 2]
         cache = batch.attention.plan_cache
-        scaled, _ = self.kernels.rotate(pairs, pairs[:, :0], self.table, positions, plan_cache=cache)
+        scaled, _ = self.kernels.rotate(pairs, pairs[:, :0], self.table, batch.positions, plan_cache=cache)
         return scaled.reshape(q.shape)
 
 
 def inverse_frequencies(parameters: RopeParameters, context_length: int) -> tuple[Tensor, float]:
-    """(angle per position of each pair [R / 2], factor of cosines and sines), on the CPU in float32.
+    """Return each pair's angle per position, float32 [R / 2] on the CPU, and the factor of cosines and sines.
 
     Sources: linear, kaiokendev 2023; dynamic, "NTK-aware" scaling 2023; yarn, arXiv 2309.00071; longrope,
     arXiv 2402.13753; llama3, the Llama 3.1 reference code.
@@ -117,7 +110,7 @@ def inverse_frequencies(parameters: RopeParameters, context_length: int) -> tupl
         case "longrope":
             return _longrope(parameters, context_length)
         case kind:
-            raise ValueError(f"There is no rope type '{kind}'.")
+            raise ValueError(f"The rope type '{kind}' is not supported.")
 
 
 def _exponents(dim: int) -> Tensor:
@@ -134,7 +127,7 @@ def _dynamic(p: RopeParameters, context_length: int) -> Tensor:
 
 
 def _llama3(p: RopeParameters) -> Tensor:
-    """Long waves are slowed by the factor, short ones kept, those between interpolated."""
+    """Divide low frequencies by the factor, keep high frequencies, and interpolate in between."""
     plain = _plain(p.theta, p.dim)
     waves_in_context = p.trained_context * plain / (2 * math.pi)
     smooth = (waves_in_context - p.low_freq_factor) / (p.high_freq_factor - p.low_freq_factor)
@@ -143,7 +136,7 @@ def _llama3(p: RopeParameters) -> Tensor:
 
 
 def _yarn(p: RopeParameters) -> tuple[Tensor, float]:
-    """Dimensions that turn often in the trained context are kept, slow ones interpolated, a ramp between."""
+    """Keep high frequencies, divide low frequencies by the factor, with a linear ramp in between."""
 
     def dimension(rotations: float) -> float:
         ratio = p.trained_context / (rotations * 2 * math.pi)
@@ -171,7 +164,7 @@ def _yarn_attention_factor(p: RopeParameters) -> float:
 
 
 def _longrope(p: RopeParameters, context_length: int) -> tuple[Tensor, float]:
-    """A divisor per dimension, one set within the trained context and one beyond it."""
+    """Divide each frequency by `short_factor` or, if the context is longer than the trained one, by `long_factor`."""
     divisors = p.long_factor if context_length > p.trained_context else p.short_factor
     frequencies = _plain(p.theta, p.dim) / torch.tensor(divisors, dtype=torch.float32, device="cpu")
     if p.attention_factor is not None:

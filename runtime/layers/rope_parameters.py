@@ -1,4 +1,4 @@
-"""What a configuration says about rotary position embedding. Torch-free."""
+"""The parameters of rotary position embedding, read from a model's configuration. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from runtime.errors import CheckpointError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 RENAMED = {"su": "longrope", "mrope": "default"}
-NUM_AXES = 3  # of a position that has several
+NUM_AXES = 3  # time, height and width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeParameters:
-    """The angles' base and how they are scaled beyond the trained context."""
+    """The base of the angles, and their scaling beyond the trained context."""
 
     theta: float
-    dim: int  # leading dimensions of each head that are rotated
+    dim: int  # number of dimensions that are rotated, at the start of each head
     max_position: int  # max_position_embeddings
     kind: str = "default"
     factor: float = 1.0
-    original_context: int = 0  # trained context; 0: max_position
-    attention_factor: float | None = None  # yarn, longrope: multiplies cosines and sines
+    original_context: int = 0  # length of the trained context; 0: it equals `max_position`
+    attention_factor: float | None = None  # multiplies cosines and sines (yarn and longrope); None: computed
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float = 0.0
@@ -35,9 +35,8 @@ class RopeParameters:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     interleaved: bool = False
-    sections: tuple[
-        int, ...
-    ] = ()  # pairs that turn with the time, height and width of a position; (): one axis
+    sections: tuple[int, ...] = ()  # number of pairs per position axis; (): positions have one axis
+    sections_interleaved: bool = False  # whether the pairs of the three axes alternate
 
     @property
     def trained_context(self) -> int:
@@ -45,28 +44,41 @@ class RopeParameters:
 
     @property
     def context_length(self) -> int:
-        """The context that these parameters are meant for.
+        """Context length that these parameters support.
 
-        A factor without a trained context counts from max_position; "dynamic" and "llama3" change nothing
-        within max_position.
+        Without an original context length, the factor extends max_position. "dynamic" and "llama3" do not extend
+        max_position.
         """
         if self.kind in ("linear", "yarn") and not self.original_context:
             return int(self.max_position * self.factor)
         return self.max_position
 
+    @property
+    def axis_of_pair(self) -> tuple[int, ...]:
+        """The position axis (0: time, 1: height, 2: width) of each pair; () if positions have one axis.
+
+        If sections are interleaved, pairs 1, 4, 7, ... rotate with the height and pairs 2, 5, 8, ... with the width,
+        until each axis has as many pairs as its section says (Qwen3-VL, transformers' `apply_interleaved_mrope`).
+        """
+        if self.sections and self.sections_interleaved:
+            return tuple(
+                pair % NUM_AXES if pair < NUM_AXES * self.sections[pair % NUM_AXES] else 0
+                for pair in range(self.dim // 2)
+            )
+        return tuple(axis for axis, pairs in enumerate(self.sections) for _ in range(pairs))
+
 
 def read_rope_parameters(config: Fields, head_dim: int, layer_type: str | None = None) -> RopeParameters:
-    """The rotary embedding of a layer type.
+    """Return the rotary embedding of a layer type.
 
-    Newer files hold everything in `rope_parameters`, flat or one object per layer type; older ones have
-    `rope_theta` and `partial_rotary_factor` beside `rope_scaling`. Raises CheckpointError naming a wrong
-    field.
+    Newer files hold all values in `rope_parameters`, flat or one object per layer type. Older files have `rope_theta`
+    and `partial_rotary_factor` next to `rope_scaling`. Raises CheckpointError, which names the invalid field.
     """
     rope = _fields(config, layer_type)
     kind = rope.choice("rope_type", [*KINDS, *RENAMED], default="default")
     kind = RENAMED.get(kind, kind)
     if kind == "yarn" and rope.values.get("short_factor") is not None:
-        kind = "longrope"  # as the first Phi-3 checkpoints called it
+        kind = "longrope"  # the first Phi-3 checkpoints use another name
     max_position = config.integer("max_position_embeddings")
     original = config.optional_integer("original_max_position_embeddings") or rope.optional_integer(
         "original_max_position_embeddings"
@@ -75,8 +87,8 @@ def read_rope_parameters(config: Fields, head_dim: int, layer_type: str | None =
     dim = int(head_dim * partial)
     if partial > 1 or dim % 2 or dim == 0:
         raise CheckpointError(
-            f"config.json: head_dim {head_dim} with partial_rotary_factor {partial:g} leaves no even number of "
-            "dimensions to rotate."
+            f"config.json: head_dim {head_dim} with partial_rotary_factor {partial:g} does not give a positive "
+            "even number of dimensions to rotate."
         )
     return RopeParameters(
         theta=rope.optional_number("rope_theta") or 10000.0,
@@ -85,18 +97,19 @@ def read_rope_parameters(config: Fields, head_dim: int, layer_type: str | None =
         kind=kind,
         original_context=original or 0,
         sections=_sections(rope, dim),
+        sections_interleaved=rope.flag("mrope_interleaved"),
         **_scaling(rope, kind, dim, max_position / original if original else None),
     )
 
 
 def _sections(rope: Fields, dim: int) -> tuple[int, ...]:
-    """How many pairs of dimensions turn with each axis of a position, where positions have several."""
+    """Return the number of pairs that rotate with each position axis, or () if positions have one axis."""
     sections = rope.values.get("mrope_section")
     if sections is None:
         return ()
     numbers = isinstance(sections, list) and all(type(each) is int and each >= 0 for each in sections)
     if not numbers or len(sections) != NUM_AXES or sum(sections) != dim // 2:
-        raise rope.wrong("mrope_section", f"{NUM_AXES} whole numbers with the sum {dim // 2}")
+        raise rope.wrong("mrope_section", f"{NUM_AXES} non-negative integers with the sum {dim // 2}")
     return tuple(sections)
 
 
@@ -115,7 +128,7 @@ def _fields(config: Fields, layer_type: str | None) -> Fields:
 
 
 def _scaling(rope: Fields, kind: str, dim: int, ratio: float | None) -> Mapping[str, Any]:
-    """What the scaling of this kind needs; `ratio` is the factor that the context lengths imply."""
+    """Return the fields of this kind of scaling. `ratio` is the factor implied by the context lengths."""
     match kind:
         case "linear" | "dynamic":
             return {"factor": rope.number("factor")}

@@ -1,4 +1,4 @@
-"""The end of a classifier: from the pooled hidden state of a text to a score for each label."""
+"""Classifier head. Computes one score per label from the pooled hidden state of a text."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from runtime.layers.weight import Shard, Weighted, parameter, whole
 
 
 class ScoreLayer(NamedTuple):
-    """A product with a weight of the checkpoint, and what follows it."""
+    """A linear layer of the checkpoint with an optional activation and norm."""
 
     name: str
-    size: int  # of what it gives
+    size: int  # size of the output
     bias: bool = True
     activation: str = ""
-    norm: str | None = None  # the name of a layer norm behind the activation, without a bias
+    norm: str | None = None  # checkpoint name of a layer norm without bias, applied after the activation; None: no norm
     norm_eps: float = 1e-5
 
 
 class ScoreHead(nn.Module):
-    """Layers one after the other, [M, E] -> [M, labels], in float32 whatever the model computes in."""
+    """Applies score layers one after another, [M, E] -> [M, labels], always in float32."""
 
     def __init__(self, in_size: int, layers: Sequence[ScoreLayer]) -> None:
         super().__init__()
@@ -57,6 +57,4 @@ class _Product(Weighted):
 
     def forward(self, x: Tensor) -> Tensor:
         x = ACTIVATIONS[self.layer.activation](F.linear(x, self.weight, self.bias))
-        return (
-            x if self.norm is None else F.layer_norm(x, self.norm.shape, self.norm, eps=self.layer.norm_eps)
-        )
+        return x if self.norm is None else F.layer_norm(x, self.norm.shape, self.norm, eps=self.layer.norm_eps)

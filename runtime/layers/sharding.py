@@ -1,4 +1,4 @@
-"""Cutting layers over ranks: which logical axes are cut, and where."""
+"""Tensor-parallel sharding: which logical axes are split over ranks, and which range each rank gets."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-# Logical axis of a weight -> the axis of the mesh that cuts it. What is not here, every rank holds whole.
+# Logical axis of a weight -> mesh axis that splits it. Every rank holds all other axes in full.
 MESH_AXES: Mapping[str, str] = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
-# Axes of which a rank holds at least one unit: with more ranks than units, several ranks hold the same one.
+# Each rank holds at least one unit of these axes. If there are more ranks than units, several ranks hold the same unit.
 SHARED_AXES = frozenset({"kv_heads"})
 
 
 class ShardRange(NamedTuple):
-    """A rank's part of one dimension: `size` entries from `start`, of `full`."""
+    """A rank's range of one dimension: `size` entries from `start`, out of `full`."""
 
     start: int
     size: int
@@ -29,16 +29,8 @@ class ShardRange(NamedTuple):
         return slice(self.start, self.start + self.size)
 
 
-class Stage(NamedTuple):
-    """Which part of a decoder's depth a rank computes. The first stage also embeds and has the head."""
-
-    layers: range
-    first: bool
-    last: bool
-
-
 class TensorParallelGroup(Protocol):
-    """The ranks that share every layer, seen from one of them. All of them call the same methods in step."""
+    """The tensor-parallel group of this rank. All ranks of the group must call the same methods in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -46,11 +38,11 @@ class TensorParallelGroup(Protocol):
     def size(self) -> int: ...
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' `x`, on every rank; in place."""
+        """Add all ranks' `x` in place and return the sum on every rank."""
         ...
 
     def gather(self, x: Tensor) -> list[Tensor] | None:
-        """All ranks' `x`, of one shape, on rank 0; None on the others."""
+        """Return the `x` of all ranks on rank 0, and None on other ranks. Each `x` must have the same shape."""
         ...
 
 
@@ -59,9 +51,9 @@ def whole_range(full: int) -> ShardRange:
 
 
 def shard_range(axis: str | None, full: int, unit: int, rank: int, size: int) -> ShardRange:
-    """The part of a dimension that `rank` of `size` holds; units (the rows of a head) are never cut.
+    """Return the range of a dimension that `rank` holds. A unit, for example the rows of a head, is never split.
 
-    Parts differ by one unit at most where the units do not divide evenly.
+    If the units do not divide evenly, ranges differ by at most one unit.
     """
     if axis is None or MESH_AXES.get(axis) != "tp":
         return whole_range(full)

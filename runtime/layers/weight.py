@@ -1,4 +1,4 @@
-"""How a layer says which checkpoint tensors its parameters are made of."""
+"""How the tensors of a checkpoint fill the parameters of layers."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ Axes = tuple[str | None, ...]
 
 
 class Shard(NamedTuple):
-    """What some rows of a parameter are filled with: one tensor of a checkpoint, or a part of it.
+    """Some rows of a parameter, and the part of a checkpoint tensor that fills them.
 
-    `axes` names the logical axis of each dimension ("heads", "kv_heads", "mlp", "vocab", or None for what is
-    never split), so that parallelism is added from outside; `ranges` says which part of each dimension of the
-    tensor is taken, () for all of it. With a `default` the checkpoint need not have the tensor.
+    `axes` names the logical axis of each dimension ("heads", "kv_heads", "mlp", "vocab", or None if it is never
+    split). `ranges` says which part of each dimension to read; () means the whole tensor. If `default` is set, the
+    tensor may be missing from the checkpoint, and the rows are filled with this value.
     """
 
-    name: str  # in the checkpoint
+    name: str  # the tensor's name in the checkpoint
     parameter: Tensor
     first_row: int
     num_rows: int
     axes: Axes
     ranges: tuple[ShardRange, ...] = ()
     default: float | None = None
-    transposed: bool = False  # in the checkpoint, where the parameter's rows are columns then
-    index: int | None = None  # in the first dimension of a tensor that holds `count` such parts
+    transposed: bool = False  # whether the parameter's rows are the columns of the checkpoint tensor
+    # If `index` is set, the tensor has another first dimension of size `count`, of which only this index is read.
+    index: int | None = None
     count: int = 0
-    offset: int = 0  # of `step` rows of the tensor that stand beside each other this is the one that is taken
+    # Every `step`-th row of the tensor is used, starting at `offset`.
+    offset: int = 0
     step: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor in the checkpoint."""
+        """The shape of the whole checkpoint tensor."""
         shape = (self.num_rows, *self.parameter.shape[1:])
         if self.ranges:
             shape = tuple(each.full for each in self.ranges)
@@ -46,7 +48,7 @@ class Shard(NamedTuple):
 
     @property
     def cut(self) -> tuple[slice, ...]:
-        """What is taken of the tensor; () for all of it."""
+        """The slices to read from the checkpoint tensor; () means the whole tensor."""
         if self.index is None and all(each.whole for each in self.ranges):
             return ()
         cut = tuple(each.slice for each in self.ranges)
@@ -56,20 +58,20 @@ class Shard(NamedTuple):
         return cut if self.index is None else (slice(self.index, self.index + 1), *cut)
 
     def pieces(self, most_bytes: int) -> Iterator[Shard]:
-        """The same in parts of about so many bytes; whole where rows are columns of the checkpoint's tensor."""
+        """Split into shards of about `most_bytes` each. A transposed shard stays whole."""
         inner = self.parameter.shape[1:]
         rows = max(1, most_bytes // max(1, self.parameter.element_size() * inner.numel()))
         if self.transposed or self.num_rows <= rows:
             yield self
             return
-        first, *others = self.ranges or (whole_range(size) for size in (self.num_rows, *inner))
+        first, *rest = self.ranges or (whole_range(size) for size in (self.num_rows, *inner))
         for row in range(0, self.num_rows, rows):
             size = min(rows, self.num_rows - row)
-            ranges = (ShardRange(first.start + row, size, first.full), *others)
+            ranges = (ShardRange(first.start + row, size, first.full), *rest)
             yield self._replace(first_row=self.first_row + row, num_rows=size, ranges=ranges)
 
     def take(self, part: Tensor) -> None:
-        """Fill the rows with what was cut out of the checkpoint's tensor."""
+        """Fill the rows with `part`, which was read from the checkpoint tensor as `cut` says."""
         part = part if self.index is None else part[0]
         part = part.t() if self.transposed and part.dim() == 2 else part
         self.target.copy_(part if self.step == 1 else part[self.offset :: self.step])
@@ -80,35 +82,38 @@ class Shard(NamedTuple):
 
 
 class Weighted(nn.Module):
-    """A layer with parameters of its own, which a checkpoint fills.
+    """A layer whose own parameters are filled from a checkpoint.
 
-    Its shards fill what `allocate` made; then `prepare` may replace that by what kernels want, and lets it go, so that
-    memory holds each weight once. Both are called again where the layer gets new weights.
+    `allocate` creates the parameters, the layer's shards fill them, and `prepare` may replace them by tensors in the
+    kernels' layout. It then frees the originals, so that memory holds each weight once. When the weights are replaced,
+    `allocate` and `prepare` are called again.
     """
 
-    # One of several that share a tensor: filled and prepared before the next one has memory.
+    # Whether this layer is filled and prepared before the next layer is allocated. True for layers that each take a
+    # block of rows of one large checkpoint tensor: memory then never holds all blocks before they are prepared.
     by_itself = False
 
     def allocate(self) -> None:
-        """Make the parameters that the checkpoint's tensors fill, where `prepare` replaces them."""
+        """Create the parameters again, if `prepare` has replaced them, for the checkpoint to fill."""
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's part of what can be cut. Called once, before the parameters have memory."""
+        """Keep this rank's shard. Called once, while the parameters are still on the meta device."""
 
     def shards(self) -> Iterator[Shard]:
-        """They cover each row of the parameters exactly once; names and shapes may be asked for at any time."""
+        """Yield shards that cover each row of the parameters exactly once. Names and shapes are valid at any time."""
         return iter(())
 
     def prepare(self) -> None:
-        """The parameters are filled."""
+        """Convert the filled parameters to the kernels' layout."""
 
 
 class SubLayer(NamedTuple):
-    """One of the model's linear layers: its name, output size, and the logical axis of its output.
+    """One of the model's linear layers: its name, the size of its output, and the logical axis of its output.
 
-    Where the output is cut over ranks, `unit` rows stay together: those of a head. In a checkpoint that holds several
-    of them in one tensor, it has the rows from `first_row` on, of `tensor_rows`: all in a row, or in pieces of `piece`
-    rows that begin `stride` rows apart. A `transposed` tensor holds outputs as columns.
+    If the output is split over ranks, each `unit` of rows (for example a head) stays together. If a checkpoint tensor
+    holds several sub-layers, it has `tensor_rows` rows, and this sub-layer begins at `first_row`. Its rows are
+    consecutive or, if `piece` is set, in pieces of `piece` rows that begin `stride` rows apart. A `transposed` tensor
+    holds outputs as columns.
     """
 
     name: str
@@ -122,7 +127,7 @@ class SubLayer(NamedTuple):
     transposed: bool = False
 
     def pieces(self, rows: ShardRange) -> Iterator[tuple[int, ShardRange]]:
-        """Where some of its rows are in the checkpoint's tensor: (the first of these rows, rows there) of each part."""
+        """Yield the parts of `rows` that are consecutive in the tensor: (offset in `rows`, range in the tensor)."""
         piece = self.piece or self.size
         done = 0
         while done < rows.size:
@@ -133,51 +138,51 @@ class SubLayer(NamedTuple):
             done += size
 
     def in_tensor(self, rows: ShardRange) -> ShardRange:
-        """Where some of its rows are in the checkpoint's tensor."""
+        """Return the range of `rows` in the checkpoint tensor, if the sub-layer's rows are consecutive."""
         full = self.size if self.tensor_rows is None else self.tensor_rows
         return ShardRange(self.first_row + rows.start, rows.size, full)
 
 
 def in_one_tensor(name: str, sub_layers: Sequence[SubLayer]) -> list[SubLayer]:
-    """The same sub-layers, one after the other in the checkpoint's tensor `name`."""
-    total, found = sum(each.size for each in sub_layers), []
+    """Return the sub-layers as consecutive parts of the checkpoint tensor `name`."""
+    total, parts = sum(each.size for each in sub_layers), []
     row = 0
     for each in sub_layers:
-        found.append(each._replace(name=name, first_row=row, tensor_rows=total))
+        parts.append(each._replace(name=name, first_row=row, tensor_rows=total))
         row += each.size
-    return found
+    return parts
 
 
 def in_groups(name: str, sub_layers: Sequence[SubLayer]) -> list[SubLayer]:
-    """q, k and v in the checkpoint's tensor `name`, which holds for each kv head its queries, its key and its value."""
+    """Return q, k and v as parts of the tensor `name`, which holds each kv head's queries, key and value together."""
     total, num_groups = sum(each.size for each in sub_layers), sub_layers[1].size // sub_layers[1].unit
-    found, row = [], 0
+    parts, row = [], 0
     for each in sub_layers:
         piece, stride = each.size // num_groups, total // num_groups
-        found.append(each._replace(name=name, first_row=row, tensor_rows=total, piece=piece, stride=stride))
+        parts.append(each._replace(name=name, first_row=row, tensor_rows=total, piece=piece, stride=stride))
         row += piece
-    return found
+    return parts
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None, bits: int | None = None) -> nn.Parameter:
-    """A parameter to be filled; in the model's dtype, or one of its own that loading leaves as it is.
+    """Return a parameter to fill. Loading gives it the model's dtype, unless `dtype` is given.
 
-    Once prepared its numbers have so many `bits`, if not those of the dtype.
+    `bits` is the size of an element after `prepare`, if it differs from the size before.
     """
-    made = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+    created = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
     if dtype is not None:
-        made.own_dtype = dtype  # type: ignore[attr-defined]
+        created.own_dtype = dtype  # type: ignore[attr-defined]
     if bits is not None:
-        made.prepared_bits = bits  # type: ignore[attr-defined]
-    return made
+        created.prepared_bits = bits  # type: ignore[attr-defined]
+    return created
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
-    """A parameter that holds this tensor, without gradients."""
+    """Return a parameter without gradients that holds this tensor."""
     return nn.Parameter(tensor, requires_grad=False)
 
 
 def whole(name: str, parameter: Tensor, axes: Axes, rows: ShardRange | None = None) -> Shard:
-    """The shard of a parameter that is one checkpoint tensor, or `rows` of one."""
+    """Return the shard that fills a whole parameter from one checkpoint tensor, or only from its `rows`."""
     ranges = () if rows is None else (rows, *(whole_range(size) for size in parameter.shape[1:]))
     return Shard(name, parameter, 0, parameter.shape[0], axes, ranges)

@@ -1,1 +1,1 @@
-"""What is counted while the engine runs, as Prometheus reads it. Torch-free, and nothing global: one set an engine."""
+"""Metrics of the engine for Prometheus. Torch-free, without global state: each engine has its own set."""

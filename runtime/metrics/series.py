@@ -1,7 +1,7 @@
-"""The numbers themselves: plain counters and histograms, written on the event loop and read at a scrape.
+"""Counters and histograms, written on the event loop and read at a scrape.
 
-Writing one costs tenths of a microsecond, where a histogram of prometheus-client costs two: it has locks for threads
-that we do not have.
+An observation takes some tenths of a microsecond. With a histogram of prometheus-client it takes two microseconds,
+because that locks, which is not needed on a single thread.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ if TYPE_CHECKING:
     from runtime.batch import Batch
     from runtime.config.plan import ObservePlan
 
-MAX_LABEL_SETS = 1000  # that requests may make with their header; what comes after is counted under OTHER
+MAX_LABEL_SETS = 1000  # maximum number of label combinations from request headers; later ones count as OTHER
 OTHER = "other"
 REASONS = ("invalid", "too_long", "overloaded", "closed", "failed")
 ROW_BOUNDS: Bounds = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0)
 
 
 class Histogram:
-    """How often values fell between bounds."""
+    """A histogram with fixed bounds."""
 
     __slots__ = ("bounds", "counts", "sum")
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        # By the first bound that is at least the value; the last: above all.
+        # counts[i]: values above bounds[i - 1] and up to bounds[i]; the last entry counts values above all bounds.
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, `times` times."""
+        """Count a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def cumulative(self) -> list[int]:
-        """Of each bound, how many values were at most it; the last entry counts all."""
+        """For each bound, the number of values up to it, and at the end the number of all values."""
         return list(accumulate(self.counts))
 
 
 class RequestSeries:
-    """What is counted of the requests with the same labels."""
+    """Metrics of all requests that have the same label values."""
 
     def __init__(self, plan: ObservePlan) -> None:
         self.num_requests = 0
@@ -63,7 +63,7 @@ class RequestSeries:
         self.output_lengths = Histogram(plan.output_bounds) if plan.output_bounds else None
 
     def ended(self, duration_s: float, prompt: int, output: int, cached: int, *, grammar: bool) -> None:
-        """A request ended: with all its choices' tokens."""
+        """Count a finished request with the tokens of all its choices."""
         self.num_requests += 1
         self.num_with_grammar += grammar
         self.prompt_tokens += prompt
@@ -77,21 +77,21 @@ class RequestSeries:
 
 
 class ReplicaSeries:
-    """What is counted of one replica's steps."""
+    """Metrics of one replica's steps."""
 
     def __init__(self) -> None:
         self.queue_s = Histogram(buckets.QUEUE_TIME)
         self.step_s = {kind: Histogram(buckets.SHORT) for kind in ("prefill", "decode", "mixed")}
         self.step_rows = Histogram(ROW_BOUNDS)
-        self.prompt_tokens = 0  # computed
-        self.cached_tokens = 0
+        self.prompt_tokens = 0  # prompt tokens that steps computed
+        self.cached_tokens = 0  # prompt tokens from the prefix cache
         self.generated_tokens = 0
         self.num_steps = 0
         self.lookups: Counter[str] = Counter(hit=0, miss=0)
-        self.hit_rate = 0.0  # of the last step with prompts
+        self.hit_rate = 0.0  # share of cached prompt tokens in the last step with prompts
 
     def launched(self, batch: Batch) -> None:
-        """A step was launched."""
+        """Count the prompt tokens of a launched step. A step without prompt tokens changes nothing."""
         stats = batch.stats
         if not stats.num_prompt_tokens:
             return
@@ -100,12 +100,12 @@ class ReplicaSeries:
         self.hit_rate = stats.num_cached_tokens / (stats.num_cached_tokens + stats.num_prompt_tokens)
 
     def entered(self, waited_s: float, num_cached: int) -> None:
-        """A sequence is in a step for the first time."""
+        """Count a sequence that is in a step for the first time."""
         self.queue_s.observe(max(waited_s, 0.0))
         self.lookups["hit" if num_cached > 0 else "miss"] += 1
 
     def applied(self, batch: Batch, duration_s: float, num_tokens: int) -> None:
-        """A step's results are there."""
+        """Count a step whose results arrived."""
         stats = batch.stats
         kind = "decode" if not stats.num_prompt_tokens else "mixed" if stats.num_decode_rows else "prefill"
         self.num_steps += 1
@@ -115,21 +115,21 @@ class ReplicaSeries:
 
 
 class EngineMetrics:
-    """All that one engine counts."""
+    """All metrics of one engine."""
 
     def __init__(self, plan: ObservePlan, num_replicas: int) -> None:
         self.plan = plan
         self.replicas = [ReplicaSeries() for _ in range(num_replicas)]
-        self.requests: dict[tuple[str, ...], RequestSeries] = {}  # by the values of the labels from a header
+        self.requests: dict[tuple[str, ...], RequestSeries] = {}  # keys are the label values of a request's header
         self.loop_lag_s = Histogram(buckets.SHORT)
         self.tokenizer_s = Histogram(buckets.SHORT)
         self.rejected: Counter[str] = Counter(dict.fromkeys(REASONS, 0))
-        self.http: Counter[tuple[str, int]] = Counter()  # by path and status
+        self.http: Counter[tuple[str, int]] = Counter()  # by (path, status)
         self.startup_s = 0.0
         self.of_labels(("",) * len(plan.request_labels))
 
     def of_labels(self, values: tuple[str, ...]) -> RequestSeries:
-        """The series of requests with these values, one for each of `plan.request_labels`."""
+        """Return the series for these values of `plan.request_labels`; OTHER's series if there are too many."""
         series = self.requests.get(values)
         if series is None:
             if len(self.requests) >= MAX_LABEL_SETS:
@@ -140,12 +140,12 @@ class EngineMetrics:
         return series
 
     def refused(self, error: PenstockError) -> None:
-        """A request was refused, or failed."""
+        """Count a refused or failed request."""
         self.rejected[reason_of(error)] += 1
 
 
 def reason_of(error: PenstockError) -> str:
-    """The label `reason` of an error."""
+    """Return the label `reason` of an error."""
     if isinstance(error, ContextOverflow):
         return "too_long"
     if isinstance(error, RequestError):

@@ -1,1 +1,1 @@
-"""From a checkpoint on disk to a decoder that computes."""
+"""Model families, one file each, and the table of architectures: `decoders.py`, `encoders.py`, `registry.py`."""

@@ -1,20 +1,19 @@
-"""Arcee (AFM): Llama's layer with an MLP without a gate, of squared relu."""
+"""Arcee (AFM): Llama's layer with an MLP that has no gate and uses squared ReLU."""
 
 from __future__ import annotations
 
-from runtime.layers.block import PreNormBlock
+from torch import nn
+
 from runtime.layers.build import Build
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, plain_mlp
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Biases where the configuration asks for them, no window."""
-    bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
+    """Build Arcee. config.json says which layers have biases; there is no window."""
 
-    def layer(index: int) -> PreNormBlock:
-        attended = attention(config, index, build, bias=bias, out_bias=bias)
-        return block(config, index, build, attended, plain_mlp(config, index, build, bias=mlp_bias))
+    def layer(at: Layer) -> nn.Module:
+        return at.block(at.attention(), at.plain_mlp(bias=config.flag("mlp_bias")))
 
     return assemble(config, build, layer)

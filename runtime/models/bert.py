@@ -1,4 +1,4 @@
-"""BERT, DistilBERT, and RoBERTa, XLM-R and MPNet, which count positions from another number; MPNet adds to scores."""
+"""BERT, DistilBERT, RoBERTa, XLM-R and MPNet. MPNet adds a relative position bias to scores."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from runtime.layers.mlp import MLP
 from runtime.layers.norm import LayerNorm
 from runtime.layers.score import ScoreLayer
 from runtime.layers.weight import SubLayer
-from runtime.models.config import Config
-from runtime.models.encoder import Encoder
+from runtime.modeling.config import Config
+from runtime.modeling.encoder import Encoder
 
 
 def decoder(config: Config, build: Build) -> Encoder:
-    """Absolute positions, biases and plain MLPs."""
+    """Build an encoder like BERT: absolute positions, biases, and MLPs without gates."""
     size = config.hidden_size
     embeddings = EncoderEmbedding(
         "embeddings",
@@ -34,7 +34,7 @@ def decoder(config: Config, build: Build) -> Encoder:
 
 
 def scores(config: Config) -> tuple[ScoreLayer, ...]:
-    """BERT's classifier stands behind the pooler of its training, RoBERTa's has a layer of its own there."""
+    """Return the classifier's layers: a dense layer, which in BERT is the pretrained pooler, and the scores."""
     if not config.labels:
         return ()
     size, count = config.hidden_size, len(config.labels)

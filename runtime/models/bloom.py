@@ -1,43 +1,37 @@
-"""Bloom (arXiv 2211.05100): scores lose by distance (ALiBi, arXiv 2108.12409), and embeddings are normalised."""
+"""Bloom (arXiv 2211.05100): ALiBi (arXiv 2108.12409) and normalised embeddings."""
 
 from __future__ import annotations
 
+from torch import nn
+
 from runtime.errors import CheckpointError
 from runtime.layers.attention import alibi_slopes
-from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
 from runtime.layers.norm import LayerNorm
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer, norms
 from runtime.models.gpt_neox import dense_mlp, grouped_attention
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Biases everywhere. Raises CheckpointError for models that go on from what is normalised."""
+    """Build Bloom, with biases in all layers. Raises CheckpointError if the residual is the normalised input."""
     if config.flag("apply_residual_connection_post_layernorm"):
         raise CheckpointError(
             "config.json: apply_residual_connection_post_layernorm is not supported natively: "
             "use --model-impl transformers."
         )
-    slopes = alibi_slopes(config.num_heads)
+    slopes, norm = alibi_slopes(config.num_heads), norms(config, build, LayerNorm)
 
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm(name, config.hidden_size, config.norm_eps, build)
-
-    def layer(index: int) -> PreNormBlock:
-        name = f"model.h.{index}"
-        attended = grouped_attention(
-            config, index, build, f"{name}.self_attention", bias=True, rope=None, slopes=slopes
-        )
-        inner = dense_mlp(config, build, f"{name}.mlp", 4 * config.hidden_size)
-        return PreNormBlock(
-            norm(f"{name}.input_layernorm"), attended, norm(f"{name}.post_attention_layernorm"), inner
-        )
+    def layer(at: Layer) -> nn.Module:
+        attended = grouped_attention(at, "self_attention", bias=True, rope=None, slopes=slopes)
+        return at.block(attended, dense_mlp(at, 4 * config.hidden_size), norm=norm)
 
     return assemble(
         config,
         build,
         layer,
+        layers_name="model.h",
         norm=norm("model.ln_f"),
         embedding_name="model.word_embeddings",
         embedding_norm=norm("model.word_embeddings_layernorm"),

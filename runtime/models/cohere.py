@@ -1,7 +1,7 @@
-"""Cohere's models: attention and MLP beside each other, neighbours rotated, logits scaled.
+"""Cohere: attention and MLP in parallel, interleaved rotary embedding, scaled logits.
 
-Command R and R+ are Cohere, Command R7B, Command A and Aya of 2024 on Cohere 2: windows with rotation, and layers
-with neither.
+Command R and R+ are Cohere; Command R7B, Command A and Aya since 2024 are Cohere 2, in which some layers have a window
+and rotary embedding, and the others have neither.
 """
 
 from __future__ import annotations
@@ -10,58 +10,43 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import nn
+
 from runtime.layers.block import ParallelBlock
 from runtime.layers.build import Build
 from runtime.layers.norm import LayerNorm
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, mlp
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer, norms
 
 
 def cohere(config: Config, build: Build) -> Decoder:
-    """With norms of q and k, a weight for each head, where the configuration asks for them."""
+    """Build Cohere. If config.json says so, q and k have norms with separate weights for each head."""
 
-    def options(index: int) -> dict[str, Any]:
-        if not config.flag("use_qk_norm"):
-            return {}
+    def options(at: Layer) -> dict[str, Any]:
+        return {"qk_norm": at.norms_of_heads("self_attn.{}_norm")} if config.flag("use_qk_norm") else {}
 
-        def norm(part: str, heads: int) -> LayerNorm:
-            name = f"model.layers.{index}.self_attn.{part}_norm"
-            return LayerNorm(name, config.head_dim, config.norm_eps, build, bias=False, heads=heads)
-
-        return {"qk_norm": (norm("q", config.num_heads), norm("k", config.num_kv_heads).of_kv_heads())}
-
-    return beside(config, build, options)
+    return parallel(config, build, options)
 
 
-def beside(config: Config, build: Build, options: Callable[[int], dict[str, Any]]) -> Decoder:
-    """Layers of Cohere's kind, each with further options of `Attention`."""
-    bias, rope = config.flag("attention_bias"), build.rope(replace(config.rope(), interleaved=True))
+def parallel(config: Config, build: Build, options: Callable[[Layer], dict[str, Any]]) -> Decoder:
+    """Return a decoder of parallel blocks. `options` returns further arguments of a layer's `Attention`."""
+    rope = build.rope(replace(config.rope(), interleaved=True))
+    norm = norms(config, build, LayerNorm, bias=False)
 
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm(name, config.hidden_size, config.norm_eps, build, bias=False)
+    def layer(at: Layer) -> nn.Module:
+        attended = at.attention(**{"rope": rope, **options(at)})
+        return ParallelBlock(norm(f"{at.name}.input_layernorm"), attended, at.mlp(), build.kernels)
 
-    def layer(index: int) -> ParallelBlock:
-        own = {"rope": rope, "bias": bias, "out_bias": bias, **options(index)}
-        return ParallelBlock(
-            norm(f"model.layers.{index}.input_layernorm"),
-            attention(config, index, build, **own),
-            mlp(config, index, build),
-            build.kernels,
-        )
-
-    return assemble(
-        config, build, layer, norm=norm("model.norm"), logits_scale=config.optional_number("logit_scale")
-    )
+    return assemble(config, build, layer, norm=norm("model.norm"), logits_scale=config.optional_number("logit_scale"))
 
 
 def cohere2(config: Config, build: Build) -> Decoder:
-    """Layers without a window do not rotate."""
-    kinds, window = config.layer_types() or [], config.optional_integer("sliding_window")
+    """Build Cohere 2. Layers without a window have no rotary embedding."""
+    windows = config.windows([])
 
-    def options(index: int) -> dict[str, Any]:
-        if window is not None and kinds[index] == "sliding_attention":
-            return {"window": window}
-        return {"rope": None}
+    def options(at: Layer) -> dict[str, Any]:
+        window = windows[at.index]
+        return {"rope": None} if window is None else {"window": window}
 
-    return beside(config, build, options)
+    return parallel(config, build, options)

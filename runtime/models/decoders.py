@@ -1,11 +1,12 @@
-"""Which decoders there are. Torch-free."""
+"""Table of decoder architectures. Does not import torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from runtime.models.entry import Entry
+from runtime.modeling.entry import Entry
+from runtime.modeling.spellings import FULL, LINEAR
 
 _BAICHUAN = {"max_position_embeddings": 4096}
 
@@ -23,10 +24,8 @@ _GPT = {
     "n_layer": "num_hidden_layers",
 }
 
-# Files of Bloom have no part of a name before these.
-_TRANSFORMER = {
-    r"(transformer\.)?(?=(h|ln_f|word_embeddings|word_embeddings_layernorm|blocks|norm_f|wte)\.)": "model."
-}
+# Bloom's checkpoints omit the prefix "transformer.".
+_TRANSFORMER = {r"(transformer\.)?(?=(h|ln_f|word_embeddings|word_embeddings_layernorm|blocks|norm_f|wte)\.)": "model."}
 
 _QWEN = {
     "max_position_embeddings": 32768,
@@ -134,13 +133,13 @@ _LATENT = {
     "v_head_dim": 128,
 }
 
-_GRANITE_EXPERTS: dict[str, str | None] = {  # as transformers 5 calls them
+_GRANITE_EXPERTS: dict[str, str | None] = {  # names in transformers 5
     r"(.*\.block_sparse_moe\.)experts\.gate_up_proj$": r"\1input_linear.weight",
     r"(.*\.block_sparse_moe\.)experts\.down_proj$": r"\1output_linear.weight",
     r"(.*\.block_sparse_moe\.)router\.weight$": r"\1router.layer.weight",
 }
 
-_TEXT_PART: dict[str, str | None] = {  # of a model that also sees
+_TEXT_PART: dict[str, str | None] = {  # text part of a multimodal model
     r"(model\.)?(vision_tower|vision_model|multi_modal_projector)\.": None,
     r"language_model\.model\.": "model.",
     r"model\.language_model\.": "model.",
@@ -170,7 +169,7 @@ _LFM2_TENSORS: dict[str, str | None] = {
     r"(model\.layers\.\d+\.)feed_forward\.": r"\1mlp.",
 }
 
-_LINEAR_OR_FULL = ("linear_attention", "full_attention")
+_LINEAR_OR_FULL = (LINEAR, FULL)
 
 _LAYER_NORM = {"layer_norm_eps": "rms_norm_eps"}
 
@@ -186,7 +185,7 @@ _QWEN_3_5_EXPERTS = {
 
 
 def _qwen3_5(defaults: Mapping[str, Any]) -> Entry:
-    """Of Qwen 3.5, which sees too; the text part alone."""
+    """Entry of Qwen 3.5's text model."""
     return Entry(
         "qwen3_next:qwen3_5",
         defaults,
@@ -222,9 +221,7 @@ _FALCON = Entry(
 )
 
 ARCHITECTURES: Mapping[str, Entry] = {
-    "ArceeForCausalLM": Entry(
-        "arcee", {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}
-    ),
+    "ArceeForCausalLM": Entry("arcee", {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
     "BaiChuanForCausalLM": Entry("baichuan", _BAICHUAN, spelling="baichuan"),
     "BaichuanForCausalLM": Entry("baichuan", _BAICHUAN, spelling="baichuan"),
     "BloomForCausalLM": Entry(
@@ -291,8 +288,8 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         renamed={"moe_num_experts": "num_experts", "moe_k": "num_experts_per_tok"},
         tensors={
-            r"model\.mtp_": None,  # predict further tokens
-            r"(.*\.mlp\.)gate\.moe_statics\.": r"\1moe_statics.",  # as transformers 5 calls them
+            r"model\.mtp_": None,  # multi-token prediction
+            r"(.*\.mlp\.)gate\.moe_statics\.": r"\1moe_statics.",  # names in transformers 5
         },
     ),
     "Exaone4ForCausalLM": Entry(
@@ -301,9 +298,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         spelling="exaone4",
     ),
     "FalconForCausalLM": _FALCON,
-    "GemmaForCausalLM": Entry(
-        "gemma:gemma", {**_GEMMA, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 16}
-    ),
+    "GemmaForCausalLM": Entry("gemma:gemma", {**_GEMMA, "hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 16}),
     "Gemma2ForCausalLM": Entry("gemma:gemma2", {**_GEMMA, **_GEMMA_2}),
     "Gemma3ForCausalLM": Entry("gemma:gemma3", _GEMMA_3, spelling="gemma3"),
     "Gemma3ForConditionalGeneration": Entry(
@@ -366,7 +361,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         tensors={
             r"embed_out\.": "lm_head.",
-            r"(gpt_neox\.)?layers\.\d+\.attention\.(masked_)?bias$": None,  # the causal mask
+            r"(gpt_neox\.)?layers\.\d+\.attention\.(masked_)?bias$": None,  # stored causal masks, not biases
             r"gpt_neox\.": "model.",
         },
     ),
@@ -413,9 +408,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         spelling="granitemoehybrid",
     ),
-    "HunYuanDenseV1ForCausalLM": Entry(
-        "hunyuan_v1_dense", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
-    ),
+    "HunYuanDenseV1ForCausalLM": Entry("hunyuan_v1_dense", {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5}),
     "IQuestCoderForCausalLM": Entry("llama", spelling="llama"),
     "InternLM2ForCausalLM": Entry(
         "internlm2",
@@ -496,9 +489,9 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "rms_norm_eps": 1e-5,
             "rope_theta": 1000000.0,
         },
-        tensors={r"(.*\.)mlp\.(gate|experts)\b": r"\1block_sparse_moe.\2"},  # as transformers 5 calls them
+        tensors={r"(.*\.)mlp\.(gate|experts)\b": r"\1block_sparse_moe.\2"},  # names in transformers 5
     ),
-    "MPTForCausalLM": _MPT,  # as its own code calls it
+    "MPTForCausalLM": _MPT,  # name in the model's own code
     "MptForCausalLM": _MPT,
     "NemotronForCausalLM": Entry(
         "nemotron",
@@ -575,7 +568,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
             "shared_expert_intermediate_size": 512,
         },
         layer_types=_LINEAR_OR_FULL,
-        tensors={r"mtp\.": None},  # predict further tokens
+        tensors={r"mtp\.": None},  # multi-token prediction
         spelling="qwen3_next",
     ),
     "Qwen3_5ForCausalLM": _qwen3_5({**_DELTA_NET, "num_key_value_heads": 4}),
@@ -583,7 +576,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
     "Qwen3_5MoeForCausalLM": _qwen3_5(_QWEN_3_5_EXPERTS),
     "Qwen3_5MoeForConditionalGeneration": _qwen3_5(_QWEN_3_5_EXPERTS),
     "Qwen3MoeForCausalLM": Entry("qwen3:qwen3_moe", {**_QWEN, **_QWEN_EXPERTS, "num_key_value_heads": 4}),
-    "RWForCausalLM": _FALCON,  # the same before transformers had it
+    "RWForCausalLM": _FALCON,  # the architecture's name before transformers supported it
     "SeedOssForCausalLM": Entry(
         "seed_oss",
         {

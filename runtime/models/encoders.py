@@ -1,4 +1,4 @@
-"""Which encoders there are. Torch-free."""
+"""Table of encoder architectures. Does not import torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from runtime.models.entry import Entry
+from runtime.modeling.entry import Entry
 
 _LAYER_NORM = {"layer_norm_eps": "rms_norm_eps"}
 
@@ -14,7 +14,7 @@ _BERT = {"hidden_act": "gelu", "max_position_embeddings": 512, "rms_norm_eps": 1
 
 
 def _bert(prefix: str, *, spelling: str | None = None, scores: bool = False) -> Entry:
-    """Of BERT's shape; what predicts hidden words and the next sentence is not needed."""
+    """Entry of an encoder like BERT, without the heads of its pretraining."""
     unused = "cls|lm_head" if scores else "pooler|cls|lm_head"
     return Entry(
         "bert",
@@ -24,7 +24,7 @@ def _bert(prefix: str, *, spelling: str | None = None, scores: bool = False) -> 
         tensors={
             rf"({prefix}\.)?embeddings\.position_ids": None,
             rf"({prefix}\.)?({unused})\.": None,
-            rf"({prefix}\.)?(.*LayerNorm)\.gamma": r"\2.weight",  # as TensorFlow called them
+            rf"({prefix}\.)?(.*LayerNorm)\.gamma": r"\2.weight",  # names in TensorFlow
             rf"({prefix}\.)?(.*LayerNorm)\.beta": r"\2.bias",
             rf"{prefix}\.": "",
         },
@@ -62,7 +62,7 @@ def _modernbert(*, scores: bool = False) -> Entry:
 
 
 def _distilbert(*, scores: bool = False) -> Entry:
-    """BERT's layers by other names, without types of tokens."""
+    """Entry of DistilBERT: BERT's layers with other names and without token types."""
     layer = r"(distilbert\.)?transformer\.(layer\.\d+)\."
     parts = {
         "attention.q_lin": "attention.self.query",
@@ -86,7 +86,7 @@ def _distilbert(*, scores: bool = False) -> Entry:
             "n_layers": "num_hidden_layers",
         },
         tensors={
-            **{layer + re.escape(own) + r"\.": rf"encoder.\2.{usual}." for own, usual in parts.items()},
+            **{layer + re.escape(name) + r"\.": rf"encoder.\2.{usual}." for name, usual in parts.items()},
             r"vocab_(transform|layer_norm|projector)\.": None,
             r"distilbert\.": "",
         },
@@ -97,7 +97,7 @@ def _distilbert(*, scores: bool = False) -> Entry:
 _MPNET = Entry(
     "bert",
     {**_BERT, "relative_attention_num_buckets": 32, "type_vocab_size": 0},
-    captured=False,  # torch computes attention with a bias
+    captured=False,  # torch computes attention with a bias, and CPU graphs cannot capture torch
     encoder=True,
     renamed=_LAYER_NORM,
     tensors={

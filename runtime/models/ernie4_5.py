@@ -1,6 +1,6 @@
-"""Ernie 4.5: Llama's layer with neighbours rotated, and one switch for all biases.
+"""Ernie 4.5: Llama's layer with interleaved rotary embedding, and one field for all biases.
 
-Its mixtures of experts are chosen by corrected scores; beside them stand some that compute every token.
+Its mixtures select experts by corrected scores and add shared experts.
 """
 
 from __future__ import annotations
@@ -9,55 +9,49 @@ from dataclasses import replace
 
 from torch import nn
 
-from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
 from runtime.layers.moe import ExpertNames, MoE, Routing
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp
-from runtime.models.mixtures import beside_shared, top_k
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
+from runtime.modeling.mixtures import top_k, with_shared_experts
 
 NAMES = ExpertNames(correction="moe_statics.e_score_correction_bias", correction_in_line=True)
 
 
 def ernie4_5(config: Config, build: Build) -> Decoder:
-    """All layers look at all positions."""
+    """Build Ernie 4.5. All layers have full attention."""
     bias, rope = config.flag("use_bias"), build.rope(replace(config.rope(), interleaved=True))
 
-    def layer(index: int) -> PreNormBlock:
-        attended = attention(config, index, build, bias=bias, out_bias=bias, rope=rope)
-        return block(config, index, build, attended, mlp(config, index, build, bias=bias))
+    def layer(at: Layer) -> nn.Module:
+        return at.block(at.attention(bias=bias, rope=rope), at.mlp(bias=bias))
 
     return assemble(config, build, layer)
 
 
 def ernie4_5_moe(config: Config, build: Build) -> Decoder:
-    """Attention as in `ernie4_5`."""
+    """Build Ernie 4.5 MoE, with the attention of Ernie 4.5."""
     bias, rope = config.flag("use_bias"), build.rope(replace(config.rope(), interleaved=True))
 
-    def layer(index: int) -> PreNormBlock:
-        attended = attention(config, index, build, bias=bias, out_bias=bias, rope=rope)
-        inner: nn.Module = mlp(config, index, build, bias=bias)
-        if has_experts(config, index):
-            inner = experts(config, index, build, bias=bias)
-        return block(config, index, build, attended, inner)
+    def layer(at: Layer) -> nn.Module:
+        inner = experts(at, bias=bias) if has_experts(config, at.index) else at.mlp(bias=bias)
+        return at.block(at.attention(bias=bias, rope=rope), inner)
 
     return assemble(config, build, layer, head_bias=bias)
 
 
 def has_experts(config: Config, index: int) -> bool:
-    """Every `moe_layer_interval`-th layer of those from one number to another."""
+    """Whether layer `index` has experts, as every `moe_layer_interval`-th layer in a range of layers does."""
     last = config.values.get("moe_layer_end_index")
     last = config.num_layers - 1 if last in (None, -1) else config.integer("moe_layer_end_index", low=0)
     within = config.integer("moe_layer_start_index", low=0) <= index <= last
     return within and (index + 1) % config.integer("moe_layer_interval") == 0
 
 
-def experts(config: Config, index: int, build: Build, *, bias: bool) -> MoE:
-    """The mixture of layer `index`."""
+def experts(at: Layer, *, bias: bool) -> MoE:
+    """Return the mixture of a layer."""
+    config = at.config
     num_experts = config.integer("num_experts")
     routing = Routing(top_k(config, num_experts), renormalise=True, wide=True)
     num_shared = config.optional_integer("moe_num_shared_experts", low=0) or 0
-    return beside_shared(
-        config, index, build, num_experts, num_shared, bias=bias, routing=routing, names=NAMES
-    )
+    return with_shared_experts(at, num_experts, num_shared, bias=bias, routing=routing, names=NAMES)

@@ -1,31 +1,24 @@
-"""Exaone 4: OLMo 2's layer with q and k normalised per head; of the models with windows, only those layers rotate."""
+"""Exaone 4: OLMo 2's layer with q and k normalised per head. In models with windows only windowed layers rotate."""
 
 from __future__ import annotations
 
-from runtime.layers.block import PostNormBlock
+from torch import nn
+
 from runtime.layers.build import Build
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
 from runtime.models.olmo import post_norm_block
-from runtime.models.qwen3 import head_norms
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Every fourth layer looks at all positions, the others at the last `sliding_window`, if there is one."""
-    window, rope = config.optional_integer("sliding_window"), build.rope(config.rope())
-    kinds = config.layer_types() or ["full_attention"] * config.num_layers
+    """Build Exaone 4. `layer_types` says which layers have a window; without it, none has."""
+    windows, rope = config.windows(["full_attention"] * config.num_layers), build.rope(config.rope())
+    rotates_all = config.optional_integer("sliding_window") is None
 
-    def layer(index: int) -> PostNormBlock:
-        local = kinds[index] == "sliding_attention"
-        attended = attention(
-            config,
-            index,
-            build,
-            qk_norm=head_norms(config, index, build),
-            rope=rope if window is None or local else None,
-            window=window if local else None,
-        )
-        return post_norm_block(config, index, build, attended)
+    def layer(at: Layer) -> nn.Module:
+        window, qk_norm = windows[at.index], at.head_norms()
+        rotated = rope if rotates_all or window else None
+        return post_norm_block(at, at.attention(bias=False, qk_norm=qk_norm, rope=rotated, window=window))
 
     return assemble(config, build, layer)

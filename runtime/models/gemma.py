@@ -1,8 +1,8 @@
-"""Gemma 1 to 3, of the last the text part.
+"""Gemma 1 to 3; Gemma 3's text model only.
 
-Gemma is Llama's layer with norms that scale by 1 + weight, and vectors scaled by the root of their size. Gemma 2 has
-norms behind attention and MLP as well, bounded scores and logits, and windows. Gemma 3 normalises q and k per head
-instead of bounding scores, and has angles of its own where there is a window.
+Gemma is Llama's layer with norms that scale by 1 + weight, and embeddings scaled by the square root of their size.
+Gemma 2 adds norms after attention and MLP, soft caps on scores and logits, and windows. Gemma 3 normalises q and k per
+head instead of capping scores, and layers with a window have their own rotary embedding.
 """
 
 from __future__ import annotations
@@ -11,71 +11,60 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from runtime.errors import CheckpointError
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
-from runtime.models.config import ACTIVATIONS, Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp, rms_norm
-from runtime.models.qwen3 import head_norms
+from runtime.layers.norm import RMSNorm
+from runtime.modeling.config import ACTIVATIONS, Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer, norms
 
 
 def gemma(config: Config, build: Build) -> Decoder:
-    """All layers look at all positions."""
+    """All layers have full attention."""
     check_causal(config)
-    bias, activation = config.flag("attention_bias"), config.activation
+    activation, norm = config.activation, norms(config, build, RMSNorm, unit_offset=True)
     if activation == "gelu":
-        activation = "gelu_tanh"  # what the first checkpoints mean by it
+        activation = "gelu_tanh"  # the first checkpoints say gelu but were trained with gelu_tanh
 
-    def layer(index: int) -> PreNormBlock:
-        attended = attention(config, index, build, bias=bias, out_bias=bias)
-        inner = mlp(config, index, build, activation=activation)
-        return block(config, index, build, attended, inner, unit_offset=True)
+    def layer(at: Layer) -> nn.Module:
+        return at.block(at.attention(), at.mlp(activation=activation), norm=norm)
 
-    return assemble(config, build, layer, unit_offset=True, embedding_scale=config.hidden_size**0.5)
+    return assemble(config, build, layer, norm=norm("model.norm"), embedding_scale=config.hidden_size**0.5)
 
 
 def check_causal(config: Config) -> None:
-    """Raise CheckpointError for an encoder made of this family, whose tokens look at later ones."""
+    """Raise CheckpointError for encoders of this family, which have bidirectional attention."""
     if config.flag("use_bidirectional_attention"):
         raise CheckpointError("config.json: use_bidirectional_attention is not supported.")
 
 
 def gemma2(config: Config, build: Build) -> Decoder:
-    """Every other layer looks at the last `sliding_window` positions, from the first one on."""
-    kinds = config.layer_types() or ["sliding_attention", "full_attention"] * config.num_layers
-    return sandwiched(config, build, kinds, lambda index: {})
+    """Every other layer has a window, starting with the first layer."""
+    return sandwiched(config, build, lambda at: {})
 
 
-def sandwiched(
-    config: Config, build: Build, kinds: list[str], options: Callable[[int], dict[str, Any]]
-) -> Decoder:
-    """Layers with norms on both sides of attention and MLP, each of its kind, with further options of `Attention`."""
+def sandwiched(config: Config, build: Build, options: Callable[[Layer], dict[str, Any]]) -> Decoder:
+    """Return a decoder with norms before and after attention and MLP.
+
+    `options` returns further arguments of a layer's `Attention`. If `layer_types` is missing, the first of each two
+    layers has a window.
+    """
     check_causal(config)
-    bias = config.flag("attention_bias")
     activation = config.choice("hidden_activation", [*ACTIVATIONS], default="gelu_pytorch_tanh")
-    window = config.optional_integer("sliding_window")
+    windows = config.windows(["sliding_attention", "full_attention"] * config.num_layers)
     soft_cap = config.optional_number("attn_logit_softcapping")
     scale = config.number("query_pre_attn_scalar") ** -0.5
 
-    def layer(index: int) -> PreNormBlock:
-        norm = partial(rms_norm, config, index, build, unit_offset=True)
-        attended = attention(
-            config,
-            index,
-            build,
-            bias=bias,
-            out_bias=bias,
-            window=window if kinds[index] == "sliding_attention" else None,
-            scale=scale,
-            soft_cap=soft_cap,
-            **options(index),
-        )
+    def layer(at: Layer) -> nn.Module:
+        norm = partial(at.norm, unit_offset=True)
         return PreNormBlock(
             norm("input_layernorm"),
-            attended,
+            at.attention(window=windows[at.index], scale=scale, soft_cap=soft_cap, **options(at)),
             norm("pre_feedforward_layernorm"),
-            mlp(config, index, build, activation=ACTIVATIONS[activation]),
+            at.mlp(activation=ACTIVATIONS[activation]),
             post_attention_norm=norm("post_attention_layernorm"),
             post_mlp_norm=norm("post_feedforward_layernorm"),
         )
@@ -84,18 +73,17 @@ def sandwiched(
         config,
         build,
         layer,
-        unit_offset=True,
+        norm=norms(config, build, RMSNorm, unit_offset=True)("model.norm"),
         embedding_scale=config.hidden_size**0.5,
         soft_cap=config.optional_number("final_logit_softcapping"),
     )
 
 
 def gemma3(config: Config, build: Build) -> Decoder:
-    """Every sixth layer looks at all positions, the others at the last `sliding_window`."""
+    """Every sixth layer has full attention, the others have a window."""
     kinds = config.layer_types() or []
 
-    def options(index: int) -> dict[str, Any]:
-        qk_norm = head_norms(config, index, build, unit_offset=True)
-        return {"qk_norm": qk_norm, "rope": build.rope(config.rope(kinds[index]))}
+    def options(at: Layer) -> dict[str, Any]:
+        return {"qk_norm": at.head_norms(unit_offset=True), "rope": build.rope(config.rope(kinds[at.index]))}
 
-    return sandwiched(config, build, kinds, options)
+    return sandwiched(config, build, options)

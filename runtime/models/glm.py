@@ -1,80 +1,71 @@
 """GLM-4 of 2024 and of 2025 (0414), and GLM-4.5 to 4.7.
 
-The first is Llama's layer with neighbours rotated in a part of each head, gate and up in one tensor. That of 2025 has
-norms behind attention and MLP as well. From 4.5 on most layers have experts: scores by sigmoid, experts from the best
-groups, one for every token.
+GLM-4 of 2024 is Llama's layer with partial, interleaved rotary embedding, and gate and up in one tensor. GLM-4 of 2025
+adds norms after attention and MLP. From 4.5 on most layers have experts: sigmoid scores, group-limited routing, and a
+shared expert.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from torch import nn
 
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
 from runtime.layers.moe import ExpertNames, MoE, Routing
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp, rms_norm
-from runtime.models.mixtures import beside_shared, grouping, top_k
-from runtime.models.qwen3 import head_norms
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
+from runtime.modeling.mixtures import grouping, top_k, with_shared_experts
 
 NAMES = ExpertNames(correction="gate.e_score_correction_bias")
-GROUP_PLACES = 2  # a group is as good as its two best experts together
+GROUP_PLACES = 2  # a group's rank is the sum of its two best experts' scores
 
 
 def glm(config: Config, build: Build) -> Decoder:
-    """Biases of q, k and v where the configuration asks for them."""
+    """Build GLM-4 of 2024. config.json says whether q, k and v have biases."""
+    rope = build.rope(replace(config.rope(), interleaved=True))
 
-    def layer(index: int) -> PreNormBlock:
-        attended = attention(config, index, build, **pair_rotated(config, build))
-        return block(config, index, build, attended, mlp(config, index, build, fused="gate_up_proj"))
+    def layer(at: Layer) -> nn.Module:
+        return at.block(at.attention(out_bias=False, rope=rope), at.mlp(fused="gate_up_proj"))
 
     return assemble(config, build, layer)
 
 
-def pair_rotated(config: Config, build: Build) -> dict[str, Any]:
-    """Of `Attention`, in both GLM-4."""
-    rope = build.rope(replace(config.rope(), interleaved=True))
-    return {"bias": config.flag("attention_bias"), "rope": rope}
-
-
 def glm4(config: Config, build: Build) -> Decoder:
-    """Attention as in `glm`."""
+    """Build GLM-4 of 2025, with the attention of 2024."""
+    rope = build.rope(replace(config.rope(), interleaved=True))
 
-    def layer(index: int) -> PreNormBlock:
-        norm = partial(rms_norm, config, index, build)
+    def layer(at: Layer) -> nn.Module:
         return PreNormBlock(
-            norm("input_layernorm"),
-            attention(config, index, build, **pair_rotated(config, build)),
-            norm("post_attention_layernorm"),
-            mlp(config, index, build, fused="gate_up_proj"),
-            post_attention_norm=norm("post_self_attn_layernorm"),
-            post_mlp_norm=norm("post_mlp_layernorm"),
+            at.norm("input_layernorm"),
+            at.attention(out_bias=False, rope=rope),
+            at.norm("post_attention_layernorm"),
+            at.mlp(fused="gate_up_proj"),
+            post_attention_norm=at.norm("post_self_attn_layernorm"),
+            post_mlp_norm=at.norm("post_mlp_layernorm"),
         )
 
     return assemble(config, build, layer)
 
 
 def glm4_moe(config: Config, build: Build) -> Decoder:
-    """The first `first_k_dense_replace` layers have an MLP."""
-    plain, bias = config.integer("first_k_dense_replace", low=0), config.flag("attention_bias")
+    """The first `first_k_dense_replace` layers have an MLP, the others experts."""
+    num_dense = config.integer("first_k_dense_replace", low=0)
 
-    def layer(index: int) -> PreNormBlock:
-        options: dict[str, Any] = {"bias": bias}
-        if config.flag("use_qk_norm"):
-            options["qk_norm"] = head_norms(config, index, build)
-        inner: nn.Module = (experts if index >= plain else mlp)(config, index, build)
-        return block(config, index, build, attention(config, index, build, **options), inner)
+    def layer(at: Layer) -> nn.Module:
+        qk_norm = at.head_norms() if config.flag("use_qk_norm") else None
+        return at.block(
+            at.attention(out_bias=False, qk_norm=qk_norm), experts(at) if at.index >= num_dense else at.mlp()
+        )
 
     return assemble(config, build, layer)
 
 
-def experts(config: Config, index: int, build: Build) -> MoE:
-    """The mixture of layer `index` (arXiv 2412.19437, section 2.1.2)."""
+def experts(at: Layer) -> MoE:
+    """Return the mixture of a layer (arXiv 2412.19437, section 2.1.2)."""
+    config = at.config
     num_experts = config.integer("n_routed_experts")
     routing = Routing(
         top_k(config, num_experts),
@@ -85,4 +76,4 @@ def experts(config: Config, index: int, build: Build) -> MoE:
         wide=True,
     )
     num_shared = config.integer("n_shared_experts")
-    return beside_shared(config, index, build, num_experts, num_shared, routing=routing, names=NAMES)
+    return with_shared_experts(at, num_experts, num_shared, routing=routing, names=NAMES)

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia, Dolly, RedPajama): attention and MLP beside each other, each behind a norm of its own."""
+"""GPT-NeoX (Pythia, Dolly, RedPajama): attention and MLP in parallel, each with its own norm."""
 
 from __future__ import annotations
 
@@ -7,53 +7,34 @@ from typing import Any
 from torch import nn
 
 from runtime.layers.attention import Attention
-from runtime.layers.block import ParallelBlock, PreNormBlock
+from runtime.layers.block import ParallelBlock
 from runtime.layers.build import Build
 from runtime.layers.mlp import MLP
 from runtime.layers.norm import LayerNorm
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer, norms
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """One after the other where `use_parallel_residual` is false."""
-    bias = config.flag("attention_bias", default=True)
+    """Build GPT-NeoX. If `use_parallel_residual` is false, attention and MLP are in sequence."""
+    bias, norm = config.flag("attention_bias", default=True), norms(config, build, LayerNorm)
 
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm(f"model.{name}", config.hidden_size, config.norm_eps, build)
+    def layer(at: Layer) -> nn.Module:
+        attended, inner = grouped_attention(at, "attention", bias=bias), dense_mlp(at, config.intermediate_size)
+        if not config.flag("use_parallel_residual", default=True):
+            return at.block(attended, inner, norm=norm)
+        first, second = norm(f"{at.name}.input_layernorm"), norm(f"{at.name}.post_attention_layernorm")
+        return ParallelBlock(first, attended, inner, build.kernels, mlp_norm=second)
 
-    def layer(index: int) -> nn.Module:
-        name = f"layers.{index}"
-        attended = grouped_attention(config, index, build, f"model.{name}.attention", bias=bias)
-        inner = dense_mlp(config, build, f"model.{name}.mlp", config.intermediate_size)
-        first, second = norm(f"{name}.input_layernorm"), norm(f"{name}.post_attention_layernorm")
-        if config.flag("use_parallel_residual", default=True):
-            return ParallelBlock(first, attended, inner, build.kernels, mlp_norm=second)
-        return PreNormBlock(first, attended, second, inner)
-
-    return assemble(config, build, layer, norm=norm("final_layer_norm"), embedding_name="model.embed_in")
+    return assemble(config, build, layer, norm=norm("model.final_layer_norm"), embedding_name="model.embed_in")
 
 
-def grouped_attention(
-    config: Config, index: int, build: Build, name: str, *, bias: bool, **options: Any
-) -> Attention:
-    """Attention with q, k and v in one tensor, where the query heads of a kv head stand before its key and value."""
-    return attention(
-        config,
-        index,
-        build,
-        name=name,
-        bias=bias,
-        out_bias=bias,
-        fused="query_key_value",
-        by_group=True,
-        out_name="dense",
-        **options,
-    )
+def grouped_attention(at: Layer, name: str, *, bias: bool, **options: Any) -> Attention:
+    """Return attention with q, k and v in one tensor, which holds each kv head's queries, key and value together."""
+    return at.attention(name, bias=bias, fused="query_key_value", by_group=True, out_name="dense", **options)
 
 
-def dense_mlp(config: Config, build: Build, name: str, size: int, *, bias: bool = True) -> MLP:
-    """The MLP without a gate of models with `grouped_attention`."""
-    names = ("dense_h_to_4h", "dense_4h_to_h")
-    return MLP(name, config.hidden_size, size, config.activation, build, names=names, bias=bias)
+def dense_mlp(at: Layer, size: int, *, bias: bool = True) -> MLP:
+    """Return the MLP, which has no gate, of models that use `grouped_attention`."""
+    return at.plain_mlp(size, names=("dense_h_to_4h", "dense_4h_to_h"), bias=bias)

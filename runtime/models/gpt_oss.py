@@ -1,15 +1,16 @@
-"""gpt-oss: a learned sink for each head, windows in every other layer, experts with biases and a clamped gate."""
+"""gpt-oss: a learned sink per head, windows in every other layer, experts with biases and a clamped gate."""
 
 from __future__ import annotations
 
+from torch import nn
+
 from ops.activation import SWIGLU_LIMIT
-from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
-from runtime.layers.moe import ExpertNames, MoE, Routing
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block
-from runtime.models.mixtures import top_k
+from runtime.layers.moe import ExpertNames, Routing
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
+from runtime.modeling.mixtures import top_k
 
 NAMES = ExpertNames(
     router="router",
@@ -23,33 +24,16 @@ NAMES = ExpertNames(
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """The first layer has a window, the second none, and so on."""
+    """Every other layer has a window, starting with the first layer."""
     if config.number("swiglu_limit") != SWIGLU_LIMIT:
         raise config.wrong("swiglu_limit", f"{SWIGLU_LIMIT:g}")
-    kinds = config.layer_types() or ["sliding_attention", "full_attention"] * config.num_layers
-    window, bias = config.optional_integer("sliding_window"), config.flag("attention_bias")
+    windows = config.windows(["sliding_attention", "full_attention"] * config.num_layers)
     num_experts = config.integer("num_local_experts")
+    routing = Routing(top_k(config, num_experts), renormalise=True, bias=True)
 
-    def layer(index: int) -> PreNormBlock:
-        attended = attention(
-            config,
-            index,
-            build,
-            bias=bias,
-            out_bias=bias,
-            sinks=True,
-            window=window if kinds[index] == "sliding_attention" else None,
-        )
-        experts = MoE(
-            f"model.layers.{index}.mlp",
-            config.hidden_size,
-            config.intermediate_size,
-            num_experts,
-            "clamped_swiglu",
-            build,
-            routing=Routing(top_k(config, num_experts), renormalise=True, bias=True),
-            names=NAMES,
-        )
-        return block(config, index, build, attended, experts)
+    def layer(at: Layer) -> nn.Module:
+        attended = at.attention(sinks=True, window=windows[at.index])
+        size, activation = config.intermediate_size, "clamped_swiglu"
+        return at.block(attended, at.experts(size, num_experts, activation=activation, routing=routing, names=NAMES))
 
     return assemble(config, build, layer)

@@ -1,27 +1,27 @@
-"""Granite: Llama's layer with factors on vectors, scores, what is added to the residual, and logits.
+"""Granite: Llama's layer with multipliers for embeddings, scores, residual additions and logits.
 
-With mixtures the weights of all experts are in one tensor. Granite 4 has Mamba 2 in most layers and attention in the
+In mixtures one tensor holds the weights of all experts. Granite 4 has Mamba 2 in most layers and attention in the
 others, and an MLP with or without experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from math import inf
+from typing import Any
 
 from torch import nn
 
 from runtime.errors import CheckpointError
 from runtime.layers.block import ScaledBlock
 from runtime.layers.build import Build
-from runtime.layers.mlp import GatedMLP
 from runtime.layers.moe import ExpertNames
 from runtime.layers.recurrent import Mamba2
-from runtime.models.config import LINEAR, Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, mlp, rms_norm
-from runtime.models.mixtures import block_sparse
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
+from runtime.modeling.mixtures import block_sparse
+from runtime.modeling.spellings import LINEAR
 
 NAMES = ExpertNames(
     router="router.layer", gate="input_linear.weight", up="input_linear.weight", down="output_linear.weight"
@@ -29,31 +29,22 @@ NAMES = ExpertNames(
 
 
 def granite(config: Config, build: Build) -> Decoder:
-    """Biases where the configuration asks for them."""
-    bias = config.flag("mlp_bias")
-    return scaled(config, build, lambda index: mlp(config, index, build, bias=bias))
+    """Build Granite. config.json says which layers have biases."""
+    return scaled(config, build, lambda at: at.mlp(bias=config.flag("mlp_bias")))
 
 
 def scaled(
     config: Config,
     build: Build,
-    inner: Callable[[int], nn.Module],
-    mixer: Callable[[int], nn.Module] | None = None,
+    inner: Callable[[Layer], nn.Module],
+    mixer: Callable[[Layer, float], nn.Module] = lambda at, scale: at.attention(scale=scale),
 ) -> Decoder:
-    """Granite with `inner` in the place of each layer's MLP, and `mixer` in that of its attention."""
-    bias, scale = config.flag("attention_bias"), config.number("attention_multiplier")
-    multiplier = config.number("residual_multiplier")
+    """Return Granite with `inner` as each layer's MLP and `mixer` as its attention, given the scale of scores."""
+    scale, multiplier = config.number("attention_multiplier"), config.number("residual_multiplier")
 
-    def layer(index: int) -> ScaledBlock:
-        norm = partial(rms_norm, config, index, build)
-        return ScaledBlock(
-            norm("input_layernorm"),
-            mixer(index) if mixer else attention(config, index, build, bias=bias, out_bias=bias, scale=scale),
-            norm("post_attention_layernorm"),
-            inner(index),
-            build.kernels,
-            multiplier=multiplier,
-        )
+    def layer(at: Layer) -> nn.Module:
+        before, between = at.norm("input_layernorm"), at.norm("post_attention_layernorm")
+        return ScaledBlock(before, mixer(at, scale), between, inner(at), build.kernels, multiplier=multiplier)
 
     return assemble(
         config,
@@ -65,35 +56,34 @@ def scaled(
 
 
 def granitemoe(config: Config, build: Build) -> Decoder:
-    """Experts in every layer."""
-    return scaled(config, build, lambda index: block_sparse(config, index, build, NAMES))
+    """All layers have experts."""
+    return scaled(config, build, lambda at: block_sparse(at, NAMES))
 
 
 def granitemoehybrid(config: Config, build: Build) -> Decoder:
-    """Layers as `layer_types` says; attention rotates only where the configuration asks for it."""
-    kinds, bias = config.layer_types() or [], config.flag("attention_bias")
-    options = {"bias": bias, "out_bias": bias, "scale": config.number("attention_multiplier")}
-    if config.values.get("position_embedding_type") != "rope":
-        options["rope"] = None
+    """`layer_types` lists the layers. Attention has rotary embedding only if config.json says so."""
+    kinds = config.layer_types() or []
+    options: dict[str, Any] = {} if config.values.get("position_embedding_type") == "rope" else {"rope": None}
 
-    def mixer(index: int) -> nn.Module:
-        if kinds[index] == LINEAR:
-            return mamba(config, index, build)
-        return attention(config, index, build, **options)
+    def mixer(at: Layer, scale: float) -> nn.Module:
+        return mamba(at) if kinds[at.index] == LINEAR else at.attention(scale=scale, **options)
 
-    return scaled(config, build, lambda index: inner(config, index, build), mixer)
+    return scaled(config, build, inner, mixer)
 
 
-def mamba(config: Config, index: int, build: Build) -> Mamba2:
-    """The layer that keeps a state."""
+def mamba(at: Layer) -> Mamba2:
+    """Return the Mamba 2 layer."""
+    config = at.config
     heads, size = config.integer("mamba_n_heads"), config.hidden_size * config.integer("mamba_expand")
     if size % heads or config.values.get("mamba_d_head") not in ("auto", None, size // heads):
-        raise CheckpointError(f"config.json: {heads} Mamba heads do not fill {size} dimensions.")
+        raise CheckpointError(
+            f"config.json: mamba_n_heads {heads} and mamba_d_head do not divide {size} dimensions evenly."
+        )
     if config.activation != "silu":
         raise CheckpointError("config.json: hidden_act must be silu in a model with Mamba layers.")
     return Mamba2(
-        f"model.layers.{index}.mamba",
-        index,
+        f"{at.name}.mamba",
+        at.index,
         config.hidden_size,
         heads,
         size // heads,
@@ -101,7 +91,7 @@ def mamba(config: Config, index: int, build: Build) -> Mamba2:
         config.integer("mamba_d_state"),
         config.integer("mamba_d_conv"),
         config.norm_eps,
-        build,
+        at.build,
         bias=config.flag("mamba_proj_bias"),
         convolution_bias=config.flag("mamba_conv_bias", default=True),
         limits=limits(config),
@@ -109,23 +99,21 @@ def mamba(config: Config, index: int, build: Build) -> Mamba2:
 
 
 def limits(config: Config) -> tuple[float, float]:
-    """Between which a step in time is held; in JSON infinity is an object."""
-    given = config.values.get("time_step_limit")
-    if given is None:
+    """Return the bounds of the time step. JSON encodes infinity as an object."""
+    bounds = config.values.get("time_step_limit")
+    if bounds is None:
         return 0.0, inf
-    if not isinstance(given, list | tuple) or len(given) != 2:
+    if not isinstance(bounds, list | tuple) or len(bounds) != 2:
         raise config.wrong("time_step_limit", "two numbers")
-    low, high = (inf if each in ({"__float__": "Infinity"}, "inf") else each for each in given)
+    low, high = (inf if each in ({"__float__": "Infinity"}, "inf") else each for each in bounds)
     if not all(isinstance(each, int | float) for each in (low, high)):
         raise config.wrong("time_step_limit", "two numbers")
     return float(low), float(high)
 
 
-def inner(config: Config, index: int, build: Build) -> nn.Module:
-    """An MLP for every token and, where the model has any, experts beside it."""
-    sizes = (config.hidden_size, config.integer("shared_intermediate_size"))
-    name = f"model.layers.{index}.shared_mlp"
-    shared = GatedMLP(name, *sizes, config.activation, build, fused="input_linear")
-    if not config.integer("num_local_experts", low=0):
+def inner(at: Layer) -> nn.Module:
+    """Return the shared MLP of a layer, with experts if the model has any."""
+    shared = at.mlp(at.config.integer("shared_intermediate_size"), name="shared_mlp", fused="input_linear")
+    if not at.config.integer("num_local_experts", low=0):
         return shared
-    return block_sparse(config, index, build, NAMES, shared=shared)
+    return block_sparse(at, NAMES, shared=shared)

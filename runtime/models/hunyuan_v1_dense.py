@@ -1,41 +1,35 @@
-"""Hunyuan, dense: Llama's layer with q and k normalised per head after they are rotated.
+"""Hunyuan, dense: Llama's layer with q and k normalised per head after the rotation.
 
-Its files call a base of the angles that `alpha` stretches once and for all "dynamic", as they call NTK-aware scaling.
+In its config.json the rope type "dynamic" means that `alpha` enlarges the rotary base once, for any context length.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from runtime.layers.block import PreNormBlock
+from torch import nn
+
 from runtime.layers.build import Build
-from runtime.layers.norm import RMSNorm
 from runtime.layers.rope_parameters import RopeParameters
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """One switch for the biases of attention."""
-    bias, rope = config.flag("attention_bias"), build.rope(stretched(config))
+    """Build Hunyuan. One field of config.json sets all biases of attention."""
+    rope = build.rope(stretched(config))
 
-    def layer(index: int) -> PreNormBlock:
-        def norm(part: str) -> RMSNorm:
-            name = f"model.layers.{index}.self_attn.{part}_layernorm"
-            return RMSNorm(name, config.head_dim, config.norm_eps, build)
-
-        qk_norm = norm("query"), norm("key")
-        attended = attention(
-            config, index, build, rope=rope, bias=bias, out_bias=bias, qk_norm=qk_norm, norm_last=True
-        )
-        return block(config, index, build, attended, mlp(config, index, build))
+    def layer(at: Layer) -> nn.Module:
+        qk_norm = at.head_norms(("query_layernorm", "key_layernorm"))
+        attended = at.attention(rope=rope, qk_norm=qk_norm, norm_last=True)
+        return at.block(attended, at.mlp())
 
     return assemble(config, build, layer)
 
 
 def stretched(config: Config) -> RopeParameters:
-    """The angles of all layers, of a larger base where there is an `alpha`."""
+    """Return the rotary embedding of all layers, with a larger base if there is an `alpha`."""
     rope = config.rope()
     for name in ("rope_parameters", "rope_scaling"):
         alpha = config.child(name).optional_number("alpha")

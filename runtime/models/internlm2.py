@@ -1,20 +1,19 @@
-"""InternLM 2: Llama's layer, with the queries, key and value of each kv head beside each other in one tensor."""
+"""InternLM 2: Llama's layer with one tensor that holds each kv head's queries, key and value together."""
 
 from __future__ import annotations
 
-from runtime.layers.block import PreNormBlock
+from torch import nn
+
 from runtime.layers.build import Build
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Biases of attention where the configuration asks for them."""
-    bias = config.flag("attention_bias")
+    """Build InternLM 2. config.json says whether attention has biases."""
 
-    def layer(index: int) -> PreNormBlock:
-        attended = attention(config, index, build, bias=bias, out_bias=bias, fused="wqkv", by_group=True)
-        return block(config, index, build, attended, mlp(config, index, build))
+    def layer(at: Layer) -> nn.Module:
+        return at.block(at.attention(fused="wqkv", by_group=True), at.mlp())
 
     return assemble(config, build, layer)

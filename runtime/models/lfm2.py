@@ -1,6 +1,6 @@
-"""LFM2: short convolutions between gates in most layers, in the others Qwen 3's attention.
+"""LFM2: short convolutions between gates in most layers, Qwen 3's attention in the others.
 
-Its mixtures stand behind some layers with an MLP; experts are chosen by corrected sigmoids.
+In LFM2 MoE the first layers have an MLP; mixtures select experts by corrected sigmoid scores.
 """
 
 from __future__ import annotations
@@ -9,58 +9,53 @@ from collections.abc import Callable
 
 from torch import nn
 
-from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
-from runtime.layers.mlp import GatedMLP
 from runtime.layers.moe import ExpertNames, MoE, Routing
 from runtime.layers.recurrent import ShortConvolution
-from runtime.models.config import LINEAR, Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp
-from runtime.models.mixtures import top_k
-from runtime.models.qwen3 import head_norms
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
+from runtime.modeling.mixtures import top_k
+from runtime.modeling.spellings import LINEAR
 
 
 def lfm2(config: Config, build: Build) -> Decoder:
-    """An MLP in every layer."""
+    """All layers have an MLP."""
     size = inner_size(config)
-
-    def inner(index: int) -> nn.Module:
-        return GatedMLP(f"model.layers.{index}.mlp", config.hidden_size, size, "silu", build)
-
-    return hybrid(config, build, inner)
+    return hybrid(config, build, lambda at: at.mlp(size, activation="silu"))
 
 
 def lfm2_moe(config: Config, build: Build) -> Decoder:
     """The first `num_dense_layers` have an MLP, the others experts."""
-    plain = config.integer("num_dense_layers", low=0)
-    return hybrid(config, build, lambda index: (mlp if index < plain else experts)(config, index, build))
+    num_dense = config.integer("num_dense_layers", low=0)
+    return hybrid(config, build, lambda at: at.mlp() if at.index < num_dense else experts(at))
 
 
-def hybrid(config: Config, build: Build, inner: Callable[[int], nn.Module]) -> Decoder:
-    """Layers as `layer_types` says, with `inner` behind attention and convolutions."""
+def hybrid(config: Config, build: Build, inner: Callable[[Layer], nn.Module]) -> Decoder:
+    """Return a decoder of the layers in `layer_types`, with `inner` after attention and convolutions."""
     kinds = config.layer_types() or []
 
-    def layer(index: int) -> PreNormBlock:
-        if kinds[index] == LINEAR:
-            mixer: nn.Module = convolution(config, index, build)
+    def layer(at: Layer) -> nn.Module:
+        if kinds[at.index] == LINEAR:
+            mixer: nn.Module = convolution(at)
         else:
-            mixer = attention(config, index, build, qk_norm=head_norms(config, index, build))
-        return block(config, index, build, mixer, inner(index))
+            mixer = at.attention(bias=False, qk_norm=at.head_norms())
+        return at.block(mixer, inner(at))
 
     return assemble(config, build, layer)
 
 
-def convolution(config: Config, index: int, build: Build) -> ShortConvolution:
-    """The layer that keeps a state: of `conv_L_cache` - 1 tokens, its own being the last that it sees."""
-    kernel = config.integer("conv_L_cache", low=2)
-    name, bias = f"model.layers.{index}.conv", config.flag("conv_bias")
-    return ShortConvolution(name, index, config.hidden_size, kernel, build, bias=bias)
+def convolution(at: Layer) -> ShortConvolution:
+    """Return the convolution of a layer, whose state is its last `conv_L_cache` - 1 inputs."""
+    kernel, bias = at.config.integer("conv_L_cache", low=2), at.config.flag("conv_bias")
+    return ShortConvolution(f"{at.name}.conv", at.index, at.config.hidden_size, kernel, at.build, bias=bias)
 
 
 def inner_size(config: Config) -> int:
-    """Of the MLP: where `block_auto_adjust_ff_dim` asks for it two thirds of what the configuration says, times a
-    factor and rounded up to a multiple.
+    """Return the inner size of the MLP.
+
+    With `block_auto_adjust_ff_dim` it is two thirds of the configured size, times `block_ffn_dim_multiplier`, rounded
+    up to a multiple of `block_multiple_of`.
     """
     size = config.intermediate_size
     if not config.flag("block_auto_adjust_ff_dim"):
@@ -70,21 +65,16 @@ def inner_size(config: Config) -> int:
     return -(-adjusted // multiple) * multiple
 
 
-def experts(config: Config, index: int, build: Build) -> MoE:
-    """The mixture of layer `index`."""
+def experts(at: Layer) -> MoE:
+    """Return the mixture of a layer."""
+    config = at.config
     num_experts = config.integer("num_experts")
-    return MoE(
-        f"model.layers.{index}.mlp",
-        config.hidden_size,
-        config.integer("moe_intermediate_size"),
-        num_experts,
-        "silu",
-        build,
-        routing=Routing(
-            top_k(config, num_experts),
-            config.flag("norm_topk_prob"),
-            scoring="sigmoid",
-            scale=config.number("routed_scaling_factor"),
-        ),
-        names=ExpertNames(correction="expert_bias" if config.flag("use_expert_bias") else ""),
+    routing = Routing(
+        top_k(config, num_experts),
+        config.flag("norm_topk_prob"),
+        scoring="sigmoid",
+        scale=config.number("routed_scaling_factor"),
     )
+    names = ExpertNames(correction="expert_bias" if config.flag("use_expert_bias") else "")
+    size = config.integer("moe_intermediate_size")
+    return at.experts(size, num_experts, activation="silu", routing=routing, names=names)

@@ -1,4 +1,4 @@
-"""Llama 4's text: chunks with rotation, layers of all positions without, and experts whose inputs are weighed."""
+"""Llama 4's text model: chunked attention with rotation or full attention without, and experts with weighted inputs."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from typing import Any
 from torch import nn
 
 from runtime.layers.attention import Attention
-from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
-from runtime.layers.mlp import GatedMLP
-from runtime.layers.moe import ExpertNames, MoE, Routing
+from runtime.layers.moe import ExpertNames, Routing
 from runtime.layers.norm import RMSNorm
 from runtime.layers.rope import QueryScale
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block
-from runtime.models.mixtures import top_k
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
+from runtime.modeling.mixtures import top_k
 
 NAMES = ExpertNames(
     router="router",
@@ -29,7 +27,7 @@ NAMES = ExpertNames(
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Every `interleave_moe_layer_step`-th layer has experts, unless `moe_layers` lists those that do."""
+    """Every `interleave_moe_layer_step`-th layer has experts, unless `moe_layers` lists the layers with experts."""
     step, sparse = config.integer("interleave_moe_layer_step"), config.values.get("moe_layers")
     if sparse is None:
         sparse = range(step - 1, config.num_layers, step)
@@ -41,47 +39,43 @@ def decoder(config: Config, build: Build) -> Decoder:
         strength, floor = config.number("attn_scale"), config.integer("floor_scale")
         scale = QueryScale(strength, floor, build.context_length, build.kernels, build.device, first=1)
 
-    def layer(index: int) -> PreNormBlock:
-        attended = chunked_attention(config, index, build, scale)
-        return block(config, index, build, attended, feed_forward(config, index, build, index in sparse))
+    def layer(at: Layer) -> nn.Module:
+        return at.block(chunked_attention(at, scale), feed_forward(at, at.index in sparse))
 
     return assemble(config, build, layer)
 
 
-def chunked_attention(config: Config, index: int, build: Build, scale: QueryScale | None) -> Attention:
-    """The attention of layer `index`: `no_rope_layers` holds a 1 for each layer that rotates."""
+def chunked_attention(at: Layer, scale: QueryScale | None) -> Attention:
+    """Return the attention of a layer; `no_rope_layers` holds a 1 for each layer with rotary embedding."""
+    config, index, build = at.config, at.index, at.build
     rotates, kinds = config.values.get("no_rope_layers"), config.layer_types()
     if not isinstance(rotates, list) or len(rotates) < config.num_layers or not set(rotates) <= {0, 1}:
         raise config.wrong("no_rope_layers", f"{config.num_layers} of 0 and 1")
-    chunk, bias = config.optional_integer("attention_chunk_size"), config.flag("attention_bias")
-    options: dict[str, Any] = {"bias": bias, "out_bias": bias, "rope": None}
+    options: dict[str, Any] = {"rope": None}
     if kinds is not None and kinds[index] == "sliding_attention":
-        options |= {"window": chunk, "chunked": True}
+        options |= {"window": config.optional_integer("attention_chunk_size"), "chunked": True}
     if rotates[index]:
         options["rope"] = build.rope(replace(config.rope(), interleaved=True))
         if config.flag("use_qk_norm"):
-            name = f"model.layers.{index}.self_attn.qk_norm"
+            name = f"{at.name}.self_attn.qk_norm"
             norm = RMSNorm(name, config.head_dim, config.norm_eps, build, weight=False)
             options |= {"qk_norm": (norm, norm), "norm_last": True}
     else:
         options["query_scale"] = scale
-    return attention(config, index, build, **options)
+    return at.attention(**options)
 
 
-def feed_forward(config: Config, index: int, build: Build, sparse: bool) -> nn.Module:
-    """The MLP of layer `index`, or its experts and the one that computes every token."""
-    name, size, activation = f"model.layers.{index}.feed_forward", config.hidden_size, config.activation
+def feed_forward(at: Layer, sparse: bool) -> nn.Module:
+    """Return the MLP of a layer, or its experts with the shared expert."""
+    config = at.config
     if not sparse:
-        return GatedMLP(name, size, config.integer("intermediate_size_mlp"), activation, build)
+        return at.mlp(config.integer("intermediate_size_mlp"), name="feed_forward")
     num_experts = config.integer("num_local_experts")
-    return MoE(
-        name,
-        size,
+    return at.experts(
         config.intermediate_size,
         num_experts,
-        activation,
-        build,
+        name="feed_forward",
         routing=Routing(top_k(config, num_experts), renormalise=False, scoring="sigmoid", weigh_inputs=True),
         names=NAMES,
-        shared=GatedMLP(f"{name}.shared_expert", size, config.intermediate_size, activation, build),
+        shared=at.mlp(name="feed_forward.shared_expert"),
     )

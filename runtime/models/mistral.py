@@ -1,34 +1,32 @@
-"""Mistral and Ministral: Llama's layer without biases, in a window if there is one. Mixtral has experts for the MLP."""
+"""Mistral and Ministral: Llama's layer without biases, optionally with a window. Mixtral has experts as MLP."""
 
 from __future__ import annotations
 
-from runtime.layers.block import PreNormBlock
+from torch import nn
+
 from runtime.layers.build import Build
 from runtime.layers.moe import ExpertNames
 from runtime.layers.rope import QueryScale
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp
-from runtime.models.mixtures import block_sparse
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
+from runtime.modeling.mixtures import block_sparse
 
 NAMES = ExpertNames(gate="experts.{}.w1.weight", up="experts.{}.w3.weight", down="experts.{}.w2.weight")
 
 
 def mistral(config: Config, build: Build) -> Decoder:
-    """All layers, or those that `layer_types` lists, look at the last `sliding_window` positions."""
-    window, scale = config.optional_integer("sliding_window"), query_scale(config, build)
-    kinds = config.layer_types() or ["sliding_attention"] * config.num_layers
+    """All layers, or the sliding layers in `layer_types`, have a window of `sliding_window` positions."""
+    windows, scale = config.windows(["sliding_attention"] * config.num_layers), query_scale(config, build)
 
-    def layer(index: int) -> PreNormBlock:
-        own = window if kinds[index] == "sliding_attention" else None
-        attended = attention(config, index, build, window=own, query_scale=scale)
-        return block(config, index, build, attended, mlp(config, index, build))
+    def layer(at: Layer) -> nn.Module:
+        return at.block(at.attention(bias=False, window=windows[at.index], query_scale=scale), at.mlp())
 
     return assemble(config, build, layer)
 
 
 def query_scale(config: Config, build: Build) -> QueryScale | None:
-    """What queries beyond the trained context are scaled by (Ministral 3), if they are."""
+    """Return the scaling of queries beyond the trained context (Ministral 3), or None."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = config.child(name)
         strength = rope.optional_number("llama_4_scaling_beta", above=-1.0)
@@ -39,11 +37,10 @@ def query_scale(config: Config, build: Build) -> QueryScale | None:
 
 
 def mixtral(config: Config, build: Build) -> Decoder:
-    """All layers look at the last `sliding_window` positions, if there is a window."""
+    """All layers have a window if config.json has `sliding_window`."""
     window = config.optional_integer("sliding_window")
 
-    def layer(index: int) -> PreNormBlock:
-        experts = block_sparse(config, index, build, NAMES)
-        return block(config, index, build, attention(config, index, build, window=window), experts)
+    def layer(at: Layer) -> nn.Module:
+        return at.block(at.attention(bias=False, window=window), block_sparse(at, NAMES))
 
     return assemble(config, build, layer)

@@ -1,4 +1,4 @@
-"""ModernBERT (arXiv 2412.13663): rotated, normalised before each part, two of three layers with neighbours alone."""
+"""ModernBERT (arXiv 2412.13663): rotary embedding, norms before attention and MLP, a window in two of three layers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from runtime.layers.mlp import GatedMLP
 from runtime.layers.norm import LayerNorm, NoNorm
 from runtime.layers.score import ScoreLayer
 from runtime.layers.weight import SubLayer, in_one_tensor
-from runtime.models.config import Config
-from runtime.models.encoder import Encoder
-from runtime.models.spellings import FULL
+from runtime.modeling.config import Config
+from runtime.modeling.encoder import Encoder
+from runtime.modeling.spellings import FULL
 
 
 def decoder(config: Config, build: Build) -> Encoder:
-    """The first layer has no norm of its own behind the embedding's."""
+    """The first layer has no attention norm, because the embedding ends with a norm."""
     size = config.hidden_size
     embeddings = EncoderEmbedding(
         "embeddings",
@@ -27,9 +27,7 @@ def decoder(config: Config, build: Build) -> Encoder:
         words="tok_embeddings",
     )
     layers = [layer(config, index, build) for index in range(config.num_layers)]
-    return Encoder(
-        embeddings, layers, size, final_norm=norm("final_norm", config, build), scores=scores(config)
-    )
+    return Encoder(embeddings, layers, size, final_norm=norm("final_norm", config, build), scores=scores(config))
 
 
 def layer(config: Config, index: int, build: Build) -> PreNormBlock:
@@ -63,7 +61,7 @@ def norm(name: str, config: Config, build: Build) -> LayerNorm:
 
 
 def scores(config: Config) -> tuple[ScoreLayer, ...]:
-    """A layer with a norm before the classifier's own."""
+    """Return the classifier's layers: a dense layer with a norm, then the scores."""
     if not config.labels:
         return ()
     dense = ScoreLayer(

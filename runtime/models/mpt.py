@@ -1,4 +1,4 @@
-"""MPT: GPT's layer without biases and without positions, for scores lose by distance (ALiBi, arXiv 2108.12409)."""
+"""MPT: GPT's layer without biases, with ALiBi (arXiv 2108.12409) instead of positions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from runtime.errors import CheckpointError
 from runtime.layers.attention import alibi_slopes
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
-from runtime.layers.mlp import MLP
 from runtime.layers.norm import LayerNorm
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer, norms
 
-# Values of `attn_config` that change what is computed, and what they are where nothing is changed.
-PLAIN = {
+# Fields of `attn_config` that change the computation, with the values that this family supports.
+SUPPORTED = {
     "alibi": True,
     "attn_type": "multihead_attention",
     "clip_qkv": None,
@@ -23,33 +22,22 @@ PLAIN = {
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Raises CheckpointError for models that clip q, k and v, and for what few have of `attn_config`."""
-    own = config.child("attn_config")
-    for name, plain in PLAIN.items():
-        if own.values.get(name, plain) != plain:
+    """Build MPT. Raises CheckpointError for values of `attn_config` that are not supported."""
+    fields = config.child("attn_config")
+    for name, supported in SUPPORTED.items():
+        if fields.values.get(name, supported) != supported:
             raise CheckpointError(
-                f"config.json: {name} of attn_config is not supported natively: use --model-impl transformers."
+                f"config.json: {name} of attn_config is not supported natively. Use --model-impl transformers."
             )
-    scale = own.optional_number("softmax_scale")
-    slopes = alibi_slopes(config.num_heads, own.optional_number("alibi_bias_max") or 8.0)
+    scale = fields.optional_number("softmax_scale")
+    slopes = alibi_slopes(config.num_heads, fields.optional_number("alibi_bias_max") or 8.0)
 
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm(name, config.hidden_size, config.norm_eps, build, bias=False)
+    norm = norms(config, build, LayerNorm, bias=False)
 
-    def layer(index: int) -> PreNormBlock:
-        name = f"model.blocks.{index}"
-        attended = attention(
-            config,
-            index,
-            build,
-            name=f"{name}.attn",
-            rope=None,
-            slopes=slopes,
-            scale=scale,
-            fused="Wqkv",
-            out_name="out_proj",
-        )
-        inner = MLP(f"{name}.ffn", config.hidden_size, 4 * config.hidden_size, config.activation, build)
-        return PreNormBlock(norm(f"{name}.norm_1"), attended, norm(f"{name}.norm_2"), inner)
+    def layer(at: Layer) -> PreNormBlock:
+        options = {"rope": None, "slopes": slopes, "scale": scale, "fused": "Wqkv", "out_name": "out_proj"}
+        attended, inner = at.attention("attn", bias=False, **options), at.plain_mlp(4 * config.hidden_size, name="ffn")
+        return PreNormBlock(norm(f"{at.name}.norm_1"), attended, norm(f"{at.name}.norm_2"), inner)
 
-    return assemble(config, build, layer, norm=norm("model.norm_f"), embedding_name="model.wte")
+    norm_f = norm("model.norm_f")
+    return assemble(config, build, layer, layers_name="model.blocks", norm=norm_f, embedding_name="model.wte")

@@ -1,29 +1,21 @@
-"""Nemotron-4 and Minitron: layer norms scaled by 1 + weight, partial rotation, an MLP of squared relu."""
+"""Nemotron-4 and Minitron: layer norms scaled by 1 + weight, partial rotation, an MLP with squared ReLU."""
 
 from __future__ import annotations
 
-from runtime.layers.block import PreNormBlock
+from torch import nn
+
 from runtime.layers.build import Build
 from runtime.layers.norm import LayerNorm
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, plain_mlp
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer, norms
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Biases where the configuration asks for them, no window."""
-    bias, mlp_bias = config.flag("attention_bias"), config.flag("mlp_bias")
+    """Build Nemotron. config.json says which layers have biases; there is no window."""
+    norm = norms(config, build, LayerNorm, unit_offset=True)
 
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm(name, config.hidden_size, config.norm_eps, build, unit_offset=True)
-
-    def layer(index: int) -> PreNormBlock:
-        name = f"model.layers.{index}"
-        return PreNormBlock(
-            norm(f"{name}.input_layernorm"),
-            attention(config, index, build, bias=bias, out_bias=bias),
-            norm(f"{name}.post_attention_layernorm"),
-            plain_mlp(config, index, build, bias=mlp_bias),
-        )
+    def layer(at: Layer) -> nn.Module:
+        return at.block(at.attention(), at.plain_mlp(bias=config.flag("mlp_bias")), norm=norm)
 
     return assemble(config, build, layer, norm=norm("model.norm"))

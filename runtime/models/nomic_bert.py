@@ -1,4 +1,4 @@
-"""Nomic BERT (arXiv 2402.01613): BERT with rotation in the place of learned positions, gated MLPs and no biases."""
+"""Nomic BERT (arXiv 2402.01613): BERT with rotary embedding instead of learned positions, gated MLPs, no biases."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from runtime.layers.encoder import EncoderAttention, EncoderEmbedding
 from runtime.layers.mlp import GatedMLP
 from runtime.layers.norm import LayerNorm
 from runtime.layers.weight import SubLayer, in_one_tensor
-from runtime.models.config import Config
-from runtime.models.encoder import Encoder
+from runtime.modeling.config import Config
+from runtime.modeling.encoder import Encoder
 
 
 def decoder(config: Config, build: Build) -> Encoder:
-    """Normalised behind each part."""
+    """Norms follow attention and MLP."""
     size, types = config.hidden_size, config.optional_integer("type_vocab_size", low=0) or 0
     embeddings = EncoderEmbedding(
         "embeddings", config.vocab_size, 0, size, norm("emb_ln", config, build), build, num_types=types

@@ -1,46 +1,41 @@
 """Phi-1 to 4.
 
-Up to Phi-2 attention and MLP are beside each other behind one norm, with biases everywhere and partial rotation.
-Phi-3 and 4 are Llama's layer without biases, q, k and v in one tensor, gate and up as well, in a window if any.
+Up to Phi-2 attention and MLP are in parallel after one norm, with biases in all layers and partial rotation. Phi-3 and
+Phi-4 are Llama's layer without biases, with q, k and v in one tensor, gate and up in another, and optionally a window.
 """
 
 from __future__ import annotations
 
-from runtime.layers.block import ParallelBlock, PreNormBlock
+from torch import nn
+
+from runtime.layers.block import ParallelBlock
 from runtime.layers.build import Build
 from runtime.layers.norm import LayerNorm
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp, plain_mlp
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer, norms
 
 
 def phi(config: Config, build: Build) -> Decoder:
-    """With norms of q and k, one for all heads, where the configuration asks for them."""
+    """Build Phi up to Phi-2. If config.json says so, q and k have norms with one weight for all heads."""
 
-    def norm(name: str, size: int = config.hidden_size) -> LayerNorm:
-        return LayerNorm(name, size, config.norm_eps, build)
+    norm = norms(config, build, LayerNorm)
 
-    def layer(index: int) -> ParallelBlock:
-        name, qk_norm = f"model.layers.{index}", None
-        if config.flag("qk_layernorm"):
-            q, k = (norm(f"{name}.self_attn.{part}_layernorm", config.head_dim) for part in "qk")
-            qk_norm = q, k
-        return ParallelBlock(
-            norm(f"{name}.input_layernorm"),
-            attention(config, index, build, bias=True, out_bias=True, out_name="dense", qk_norm=qk_norm),
-            plain_mlp(config, index, build, bias=True, names=("fc1", "fc2")),
-            build.kernels,
-        )
+    def layer(at: Layer) -> nn.Module:
+        qk_norm = at.head_norms(("q_layernorm", "k_layernorm"), LayerNorm) if config.flag("qk_layernorm") else None
+        attended = at.attention(bias=True, out_name="dense", qk_norm=qk_norm)
+        inner = at.plain_mlp(bias=True, names=("fc1", "fc2"))
+        return ParallelBlock(norm(f"{at.name}.input_layernorm"), attended, inner, build.kernels)
 
     return assemble(config, build, layer, norm=norm("model.final_layernorm"), head_bias=True)
 
 
 def phi3(config: Config, build: Build) -> Decoder:
-    """All layers look at the last `sliding_window` positions."""
+    """All layers have a window if config.json has `sliding_window`."""
     window = config.optional_integer("sliding_window")
 
-    def layer(index: int) -> PreNormBlock:
-        attended = attention(config, index, build, fused="qkv_proj", window=window)
-        return block(config, index, build, attended, mlp(config, index, build, fused="gate_up_proj"))
+    def layer(at: Layer) -> nn.Module:
+        attended = at.attention(bias=False, fused="qkv_proj", window=window)
+        return at.block(attended, at.mlp(fused="gate_up_proj"))
 
     return assemble(config, build, layer)

@@ -1,73 +1,68 @@
-"""Qwen 2 and 2.5: Llama's layer with biases on q, k and v, and windows on the upper layers if asked for.
+"""Qwen 2 and 2.5: Llama's layer with biases on q, k and v, and optional windows in the upper layers.
 
-Beside its mixtures of experts is one that computes every token, behind a gate.
+Its mixtures have a shared expert with a gate.
 """
 
 from __future__ import annotations
 
-from runtime.layers.block import PreNormBlock
+from torch import nn
+
 from runtime.layers.build import Build
-from runtime.layers.mlp import GatedMLP
 from runtime.layers.moe import MoE, Routing
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp
-from runtime.models.mixtures import top_k
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
+from runtime.modeling.mixtures import top_k
 
 
 def qwen2(config: Config, build: Build) -> Decoder:
-    """Windows as `window` says."""
+    """Build Qwen 2. `windows` decides which layers have a window."""
+    sizes = windows(config)
 
-    def layer(index: int) -> PreNormBlock:
-        attended = attention(config, index, build, bias=True, window=window(config, index))
-        return block(config, index, build, attended, mlp(config, index, build))
+    def layer(at: Layer) -> nn.Module:
+        return at.block(at.attention(bias=True, out_bias=False, window=sizes[at.index]), at.mlp())
 
     return assemble(config, build, layer)
 
 
-def window(config: Config, index: int) -> int | None:
-    """The layer's window: where `layer_types` says so, or else from layer `max_window_layers` on."""
-    size = config.optional_integer("sliding_window", low=0)
-    if not size or not config.flag("use_sliding_window"):
-        return None
-    kinds = config.layer_types()
-    if kinds is not None:
-        return size if kinds[index] == "sliding_attention" else None
-    return size if index >= config.integer("max_window_layers", low=0) else None
+def windows(config: Config) -> list[int | None]:
+    """Return the window of each layer, or None.
+
+    If `layer_types` is missing, layers from `max_window_layers` on have a window.
+    """
+    if not config.optional_integer("sliding_window", low=0) or not config.flag("use_sliding_window"):
+        return [None] * config.num_layers
+    first = 0 if config.layer_types() else config.integer("max_window_layers", low=0)
+    kinds = ["full_attention" if index < first else "sliding_attention" for index in range(config.num_layers)]
+    return config.windows(kinds)
 
 
 def qwen2_moe(config: Config, build: Build) -> Decoder:
-    """Windows as in `qwen2`."""
-    bias = config.flag("qkv_bias", default=True)
+    """Build Qwen 2 MoE, with the windows of Qwen 2."""
+    bias, sizes = config.flag("qkv_bias", default=True), windows(config)
 
-    def layer(index: int) -> PreNormBlock:
-        inner = experts if has_experts(config, index) else mlp
-        attended = attention(config, index, build, bias=bias, window=window(config, index))
-        return block(config, index, build, attended, inner(config, index, build))
+    def layer(at: Layer) -> nn.Module:
+        attended = at.attention(bias=bias, out_bias=False, window=sizes[at.index])
+        return at.block(attended, experts(at) if has_experts(config, at.index) else at.mlp())
 
     return assemble(config, build, layer)
 
 
 def has_experts(config: Config, index: int) -> bool:
-    """Every `decoder_sparse_step`-th layer has experts, unless `mlp_only_layers` lists it."""
-    plain = config.values.get("mlp_only_layers") or []
-    if not isinstance(plain, list) or not all(type(each) is int for each in plain):
+    """Whether layer `index` has experts: every `decoder_sparse_step`-th layer has, except for `mlp_only_layers`."""
+    dense = config.values.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(type(each) is int for each in dense):
         raise config.wrong("mlp_only_layers", "a list of layer numbers")
-    return index not in plain and (index + 1) % config.integer("decoder_sparse_step") == 0
+    return index not in dense and (index + 1) % config.integer("decoder_sparse_step") == 0
 
 
-def experts(config: Config, index: int, build: Build) -> MoE:
-    """The mixture of layer `index`."""
-    name, num_experts = f"model.layers.{index}.mlp", config.integer("num_experts")
-    shared_size = config.integer("shared_expert_intermediate_size")
-    return MoE(
-        name,
-        config.hidden_size,
-        config.integer("moe_intermediate_size"),
+def experts(at: Layer) -> MoE:
+    """Return the mixture of a layer."""
+    num_experts = at.config.integer("num_experts")
+    return at.experts(
+        at.config.integer("moe_intermediate_size"),
         num_experts,
-        config.activation,
-        build,
-        routing=Routing(top_k(config, num_experts), config.flag("norm_topk_prob")),
-        shared=GatedMLP(f"{name}.shared_expert", config.hidden_size, shared_size, config.activation, build),
+        routing=Routing(top_k(at.config, num_experts), at.config.flag("norm_topk_prob")),
+        shared=at.mlp(at.config.integer("shared_expert_intermediate_size"), name="mlp.shared_expert"),
         shared_gate="shared_expert_gate",
     )

@@ -1,6 +1,6 @@
-"""Qwen3-Next: gated delta nets in most layers, in the others Qwen 3's attention behind a gate; experts as in Qwen 2.
+"""Qwen3-Next: gated delta nets in most layers, Qwen 3's attention with a gate in the others, Qwen 2's experts.
 
-Qwen 3.5 has the projections of delta nets in tensors of their own, and experts or an MLP in all layers.
+Qwen 3.5 stores the projections of delta nets in separate tensors, and has experts or an MLP in all layers.
 """
 
 from __future__ import annotations
@@ -10,56 +10,52 @@ from collections.abc import Callable
 from torch import nn
 
 from runtime.errors import CheckpointError
-from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
+from runtime.layers.norm import RMSNorm
 from runtime.layers.recurrent import GatedDeltaNet
 from runtime.layers.weight import SubLayer, in_one_tensor
-from runtime.models.config import LINEAR, Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, block, mlp
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer, norms
+from runtime.modeling.spellings import LINEAR
 from runtime.models.qwen2 import experts, has_experts
-from runtime.models.qwen3 import head_norms
 
 Projections = Callable[[Config, str], list[SubLayer]]
-Inner = Callable[[Config, int, Build], nn.Module]
+Inner = Callable[[Layer], nn.Module]
 
 
 def qwen3_next(config: Config, build: Build) -> Decoder:
-    """Layers as `layer_types` says."""
+    """Build Qwen3-Next. `layer_types` says which layers have delta nets."""
     return hybrid(config, build, by_key_head, sparse)
 
 
-def sparse(config: Config, index: int, build: Build) -> nn.Module:
-    """Experts, but where `mlp_only_layers` and `decoder_sparse_step` say otherwise."""
-    return (experts if has_experts(config, index) else mlp)(config, index, build)
+def sparse(at: Layer) -> nn.Module:
+    """Return the feed-forward part of a layer: experts if `has_experts` is true for this layer, else an MLP."""
+    return experts(at) if has_experts(at.config, at.index) else at.mlp()
 
 
 def hybrid(config: Config, build: Build, projections: Projections, inner: Inner) -> Decoder:
-    """A decoder of both kinds of layers, with `inner` behind attention."""
-    kinds = config.layer_types() or []
+    """Return a decoder with gated delta nets and attention layers; `inner` builds the feed-forward part of each."""
+    kinds, norm = config.layer_types() or [], norms(config, build, RMSNorm, unit_offset=True)
 
-    def layer(index: int) -> PreNormBlock:
-        mixer = (delta_net if kinds[index] == LINEAR else gated_attention)(config, index, build, projections)
-        return block(config, index, build, mixer, inner(config, index, build), unit_offset=True)
+    def layer(at: Layer) -> nn.Module:
+        if kinds[at.index] == LINEAR:
+            mixer: nn.Module = delta_net(at, projections)
+        else:  # the q projection also computes a gate for each head's output
+            mixer = at.attention(qk_norm=at.head_norms(unit_offset=True), gated=True)
+        return at.block(mixer, inner(at), norm=norm)
 
-    return assemble(config, build, layer, unit_offset=True)
-
-
-def gated_attention(config: Config, index: int, build: Build, _: Projections) -> nn.Module:
-    """Each head's output is let through by a gate, which the query's projection also gives."""
-    bias = config.flag("attention_bias")
-    norms = head_norms(config, index, build, unit_offset=True)
-    return attention(config, index, build, bias=bias, out_bias=bias, qk_norm=norms, gated=True)
+    return assemble(config, build, layer, norm=norm("model.norm"))
 
 
-def delta_net(config: Config, index: int, build: Build, projections: Projections) -> nn.Module:
-    """The layer that keeps a state."""
-    name = f"model.layers.{index}.linear_attn"
+def delta_net(at: Layer, projections: Projections) -> nn.Module:
+    """Return the gated delta net of a layer."""
+    config, name = at.config, f"{at.name}.linear_attn"
     if config.activation != "silu":
         raise CheckpointError("config.json: hidden_act must be silu in a model with gated delta nets.")
     return GatedDeltaNet(
         name,
-        index,
+        at.index,
         config.hidden_size,
         config.integer("linear_num_key_heads"),
         config.integer("linear_num_value_heads"),
@@ -67,13 +63,13 @@ def delta_net(config: Config, index: int, build: Build, projections: Projections
         config.integer("linear_value_head_dim"),
         config.integer("linear_conv_kernel_dim"),
         config.norm_eps,
-        build,
+        at.build,
         projections=projections(config, name),
     )
 
 
 def by_key_head(config: Config, name: str) -> list[SubLayer]:
-    """q, k, v and z in one tensor, b and a in another; both hold all of one key head, then all of the next."""
+    """Return a delta net's projections as parts of two tensors, which hold q, k, v and z, and b and a, by key head."""
     heads, key = config.integer("linear_num_key_heads"), config.integer("linear_key_head_dim")
     ratio = config.integer("linear_num_value_heads") // heads
     value = ratio * config.integer("linear_value_head_dim")
@@ -88,19 +84,19 @@ def by_key_head(config: Config, name: str) -> list[SubLayer]:
 
 
 def qwen3_5(config: Config, build: Build) -> Decoder:
-    """Layers as `layer_types` says."""
+    """`layer_types` lists the layers."""
     with_experts = config.optional_integer("num_experts") is not None
-    return hybrid(config, build, by_part, experts if with_experts else mlp)
+    return hybrid(config, build, by_part, experts if with_experts else Layer.mlp)
 
 
 def by_part(config: Config, name: str) -> list[SubLayer]:
-    """q, k and v one after the other in one tensor, z, b and a each in its own."""
+    """Return a delta net's projections: q, k and v are parts of one tensor; z, b and a have their own tensors."""
     key_heads, key = config.integer("linear_num_key_heads"), config.integer("linear_key_head_dim")
     ratio = config.integer("linear_num_value_heads") // key_heads
     value = ratio * config.integer("linear_value_head_dim")
 
-    def part(own: str, piece: int) -> SubLayer:
-        return SubLayer(f"{name}.{own}", key_heads * piece, "heads", piece)  # cut between key heads
+    def part(tensor: str, piece: int) -> SubLayer:
+        return SubLayer(f"{name}.{tensor}", key_heads * piece, "heads", piece)  # ranks split it at key heads
 
     mixed = in_one_tensor(f"{name}.in_proj_qkv", [part("", size) for size in (key, key, value)])
     return [*mixed, part("in_proj_z", value), part("in_proj_b", ratio), part("in_proj_a", ratio)]

@@ -1,47 +1,81 @@
-"""Which architectures there are. Torch-free: a family's file is imported when its model is built."""
+"""Registry of architectures. Does not import torch; a family is imported when its model is built."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from runtime.errors import CheckpointError
+from runtime.modeling.config import Config
+from runtime.modeling.entry import Entry
 from runtime.models.decoders import ARCHITECTURES
 from runtime.models.encoders import ENCODERS
-from runtime.models.entry import Entry
 
-# What may stand in the place of ForCausalLM: a classifier's head or none.
+if TYPE_CHECKING:
+    from runtime.layers.build import Build
+    from runtime.modeling.decoder import Decoder
+
+    BuildDecoder = Callable[[Config, Build], Decoder]
+
+# Suffix that replaces ForCausalLM -> whether the decoder has a classifier's head; if not, it has no head.
 HEADS = {"ForSequenceClassification": True, "ForRewardModel": True, "Model": False}
 
 
 def find(architecture: str) -> Entry | None:
-    """The entry of an architecture, also of a decoder whose head is another one or none; None where there is none."""
-    found = ARCHITECTURES.get(architecture) or ENCODERS.get(architecture)
+    """Return the entry of an architecture, or None if it is not supported.
+
+    The name may also be that of a supported decoder with a classifier's head or without a head.
+    """
+    match = ARCHITECTURES.get(architecture) or ENCODERS.get(architecture)
     for end, scores in HEADS.items():
         base = ARCHITECTURES.get(architecture.removesuffix(end) + "ForCausalLM")
-        if found is None and architecture.endswith(end) and base is not None:
+        if match is None and architecture.endswith(end) and base is not None:
             return replace(base, scores=scores, headless=True)
-    return found
+    return match
 
 
 def entry(architecture: str) -> Entry:
-    """The entry of an architecture. Raises CheckpointError, with a hint, where there is none."""
-    found = find(architecture)
-    if found is not None:
-        return found
+    """Return the entry of an architecture. Raises CheckpointError, with a hint, if it is not supported."""
+    match = find(architecture)
+    if match is not None:
+        return match
     raise CheckpointError(unsupported(architecture))
 
 
+def architecture_of(values: Mapping[str, Any]) -> str:
+    """Return the architecture in config.json: the first supported one, if it lists several."""
+    names = values.get("architectures")
+    if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
+        raise CheckpointError("config.json: architectures must be a list with the model's class name.")
+    known = [name for name in names if find(name) is not None]
+    return known[0] if known else names[0]
+
+
+def config_of(values: Mapping[str, Any]) -> Config:
+    """Return config.json with the defaults of its architecture. Raises CheckpointError if it is not supported."""
+    architecture = architecture_of(values)
+    return Config(architecture, entry(architecture), values)
+
+
+def family_of(entry: Entry) -> BuildDecoder:
+    """Return the family's function that builds the model with unfilled parameters."""
+    file, _, function = entry.family.partition(":")
+    return getattr(import_module(f"runtime.models.{file}"), function or "decoder")
+
+
 def unsupported(architecture: str) -> str:
-    """Why an architecture without a family cannot be computed by one."""
-    meant = _misspelt(architecture)
-    hint = f" Did you mean {meant}?" if meant else ""
+    """Return the error text for an architecture that no family supports."""
+    suggestion = _closest(architecture)
+    hint = f" Did you mean {suggestion}?" if suggestion else ""
     known = ", ".join(sorted({**ARCHITECTURES, **ENCODERS}))
-    return f"The architecture {architecture} is not supported.{hint} Families of ours: {known}."
+    return f"The architecture {architecture} is not supported.{hint} Native architectures: {known}."
 
 
-def _misspelt(architecture: str) -> str | None:
-    """The name that was meant, where only letters are wrong: another number or addition is another architecture."""
+def _closest(architecture: str) -> str | None:
+    """Return the supported name that differs by a typo. A name with other digits is another architecture."""
     stem = _family(architecture)
     families = {_family(name): name for name in ARCHITECTURES if _digits(name) == _digits(architecture)}
     close = get_close_matches(stem, families, n=1, cutoff=0.85)

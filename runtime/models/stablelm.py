@@ -1,41 +1,29 @@
-"""StableLM: Llama's layer with layer norms, a part of each head rotated, and sometimes all of it in parallel."""
+"""StableLM: Llama's layer with layer norms, partial rotation, and optionally parallel attention and MLP."""
 
 from __future__ import annotations
 
 from torch import nn
 
-from runtime.layers.attention import Attention
-from runtime.layers.block import ParallelBlock, PreNormBlock
+from runtime.layers.block import ParallelBlock
 from runtime.layers.build import Build
 from runtime.layers.norm import LayerNorm
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, mlp
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer, norms
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Attention and MLP one after the other, or beside each other (`use_parallel_residual`)."""
+    """Build StableLM. Attention and MLP are in parallel if `use_parallel_residual` is true, else in sequence."""
 
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm(name, config.hidden_size, config.norm_eps, build)
+    norm = norms(config, build, LayerNorm)
 
-    def layer(index: int) -> nn.Module:
-        name, attended = f"model.layers.{index}", _attention(config, index, build)
-        first, inner = norm(f"{name}.input_layernorm"), mlp(config, index, build)
+    def layer(at: Layer) -> nn.Module:
+        qk_norm = None
+        if config.flag("qk_layernorm"):
+            qk_norm = at.norms_of_heads("self_attn.{}_layernorm.norms.{{}}")
+        attended = at.attention(bias=config.flag("use_qkv_bias"), out_bias=False, qk_norm=qk_norm)
         if config.flag("use_parallel_residual"):
-            return ParallelBlock(first, attended, inner, build.kernels)
-        return PreNormBlock(first, attended, norm(f"{name}.post_attention_layernorm"), inner)
+            return ParallelBlock(norm(f"{at.name}.input_layernorm"), attended, at.mlp(), build.kernels)
+        return at.block(attended, at.mlp(), norm=norm)
 
     return assemble(config, build, layer, norm=norm("model.norm"))
-
-
-def _attention(config: Config, index: int, build: Build) -> Attention:
-    qk_norm = None
-    if config.flag("qk_layernorm"):
-
-        def norm(part: str, heads: int) -> LayerNorm:
-            name = f"model.layers.{index}.self_attn.{part}_layernorm.norms.{{}}"
-            return LayerNorm(name, config.head_dim, config.norm_eps, build, bias=False, heads=heads)
-
-        qk_norm = norm("q", config.num_heads), norm("k", config.num_kv_heads).of_kv_heads()
-    return attention(config, index, build, bias=config.flag("use_qkv_bias"), qk_norm=qk_norm)

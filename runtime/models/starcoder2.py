@@ -1,29 +1,23 @@
-"""StarCoder 2: Llama's layer with layer norms, an MLP without a gate, biases everywhere, in a window if any."""
+"""StarCoder 2: Llama's layer with layer norms, an MLP without a gate, biases, and optionally a window."""
 
 from __future__ import annotations
 
-from runtime.layers.block import PreNormBlock
+from torch import nn
+
 from runtime.layers.build import Build
 from runtime.layers.norm import LayerNorm
-from runtime.models.config import Config
-from runtime.models.decoder import Decoder, assemble
-from runtime.models.llama import attention, plain_mlp
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer, norms
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """All layers look at the last `sliding_window` positions."""
+    """All layers have a window if config.json has `sliding_window`."""
     bias, window = config.flag("use_bias", default=True), config.optional_integer("sliding_window")
+    norm = norms(config, build, LayerNorm)
 
-    def norm(name: str) -> LayerNorm:
-        return LayerNorm(name, config.hidden_size, config.norm_eps, build)
-
-    def layer(index: int) -> PreNormBlock:
-        name = f"model.layers.{index}"
-        return PreNormBlock(
-            norm(f"{name}.input_layernorm"),
-            attention(config, index, build, bias=bias, out_bias=bias, window=window),
-            norm(f"{name}.post_attention_layernorm"),
-            plain_mlp(config, index, build, bias=bias, names=("c_fc", "c_proj")),
-        )
+    def layer(at: Layer) -> nn.Module:
+        attended = at.attention(bias=bias, window=window)
+        return at.block(attended, at.plain_mlp(bias=bias, names=("c_fc", "c_proj")), norm=norm)
 
     return assemble(config, build, layer, norm=norm("model.norm"))

@@ -1,1 +1,1 @@
-"""Which tokens are computed in the next step, and what their results mean: synchronous and without torch."""
+"""Builds the batch of each step and applies its results. Synchronous, without torch."""

@@ -1,35 +1,39 @@
-"""Choosing the rows of the next step.
+"""Builds the batch of the next step.
 
-There is no prefill and no decode phase: a row computes tokens of its sequence that are not computed yet. Two
-kinds of rows differ only in how they are limited. *Decode rows* compute one output token and want at most one
-page; they are secured first, if need be by retracting somebody. *Prompt rows* compute known tokens, as many
-as the budgets and the free pages allow.
+There is no prefill or decode phase: a row computes tokens of its sequence that are not computed yet. There are two
+kinds of rows, which differ only in their limits. *Decode rows* compute one output token and need at most one page.
+They get their pages first, if necessary by retracting a sequence. *Prompt rows* compute known tokens, as many as the
+budgets and the free pages allow.
 
-Somebody can always go on. Admission sets aside pages for all known tokens of all who run, so prompts lack
-pages only while outputs have grown over them, and then those outputs grow further, or end and return their
-pages. Where outputs grow by several tokens a step, they may lack pages too, and somebody is retracted.
+At least one running sequence always has enough pages to continue. Admission reserves pages for all known tokens of all
+running sequences, so prompts lack pages only after outputs have used them. The prompts then wait until outputs end and
+free pages. If outputs lack pages too, a sequence is retracted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
-from runtime.batch import UNKNOWN, Batch, PromptLogprobs, StepStats
+from runtime.batch import UNKNOWN, Batch, Drafts, Ints, PromptLogprobs, StepStats
 from runtime.config.plan import SchedulerPlan
 from runtime.kv_cache.prefix_cache import Duplicates, PrefixCache, reusable_tokens
-from runtime.scheduler.budget import NewTokenRatio, PromptBudget
+from runtime.scheduler.adapter_slots import AdapterSlots
+from runtime.scheduler.budget import SCORED_TOKENS, NewTokenRatio, PromptBudget
+from runtime.scheduler.drafting import Drafting
 from runtime.scheduler.fast_forward import FastForward
 from runtime.scheduler.queue import WaitingQueue
 from runtime.scheduler.request_tables import RequestTables, Running
 from runtime.sequence import Sequence
 
-MAX_DEFERRED = 16  # waiting sequences looked up in one step only to find that they had better wait
+MAX_DEFERRED = 16  # waiting sequences that one step may look up and defer
+MAX_WITHOUT_SLOT = 256  # waiting sequences that one step may pass over because their adapters have no slot
 
 
 class BatchBuilder:
-    """Builds one batch after the other from the running and the waiting sequences."""
+    """Builds batches from the running and the waiting sequences."""
 
     def __init__(
         self,
@@ -38,25 +42,30 @@ class BatchBuilder:
         running: Running,
         waiting: WaitingQueue,
         fast_forward: FastForward,
+        drafting: Drafting,
     ) -> None:
         self.new_token_ratio = NewTokenRatio(plan)
-        self.num_retracted = 0  # since the start
-        # Of prompts in a step without and with decode rows; None: as many as the plan allows.
-        self.enough_tokens: tuple[int | None, int | None] = (None, None)
+        self.num_retracted = 0  # retractions since the start
+        self.num_recomputed = 0  # tokens computed again after a retraction, since the start
+        # Limits on the prompt tokens of a step without decode rows, and of a step with them. None: only the plan
+        # limits.
+        self.prompt_limits: tuple[int | None, int | None] = (None, None)
+        self.scored_limits: tuple[int, int] = SCORED_TOKENS  # the same, of prompt tokens with log-probabilities
         self._plan = plan
         self._cache = cache
         self._running = running
         self._waiting = waiting
         self._fast_forward = fast_forward
+        self._drafting = drafting
 
     def build(self, number: int) -> Batch | None:
-        """Choose the rows of the step with this number and give them pages; None when there is nothing to do."""
+        """Build the batch with this number and allocate its pages. Return None if no row can be computed."""
         if self._plan.priorities and self._waiting.allowed is None:
             self._preempt()
         if self._running.stalled:
             self._running.resume()
         self._fast_forward.append()
-        decodes, prompts = self._unfinished()
+        decodes, prompts, followers = self._unfinished()
         step = _StepRows(self._plan.max_micro_batch, self._plan.max_forced)
         if self._plan.mixed:
             self._add_decodes(step, decodes)
@@ -65,15 +74,18 @@ class BatchBuilder:
             self._add_prompts(step, prompts)
             if not step:
                 self._add_decodes(step, decodes)
+        if followers and step and (step.num_decodes or self._plan.mixed):
+            self._add_followers(step, followers)
         if step.num_decodes:
             self.new_token_ratio.decay()
         if not step:
-            self._make_room(step, prompts)
+            self._unblock(step, prompts)
         if not step:
             return None
         tables = self._running.tables
-        batch = step.build(number, tables, self._cache)
-        for sequence, duplicates in step.duplicates:  # only now: no other row of this batch may get them
+        batch = step.build(number, tables, self._cache, self._running.adapters)
+        # Freed after `build`, so that no row of this batch gets these pages.
+        for sequence, duplicates in step.duplicates:
             first, pages = duplicates
             tables.write_pages(sequence.sequence_index, first, sequence.pages[first : first + len(pages)])
             self._cache.replaced(sequence, duplicates)
@@ -82,9 +94,10 @@ class BatchBuilder:
         return batch
 
     def _preempt(self) -> None:
-        """Retract who runs for the most urgent who waits, where that is urgent enough and cannot run otherwise.
+        """Retract running sequences if the most urgent waiting sequence does not fit.
 
-        The least urgent go first, and of those the newest. Nobody goes where that would not make enough room.
+        Only sequences are retracted whose urgency is lower by more than `preemption_threshold`: the least urgent ones
+        first, and of these the newest first. None is retracted if all of them together would not free enough pages.
         """
         first = next(iter(self._waiting.ordered()), None)
         if first is None or first.num_pending:
@@ -110,37 +123,47 @@ class BatchBuilder:
             for victim in chosen:
                 self._retract(victim)
 
-    def _unfinished(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Running sequences with something to compute: by one output token, and by known tokens.
+    def _unfinished(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
+        """Return three lists of running sequences: decodes, prompts and followers.
 
-        Of these, those that lack output tokens alone (forced ones) are first: a long prompt would keep them waiting.
+        Decodes lack only the KV of their last output token. Prompts lack the KV of other known tokens; sequences that
+        lack only (forced) output tokens are listed first, so that they do not wait for prompts. Followers have drafts
+        in flight, so only the device knows where their next row begins (`Batch.unknown_starts`).
         """
+        followers: list[Sequence] = []
         decodes: list[Sequence] = []
         outputs: list[Sequence] = []
         prompts: list[Sequence] = []
         num_decoding = 0
-        # In a pipeline only who is in no other micro-batch decodes, so that these need not wait for each other.
+        # In a pipeline a sequence is in one micro-batch at a time, so that micro-batches are independent.
         one_at_a_time = self._plan.micro_batches > 1
-        # Nor does one whose token may come late, where only its newest step can be taken back.
-        one_step_back = any(kind.one_step_back for kind in self._cache.kinds)
+        # A constrained sequence is also in one step at a time if a cache kind can rewind only one token.
+        one_step_back = any(kind.steps_back == 1 for kind in self._cache.kinds)
         running: Iterable[Sequence] = self._running
         if self._running.stalled:
             running = [sequence for sequence in running if sequence not in self._running.stalled]
         for sequence in running:
+            if sequence.num_drafted:
+                if self._drafting.may_follow(sequence):
+                    followers.append(sequence)
+                continue
             computed = sequence.num_computed
             lacking = len(sequence.ids) + sequence.num_pending - computed
             if lacking == 1 and computed >= sequence.num_prompt:
-                if computed + 1 < sequence.max_tokens:  # else its last token is under way
+                if computed + 1 < sequence.max_tokens:  # otherwise the pending token is its last, which needs no KV
                     num_decoding += 1
                     alone = one_at_a_time or (one_step_back and sequence.constraint is not None)
                     if not (alone and sequence.num_pending):
                         decodes.append(sequence)
             elif lacking:
                 (outputs if computed >= sequence.num_prompt else prompts).append(sequence)
-        return decodes[: self._micro_batch(num_decoding)], outputs + prompts
+        return decodes[: self._micro_batch(num_decoding)], outputs + prompts, followers
 
     def _micro_batch(self, num_decoding: int) -> int:
-        """How many decode rows a step may have: of a pipeline's micro-batch its even share."""
+        """Return the maximum number of decode rows of a step.
+
+        A pipeline divides them evenly among its micro-batches.
+        """
         share = -(-num_decoding // self._plan.micro_batches)
         return min(share, self._plan.max_micro_batch or share)
 
@@ -153,13 +176,30 @@ class BatchBuilder:
             at_page_end = [sequence for sequence in at_page_end if sequence.sequence_index >= 0]
         if at_page_end:
             self._running.tables.append_pages(at_page_end, self._cache.allocate(len(at_page_end)))
+        if self._drafting.enabled and (proposed := self._drafting.propose(decodes)):
+            decodes = [sequence for sequence in decodes if sequence not in proposed]
+            step.add_drafts(proposed)
         step.add_decodes(decodes)
 
-    def _retract_one(self) -> bool:
-        """Send the sequence that loses least back to the head of the queue, to be computed again later.
+    def _add_followers(self, step: _StepRows, followers: list[Sequence]) -> None:
+        """Add one row for each of these sequences with drafts in flight to a step that runs for other rows anyway.
 
-        The lowest urgency decides, then fewest output tokens, the longest prompt, and the latest admission. False
-        when only one is left: one sequence alone always fits.
+        A step without other rows would cost more than waiting: after the result, the next row may have drafts again.
+        """
+        found = []
+        for sequence in followers:
+            if step.full or sequence.sequence_index < 0:  # retracted for another row
+                continue
+            end = sequence.num_computed + 1
+            if self._drafting.extend(sequence, end) == end:
+                found.append(sequence)
+        step.add_decodes(found, starts_known=False)
+
+    def _retract_one(self) -> bool:
+        """Retract one running sequence, which goes back to the head of the queue. Return False if only one runs.
+
+        Chooses the sequence with the lowest urgency; on a tie, the one with the fewest output tokens, then the longest
+        prompt, then the latest admission. A sequence that runs alone always has enough pages.
         """
         if len(self._running) < 2:
             return False
@@ -172,18 +212,22 @@ class BatchBuilder:
         return True
 
     def _retract(self, victim: Sequence) -> None:
-        self._waiting.put_back(victim)  # first: whatever breaks, it is somewhere
+        self._waiting.put_back(victim)  # first, so that an exception does not lose the sequence
+        victim.num_retracted = victim.num_computed
+        self._cache.swap_out(victim)
         self._running.leave(victim)
         self.num_retracted += 1
 
     def _add_prompts(self, step: _StepRows, prompts: list[Sequence]) -> None:
-        """Continue cut prompts, then admit waiting sequences, while budgets and pages last."""
-        enough = self.enough_tokens[step.num_decodes > 0]
-        budget = PromptBudget(self._plan, self._cache.page_size, step.num_decodes, enough)
+        """Continue cut prompts, then admit waiting sequences, within budgets and free pages."""
+        limit = self.prompt_limits[step.num_decodes > 0]
+        num_decoding = step.num_decodes + step.num_drafted
+        scored_limit = self.scored_limits[step.num_decodes > 0]
+        budget = PromptBudget(self._plan, self._cache.page_size, num_decoding, limit, scored_limit)
         for sequence in prompts:
             if sequence.sequence_index < 0 or budget.exhausted or step.full:
                 continue
-            count = self._affordable(sequence, budget)
+            count = self._affordable(sequence, sequence.num_computed, budget)
             if count:
                 self._compute(step, sequence, count, budget)
             if sequence.num_computed < len(sequence.ids):
@@ -191,31 +235,34 @@ class BatchBuilder:
         if not step.retracted:
             self._admit(step, budget)
 
-    def _make_room(self, step: _StepRows, prompts: list[Sequence]) -> None:
-        """Let somebody go on where decode rows retracted each other, or several tokens a step took all pages."""
+    def _unblock(self, step: _StepRows, prompts: list[Sequence]) -> None:
+        """Add prompt rows to an empty step, if necessary after retractions, so that the engine always continues."""
         if step.retracted:
             self._add_prompts(step, prompts)
         if any(sequence.num_pending for sequence in self._running):
-            return  # whoever has a token under way goes on, or ends and frees its pages
+            return  # no retraction yet: a sequence with a pending token may end and free its pages
         while prompts and not step and self._retract_one():
             step.retracted = True
             self._add_prompts(step, prompts)
 
-    def _affordable(self, sequence: Sequence, budget: PromptBudget) -> int:
-        """How many of the next known tokens both the budget and the free pages allow."""
-        start = sequence.num_computed
+    def _affordable(self, sequence: Sequence, start: int, budget: PromptBudget) -> int:
+        """Return how many known tokens from `start` on the budget and the free pages allow."""
         count = budget.grant(start, len(sequence.ids))
-        held = len(sequence.pages) + self._cache.num_available
-        count = max(min(count, held * self._cache.page_size - start), 0)
+        num_pages = len(sequence.pages) + self._cache.num_available
+        count = max(min(count, num_pages * self._cache.page_size - start), 0)
+        if count and sequence.request.logprobs is not None:
+            count = budget.grant_scored(sequence, start, count)
         for kind in self._cache.kinds:
             count = kind.row_end(sequence, start + count) - start
         return count
 
     def _compute(self, step: _StepRows, sequence: Sequence, count: int, budget: PromptBudget) -> None:
         self._running.extend(sequence, sequence.num_computed + count)
+        if sequence.request.logprobs is not None:
+            budget.spend_scored(sequence, sequence.num_computed, count)
         step.add_prompt(sequence, count)
         budget.spend(count)
-        duplicates = self._cache.insert(sequence)  # now: later rows of this very step may use them
+        duplicates = self._cache.insert(sequence)  # now, so that later rows of this step can share the pages
         if duplicates is not None:
             step.duplicates.append((sequence, duplicates))
 
@@ -227,47 +274,61 @@ class BatchBuilder:
         cache = self._cache
         reserved = cache.demand((sequence, estimate.pages_ahead(sequence, size)) for sequence in running)
         admitted: list[Sequence] = []
-        num_deferred = 0
+        num_deferred = num_without_slot = 0
+        running.adapters.begin_admission()
         for sequence in self._waiting.ordered():
             if step.full or not running.tables.num_free or budget.exhausted or num_deferred >= MAX_DEFERRED:
                 break
-            if sequence.num_pending:  # retracted a moment ago; a step in flight brings its last token
+            if sequence.num_pending:  # just retracted: a step in flight samples its last token
                 num_deferred += 1
                 continue
+            if not running.adapters.can_enter(sequence):
+                num_without_slot += 1
+                if num_without_slot == MAX_WITHOUT_SLOT:
+                    break
+                continue
             self._cache.lock(sequence)
-            if self._is_being_computed(sequence, step.unfinished):
+            start = cache.num_restorable(sequence)
+            if start == sequence.num_computed and self._is_being_computed(sequence, step.unfinished):
                 self._cache.release(sequence, keep=False)
                 num_deferred += 1
                 continue
             needed = cache.demand([(sequence, estimate.pages_at_first(sequence, size))])
-            fits = not running or cache.has_room(reserved, needed)
-            count = self._affordable(sequence, budget) if fits else 0
+            fits = not running or cache.can_allocate(reserved, needed)
+            count = self._affordable(sequence, start, budget) if fits else 0
             if not count:
                 running.full = not fits
                 self._cache.release(sequence, keep=False)
+                if fits and budget.grant(start, len(sequence.ids)):  # no further log-probabilities fit in this step
+                    num_deferred += 1
+                    continue
                 break
             self._start(step, sequence, count, budget)
             admitted.append(sequence)
             more = cache.demand([(sequence, estimate.pages_ahead(sequence, size))])
-            reserved = [before + own for before, own in zip(reserved, more, strict=True)]
+            reserved = [pages + added for pages, added in zip(reserved, more, strict=True)]
             if len(admitted) == self._plan.max_new_sequences:
                 break
         for sequence in admitted:
             self._waiting.remove(sequence)
 
     def _start(self, step: _StepRows, sequence: Sequence, count: int, budget: PromptBudget) -> None:
-        """Make a waiting sequence run, with its first row."""
+        """Start a waiting sequence with its first row."""
         if sequence.num_cached < 0:
             sequence.num_cached = sequence.num_shared
         step.num_new += 1
         step.num_cached_tokens += sequence.num_shared
+        self._cache.swap_in(sequence)
+        if sequence.num_retracted:
+            self.num_recomputed += max(0, sequence.num_retracted - sequence.num_computed)
+            sequence.num_retracted = 0
         self._running.enter(sequence)
         self._compute(step, sequence, count, budget)
         if sequence.num_computed < len(sequence.ids):
             step.unfinished.append(sequence)
 
     def _is_being_computed(self, sequence: Sequence, unfinished: list[Sequence]) -> bool:
-        """Whether another sequence, cut at the same position, computes this one's next page in its next step."""
+        """Whether another sequence, cut at the same position, will compute this sequence's next page."""
         start = sequence.num_shared
         end = start + self._cache.page_size
         if end > reusable_tokens(sequence):
@@ -276,32 +337,34 @@ class BatchBuilder:
             other.locked_node is sequence.locked_node
             and other.locked_node is not None
             and other.num_shared == start
-            # Only the next page is compared: that is enough to be sure to gain by waiting.
+            # Comparing only the next page is enough to know that waiting pays.
             and other.ids[start:end] == sequence.ids[start:end]
             for other in unfinished
         )
 
 
 class _StepRows:
-    """The rows of the step that is being filled.
+    """The rows of the batch that is being built.
 
-    Adding a row also advances its sequence: more is computed, and one more token is pending if the row samples.
+    Adding a row also advances its sequence: `num_computed`, and `num_pending` if the row samples.
     """
 
     __slots__ = (
         "_counts",
+        "_drafts",
         "_embedded",
         "_max_forced",
         "_max_rows",
         "_prompt_logprobs",
         "_sampled",
-        "_second_starts",
         "_sequences",
         "_starts",
         "_token_ids",
+        "_unknown_starts",
         "duplicates",
         "num_cached_tokens",
         "num_decodes",
+        "num_drafted",
         "num_forced",
         "num_new",
         "num_prompt_tokens",
@@ -317,17 +380,19 @@ class _StepRows:
         self._counts: list[int] = []
         self._token_ids: list[int] = []
         self._sampled: list[int] = []
+        self._drafts: dict[int, int] = {}  # number of proposed ids, by row
+        self._unknown_starts: list[int] = []  # rows whose first position only the device knows
         self._embedded: list[int] = []
-        self._second_starts: dict[int, int] = {}  # by row
         self._prompt_logprobs: list[PromptLogprobs] = []
         self.duplicates: list[tuple[Sequence, Duplicates]] = []
-        self.unfinished: list[Sequence] = []  # cut prompts that go on in the next step
+        self.unfinished: list[Sequence] = []  # cut prompts, which continue in the next step
         self.retracted = False
         self.num_new = 0
         self.num_cached_tokens = 0
         self.num_prompt_tokens = 0
         self.num_decodes = 0
-        self.num_forced = 0  # rows of up to so many known output tokens
+        self.num_drafted = 0  # number of proposed ids of all rows
+        self.num_forced = 0  # number of rows that compute up to `max_forced` known output tokens
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -336,9 +401,11 @@ class _StepRows:
     def full(self) -> bool:
         return self._max_rows is not None and len(self) >= self._max_rows
 
-    def add_decodes(self, sequences: list[Sequence]) -> None:
-        """One row for each of these sequences, which lack only their last token, perhaps still pending."""
+    def add_decodes(self, sequences: list[Sequence], *, starts_known: bool = True) -> None:
+        """Add a row for each of these sequences, which lack only the KV of their last (known or pending) token."""
         first = len(self._sequences)
+        if not starts_known:
+            self._unknown_starts += range(first, first + len(sequences))
         starts, token_ids = self._starts, self._token_ids
         for sequence in sequences:
             start = sequence.num_computed
@@ -350,18 +417,35 @@ class _StepRows:
         self._sequences += sequences
         self._counts += [1] * len(sequences)
         self._sampled += range(first, first + len(sequences))
-        self.num_decodes = len(sequences)
+        self.num_decodes += len(sequences)
+
+    def add_drafts(self, proposed: Mapping[Sequence, list[int]]) -> None:
+        """Add one row for each of these sequences. It computes the one token without KV, then the proposed ids."""
+        for sequence, ids in proposed.items():
+            row, start = len(self._sequences), sequence.num_computed
+            self._sequences.append(sequence)
+            self._starts.append(start)
+            self._counts.append(1 + len(ids))
+            self._token_ids.append(UNKNOWN if sequence.num_pending else sequence.ids[start])
+            self._token_ids += ids
+            self._sampled.append(row)
+            self._drafts[row] = sequence.num_drafted = len(ids)
+            sequence.num_computed = start + 1 + len(ids)
+            sequence.num_pending += 1 + len(ids)
+            self.num_drafted += len(ids)
+        self.num_decodes += len(proposed)
 
     def add_prompt(self, sequence: Sequence, count: int) -> None:
-        """The next `count` known tokens; with the last one the row yields what the request wants, if anything."""
+        """Add a row that computes the next `count` known tokens.
+
+        If it ends with the last one, it samples or embeds too.
+        """
         start = sequence.num_computed
         end = start + count
-        self._ask_prompt_logprobs(sequence, start, end)
+        self._request_prompt_logprobs(sequence, start, end)
         if sequence.request.wants_embedding:
             if end == len(sequence.ids):
                 self._embedded.append(len(self._sequences))
-            if sequence.request.second_start is not None:
-                self._second_starts[len(self._sequences)] = sequence.request.second_start
         elif end == len(sequence.ids) < sequence.max_tokens:
             self._sampled.append(len(self._sequences))
             sequence.num_pending += 1
@@ -375,7 +459,7 @@ class _StepRows:
             self.num_prompt_tokens += count
         sequence.num_computed = end
 
-    def _ask_prompt_logprobs(self, sequence: Sequence, start: int, end: int) -> None:
+    def _request_prompt_logprobs(self, sequence: Sequence, start: int, end: int) -> None:
         params = sequence.request.logprobs
         first = max(sequence.next_logprob, start)
         last = min(end, sequence.num_prompt - 1)
@@ -386,8 +470,8 @@ class _StepRows:
         self._prompt_logprobs.append(PromptLogprobs(len(self._sequences), offset, targets, params))
         sequence.next_logprob = last
 
-    def build(self, number: int, tables: RequestTables, cache: PrefixCache) -> Batch:
-        """The finished batch; it shares no memory with the tables."""
+    def build(self, number: int, tables: RequestTables, cache: PrefixCache, adapters: AdapterSlots) -> Batch:
+        """Return the batch, which shares no memory with the tables."""
         indices = np.array([sequence.sequence_index for sequence in self._sequences], np.int32)
         starts = np.array(self._starts, np.int32)
         counts = np.array(self._counts, np.int32)
@@ -396,8 +480,14 @@ class _StepRows:
         page_table = tables.pages[indices, :width]
         sampling = None
         if self._sampled:
-            rows = np.array(self._sampled, np.int32)
-            sampling = tables.sampling.gather(rows, indices[rows], ends[rows].astype(np.int64))
+            row_of = np.array(self._sampled, np.int32)
+            if len(self._token_ids) == len(counts):  # usually all rows have one token; this saves 4 us
+                positions, new_positions = row_of, ends[row_of]
+            else:
+                row_of, before_last = self._spread_over_drafts(row_of)
+                positions = counts.cumsum(dtype=np.int32)[row_of] - 1 - before_last
+                new_positions = ends[row_of] - before_last
+            sampling = tables.sampling.gather(positions, row_of, indices[row_of], new_positions.astype(np.int64))
         return Batch(
             number=number,
             sequences=tuple(self._sequences),
@@ -410,21 +500,32 @@ class _StepRows:
             prompt_logprobs=tuple(self._prompt_logprobs),
             embedding_rows=np.array(self._embedded, np.int32) if self._embedded else None,
             row_values=tables.values_of(indices),
-            kinds={
-                kind.name: kind.step_arrays(self._sequences, starts, counts, page_table)
-                for kind in cache.kinds
-            },
-            second_starts=self._seconds(ends) if self._second_starts else None,
+            kinds={kind.name: kind.step_arrays(self._sequences, starts, counts, page_table) for kind in cache.kinds},
+            drafts=Drafts(np.array([*self._drafts], np.int32), np.array([*self._drafts.values()], np.int32))
+            if self._drafts
+            else None,
+            unknown_starts=self._flags(self._unknown_starts) if self._unknown_starts else None,
+            copies=cache.take_copies(),
+            adapters=adapters.take_placements(),
             stats=StepStats(
                 self.num_new,
                 self.num_cached_tokens,
                 self.num_prompt_tokens,
                 self.num_decodes + self.num_forced,
+                sum(len(scored.targets) for scored in self._prompt_logprobs),
             ),
         )
 
-    def _seconds(self, ends: np.ndarray) -> np.ndarray:
-        """Where each row's second text begins: behind its end where there is none."""
-        found = ends.copy()
-        found[list(self._second_starts)] = list(self._second_starts.values())
-        return found
+    def _flags(self, rows: list[int]) -> NDArray[np.bool_]:
+        flags = np.zeros(len(self._sequences), np.bool_)
+        flags[rows] = True
+        return flags
+
+    def _spread_over_drafts(self, rows: Ints) -> tuple[Ints, Ints]:
+        """Return for each of the N sampled positions its row and its distance from the row's last position."""
+        if not self._drafts:
+            return rows, np.zeros_like(rows)
+        num_sampled = np.array([1 + self._drafts.get(row, 0) for row in self._sampled], np.int32)
+        row_of = np.repeat(rows, num_sampled)
+        ends = np.repeat(np.cumsum(num_sampled, dtype=np.int32), num_sampled)
+        return row_of, ends - 1 - np.arange(len(row_of), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""What a step may compute of prompts, and how many pages admission keeps free for outputs."""
+"""Limits on the prompt tokens of a step, and the pages that admission reserves for outputs."""
 
 from __future__ import annotations
 
@@ -7,62 +7,92 @@ from collections.abc import Iterable
 from runtime.config.plan import SchedulerPlan
 from runtime.sequence import Sequence
 
-RESERVED_OUTPUT_TOKENS = 4096  # a longer remaining output is counted as this much
-OPEN_ENDED_WEIGHT = 1 / 16  # of the newest output in the mean of those that have no limit of their own
-RETRACTION_STEPS = 20  # after a retraction: steps that every sequence should have ahead of it
+RESERVED_OUTPUT_TOKENS = 4096  # pages are reserved for at most this many further tokens of a sequence
+# Prompt tokens with log-probabilities in a prefill-only step, and in a mixed step, before such steps were measured.
+SCORED_TOKENS: tuple[int, int] = (256, 32)
+OPEN_ENDED_WEIGHT = 1 / 16  # weight of the newest output in the average length of outputs without max_new_tokens
+RETRACTION_STEPS = 20  # after a retraction, pages are reserved for this many further tokens of each sequence
 
 
 class PromptBudget:
-    """The prompt tokens that one step may still compute, by chunk and by step.
+    """The number of prompt tokens that one step may still compute, limited by `chunk_tokens` and `max_prefill_tokens`.
 
-    With chunking a prompt is cut, at a page boundary, to what is left of both limits. Without it prompts are
-    whole: the first of a step is always granted, later ones while they fit. After `enough_tokens` the step takes no
-    further prompt, and cuts none for that: first tokens need not wait for prompts that came later.
+    With chunking, a prompt is cut at a page boundary to fit both limits. Without chunking, the first prompt of a step
+    is always granted, and later prompts if they fit. After `token_limit` tokens the step takes no further prompt, so
+    that first tokens do not wait for later prompts; this limit cuts no prompt. `scored_limit` limits the prompt tokens
+    with log-probabilities, which take longer than others.
     """
 
-    __slots__ = ("_chunk", "_enough", "_page_size", "_step", "_untouched")
+    __slots__ = ("_chunk", "_page_size", "_scored", "_soft_limit", "_step", "_untouched")
 
     def __init__(
-        self, plan: SchedulerPlan, page_size: int, num_decode_rows: int, enough_tokens: int | None = None
+        self,
+        plan: SchedulerPlan,
+        page_size: int,
+        num_decode_rows: int,
+        token_limit: int | None = None,
+        scored_limit: int = SCORED_TOKENS[0],
     ) -> None:
         self._page_size = page_size
-        self._enough = enough_tokens
+        self._soft_limit = token_limit
         self._chunk: int | None = None
         if plan.chunk_tokens is not None:
             self._chunk = max(plan.chunk_tokens - num_decode_rows, page_size)
         self._step = max(plan.max_prefill_tokens - num_decode_rows, page_size)
         self._untouched = True
+        self._scored = max(scored_limit, page_size)
 
     @property
     def exhausted(self) -> bool:
-        limits = self._step, self._chunk, self._enough
+        limits = self._step, self._chunk, self._soft_limit
         return any(limit is not None and limit <= 0 for limit in limits)
 
     def grant(self, start: int, end: int) -> int:
-        """How many of positions start .. end - 1 may be computed; 0 when none. Spends nothing."""
-        wanted = end - start
+        """Return how many of the positions start .. end - 1 the step may compute, without spending the budget."""
+        count = end - start
         if self._chunk is None:
-            return wanted if self._untouched or wanted <= self._step else 0
-        room = min(self._chunk, self._step)
-        if wanted <= room:
-            return wanted
-        return max((start + room) // self._page_size * self._page_size - start, 0)
+            return count if self._untouched or count <= self._step else 0
+        budget = min(self._chunk, self._step)
+        if count <= budget:
+            return count
+        return max((start + budget) // self._page_size * self._page_size - start, 0)
+
+    def grant_scored(self, sequence: Sequence, start: int, count: int) -> int:
+        """Return how many of `count` tokens from `start` on leave enough tokens with log-probabilities.
+
+        Without chunking, only prompts are left out that are not the first one of the step.
+        """
+        num_scored = self._num_scored(sequence, start, count)
+        if num_scored <= self._scored:
+            return count
+        if self._chunk is None:
+            return count if self._untouched else 0
+        end = start + count - (num_scored - self._scored)
+        return max(end // self._page_size * self._page_size - start, 0)
+
+    @staticmethod
+    def _num_scored(sequence: Sequence, start: int, count: int) -> int:
+        """Number of these tokens whose log-probabilities the request wants."""
+        return max(min(start + count, sequence.num_prompt - 1) - max(sequence.next_logprob, start), 0)
+
+    def spend_scored(self, sequence: Sequence, start: int, count: int) -> None:
+        self._scored -= self._num_scored(sequence, start, count)
 
     def spend(self, count: int) -> None:
         self._untouched = False
         self._step -= count
         if self._chunk is not None:
             self._chunk -= count
-        if self._enough is not None:
-            self._enough -= count
+        if self._soft_limit is not None:
+            self._soft_limit -= count
 
 
 class NewTokenRatio:
-    """The output for which admission keeps pages free.
+    """The output length for which admission reserves pages.
 
-    Of a stated limit it is a share, which starts careful and sinks with every decode step, since most outputs end
-    early; a retraction shows that it was too low and lifts it. Where a request states no limit, the context is none
-    that its sender chose: `open_tokens` are expected, at first as planned, then as outputs of that kind turn out.
+    For a request with max_new_tokens, this is a share of its limit. The share decays with every decode step, since
+    most outputs end early, and a retraction raises it. A request without max_new_tokens is expected to have
+    `open_tokens` output tokens: a value of the plan, then a moving average of such outputs.
     """
 
     __slots__ = ("_decay", "_initial", "_minimum", "open_tokens", "value")
@@ -75,33 +105,40 @@ class NewTokenRatio:
         self.open_tokens = float(plan.open_ended_tokens)
 
     def pages_ahead(self, sequence: Sequence, page_size: int) -> int:
-        """Pages that a running sequence is expected to take yet."""
+        """Return the number of further pages that a running sequence is expected to need."""
         if _is_open_ended(sequence):
             expected = max(self.open_tokens - sequence.num_output, RETRACTION_STEPS)
             return pages_ahead(sequence, 1.0, page_size, int(expected))
         return pages_ahead(sequence, self.value, page_size)
 
     def pages_at_first(self, sequence: Sequence, page_size: int) -> int:
-        """Pages that must be free for a sequence to enter: for all that it asks for, if it says how much that is."""
+        """Return the number of pages needed to admit a sequence.
+
+        If max_new_tokens limits its output, they hold all of it, up to `RESERVED_OUTPUT_TOKENS`.
+        """
         if _is_open_ended(sequence):
             return self.pages_ahead(sequence, page_size)
         return pages_ahead(sequence, 1.0, page_size)
 
     def note_end(self, sequence: Sequence) -> None:
-        """An output has ended by itself or at its limit."""
+        """Record an output that has ended without an abort."""
         if _is_open_ended(sequence):
             self.open_tokens += OPEN_ENDED_WEIGHT * (sequence.num_output - self.open_tokens)
 
     def decay(self) -> None:
-        """One more step without a retraction."""
+        """Lower the ratio. Called for each step with decode rows."""
         self.value = max(self.value - self._decay, self._minimum)
 
     def reset(self) -> None:
-        """Nothing is left to run."""
+        """Restore the initial ratio. Called when no sequence is left."""
         self.value = self._initial
 
     def lift(self, running: Iterable[Sequence]) -> None:
-        """After a retraction: what the sequences that stay have produced and soon will, of all they may."""
+        """Raise the expected output after a retraction.
+
+        The ratio becomes the output that the running sequences have produced, plus `RETRACTION_STEPS` tokens for each,
+        divided by their maximum output.
+        """
         produced = allowed = 0
         running = list(running)
         if open_ended := [sequence.num_output for sequence in running if _is_open_ended(sequence)]:
@@ -115,15 +152,13 @@ class NewTokenRatio:
 
 
 def _is_open_ended(sequence: Sequence) -> bool:
-    """Whether only the context limits its output."""
+    """Whether only the context length limits the output."""
     return sequence.sampling.max_new_tokens is None
 
 
-def pages_ahead(
-    sequence: Sequence, ratio: float, page_size: int, most_output: int = RESERVED_OUTPUT_TOKENS
-) -> int:
-    """Pages that a sequence still lacks for its known tokens and `ratio` of its remaining output."""
+def pages_ahead(sequence: Sequence, ratio: float, page_size: int, max_output: int = RESERVED_OUTPUT_TOKENS) -> int:
+    """Return how many pages a sequence lacks for its known and pending tokens and `ratio` of its remaining output."""
     known = len(sequence.ids) + sequence.num_pending
-    output = min(sequence.max_tokens - known, most_output, RESERVED_OUTPUT_TOKENS)
+    output = min(sequence.max_tokens - known, max_output, RESERVED_OUTPUT_TOKENS)
     tokens = known + int(output * ratio)
     return max(-(-tokens // page_size) - len(sequence.pages), 0)

@@ -1,4 +1,4 @@
-"""The waiting queue and in which order it is tried."""
+"""The waiting queue and the policies for its order."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.radix_tree import Node
 from runtime.sequence import Sequence
 
-MATCHED_QUEUE_LENGTH = 128  # looking up longer queues in the prefix tree costs more than it gains
+MATCHED_QUEUE_LENGTH = 128  # matching longer queues with the prefix tree costs more than it gains
 
 Policy = Callable[[list[Sequence], PrefixCache], list[Sequence]]
 
 
 class WaitingQueue:
-    """Sequences that are not running: retracted ones first, then the others as the policy says.
+    """The waiting sequences, in the order in which they are admitted.
 
-    Where several clients wait, they take turns, each with its sequences in the policy's order. With `priorities` all
-    that is so among sequences of the same urgency, and more urgent ones come before.
+    Retracted sequences come first. The others follow in the policy's order. If they have several owners (clients), the
+    owners take turns, and each owner's sequences keep the policy's order. With `priorities`, all sequences are sorted
+    by urgency first, then by the order above.
     """
 
     def __init__(self, policy: str, cache: PrefixCache, *, priorities: bool = False) -> None:
@@ -31,11 +32,11 @@ class WaitingQueue:
         self._priorities = priorities
         self._retracted: deque[Sequence] = deque()
         self._queued: dict[Sequence, None] = {}  # an ordered set
-        self.num_tokens = 0  # of those that have not run yet
-        self._owners: Counter[str] = Counter()  # how many each has in it
-        self._last_turns: dict[str, int] = {}  # by owner: when one of its sequences left it
+        self.num_tokens = 0  # prompt tokens of sequences that have not run yet
+        self._owners: Counter[str] = Counter()  # number of queued sequences by owner
+        self._last_turns: dict[str, int] = {}  # owner -> number of the turn in which its sequence last left the queue
         self._num_turns = 0
-        self.allowed: Container[Sequence] | None = None  # if set, only these may be admitted
+        self.allowed: Container[Sequence] | None = None  # the only sequences that may be admitted; None: all
 
     def __len__(self) -> int:
         return len(self._retracted) + len(self._queued)
@@ -52,7 +53,7 @@ class WaitingQueue:
         self._owners[sequence.request.owner] += 1
 
     def put_back(self, sequence: Sequence) -> None:
-        """A running sequence returns to the head."""
+        """Put a running sequence back to the head of the queue."""
         self._retracted.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -70,7 +71,7 @@ class WaitingQueue:
         self._owners.clear()
 
     def ordered(self) -> Iterable[Sequence]:
-        """In the order of admission. The queue must not change while this is read."""
+        """Return the sequences in the order of admission. The queue must not change during the iteration."""
         if self.allowed is not None:
             return [sequence for sequence in self if sequence in self.allowed]
         order = self._policy_order()
@@ -78,7 +79,10 @@ class WaitingQueue:
 
     @property
     def least_urgency(self) -> float:
-        """Of those that have not run yet; infinite where there is none."""
+        """Lowest urgency of the sequences that have not run yet.
+
+        Infinite if there are none, or if priorities are off.
+        """
         if not self._priorities:
             return math.inf
         return min((sequence.urgency for sequence in self._queued), default=math.inf)
@@ -94,13 +98,13 @@ class WaitingQueue:
         return chain(self._retracted, self._in_turns(queued) if len(self._owners) > 1 else queued)
 
     def _in_turns(self, queued: list[Sequence]) -> Iterator[Sequence]:
-        """One of each owner again and again; who had its last turn longest ago comes first."""
+        """Take one sequence of each owner in turn. The owner whose last turn is longest ago comes first."""
         by_owner: dict[str, list[Sequence]] = {}
         for sequence in queued:
             by_owner.setdefault(sequence.request.owner, []).append(sequence)
         owners = sorted(by_owner, key=lambda owner: self._last_turns.get(owner, 0))
         rounds = zip_longest(*(by_owner[owner] for owner in owners))
-        return (sequence for each in rounds for sequence in each if sequence is not None)
+        return (sequence for turn in rounds for sequence in turn if sequence is not None)
 
     def _take_turn(self, owner: str) -> None:
         self._num_turns += 1
@@ -137,21 +141,21 @@ class _Shuffle:
 
 
 def longest_output_first(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence]:
-    """The sequence that may produce most comes first."""
+    """Sort by the maximum length of the output, the longest first."""
     return sorted(waiting, key=lambda sequence: sequence.num_prompt - sequence.max_tokens)
 
 
 def longest_prefix_first(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence]:
-    """The sequence with most tokens in the prefix tree comes first; arrival decides among equals."""
+    """Sort by the length of the cached prefix, the longest first. Ties keep their order of arrival."""
     if not cache.enabled or len(waiting) > MATCHED_QUEUE_LENGTH:
         return waiting
     return sorted(waiting, key=lambda sequence: -cache.match_length(sequence))
 
 
 def along_the_tree(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence]:
-    """Depth first through the prefix tree, the branch with most sequences waiting on it first.
+    """Sort depth first along the prefix tree, the branch with the most waiting sequences first.
 
-    Sequences that share a prefix then run close together, while its pages are held anyway.
+    Sequences that share a prefix then run at about the same time, while its pages are in use.
     """
     if not cache.enabled or len(waiting) > MATCHED_QUEUE_LENGTH:
         return waiting
@@ -160,10 +164,8 @@ def along_the_tree(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence
     for path, _ in paths:
         for node in path:
             weights[node] = weights.get(node, 0) + 1
-    positions = {node: position for position, node in enumerate(weights)}  # arrival decides among equals
-    # Below a node its branches come first, and then the sequences whose path ends there.
+    positions = {node: position for position, node in enumerate(weights)}  # on a tie, by arrival
+    # The branches of a node come before the sequences whose path ends at the node.
     end = (1, 0)
-    keyed = [
-        ([*((-weights[node], positions[node]) for node in path), end], sequence) for path, sequence in paths
-    ]
+    keyed = [([*((-weights[node], positions[node]) for node in path), end], sequence) for path, sequence in paths]
     return [sequence for _, sequence in sorted(keyed, key=lambda pair: pair[0])]

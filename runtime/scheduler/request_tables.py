@@ -1,30 +1,32 @@
-"""The running sequences: their rows in the tables that every step reads, and their pages."""
+"""The running sequences, with their pages and their rows in the tables that every step reads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.batch import Ints
+from runtime.batch import ADAPTER, SECOND_START, Ints
 from runtime.constraint import SequenceConstraint
 from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.request import Request
+from runtime.scheduler.adapter_slots import AdapterSlots
 from runtime.scheduler.sampling import SamplingTables
 from runtime.sequence import Sequence
 
 
 class RequestTables:
-    """One row per running sequence, written when it enters, gathered by fancy indexing in every step.
+    """Tables with one row per running sequence. `enter` writes the row, and every step gathers its rows by index.
 
-    The page table grows in width as sequences do; entries behind a sequence's pages are 0.
+    The page table widens with the longest sequence. Entries after a sequence's pages are 0.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self.sampling = SamplingTables(num_rows, vocab_size)
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.pages: Ints = np.zeros((num_rows, 16), np.int32)
-        self._values: dict[str, Ints] = {}  # of `Request.row_values`, for every row
+        self._values: dict[str, Ints] = {}  # `Request.row_values` by name, for every row
         self._num_with_values = 0
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -32,36 +34,38 @@ class RequestTables:
     def num_free(self) -> int:
         return len(self._free)
 
-    def enter(self, sequence: Sequence) -> None:
-        """Give a sequence a row and fill it, its pages included."""
+    def enter(self, sequence: Sequence, adapter_slot: int = 0) -> None:
+        """Assign a row to a sequence, and write its parameters, pages and row values."""
         index = sequence.sequence_index = self._free.pop()
         self.sequences[index] = sequence
         self.sampling.enter(sequence)
         self.write_pages(index, 0, sequence.pages)
-        if sequence.request.row_values:
+        values = _row_values(sequence.request, adapter_slot)
+        if values:
             self._num_with_values += 1
-            for name, value in sequence.request.row_values.items():
+            for name, value in values.items():
                 self._values.setdefault(name, np.zeros(len(self.sequences), np.int32))[index] = value
 
     def leave(self, sequence: Sequence) -> None:
-        """Free the row and clear its part of the page table."""
+        """Free a sequence's row and clear its entries of the page table."""
         index = sequence.sequence_index
         self.sequences[index] = None
         self.sampling.leave(sequence)
         self.pages[index, : len(sequence.pages)] = 0
-        if sequence.request.row_values:
+        values = _row_values(sequence.request)
+        if values:
             self._num_with_values -= 1
-            for name in sequence.request.row_values:
+            for name in values:
                 self._values[name][index] = 0
         self._free.append(index)
         sequence.sequence_index = -1
 
     def values_of(self, indices: Ints) -> dict[str, Ints]:
-        """What layers are told of these rows, [B] each, by name: where a row says something that is not 0."""
+        """Return the row values of these rows by name, [B] each. Names whose values are all 0 are omitted."""
         if not self._num_with_values:
             return {}
-        found = {name: values[indices] for name, values in self._values.items()}
-        return {name: values for name, values in found.items() if values.any()}
+        gathered = {name: values[indices] for name, values in self._values.items()}
+        return {name: values for name, values in gathered.items() if values.any()}
 
     def write_pages(self, index: int, first: int, pages: list[int]) -> None:
         """Set the page table's entries first .. first + len(pages) - 1 of a row."""
@@ -70,50 +74,59 @@ class RequestTables:
         self.pages[index, first:end] = pages
 
     def append_pages(self, sequences: list[Sequence], pages: list[int]) -> None:
-        """Give each of these sequences one more page."""
+        """Append one page to each of these sequences."""
         columns = []
         for sequence, page in zip(sequences, pages):
-            own = sequence.pages
-            columns.append(len(own))
-            own.append(page)
+            columns.append(len(sequence.pages))
+            sequence.pages.append(page)
         self._widen(max(columns, default=0) + 1)
         self.pages[[sequence.sequence_index for sequence in sequences], columns] = pages
 
     def check(self, running: list[Sequence]) -> None:
-        """Raise `ValueError` unless exactly these sequences have rows and the page table is theirs."""
+        """Raise `ValueError` unless exactly these sequences have rows and the page table lists their pages."""
         indices = [sequence.sequence_index for sequence in running]
         if sorted(indices + self._free) != list(range(len(self.sequences))):
-            raise ValueError("Rows are lost or taken twice.")
+            raise ValueError("Rows are lost or assigned twice.")
         expected: NDArray[np.int32] = np.zeros_like(self.pages)
         for sequence in running:
             expected[sequence.sequence_index, : len(sequence.pages)] = sequence.pages
             if self.sequences[sequence.sequence_index] is not sequence:
-                raise ValueError(f"{sequence!r} is not in its row.")
+                raise ValueError(f"{sequence!r} is not at its sequence index.")
         if not np.array_equal(expected, self.pages):
             raise ValueError("The page table does not list the pages of the running sequences.")
 
     def _widen(self, width: int) -> None:
-        have = self.pages.shape[1]
-        if width > have:
-            wider = np.zeros((len(self.sequences), max(width, 2 * have)), np.int32)
-            wider[:, :have] = self.pages
+        old = self.pages.shape[1]
+        if width > old:
+            wider = np.zeros((len(self.sequences), max(width, 2 * old)), np.int32)
+            wider[:, :old] = self.pages
             self.pages = wider
 
 
-class Running:
-    """Running sequences in order of admission, each with a row in the tables and with pages for what is computed.
+def _row_values(request: Request, adapter_slot: int = 0) -> Mapping[str, int]:
+    """Return the row values of a request, by name."""
+    if request.second_start is None and request.adapter is None:
+        return request.row_values
+    second = {} if request.second_start is None else {SECOND_START: request.second_start}
+    adapter = {} if request.adapter is None else {ADAPTER: adapter_slot}
+    return {**request.row_values, **second, **adapter}
 
-    `full` is set when a waiting sequence did not fit, and cleared when somebody leaves: until then trying
-    again would only cost time.
+
+class Running:
+    """Running sequences in order of admission, each with a row in the tables and pages for its computed tokens.
+
+    `full` is set when a waiting sequence does not fit, and cleared when a sequence leaves, so that admission is not
+    tried in vain.
     """
 
-    def __init__(self, num_rows: int, cache: PrefixCache, vocab_size: int) -> None:
+    def __init__(self, num_rows: int, cache: PrefixCache, vocab_size: int, adapters: AdapterSlots) -> None:
         self.cache = cache
+        self.adapters = adapters
         self.tables = RequestTables(num_rows, vocab_size)
         self._vocab_size = vocab_size
         self.full = False
-        self.stalled: set[Sequence] = set()  # in no further step until their host data has come
-        # Of those that have one, in order of admission.
+        self.stalled: set[Sequence] = set()  # sequences that no step computes until their host data arrives
+        # Sequences with a constraint, in order of admission.
         self.constrained: dict[Sequence, SequenceConstraint] = {}
         self._sequences: dict[Sequence, None] = {}  # an ordered set
 
@@ -124,72 +137,83 @@ class Running:
         return iter(self._sequences)
 
     def enter(self, sequence: Sequence) -> None:
-        """Start a sequence to which the cache already gave its shared prefix."""
-        self.tables.enter(sequence)
+        """Start a sequence that already has its cached prefix."""
+        self.tables.enter(sequence, self.adapters.enter(sequence))
         self._sequences[sequence] = None
         if sequence.constraint is not None:
             self.constrained[sequence] = sequence.constraint
 
     def leave(self, sequence: Sequence, *, trusted: bool = True) -> None:
-        """Free row and pages. What was computed stays in the prefix tree, unless it is not to be trusted."""
+        """Free a sequence's row and pages. With `trusted`, its computed pages stay in the prefix tree."""
         self.stalled.discard(sequence)
         self.constrained.pop(sequence, None)
         self.tables.leave(sequence)
+        self.adapters.leave(sequence)
         if trusted:
             self.cache.release(sequence)
         else:
             self.cache.discard(sequence)
         self.full = False
-        del self._sequences[sequence]  # last: whatever breaks before, `rebuild` finds it
+        del self._sequences[sequence]  # last, so that `rebuild` finds the sequence after an exception
 
     def extend(self, sequence: Sequence, end: int) -> None:
-        """Give a sequence pages for its first `end` tokens; the caller knows that they are available."""
+        """Give a sequence pages for its first `end` tokens. The caller checks that they are available."""
         pages = sequence.pages
-        have = len(pages)
-        more = self.cache.allocate(-(-end // self.cache.page_size) - have)
+        first = len(pages)
+        more = self.cache.allocate(-(-end // self.cache.page_size) - first)
         if more:
             pages += more
-            self.tables.write_pages(sequence.sequence_index, have, more)
+            self.tables.write_pages(sequence.sequence_index, first, more)
 
-    def rewind(self, sequence: Sequence) -> None:
-        """Compute its last known token again: host data was late, so its newest row yielded no token.
+    def rewind(self, sequence: Sequence, count: int = 1) -> None:
+        """Mark the last `count` computed positions as not computed. Later steps compute them, perhaps with other ids.
 
-        The sequence is in no further step before that data has come, and before the steps in flight are over
-        that were launched on the missing token: each of them is rewound in its turn.
+        Pages that have no computed positions left are freed immediately. Steps in flight may still write them, but
+        these steps run before any step of the next owner.
         """
-        if sequence.sequence_index < 0:  # retracted meanwhile
+        if sequence.sequence_index < 0 or not count:  # retracted in the meantime
             return
-        sequence.num_computed -= 1
+        sequence.num_computed -= count
         keep = -(-sequence.num_computed // self.cache.page_size)
         surplus = sequence.pages[keep:]
         if surplus:
             del sequence.pages[keep:]
             self.tables.write_pages(sequence.sequence_index, keep, [0] * len(surplus))
             self.cache.free(surplus)
-        self.stalled.add(sequence)
+
+    def stall(self, sequence: Sequence) -> None:
+        """Compute the last known token again, because host data was late and no token was sampled.
+
+        The sequence is in no further step until its host data arrives and the steps in flight that assumed the
+        missing token are applied. Each of them is rewound as well.
+        """
+        if sequence.sequence_index >= 0:
+            self.rewind(sequence)
+            self.stalled.add(sequence)
 
     def resume(self) -> None:
-        """Let those go on whose host data has come."""
+        """Resume the stalled sequences whose host data has arrived."""
         for sequence in list(self.stalled):
             if not sequence.num_pending and sequence.next_host_data.is_there:
                 self.stalled.discard(sequence)
 
     def reset(self) -> list[Sequence]:
-        """Take rows and pages from everybody and forget all prefixes; returns who was running, in order."""
+        """Take rows and pages from all sequences and empty the cache. Return the sequences that ran, in order."""
         sequences = list(self._sequences)
         for sequence in sequences:
             self.tables.leave(sequence)
         self._sequences.clear()
         self.constrained.clear()
         self.stalled.clear()
+        self.adapters.reset()
         self.cache.reset(sequences)
         self.full = False
         return sequences
 
     def rebuild(self, sequences: Iterable[Sequence]) -> None:
-        """As `reset`, but whatever the state: nothing is read of it, new tables are made.
+        """Take rows and pages from all sequences and empty the cache, even if the tables are inconsistent.
 
-        `sequences` are all that may hold rows or pages.
+        New tables are created without reading the old ones. `sequences` must list all that may have rows or pages.
         """
         sequences = list(sequences)
         self.tables = RequestTables(len(self.tables.sequences), self._vocab_size)
@@ -198,16 +222,18 @@ class Running:
         self._sequences.clear()
         self.constrained.clear()
         self.stalled.clear()
+        self.adapters.reset()
         self.cache.reset(sequences)
         self.full = False
 
     def check(self) -> None:
-        """Raise `ValueError` unless rows and pages balance exactly."""
+        """Raise `ValueError` unless rows and pages are consistent."""
         sequences = list(self._sequences)
         self.tables.check(sequences)
         self.cache.check(sequences)
+        self.adapters.check(sequences)
         if list(self.constrained) != [sequence for sequence in sequences if sequence.constraint is not None]:
-            raise ValueError("The constrained sequences are not those that run.")
+            raise ValueError("The table of constrained sequences does not match the running sequences.")
         for sequence in sequences:
             if len(sequence.pages) != -(-sequence.num_computed // self.cache.page_size):
                 raise ValueError(f"{sequence!r} has {len(sequence.pages)} pages.")

@@ -1,4 +1,4 @@
-"""How the sampling rows of a batch choose their tokens: per-sequence tables, gathered in every step."""
+"""Sampling parameters of the running sequences: tables by sequence, gathered in every step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31, 40))
 
 
 def uniform_numbers(seeds: NDArray[np.uint64], positions: Longs) -> Floats:
-    """One number in [0, 1) for each (seed, output position), the same in whatever batch it is drawn.
+    """Return a number in [0, 1) for each (seed, output position), independent of the batch.
 
-    The SplitMix64 finaliser (Steele, Lea and Flood, 2014) on seed + (position + 1) * golden gamma; the upper 24
-    bits are what a float32 holds exactly.
+    Applies the SplitMix64 finaliser (Steele, Lea and Flood, 2014) to seed + (position + 1) * golden gamma. The upper
+    24 bits fit into a float32 exactly.
     """
     one, two, three, top = _SHIFTS
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
@@ -31,28 +31,23 @@ def uniform_numbers(seeds: NDArray[np.uint64], positions: Longs) -> Floats:
 
 
 class SamplingTables:
-    """What each running sequence asks of the sampler, by sequence index.
-
-    Written when it enters, gathered in every step.
-    """
+    """Sampling parameters by sequence index, written when a sequence enters and gathered in every step."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._greedy = np.zeros(num_rows, np.bool_)
         self._seeds = np.zeros(num_rows, np.uint64)
         self._num_prompt = np.zeros(num_rows, np.int64)
-        self._params = {
-            name: np.full(num_rows, array.neutral, array.dtype) for name, array in ROW_ARRAYS.items()
-        }
-        self._num_users = dict.fromkeys(ROW_ARRAYS, 0)  # sequences whose value is not neutral
-        self._is_special = np.zeros(num_rows, np.bool_)  # has bias, penalties or logprobs
-        self._special: dict[int, Sequence] = {}  # those, by sequence index
+        self._params = {name: np.full(num_rows, array.neutral, array.dtype) for name, array in ROW_ARRAYS.items()}
+        self._num_users = dict.fromkeys(ROW_ARRAYS, 0)  # number of sequences whose value is not neutral
+        self._is_special = np.zeros(num_rows, np.bool_)  # whether the sequence has biases, penalties or logprobs
+        self._special: dict[int, Sequence] = {}  # special sequences by sequence index
         self._is_constrained = np.zeros(num_rows, np.bool_)
         self._constrained: dict[int, Sequence] = {}
-        self._fresh: set[int] = set()  # penalised ones whose sequence has not sampled there yet
+        self._fresh: set[int] = set()  # sequence indices with penalties whose token counts must be initialised
 
     def enter(self, sequence: Sequence) -> None:
-        """Write the row of a sequence that got its index."""
+        """Write the row of a sequence at its new index."""
         index, params = sequence.sequence_index, sequence.sampling
         self._greedy[index] = params.greedy
         self._seeds[index] = sequence.seed & 0xFFFF_FFFF_FFFF_FFFF
@@ -61,10 +56,7 @@ class SamplingTables:
             self._params[name][index] = value
             self._num_users[name] += 1
         penalised = is_penalised(sequence)
-        forbids = _forbids_ends(sequence)
-        logprobs = sequence.request.logprobs is not None
-        biased = bool(params.logit_bias or sequence.banned_ids)
-        if penalised or forbids or logprobs or biased:
+        if is_special(sequence):
             self._is_special[index] = True
             self._special[index] = sequence
         if sequence.constraint is not None:
@@ -74,7 +66,7 @@ class SamplingTables:
             self._fresh.add(index)
 
     def leave(self, sequence: Sequence) -> None:
-        """Make the row neutral again; the sequence still has its index."""
+        """Reset the row of a sequence, which must still have its `sequence_index`."""
         index = sequence.sequence_index
         for name, _ in sequence.sampling.non_neutral_values():
             self._params[name][index] = ROW_ARRAYS[name].neutral
@@ -86,49 +78,50 @@ class SamplingTables:
         self._fresh.discard(index)
 
     def recount(self, sequence: Sequence) -> None:
-        """Tokens were appended that no step sampled: with penalties, count all of them anew."""
+        """Make the next step count the tokens of a penalised sequence again, since tokens were appended unsampled."""
         if sequence.sequence_index in self._special and is_penalised(sequence):
             self._fresh.add(sequence.sequence_index)
 
-    def gather(self, rows: Ints, indices: Ints, ends: Longs) -> Sampling:
-        """Build the arrays for R sampling rows.
+    def gather(self, positions: Ints, row_of: Ints, indices: Ints, ends: Longs) -> Sampling:
+        """Build the arrays for the N sampled positions of a batch.
 
-        `rows` and `indices` (of their sequences) are [R]; `ends` [R] is the position that each row's new token
-        will have in its sequence.
+        `indices` [N] are the positions' sequence indices; `ends` [N] is the position that each new token will have
+        in its sequence.
         """
-        positions = ends - self._num_prompt[indices]
+        output_positions = ends - self._num_prompt[indices]
         bias = penalties = logprobs = None
         special = self._is_special[indices] if self._special else None
         if special is not None and special.any():
-            held = [(row, self._special[int(indices[row])]) for row in np.flatnonzero(special).tolist()]
-            bias = _gather_bias(held, positions, self._vocab_size)
-            penalties = self._gather_penalties(held)
-            if any(sequence.request.logprobs is not None for _, sequence in held):
-                wanted = {row: sequence.request.logprobs for row, sequence in held}
-                logprobs = tuple(wanted.get(row) for row in range(len(rows)))
+            special_rows = [(row, self._special[int(indices[row])]) for row in np.flatnonzero(special).tolist()]
+            bias = _gather_bias(special_rows, output_positions, self._vocab_size)
+            penalties = self._gather_penalties(special_rows)
+            if any(sequence.request.logprobs is not None for _, sequence in special_rows):
+                params = {row: sequence.request.logprobs for row, sequence in special_rows}
+                logprobs = tuple(params.get(row) for row in range(len(row_of)))
         return Sampling(
-            rows=rows,
+            positions=positions,
+            row_of=row_of,
             greedy=self._greedy[indices],
-            uniform=uniform_numbers(self._seeds[indices], positions),
+            uniform=uniform_numbers(self._seeds[indices], output_positions),
             params={name: self._params[name][indices] for name, users in self._num_users.items() if users},
             bias=bias,
             penalties=penalties,
             logprobs=logprobs,
-            host_data=self._gather_host_data(indices, positions) if self._constrained else {},
+            host_data=self._gather_host_data(indices, output_positions) if self._constrained else {},
         )
 
     def _gather_host_data(self, indices: Ints, positions: Longs) -> dict[int, HostData]:
-        """By row, of rows with a constraint."""
+        """Return the host data of rows with a constraint, by row."""
         rows = np.flatnonzero(self._is_constrained[indices])
-        found = {}
+        host_data = {}
         for row, index, num_output in zip(rows.tolist(), indices[rows].tolist(), positions[rows].tolist()):
             sequence = self._constrained[index]
             if sequence.constraint is not None:
-                found[row] = sequence.constraint.data_after(num_output, sequence.ids, sequence.num_prompt)
-        return found
+                host_data[row] = sequence.constraint.data_after(num_output, sequence.ids, sequence.num_prompt)
+        return host_data
 
-    def _gather_penalties(self, held: list[tuple[int, Sequence]]) -> Penalties | None:
-        penalised = [(row, sequence) for row, sequence in held if is_penalised(sequence)]
+    def _gather_penalties(self, special_rows: list[tuple[int, Sequence]]) -> Penalties | None:
+        penalised = [(row, sequence) for row, sequence in special_rows if is_penalised(sequence)]
         if not penalised:
             return None
         fresh = []
@@ -136,9 +129,7 @@ class SamplingTables:
             if sequence.sequence_index in self._fresh:
                 prompt, output = sequence.ids[: sequence.num_prompt], sequence.ids[sequence.num_prompt :]
                 fresh.append(
-                    FreshSequence(
-                        sequence.sequence_index, np.array(prompt, np.int32), np.array(output, np.int32)
-                    )
+                    FreshSequence(sequence.sequence_index, np.array(prompt, np.int32), np.array(output, np.int32))
                 )
                 self._fresh.discard(sequence.sequence_index)
         return Penalties(
@@ -153,23 +144,30 @@ def is_penalised(sequence: Sequence) -> bool:
     return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0)
 
 
-def _forbids_ends(sequence: Sequence) -> bool:
-    """Whether its minimum of tokens is kept here; a grammar keeps it itself, where it allows anything but the end."""
+def is_special(sequence: Sequence) -> bool:
+    """Whether tokens depend on more than logits, seed and position, or need log-probabilities."""
     return (
-        sequence.sampling.min_new_tokens > 0 and bool(sequence.stop_ids) and sequence.request.grammar is None
+        is_penalised(sequence)
+        or _forbids_ends(sequence)
+        or sequence.request.logprobs is not None
+        or bool(sequence.sampling.logit_bias or sequence.banned_ids)
     )
 
 
-def _gather_bias(held: list[tuple[int, Sequence]], positions: Longs, vocab_size: int) -> Bias | None:
-    """Logit biases, and -inf on banned ids, and on stop ids while an output is shorter than its minimum.
+def _forbids_ends(sequence: Sequence) -> bool:
+    """Whether `min_new_tokens` is enforced here. A grammar enforces it itself."""
+    return sequence.sampling.min_new_tokens > 0 and bool(sequence.stop_ids) and sequence.request.grammar is None
 
-    The length of the output is known even where its last tokens are not, so the minimum is exact with steps
-    in flight.
+
+def _gather_bias(special_rows: list[tuple[int, Sequence]], positions: Longs, vocab_size: int) -> Bias | None:
+    """Return logit biases, with -inf on banned ids, and on stop ids until an output has its minimum length.
+
+    The length of the output is known even while its last tokens are pending, so the minimum is exact.
     """
     rows: list[int] = []
     token_ids: list[int] = []
     values: list[float] = []
-    for row, sequence in held:
+    for row, sequence in special_rows:
         params = sequence.sampling
         too_short = positions[row] < params.min_new_tokens and _forbids_ends(sequence)
         forbidden = sequence.banned_ids | sequence.stop_ids if too_short else sequence.banned_ids

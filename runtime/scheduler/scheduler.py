@@ -1,4 +1,4 @@
-"""The synchronous part of the scheduler actor: who computes what next, and what came of it."""
+"""The scheduler: builds batches from running and waiting sequences, and applies their results."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from runtime.errors import ContextOverflow, EngineFailure, Overloaded
 from runtime.kv_cache.page_events import Event
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, Finish, LogprobParams, Logprobs
-from runtime.scheduler.apply import apply_output, final_delta
+from runtime.scheduler.adapter_slots import AdapterSlots
+from runtime.scheduler.apply import Effects, apply_output, final_delta
 from runtime.scheduler.batch_builder import BatchBuilder
+from runtime.scheduler.drafting import Drafting
 from runtime.scheduler.fast_forward import FastForward
 from runtime.scheduler.queue import WaitingQueue
 from runtime.scheduler.request_tables import Running
@@ -25,86 +27,102 @@ STEP_FAILED = "The step that computed this request failed."
 
 
 class Load(NamedTuple):
-    """How busy the scheduler is."""
+    """Current load and counters of the scheduler."""
 
     num_waiting: int
     num_running: int
     num_pages: int
     num_used_pages: int
-    num_used_tokens: int  # that fit into these
+    num_used_tokens: int  # capacity of the used pages, in tokens
     num_evictable_pages: int
-    token_usage: float  # share of all pages that running sequences hold
+    token_usage: float  # share of all pages that running sequences use
     new_token_ratio: float
     num_retracted: int  # since the start
-    num_forced: int  # forced tokens that took no step of their own, since the start
+    num_recomputed: int  # tokens computed again after a retraction, since the start
+    num_swapped_out: int  # pages copied to the host for retracted sequences, since the start
+    num_swapped_in: int  # pages copied back from the host, since the start
+    num_forced: int  # forced tokens without a step of their own, since the start
+    num_proposed: int = 0  # verified drafts, since the start
+    num_accepted: int = 0  # accepted drafts, since the start
+    num_adapter_slots: int = 0  # slots of adapters with running sequences
+    num_adapter_evictions: int = 0  # adapters that left their slot for another one, since the start
 
 
 class Scheduler:
-    """Fills steps and applies their results; synchronous, on plain data, owned by one actor.
+    """Builds batches and applies their results. Synchronous, on plain data, owned by one actor.
 
-    The actor calls, over and over, `batch = fill()`, launches it, and `apply(previous, output)`. Any number
-    of filled batches may be in flight; they run one after the other, and are applied in that order.
+    The actor repeatedly calls `batch = fill()`, launches the batch, and calls `apply(previous, output)`. Any number of
+    batches may be in flight. They run and are applied in the order in which they were built.
     """
 
-    def __init__(
-        self, plan: SchedulerPlan, cache: PrefixCache, *, vocab_size: int, context_length: int
-    ) -> None:
+    def __init__(self, plan: SchedulerPlan, cache: PrefixCache, *, vocab_size: int, context_length: int) -> None:
         self._cache = cache
         self._max_queued = plan.max_queued
         self._max_queued_tokens = plan.max_queued_tokens
         self._max_tokens = min(context_length, cache.num_tokens)
-        self._running = Running(plan.max_running, cache, vocab_size)
+        adapters = AdapterSlots(plan.adapter_slots, first_in_first_out=plan.adapters_fifo)
+        self._running = Running(plan.max_running, cache, vocab_size, adapters)
         self._waiting = WaitingQueue(plan.policy, cache, priorities=plan.priorities)
         self._fast_forward = FastForward(plan, cache, self._running, vocab_size)
-        self._builder = BatchBuilder(plan, cache, self._running, self._waiting, self._fast_forward)
+        self._drafting = Drafting(plan, cache, self._running)
+        self._builder = BatchBuilder(plan, cache, self._running, self._waiting, self._fast_forward, self._drafting)
+        self._effects = Effects(self._retire, self._running.stall, self._running.rewind, self._drafting.note)
         self._trials = Trials()
         self._num_filled = 0
         self._num_applied = 0
 
-    def limit_steps(self, alone: int | None, beside: int | None) -> None:
-        """After how many prompt tokens a step takes no further prompt; None: as many as the plan allows.
+    def limit_steps(self, prefill: int | None, mixed: int | None, *, scored: tuple[int, int] | None = None) -> None:
+        """Set the prompt tokens after which a prefill-only and a mixed step take no further prompt.
 
-        `beside` holds for steps in which others get their next token.
+        None means that only the plan limits the step. `scored` are the limits on prompt tokens with log-probabilities,
+        which cut prompts; None leaves them as they are.
         """
-        self._builder.enough_tokens = (alone, beside)
+        self._builder.scored_limits = scored or self._builder.scored_limits
+        self._builder.prompt_limits = (prefill, mixed)
 
     def note_step_time(self, step_s: float | None) -> None:
-        """What a step of single tokens takes lately, from one result to the next; None: not known."""
+        """Set the average time of a decode step; None if it is unknown."""
         self._fast_forward.step_s = step_s
 
     @property
-    def room(self) -> int:
-        """How many more sequences may be added; those for which a row is free at the next fill do not queue."""
+    def queue_space(self) -> int:
+        """Number of further sequences that the queue accepts. Sequences with a free row do not count as queued."""
         entering = 0 if self._running.full else self._running.tables.num_free
         return self._max_queued + entering - len(self._waiting)
 
     @property
     def least_urgency(self) -> float:
-        """Of those that wait and have not run yet: who is more urgent may displace one. Infinite without priorities."""
+        """Lowest urgency of the sequences that have not run yet.
+
+        Infinite if there are none, or if priorities are off.
+        """
         return self._waiting.least_urgency
 
     def add(self, *sequences: Sequence) -> None:
-        """Queue the sequences of one request, all or none; `max_tokens` is lowered to what the pool can hold.
+        """Queue all sequences of one request. Lowers `max_tokens` to the capacity of the pool.
 
-        Raises `Overloaded` when the queue is full, and `ContextOverflow` when the prompt cannot fit even alone.
+        Raises `Overloaded` if the queue is full, and `ContextOverflow` if the prompt does not fit into the pool. Then
+        no sequence is queued.
         """
         if not sequences[0].request.follows:
-            if self.room <= 0:
+            if self.queue_space <= 0:
                 raise Overloaded("The request queue is full.")
             num_tokens = sum(sequence.num_prompt for sequence in sequences)
             if self._waiting.num_tokens and self._waiting.num_tokens + num_tokens > self._max_queued_tokens:
-                raise Overloaded("The prompts that wait have too many tokens together.")
+                raise Overloaded("The waiting prompts have too many tokens in total.")
         for sequence in sequences:
             self._check_length(sequence)
         for sequence in sequences:
             sequence.max_tokens = min(sequence.max_tokens, self._max_tokens)
             sequence.prompt_logprobs = _first_prompt_logprobs(sequence)
+            self._drafting.start(sequence)
             self._waiting.add(sequence)
 
     def fill(self) -> Batch | None:
-        """The next step's work; None when nothing can be done before a result arrives or a sequence is added.
+        """Build the batch of the next step.
 
-        With None and no batch in flight there is nothing running and nothing waiting but for `awaited`.
+        Returns None if nothing can be computed before a result arrives or a sequence is added. If it returns None while
+        no batch is in flight, all running and waiting sequences wait for `awaited`.
         """
         if not self._running and not self._waiting:
             self._builder.new_token_ratio.reset()
@@ -119,34 +137,34 @@ class Scheduler:
         return batch
 
     def apply(self, batch: Batch, output: StepOutput) -> list[Delta]:
-        """Take in the results of the oldest batch in flight; at most one Delta per sequence.
+        """Apply the results of the oldest batch in flight, and return at most one Delta per sequence.
 
-        Rows of sequences that have ended meanwhile are dropped. Raises `EngineFailure` out of order, and `RowFailed`
-        with what is known where something broke at one row.
+        Rows of sequences that have ended are ignored. Raises `EngineFailure` if the batch is not the oldest, and
+        `RowFailed` if a row cannot be applied.
         """
         if batch.number != self._num_applied:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
         self._num_applied += 1
-        deltas = apply_output(batch, output, self._retire, self._running.rewind, self._fast_forward.pays)
+        deltas = apply_output(batch, output, self._effects, self._fast_forward.pays)
         if self._trials and self._trials.passed(self._running.full):
             self._try_next()
         return deltas
 
     @property
     def awaited(self) -> list[HostData]:
-        """The host data without which some sequences are in no step."""
+        """The host data for which stalled sequences wait."""
         return [sequence.next_host_data for sequence in self._running.stalled]
 
     @property
     def awaited_masks(self) -> HostData | None:
-        """What comes last of the host data that may say that next tokens are forced; None: nothing is to come.
+        """The newest pending host data that may force tokens, or None.
 
-        Worth a moment's wait before the next `fill`.
+        Waiting a short time for this data before the next `fill` can save steps.
         """
         return self._fast_forward.awaited
 
     def abort(self, sequences: Iterable[Sequence], finish: Finish) -> list[Delta]:
-        """End these sequences wherever they are; a final Delta for each that had not ended."""
+        """End these sequences, running or waiting. Return a final Delta for each that had not ended."""
         deltas = []
         for sequence in sequences:
             if sequence in self:
@@ -155,7 +173,7 @@ class Scheduler:
         return deltas
 
     def withdraw(self, sequences: Iterable[Sequence]) -> None:
-        """Forget sequences that wait and have never run: another scheduler computes them."""
+        """Remove waiting sequences that have never run, so that another scheduler can compute them."""
         for sequence in sequences:
             self._waiting.remove(sequence)
             if sequence.constraint is not None:
@@ -163,17 +181,20 @@ class Scheduler:
         self._running.full = False
 
     def end(self, sequence: Sequence) -> None:
-        """End a sequence whose text reached a stop string, without a Delta; ignored if it has ended."""
+        """End a sequence whose text reached a stop string.
+
+        Returns no Delta, and does nothing if the sequence has ended.
+        """
         if sequence in self:
             self._retire(sequence, Finish("stop"))
 
     def fail(self, batches: Iterable[Batch]) -> list[int]:
-        """The oldest of these steps failed: find out for whom, and give up that request alone.
+        """Recover after the oldest of these steps failed, and fail only the request that causes it.
 
-        `batches` are all in flight, oldest first; nothing of them will be applied. The prefix tree is emptied, since
-        its pages may hold anything. Everybody is computed again, with the tokens that are known, and gets the same
-        further ones: the requests of that step first, a half at a time (`Trials`), and a request that fails alone is
-        given up. Returns the ids of the requests given up now; no Delta is made for them.
+        `batches` are all batches in flight, oldest first; none of them will be applied. The prefix tree is emptied,
+        since its pages may be corrupt. All running sequences are recomputed from their known tokens, with the same
+        further tokens. The requests of the failed step come first, one half at a time (`Trials`), and a request that
+        fails alone is ended. Returns the ids of the requests that end now, without Deltas for them.
         """
         suspects = self._recompute(batches)
         lost = self._trials.narrow(suspects)
@@ -182,28 +203,38 @@ class Scheduler:
         return lost
 
     def give_up_newest(self, batches: Iterable[Batch]) -> list[int]:
-        """The oldest of these steps had too little memory: give up its newest request for all others.
+        """Recover after the oldest of these steps ran out of memory, by ending its newest request.
 
-        As `fail`, but nobody is tried apart. Returns the ids of the lost requests (none where all of that step had
-        ended meanwhile).
+        The running sequences of other requests are recomputed. Returns the id of the ended request in a list, which is
+        empty if all requests of that step had ended before.
         """
         newest = self._recompute(batches)[-1:]
         self._give_up(newest)
         return newest
 
+    def recompute(self) -> None:
+        """Empty the prefix tree, and recompute all running sequences from their known tokens.
+
+        Call it after the model's weights changed. No step may be in flight.
+        """
+        self._recompute(())
+
     def _recompute(self, batches: Iterable[Batch]) -> list[int]:
-        """Put everybody back, to be computed again; the ids of the requests in the oldest of these steps, in order."""
+        """Put all running sequences back to the queue.
+
+        Return the unfinished requests of the oldest step, ids ascending.
+        """
         failed = next(iter(batches), None)
         sequences = failed.sequences if failed is not None else ()
-        found = {sequence.request.id for sequence in sequences if sequence.finish is None}
+        request_ids = {sequence.request.id for sequence in sequences if sequence.finish is None}
         self._start_over()
         for sequence in self:
-            sequence.num_pending = sequence.num_void = 0
-            _ask_again(sequence)
-        return sorted(found)
+            sequence.num_pending = sequence.num_superseded = sequence.num_drafted = 0
+            _request_missing_logprobs(sequence)
+        return sorted(request_ids)
 
     def _try_next(self) -> None:
-        """Let only the next group of suspects be computed, or everybody when there is none. Who runs is put back."""
+        """Put running sequences back, and allow only the next group of trials, or all sequences if none is left."""
         for sequence in reversed(list(self._running)):
             self._waiting.put_back(sequence)
             self._running.leave(sequence)
@@ -211,10 +242,10 @@ class Scheduler:
         self._waiting.allowed = self._trials.allowed
 
     def rebuild(self, lost: Container[int] = ()) -> None:
-        """Something broke in here, in the middle of anything: trust no row, page or tree, and make them anew.
+        """Rebuild rows, pages and tree after an exception at any point of the scheduler.
 
-        The requests in `lost` are given up. Nothing that is in flight will be applied; everybody else is computed
-        again, with the tokens that are known, and gets the same further ones.
+        The requests in `lost` are ended. No batch in flight will be applied. All other sequences are recomputed from
+        their known tokens, with the same further tokens.
         """
         sequences = list(dict.fromkeys(self))
         self._num_applied = self._num_filled
@@ -228,8 +259,8 @@ class Scheduler:
                 if sequence.constraint is not None:
                     sequence.constraint.release()
                 continue
-            sequence.num_pending = sequence.num_void = 0
-            _ask_again(sequence)
+            sequence.num_pending = sequence.num_superseded = sequence.num_drafted = 0
+            _request_missing_logprobs(sequence)
             self._waiting.add(sequence)
 
     def _give_up(self, request_ids: Container[int]) -> None:
@@ -238,32 +269,36 @@ class Scheduler:
             self._retire(sequence, Finish("abort", message=STEP_FAILED))
 
     def _start_over(self) -> None:
-        """Put everybody who runs back to the head of the queue, with nothing computed and nothing in flight."""
+        """Put all running sequences back to the head of the queue, with no tokens computed and no step in flight."""
         self._num_applied = self._num_filled
         for sequence in reversed(self._running.reset()):
             self._waiting.put_back(sequence)
 
     def flush(self) -> bool:
-        """Empty the prefix tree; False, and nothing done, while anything is running or waiting."""
+        """Empty the prefix tree. Returns False without effect while sequences run or wait."""
         if self._running or self._waiting:
             return False
         self._cache.empty()
         return True
 
+    def forget_adapter(self, adapter_id: int) -> None:
+        """Empty the slot of an adapter that no sequence uses any more."""
+        self._running.adapters.forget(adapter_id)
+
     def take_events(self) -> list[Event]:
-        """What became of cached pages since the last time; nothing where nobody asked for it."""
+        """Return and clear the events of cached pages; empty if events are off."""
         return [] if self._cache.events is None else self._cache.events.take()
 
     def prefix_tree(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
-        """The shape of the prefix tree; see `RadixTree.outline`."""
+        """Return the shape of the prefix tree; see `RadixTree.outline`."""
         return self._cache.outline(limit)
 
     def num_cached(self, sequence: Sequence) -> int:
-        """How many of a new sequence's tokens it would find in the prefix tree now; changes nothing."""
+        """Return how many tokens of a new sequence are in the prefix tree, without changing the tree."""
         return self._cache.match_length(sequence)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Over all that run or wait."""
+        """Iterate over all running and waiting sequences."""
         return chain(self._running, self._waiting)
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -279,7 +314,7 @@ class Scheduler:
 
     @property
     def num_retracted(self) -> int:
-        """Retractions since the start."""
+        """Number of retractions since the start."""
         return self._builder.num_retracted
 
     @property
@@ -295,11 +330,18 @@ class Scheduler:
             token_usage=cache.num_used / cache.num_pages,
             new_token_ratio=self._builder.new_token_ratio.value,
             num_retracted=self._builder.num_retracted,
+            num_recomputed=self._builder.num_recomputed,
+            num_swapped_out=0 if cache.host is None else cache.host.num_swapped_out,
+            num_swapped_in=0 if cache.host is None else cache.host.num_swapped_in,
             num_forced=self._fast_forward.num_saved,
+            num_proposed=self._drafting.num_proposed,
+            num_accepted=self._drafting.num_accepted,
+            num_adapter_slots=self._running.adapters.num_used,
+            num_adapter_evictions=self._running.adapters.num_evictions,
         )
 
     def check(self) -> None:
-        """Raise `ValueError` unless every page, row and sequence is accounted for, exactly."""
+        """Raise `ValueError` unless every page, row and sequence is accounted for."""
         self._running.check()
         waiting, running = list(self._waiting), list(self._running)
         if len({*waiting, *running}) != len(waiting) + len(running):
@@ -311,7 +353,9 @@ class Scheduler:
                 or sequence.sequence_index >= 0
                 or sequence.num_computed
             ):
-                raise ValueError(f"{sequence!r} waits and still holds something.")
+                raise ValueError(f"{sequence!r} waits but still has pages, a lock, a row or computed tokens.")
+        if self._cache.host is not None and not self._cache.host.holders <= set(waiting):
+            raise ValueError("A sequence that does not wait has pages in host memory.")
         if any(sequence.finish is not None for sequence in self):
             raise ValueError("A finished sequence is still scheduled.")
 
@@ -325,6 +369,7 @@ class Scheduler:
             self._running.leave(sequence, trusted=trusted)
         else:
             self._waiting.remove(sequence)
+            self._cache.forget_swapped(sequence)
             self._running.full = False
 
     def _check_length(self, sequence: Sequence) -> None:
@@ -332,13 +377,16 @@ class Scheduler:
         needed = num_prompt + (sequence.max_tokens > num_prompt)
         if needed > self._max_tokens:
             raise ContextOverflow(
-                f"The prompt has {num_prompt} tokens; at most {self._max_tokens} fit, with the output.",
+                f"The prompt has {num_prompt} tokens; at most {self._max_tokens} fit, including the output.",
                 param="input_ids" if sequence.request.text is None else "text",
             )
 
 
 def _first_prompt_logprobs(sequence: Sequence) -> Logprobs | None:
-    """The entry of the first wanted prompt token: nothing that is computed for the request precedes it."""
+    """Return the logprobs of the first requested prompt token, which are None: no position before it predicts it.
+
+    Return None if the request wants no prompt logprobs.
+    """
     params: LogprobParams | None = sequence.request.logprobs
     if params is None or params.start < 0:
         return None
@@ -349,8 +397,8 @@ def _first_prompt_logprobs(sequence: Sequence) -> Logprobs | None:
     )
 
 
-def _ask_again(sequence: Sequence) -> None:
-    """Have the prompt logprobs that were asked for and did not arrive asked for once more."""
+def _request_missing_logprobs(sequence: Sequence) -> None:
+    """Request again the prompt logprobs that have not arrived."""
     arrived = sequence.prompt_logprobs
     if arrived is not None and sequence.request.logprobs is not None:
         sequence.next_logprob = sequence.request.logprobs.start + len(arrived.chosen) - 1

@@ -1,4 +1,4 @@
-"""Which of a failed step's requests it fails for: they are computed again, ever fewer of them at a time."""
+"""Finds the request for which a step fails, by recomputing ever smaller groups of its requests."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from collections.abc import Iterable
 
 from runtime.sequence import Sequence
 
-MAX_ROUNDS = 2  # in a row that find nobody: the third failed step loses all of its requests
-MAX_ALONE = 3  # in a row that fail alone: then it is not they, and nobody else is tried
+MAX_ROUNDS = 2  # after this many rounds without a culprit, a failed step ends all its requests
+MAX_ALONE = 3  # after this many requests in a row fail alone, trials end all requests: none is the cause
 
 
 class Trials:
-    """Groups of requests to be computed one group after the other, until each request has brought a token.
+    """Groups of requests that are computed one group at a time, until each request has a new token.
 
-    A group whose step fails is halved, and a request that fails alone is at fault. That takes about two steps for each
-    halving and every prompt computed as often; whoever asks meanwhile waits.
+    A group whose step fails is halved. A request that fails alone is the culprit. Each halving takes about two steps,
+    and recomputes the prompts; other requests wait during the trials.
     """
 
     def __init__(self) -> None:
-        self._groups: deque[list[int]] = deque()  # ids of requests; the first is under way
-        self._known: dict[Sequence, int] = {}  # choices of the first group -> tokens known when it began
-        self._num_rounds = 0  # without anybody at fault
+        self._groups: deque[list[int]] = deque()  # request ids; the first group is being computed
+        # Choice of the first group -> number of its known tokens when the group began.
+        self._known: dict[Sequence, int] = {}
+        self._num_rounds = 0  # rounds since the last culprit
         self._num_alone = 0
 
     def __bool__(self) -> bool:
@@ -29,17 +30,17 @@ class Trials:
 
     @property
     def allowed(self) -> set[Sequence] | None:
-        """Who may be computed now; None where all may."""
+        """The sequences that may be computed now; None means all."""
         return set(self._known) if self._groups else None
 
     def narrow(self, failed: list[int]) -> list[int]:
-        """A step with these requests failed -> those to be given up. The others are to be tried: see `begin`."""
+        """Record a failed step with these requests, and return the requests to fail. `begin` tries the others."""
         if not failed:
             return []
         alone = len(failed) == 1 and bool(self._groups) and failed == self._groups[0]
         if not self._groups:
             self._num_rounds += 1
-        others = [[each for each in group if each not in set(failed)] for group in self._groups]
+        others = [[request_id for request_id in group if request_id not in set(failed)] for group in self._groups]
         self._groups = deque(group for group in others if group)
         if alone:
             self._num_rounds = 0
@@ -50,24 +51,27 @@ class Trials:
             middle = (len(failed) + 1) // 2
             self._groups.extendleft(half for half in (failed[middle:], failed[:middle]) if half)
             return []
-        lost = [*failed, *(each for group in self._groups for each in group)]
+        lost = [*failed, *(request_id for group in self._groups for request_id in group)]
         self.stop()
         return lost
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
-        """Try the first group in which somebody is left; `sequences` are all that run or wait."""
+        """Start the first group that has live sequences. `sequences` are all that run or wait."""
         by_request: dict[int, list[Sequence]] = {}
         for sequence in sequences:
             by_request.setdefault(sequence.request.id, []).append(sequence)
         self._known = {}
         while self._groups and not self._known:
-            members = [sequence for each in self._groups[0] for sequence in by_request.get(each, ())]
+            members = [sequence for id_ in self._groups[0] for sequence in by_request.get(id_, ())]
             self._known = {sequence: len(sequence.ids) for sequence in members}
             if not members:
                 self._groups.popleft()
 
     def passed(self, full: bool) -> bool:
-        """Whether the group's step can be trusted; those for whom there was no room (`full`) are tried next."""
+        """Whether each sequence of the first group has ended or has a new token; if so, go on to the next group.
+
+        If the pool is `full`, waiting sequences do not count. Their requests become the next group.
+        """
         open_ids: dict[int, None] = {}
         for sequence, known in self._known.items():
             if sequence.finish is None and len(sequence.ids) == known:
@@ -78,11 +82,11 @@ class Trials:
         return True
 
     def skip(self) -> None:
-        """Nothing of this group can be computed now: that shall hold up nobody."""
+        """Skip the first group, because none of its sequences can be computed now."""
         self._next([])
 
     def stop(self) -> None:
-        """Let all be computed at once."""
+        """End the trials, so that all sequences may be computed."""
         self._groups.clear()
         self._known = {}
         self._num_rounds = self._num_alone = 0

@@ -1,4 +1,4 @@
-"""The library objects that turn text into ids and back."""
+"""Adapters for the libraries that turn text into ids and back."""
 
 from __future__ import annotations
 
@@ -12,48 +12,51 @@ from runtime.tokenizer.words import MAX_CHARS, words_of
 
 
 class EncodedPair(NamedTuple):
-    """Two texts with the special tokens between and around them."""
+    """The token ids of two texts, with the special tokens around and between the texts."""
 
     ids: list[int]
-    types: list[int]  # 1 where a token is marked as one of the second text; not all tokenizers do that
-    second: int  # where the second text begins, marked or not
+    types: list[int]  # one token type per id: 1 in the second text if the tokenizer distinguishes it, else 0
+    second: int  # index in `ids` of the second text's first token
 
 
 class Backend(Protocol):
-    """What a tokenizer needs of the library below it. Methods are safe to call from several threads."""
+    """The tokenizer library below a `Tokenizer`. Several threads may call its methods."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the highest id."""
+        """The highest token id plus one."""
         ...
 
     @property
     def base_size(self) -> int:
-        """The same without the added tokens."""
+        """The vocabulary size without the added tokens."""
         ...
 
     @property
     def added(self) -> Mapping[str, int]:
-        """Ids of the added tokens."""
+        """The added tokens: maps each text to its id."""
         ...
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """The tokens that are left out of a text on request."""
+        """Ids of the tokens that `skip_special_tokens` leaves out."""
         ...
 
     def encode_batch(
         self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int | None = None
     ) -> list[list[int]]:
-        """Raises TypeError when a text holds half a surrogate pair, ContextOverflow when one has more tokens."""
+        """Return the ids of each text.
+
+        Raises TypeError if a text has a lone surrogate, ContextOverflow if a text has more than `max_tokens` tokens.
+        """
         ...
 
     def encode_pair(self, first: str, second: str) -> EncodedPair:
-        """Raises TypeError when a text holds half a surrogate pair."""
+        """Return the ids of both texts together. Raises TypeError if a text has a lone surrogate."""
         ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Ids beyond the vocabulary count as nothing."""
+        """Return the text of the ids. Ids beyond the vocabulary are ignored."""
         ...
 
     def token(self, token_id: int) -> str | None: ...
@@ -79,17 +82,18 @@ class FastBackend:
         self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int | None = None
     ) -> list[list[int]]:
         if self._words is not None and sum(map(len, texts)) <= MAX_CHARS:
-            found = [self._words.encode(text, add_special_tokens) for text in texts]
-            require_no_more(found, max_tokens)
-            return found
-        # The single-text calls of the library keep the GIL; the batch calls release it.
+            ids = [self._words.encode(text, add_special_tokens) for text in texts]
+            check_num_tokens(ids, max_tokens)
+            return ids
+        # The library's calls for a single text keep the GIL; its batch calls release it.
         encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        require_no_more(encodings, max_tokens)  # first: making lists of millions of ids keeps the GIL
+        # Check before making lists: with millions of ids, making lists holds the GIL for long.
+        check_num_tokens(encodings, max_tokens)
         return [encoding.ids for encoding in encodings]
 
     def encode_pair(self, first: str, second: str) -> EncodedPair:
         [encoding] = self.library.encode_batch_fast([(first, second)])
-        return EncodedPair(encoding.ids, encoding.type_ids, _begin_of_second(encoding.sequence_ids))
+        return EncodedPair(encoding.ids, encoding.type_ids, _start_of_second(encoding.sequence_ids))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self.library.decode(list(ids), skip_special_tokens=skip_special_tokens)
@@ -102,7 +106,7 @@ class FastBackend:
 
 
 class SlowBackend:
-    """A tokenizer of transformers that has no `tokenizers.Tokenizer` inside. Encoding keeps the GIL."""
+    """A transformers tokenizer without a `tokenizers.Tokenizer` inside. Encoding keeps the GIL."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -116,23 +120,22 @@ class SlowBackend:
     ) -> list[list[int]]:
         for text in texts:
             if not text.isascii():
-                refuse_half_pairs(text)
-        found = [list(self.library.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
-        require_no_more(found, max_tokens)
-        return found
+                check_surrogates(text)
+        ids = [list(self.library.encode(text, add_special_tokens=add_special_tokens)) for text in texts]
+        check_num_tokens(ids, max_tokens)
+        return ids
 
     def encode_pair(self, first: str, second: str) -> EncodedPair:
-        refuse_half_pairs(first + second)
-        found = self.library(first, second, return_token_type_ids=True)
-        alone = self.library.encode(second, add_special_tokens=False)
-        ids, types = list(found["input_ids"]), list(found["token_type_ids"])
-        return EncodedPair(ids, types, types.index(1) if 1 in types else max(len(ids) - len(alone) - 1, 0))
+        check_surrogates(first + second)
+        encoding = self.library(first, second, return_token_type_ids=True)
+        second_ids = self.library.encode(second, add_special_tokens=False)
+        ids, types = list(encoding["input_ids"]), list(encoding["token_type_ids"])
+        start = types.index(1) if 1 in types else max(len(ids) - len(second_ids) - 1, 0)
+        return EncodedPair(ids, types, start)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         known = [token_id for token_id in ids if 0 <= token_id < self.vocab_size]
-        return self.library.decode(
-            known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        return self.library.decode(known, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def token(self, token_id: int) -> str | None:
         return self.library.convert_ids_to_tokens(token_id) if 0 <= token_id < self.vocab_size else None
@@ -142,20 +145,20 @@ class SlowBackend:
         return token_id if self.token(token_id) == token else None
 
 
-def _begin_of_second(sequence_ids: Sequence[int | None]) -> int:
+def _start_of_second(sequence_ids: Sequence[int | None]) -> int:
     return sequence_ids.index(1) if 1 in sequence_ids else len(sequence_ids)
 
 
-def require_no_more(encodings: Sequence[Sized], max_tokens: int | None) -> None:
-    """Raise ContextOverflow for more than `max_tokens` of any text."""
+def check_num_tokens(encodings: Sequence[Sized], max_tokens: int | None) -> None:
+    """Raise ContextOverflow if a text has more than `max_tokens` tokens."""
     longest = max(map(len, encodings), default=0)
     if max_tokens is not None and longest > max_tokens:
         raise ContextOverflow.of_input(longest, max_tokens, "text")
 
 
-def refuse_half_pairs(text: str) -> None:
-    """Raise TypeError, as the library of fast tokenizers does."""
+def check_surrogates(text: str) -> None:
+    """Raise TypeError for a lone surrogate, as the library of fast tokenizers does."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise TypeError("half a surrogate pair") from error
+        raise TypeError("The text has a lone surrogate.") from error

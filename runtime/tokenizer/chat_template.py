@@ -1,4 +1,4 @@
-"""Chat templates: from messages to a prompt's text, in jinja2's sandbox, as transformers renders them."""
+"""Renders chat templates: turns messages into a prompt's text, in jinja2's sandbox as transformers does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runtime.tokenizer.template_limits import MAX_BYTES, MAX_SECONDS, MeteredEnv
 
 _CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
 _OURS = frozenset({"messages", "tools", "add_generation_prompt"})
-_FOREIGN = (  # what a template's own mistakes raise on data it does not expect
+_TEMPLATE_ERRORS = (  # exceptions of templates that get unexpected data
     jinja2.TemplateError,
     TypeError,
     ValueError,
@@ -32,17 +32,17 @@ _FOREIGN = (  # what a template's own mistakes raise on data it does not expect
     ArithmeticError,
     RecursionError,
 )
-LOOP_SECONDS = 0.01  # of rendering on an event loop, which answers nobody meanwhile
+LOOP_SECONDS = 0.01  # maximum time of rendering on an event loop, because rendering blocks the loop
 
 
 class ChatTemplate:
-    """A compiled template. Rendering is pure, and bounded in time and memory.
+    """A compiled template. Rendering is pure and bounded in time and memory.
 
-    On an event loop it raises `TakesLong` after some milliseconds; in another thread it has its whole time.
+    On an event loop, rendering raises `TakesLong` after `LOOP_SECONDS`; in another thread it may take `MAX_SECONDS`.
 
-    `sources` are jinja texts by name: "default", and perhaps "tool_use" for requests with tools. `special`
-    are the tokenizer's special tokens, which templates use by name. Raises ConfigurationError when a text is
-    no jinja.
+    `sources` holds jinja texts by name: "default", and "tool_use" for requests with tools if the tokenizer has it.
+    `special` holds the tokenizer's special tokens by their names in templates, such as "bos_token". Raises
+    ConfigurationError if a source is not valid jinja.
     """
 
     def __init__(self, sources: Mapping[str, str], special: Mapping[str, str]) -> None:
@@ -62,15 +62,15 @@ class ChatTemplate:
                     self._asks_for_none.add(name)
                 self._compiled[name] = environment.from_string(tree)
             except (jinja2.TemplateError, RecursionError, SyntaxError, MemoryError) as error:
-                raise ConfigurationError(f"The chat template {name!r} is no valid jinja: {error}.") from error
+                raise ConfigurationError(f"The chat template {name!r} is not valid jinja: {error}.") from error
 
     @property
     def source(self) -> str:
-        """The jinja text that chats without tools are rendered with."""
+        """The jinja source for chats without tools."""
         return self._sources[self._name(False)]
 
     def mentions(self, text: str) -> bool:
-        """Whether the text stands in a template."""
+        """Whether the source of any of the templates contains the text."""
         return any(text in source for source in self._sources.values())
 
     def render(
@@ -84,30 +84,28 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **kwargs: Any,
     ) -> str:
-        """The prompt's text. `kwargs` are further variables of the template.
+        """Return the prompt's text. `kwargs` are further variables of the template.
 
-        With `continue_final_message` the text ends where the last message ends, and there is no generation
-        prompt. `check` sees the parts of the text before they are joined, which holds the interpreter, and raises what
-        it wants. Raises InvalidRequest for messages that are malformed or that the template refuses.
+        With `continue_final_message`, the text ends at the end of the last message, without a generation prompt.
+        `check` is called with the parts of the text before they are joined. It can raise to refuse a long text early,
+        because joining holds the GIL. Raises InvalidRequest if messages are malformed or the template refuses them.
         """
         name = self._name(bool(tools))
         taken = _OURS.intersection(kwargs)
         if taken:
-            raise InvalidRequest(
-                f"chat_template_kwargs may not set {min(taken)}.", param="chat_template_kwargs"
-            )
+            raise InvalidRequest(f"chat_template_kwargs may not set {min(taken)}.", param="chat_template_kwargs")
         variables = {**self._special, "documents": None, **kwargs}
         failure: _CannotRender | None = None
         for prepared, offered in self._readings(name, messages, tools):
-            given = {**variables, "messages": prepared, "tools": offered}
+            context = {**variables, "messages": prepared, "tools": offered}
             try:
                 if continue_final_message:
-                    parts = self._continued(name, prepared, given)
+                    parts = self._continued(name, prepared, context)
                 else:
-                    parts = self._render(name, {**given, "add_generation_prompt": add_generation_prompt})
+                    parts = self._render(name, {**context, "add_generation_prompt": add_generation_prompt})
             except _CannotRender as error:
                 if _on_loop():
-                    raise TakesLong(error.message, param="messages") from error  # the other ways take time
+                    raise TakesLong(error.message, param="messages") from error  # the thread tries the other forms
                 failure = failure or error
                 continue
             if check is not None:
@@ -118,9 +116,9 @@ class ChatTemplate:
     def _readings(
         self, name: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
-        """Messages and tools as the template seems to want them; then in the other ways in which it may.
+        """Yield (messages, tools), first in the form that the template seems to read, then in other forms to try.
 
-        What a template wants is guessed from its text, and some fail for what they do not expect.
+        The first form is guessed from the template's source. If the guess is wrong, some templates fail.
         """
         accepts, none_with_calls = self._accepts[name], name in self._asks_for_none
         offered = None if tools is None else [dict(tool) for tool in tools]
@@ -143,7 +141,7 @@ class ChatTemplate:
         return "default" if "default" in self._compiled else next(iter(self._compiled))
 
     def _render(self, name: str, variables: Mapping[str, Any]) -> list[str]:
-        """The parts of the text."""
+        """Render the template and return the parts of its text."""
         template, on_loop = self._compiled[name], _on_loop()
         try:
             with metered(LOOP_SECONDS if on_loop else MAX_SECONDS):
@@ -159,16 +157,16 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"The chat template refuses these messages: {refusal.reason}", param="messages"
             ) from refusal
-        except _FOREIGN as error:
+        except _TEMPLATE_ERRORS as error:
             raise _CannotRender from error
 
     def _continued(self, name: str, prepared: list[dict[str, Any]], variables: dict[str, Any]) -> list[str]:
-        """Mark the end of the last message, render, and cut at the mark. The parts of the text."""
+        """Append a mark to the last message, render, and return the parts of the text before the mark."""
         end = _mark_end(prepared[-1]).strip()
         parts = self._render(name, {**variables, "add_generation_prompt": False})
         mark = _CONTINUE.strip()
         marked = next((index for index in reversed(range(len(parts))) if mark in parts[index]), None)
-        # Most write the message as a part of its own; looking through all that is long holds the interpreter.
+        # Most templates write the message as a separate part. Searching the whole text would hold the GIL.
         if marked is None or end not in parts[marked]:
             parts, marked = ["".join(parts)], 0
         last = parts[marked]
@@ -179,7 +177,7 @@ class ChatTemplate:
         end_index = last.rindex(mark)
         kept = [*parts[:marked], last[:end_index]]
         if not "".join([last[end_index:], *parts[marked + 1 :]]).startswith(_CONTINUE):
-            # A template that trims messages has trimmed the mark's space: then the message's own goes too.
+            # The space at the mark's end is missing: the template trims messages, so trim the message here too.
             while kept and not kept[-1].rstrip():
                 kept.pop()
             kept[-1:] = [text.rstrip() for text in kept[-1:]]
@@ -187,26 +185,27 @@ class ChatTemplate:
 
 
 def load_template(
-    choice: str | None, own: Mapping[str, str], special: Mapping[str, str]
+    choice: str | None, tokenizer_templates: Mapping[str, str], special: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """The template that was chosen, a file or a name of ours, else the tokenizer's own, else None.
+    """Return the template of `choice`, which is a file's path or a built-in name.
 
-    Raises ConfigurationError for a choice that is neither.
+    If `choice` is None, returns the tokenizer's template, or None if the tokenizer has none.
+    Raises ConfigurationError if the choice is neither a file nor a built-in name.
     """
     if choice is None:
-        return ChatTemplate(own, special) if own else None
+        return ChatTemplate(tokenizer_templates, special) if tokenizer_templates else None
     if (named := chat_template_named(choice)) is not None:
         return ChatTemplate({"default": named}, special)
     try:
         source = Path(choice).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"--chat-template {choice} cannot be read: {error}.") from error
-    # Templates copied out of JSON carry their line breaks escaped.
+    # A template copied from a JSON file has \\n instead of line breaks.
     return ChatTemplate({"default": source.strip("\n").replace("\\n", "\n")}, special)
 
 
 def _mark_end(message: dict[str, Any]) -> str:
-    """Append the mark to the message's text; returns the text without it."""
+    """Append the mark to the message's text, and return the text without the mark."""
     content = message.get("content")
     if isinstance(content, str):
         message["content"] = content + _CONTINUE
@@ -220,14 +219,14 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 
 class _CannotRender(InvalidRequest):
-    """A template's own mistake, on data that it does not expect."""
+    """The template failed, for example on data that it does not expect."""
 
     def __init__(self) -> None:
         super().__init__("The chat template cannot render these messages.", param="messages")
 
 
 class _Refusal(jinja2.TemplateError):
-    """raise_exception was called in a template."""
+    """The template called raise_exception."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -235,7 +234,7 @@ class _Refusal(jinja2.TemplateError):
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks what the assistant wrote, for training; here it is its content."""
+    """{% generation %} marks the assistant's text for training; here the tag renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by the library
 
@@ -245,7 +244,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _SafeNamespace(Namespace):
-    """A namespace that stores no names of Python's internals."""
+    """A namespace that refuses names with a leading underscore (Python's internals)."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # `namespace(self=...)` must work
         self, rest = args[0], args[1:]
@@ -265,7 +264,7 @@ def _refuse_underscore(name: Any) -> None:
 
 
 def _on_loop() -> bool:
-    """Whether this thread runs an event loop, which waits for us."""
+    """Whether this thread runs an event loop, which rendering would block."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -294,7 +293,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 class _Dict:
-    """`dict` for templates, without the class itself."""
+    """`dict` for templates, without access to the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -310,7 +309,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON without jinja's escapes for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    """Return JSON without jinja's HTML escapes."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

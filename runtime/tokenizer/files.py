@@ -1,8 +1,9 @@
-"""How a tokenizer's files become one.
+"""Reads a tokenizer from its files.
 
-A checkpoint with a tokenizer.json is read without transformers, to the same result as AutoTokenizer's general
-class; importing and asking transformers costs 1.5 s more. Other formats (sentencepiece, tiktoken, code of
-their own) and `--tokenizer-mode slow` go through AutoTokenizer; but for a sentencepiece model whose code does no more.
+tokenizer.json is read with the library `tokenizers`, which gives the same tokenizer as AutoTokenizer and saves the
+1.5 s of importing transformers. AutoTokenizer reads other formats (sentencepiece, tiktoken, custom code), and every
+format with `--tokenizer-mode slow`. Some sentencepiece models have custom code that only calls sentencepiece; such a
+model is read without running the code.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from runtime.config.gguf_header import is_gguf, read_header
 from runtime.config.plan import TokenizerPlan
 from runtime.config.template_files import read_json, read_templates
 from runtime.errors import ConfigurationError
-from runtime.models.checkpoint import lfs_hint
+from runtime.loading.checkpoint import lfs_hint
 from runtime.tokenizer.backend import Backend, FastBackend, SlowBackend
 from runtime.tokenizer.pieces import PiecesBackend
 
 logger = logging.getLogger("penstock.tokenizer")
 
-# What holds the tokens, in any of the formats; without one of these transformers may make a tokenizer of none.
+# File patterns of vocabularies, in all formats. Without any of these files, transformers may make an empty tokenizer.
 VOCABULARIES = (
     "tokenizer.json",
     "*.model*",
@@ -35,15 +36,16 @@ VOCABULARIES = (
     "*.spm",
     "*.vocab",
 )
-# Their tokens are bytes or characters.
+# Tokenizers that need no vocabulary file, because their tokens are bytes or characters.
 WITHOUT_FILES = (
     "ByT5Tokenizer",
     "CanineTokenizer",
     "PerceiverTokenizer",
 )
-PIECES = ("BaichuanTokenizer",)  # whose code only hands texts to sentencepiece
-# How a GGUF file of byte-level tokens may say that its texts are split: in ways that transformers knows, as in GPT-2,
-# which it takes all others for, and so with each digit apart. Source: llama.cpp's llama-vocab.cpp.
+PIECES = ("BaichuanTokenizer",)  # tokenizers whose custom code only calls sentencepiece
+# Values of `tokenizer.ggml.pre` in GGUF files with byte-level tokens, in three groups by how texts are split before
+# encoding: as transformers does for this name; as GPT-2 does (transformers' default); as GPT-2 does, with each digit
+# separate. Source: llama.cpp's llama-vocab.cpp.
 SPLIT_BY_NAME = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
     "jina-v5-nano", "dbrx", "smaug-bpe", "tekken", "qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2",
@@ -57,7 +59,7 @@ SPLIT_AS_GPT2 = (
 DIGITS_APART = (
     "starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2",
 )  # fmt: skip
-# Each turn begins with a token, of which generation_config.json has the id; a system prompt comes first as it is.
+# Each turn begins with a token whose id is in generation_config.json. The system prompt has no such token before it.
 CHAT = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}USER{% elif message['role'] == 'assistant' %}ASSISTANT{% endif %}"
@@ -66,15 +68,15 @@ CHAT = (
 
 
 class TokenizerFiles(NamedTuple):
-    """What a tokenizer's files hold."""
+    """The contents of a tokenizer's files."""
 
     backend: Backend
     special: Mapping[str, str]  # "eos_token" -> "</s>"
-    templates: Mapping[str, str]  # "default", and perhaps "tool_use"
+    templates: Mapping[str, str]  # keys: "default", and "tool_use" if the tokenizer has it
 
 
 def read_tokenizer(plan: TokenizerPlan) -> TokenizerFiles:
-    """Raises ConfigurationError saying which file is missing or broken."""
+    """Read the tokenizer. Raises ConfigurationError that names a missing or broken file."""
     if plan.tokenizer_path is None:
         raise ConfigurationError("There is no tokenizer to load: tokenizer_path is empty.")
     path = Path(plan.tokenizer_path)
@@ -83,24 +85,24 @@ def read_tokenizer(plan: TokenizerPlan) -> TokenizerFiles:
     if not path.is_dir():
         raise ConfigurationError(f"--tokenizer-path {path} is not a directory.")
     config = read_json(path / "tokenizer_config.json")
-    own_code = _names_own_code(config)
-    needs_files = not own_code and config.get("tokenizer_class") not in WITHOUT_FILES
+    custom_code = _names_custom_code(config)
+    needs_files = not custom_code and config.get("tokenizer_class") not in WITHOUT_FILES
     if needs_files and not any(any(path.glob(pattern)) for pattern in VOCABULARIES):
         raise ConfigurationError(
             f"{path} has no tokenizer (no tokenizer.json, tokenizer.model or vocabulary file). Add its files, name "
             "another folder with --tokenizer-path, or serve token ids alone with --skip-tokenizer-init."
         )
     has_json = (path / "tokenizer.json").is_file()
-    if own_code and not plan.trust_remote_code:
+    if custom_code and not plan.trust_remote_code:
         if not has_json and config.get("tokenizer_class") in PIECES and (path / "tokenizer.model").is_file():
             return _read_pieces(path, config)
         if not has_json:
             raise ConfigurationError(
-                f"The tokenizer in {path} is Python code of its own: read it, then pass --trust-remote-code."
+                f"The tokenizer in {path} is custom Python code. Read it, then set --trust-remote-code."
             )
-        logger.warning("%s names tokenizer code of its own; its tokenizer.json is used instead.", path)
-        own_code = False
-    if has_json and not own_code and plan.mode != "slow":
+        logger.warning("%s names custom tokenizer code; Penstock reads its tokenizer.json instead.", path)
+        custom_code = False
+    if has_json and not custom_code and plan.mode != "slow":
         return _read_directly(path, config)
     return _read_with_transformers(path, plan)
 
@@ -108,7 +110,7 @@ def read_tokenizer(plan: TokenizerPlan) -> TokenizerFiles:
 def _read_directly(path: Path, config: dict[str, Any]) -> TokenizerFiles:
     try:
         library = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
-    except Exception as error:  # the library raises nothing narrower
+    except Exception as error:  # the library raises no narrower type
         raise ConfigurationError(
             f"{path / 'tokenizer.json'} cannot be read: {error}.{lfs_hint(path / 'tokenizer.json')}"
         ) from error
@@ -118,12 +120,12 @@ def _read_directly(path: Path, config: dict[str, Any]) -> TokenizerFiles:
         return TokenizerFiles(FastBackend(library), special, read_templates(path, config))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{path / 'tokenizer_config.json'} is not as a tokenizer's configuration is ({error!r})."
+            f"{path / 'tokenizer_config.json'} is not a valid tokenizer configuration ({error!r})."
         ) from error
 
 
 def _special_tokens(path: Path, config: dict[str, Any], library: tokenizers.Tokenizer) -> dict[str, str]:
-    """The special tokens by name; whatever the configuration names is in the library afterwards."""
+    """Return the special tokens by name, and add tokens to `library` that only the configuration has."""
     named = dict(config)
     if "added_tokens_decoder" not in config:
         named |= read_json(path / "special_tokens_map.json")
@@ -133,7 +135,7 @@ def _special_tokens(path: Path, config: dict[str, Any], library: tokenizers.Toke
 
 
 def _add_tokens(library: tokenizers.Tokenizer, listed: Mapping[str, Any], special: list[str]) -> None:
-    """Add what the configuration names and tokenizer.json lacks, in the order of the configuration's ids."""
+    """Add the configuration's tokens that tokenizer.json lacks, in the order of their ids."""
     known = {token.content for token in library.get_added_tokens_decoder().values()}
     for _, value in sorted(listed.items(), key=lambda item: int(item[0])):
         if value["content"] not in known:
@@ -166,9 +168,9 @@ def _of_library(library: Any) -> TokenizerFiles:
 
 
 def _read_pieces(path: Path, config: Mapping[str, Any]) -> TokenizerFiles:
-    """The tokenizer in a folder with `tokenizer.model`.
+    """Read the tokenizer in a folder with `tokenizer.model`. Raises ConfigurationError.
 
-    Without a template a chat is written as the model's own code does. Raises ConfigurationError.
+    If the folder has no chat template, `CHAT` formats chats as the model's own code does.
     """
     named = _named_tokens({**read_json(path / "special_tokens_map.json"), **config})
     texts = {name: text for name, text in named.items() if text}
@@ -185,17 +187,15 @@ def _read_pieces(path: Path, config: Mapping[str, Any]) -> TokenizerFiles:
 
 
 def _read_gguf(path: Path) -> TokenizerFiles:
-    """The tokenizer within a GGUF file, as transformers converts it."""
+    """Read the tokenizer of a GGUF file with transformers, and correct how it splits texts."""
     header = read_header(path)
     if not isinstance(header.values.get("tokenizer.ggml.model"), str):
         raise ConfigurationError(f"{path} holds no tokenizer; name one with --tokenizer-path.")
     from transformers import PreTrainedTokenizerFast
 
     try:
-        library = PreTrainedTokenizerFast.from_pretrained(
-            str(path.parent), gguf_file=path.name, local_files_only=True
-        )
-    except Exception as error:  # of many kinds, for vocabularies that it does not expect
+        library = PreTrainedTokenizerFast.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
+    except Exception as error:  # transformers raises many types for unexpected vocabularies
         raise ConfigurationError(
             f"transformers cannot read the tokenizer in {path}: {error}. Name another with --tokenizer-path."
         ) from error
@@ -204,7 +204,7 @@ def _read_gguf(path: Path) -> TokenizerFiles:
 
 
 def _split(tokenizer: tokenizers.Tokenizer, values: Mapping[str, Any], path: Path) -> None:
-    """Have texts split as the file says. Raises ConfigurationError where nothing here knows how."""
+    """Set the pre-tokenizer that the file names. Raises ConfigurationError if its name is unknown."""
     name = values.get("tokenizer.ggml.pre")
     if values["tokenizer.ggml.model"] != "gpt2" or name is None or name in (*SPLIT_BY_NAME, *SPLIT_AS_GPT2):
         return
@@ -219,13 +219,13 @@ def _split(tokenizer: tokenizers.Tokenizer, values: Mapping[str, Any], path: Pat
     )  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _names_own_code(config: dict[str, Any]) -> bool:
+def _names_custom_code(config: dict[str, Any]) -> bool:
     auto_map = config.get("auto_map")
     return isinstance(auto_map, list) or (isinstance(auto_map, dict) and "AutoTokenizer" in auto_map)
 
 
 def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Of a configuration: "eos_token" -> "</s>"."""
+    """Return the special tokens of a configuration by name, for example {"eos_token": "</s>"}."""
     return {
         name: text
         for name, value in config.items()

@@ -1,4 +1,4 @@
-"""Token ids to text, as a sequence grows."""
+"""Turns token ids into text while a sequence grows."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from runtime.tokenizer.backend import Backend
 from runtime.tokenizer.token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"
-CONTEXT = 8  # tokens before the new ones that a window decodes again
-MAX_HELD = 8  # tokens that a window holds back; a character has at most four bytes
+CONTEXT = 8  # number of earlier tokens that `_Window` decodes again with each new token
+MAX_HELD = 8  # maximum number of tokens that `_Window` holds back; a character has at most four bytes
 
 
 class IncrementalDecoder:
-    """The text of one choice as its tokens arrive.
+    """Decodes the tokens of one choice as they arrive.
 
-    The pushes and the flush together are the text of prompt and output minus the text of the prompt, however
-    the ids are divided over the pushes. A character that began in the prompt is given whole when the output
-    completes it. `token_bytes` is None for tokenizers whose decoder looks at neighbours.
-    Of special tokens that are skipped, those in `shown_special_ids` are not.
-    `spaces_between_special_tokens` is accepted for the sampling parameter of that name; no tokenizer of
-    transformers 5 puts spaces there, so it changes nothing.
+    The texts of all pushes and of the flush, joined, are the text of prompt and output without the text of the prompt.
+    They do not depend on how the ids are divided among the pushes. If the output completes a character that began in
+    the prompt, the whole character is returned. `token_bytes` is None for tokenizers whose decoder looks at
+    neighbouring tokens. With `skip_special_tokens`, the special tokens in `shown_special_ids` are still shown.
+    `spaces_between_special_tokens` exists for the sampling parameter of that name. It changes nothing, because no
+    tokenizer of transformers 5 puts spaces there.
     """
 
     __slots__ = ("_begun", "_first", "_held", "_rest", "_shared", "_skip", "_token_bytes", "_window")
@@ -38,8 +38,8 @@ class IncrementalDecoder:
         self._skip = skip_special_tokens
         self._token_bytes = token_bytes
         self._window: _Window | None = None
-        self._held = b""  # the beginning of a character
-        self._shared = False  # whether it began in the prompt
+        self._held = b""  # bytes of an incomplete character
+        self._shared = False  # whether the incomplete character began in the prompt
         if token_bytes is None:
             silent = backend.special_ids - shown_special_ids if shown_special_ids else frozenset()
             self._window = _Window(backend, prompt_ids, skip_special_tokens, silent)
@@ -47,14 +47,12 @@ class IncrementalDecoder:
         self._first, self._rest = token_bytes.tables(
             skip_special_tokens=skip_special_tokens, shown_ids=shown_special_ids
         )
-        self._begun = any(
-            token_bytes.counts(token_id, skip_special_tokens) for token_id in reversed(prompt_ids)
-        )
+        self._begun = any(token_bytes.counts(token_id, skip_special_tokens) for token_id in reversed(prompt_ids))
         self._held = _incomplete_end(self._rest, prompt_ids)
         self._shared = bool(self._held)
 
     def push(self, ids: Sequence[int]) -> str:
-        """New text that is certain: complete characters. The bytes of an incomplete one stay."""
+        """Return the text of the new tokens. The bytes of an incomplete last character are kept for the next call."""
         if self._window is not None:
             return "".join([self._window.step(token_id) for token_id in ids])
         rest = self._rest
@@ -69,7 +67,7 @@ class IncrementalDecoder:
         return self._without_shared(text) if self._shared else text
 
     def flush(self) -> str:
-        """What is left at the end: a replacement character for a character that was never completed."""
+        """End the text: return one replacement character if the last character is incomplete, else ''."""
         if self._window is not None:
             return self._window.flush()
         text = self._held.decode(errors="replace")
@@ -77,7 +75,7 @@ class IncrementalDecoder:
         return self._without_shared(text) if self._shared else text
 
     def _begin(self, ids: Sequence[int]) -> bytes:
-        """Bytes of ids that nothing precedes: the first that counts is the beginning of the text."""
+        """Bytes of ids at the beginning of a text, where the first token that counts may lose its leading space."""
         if self._token_bytes is None:
             return b""
         for index, token_id in enumerate(ids):
@@ -87,7 +85,7 @@ class IncrementalDecoder:
         return b""
 
     def _without_shared(self, text: str) -> str:
-        """Drop the replacement character that stands for the prompt's own broken end."""
+        """Drop the replacement character that stands for the prompt's incomplete end."""
         if not text:
             return text
         self._shared = False
@@ -95,7 +93,7 @@ class IncrementalDecoder:
 
 
 def _incomplete_end(rest: Mapping[int, bytes], prompt_ids: Sequence[int]) -> bytes:
-    """The beginning of a character at the prompt's end. UTF-8 resynchronises: four bytes decide."""
+    """Bytes of an incomplete character at the prompt's end. A character has at most 4 bytes, so only these are read."""
     tail = b""
     for token_id in reversed(prompt_ids):
         tail = rest[token_id] + tail
@@ -105,9 +103,9 @@ def _incomplete_end(rest: Mapping[int, bytes], prompt_ids: Sequence[int]) -> byt
 
 
 class _Window:
-    """For decoders that look at neighbours: decode the last tokens again with each new one.
+    """Decodes the last tokens again with each new one, for decoders that look at neighbouring tokens.
 
-    Text that ends in a broken character is held for at most `MAX_HELD` tokens.
+    Text that ends in an incomplete character is held back for at most `MAX_HELD` tokens.
     """
 
     def __init__(
@@ -118,10 +116,12 @@ class _Window:
         silent_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._backend = backend
-        self._silent = silent_ids if skip_special_tokens else frozenset()  # where not all are skipped
+        # The special tokens that `step` skips; empty if the backend skips all special tokens itself, or if none are
+        # skipped.
+        self._silent = silent_ids if skip_special_tokens else frozenset()
         self._skip = skip_special_tokens and not silent_ids
         self._ids = [token_id for token_id in prompt_ids[-CONTEXT:] if token_id not in self._silent]
-        self._num_held = 0  # at the end of _ids: tokens whose text was not given yet
+        self._num_held = 0  # number of tokens at the end of _ids whose text has not been returned
         self._before = backend.decode(self._ids, skip_special_tokens)
 
     def step(self, token_id: int) -> str:
@@ -139,7 +139,7 @@ class _Window:
 
     def _emit(self, text: str) -> str:
         before = self._before
-        if not text.startswith(before):  # a broken character at its end is whole now
+        if not text.startswith(before):  # a character that was incomplete at the end of `before` is complete now
             before = before.rstrip(REPLACEMENT)
         new = text[len(before) :]
         self._ids = self._ids[-CONTEXT:]

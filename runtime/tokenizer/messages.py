@@ -1,4 +1,4 @@
-"""What kind of message content a chat template reads, and messages brought into that shape."""
+"""Finds out which form of message content a chat template reads, and converts messages to this form."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def accepted_content(tree: nodes.Template) -> Accepts:
-    """Read a template: one that loops over a message's content takes parts, else strings only.
+    """Return the form of content that a template reads.
 
-    A template that loops and also asks whether something is a string takes both.
+    A template that loops over a message's content reads parts, otherwise strings. A template that loops and also tests
+    for strings reads both.
     """
     names = _content_names(tree)
     if not any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)):
@@ -30,9 +31,9 @@ def accepted_content(tree: nodes.Template) -> Accepts:
 
 
 def asks_for_none(tree: nodes.Template) -> bool:
-    """Whether it knows calls of tools by a content that `is none`, as DeepSeek's first templates do.
+    """Whether the template recognises tool calls by the test `content is none`, as DeepSeek's first templates do.
 
-    `is not none`, and `is none or ...`, know other contents as well.
+    The tests `is not none` and `is none or ...` do not count, because they accept other content as well.
     """
     names = _content_names(tree)
     others = {id(test) for node in tree.find_all((nodes.Not, nodes.Or)) for test in node.find_all(nodes.Test)}
@@ -43,7 +44,7 @@ def asks_for_none(tree: nodes.Template) -> bool:
 
 
 def _content_names(tree: nodes.Template) -> frozenset[str]:
-    """Variables that stand for a message's content: assigned from it, or a macro's parameter for it."""
+    """Names of variables and macro parameters to which the template passes a message's content."""
     macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
     names: frozenset[str] = frozenset()
     while True:
@@ -55,9 +56,7 @@ def _content_names(tree: nodes.Template) -> frozenset[str]:
             macro = macros.get(call.node.name) if isinstance(call.node, nodes.Name) else None
             if macro is not None:
                 found |= {
-                    parameter.name
-                    for parameter, value in zip(macro.args, call.args)
-                    if _is_content(value, names)
+                    parameter.name for parameter, value in zip(macro.args, call.args) if _is_content(value, names)
                 }
         if found == names:
             return names
@@ -77,12 +76,12 @@ def _is_content(node: nodes.Node | None, names: frozenset[str]) -> bool:
 def prepare_messages(
     messages: Sequence[Mapping[str, Any]], accepts: Accepts, *, none_with_calls: bool = False
 ) -> list[dict[str, Any]]:
-    """Copies of the messages as templates expect them. Raises InvalidRequest naming the culprit.
+    """Return copies of the messages in the form that the template expects.
 
-    Keys that are None are left out. Content in parts is joined by spaces for templates that take strings (a
-    string becomes one part for those that take parts only). A tool call's arguments become an object. Calls without
-    content have an empty one, or None for templates that ask for it (`none_with_calls`).
-    Reasoning is given under each of the names that templates use.
+    Keys that are None are dropped. For templates that read strings, parts are joined by spaces; for templates that read
+    parts only, a string becomes one part. A tool call's arguments become an object. A message with calls and without
+    content gets empty content, or None with `none_with_calls`. Reasoning is
+    set under every name that templates use. Raises InvalidRequest with the path of a malformed message.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequest("messages must be a list of at least one message.", param="messages")
@@ -143,17 +142,15 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:  # no JSON, or nested too deep to be read
-            raise InvalidRequest(
-                "The arguments are no JSON that can be read.", param=f"{path}.function.arguments"
-            ) from error
+        except (ValueError, RecursionError) as error:  # invalid JSON, or nested too deep
+            raise InvalidRequest("The arguments are not valid JSON.", param=f"{path}.function.arguments") from error
     if not isinstance(arguments, Mapping):
         raise InvalidRequest("The arguments must be an object.", param=f"{path}.function.arguments")
     return {**call, "function": {**function, "arguments": _Arguments(arguments)}}
 
 
 class _Arguments(dict[str, Any]):
-    """The arguments of a call: an object for templates that look into it, JSON for those that write it as a text."""
+    """Arguments of a tool call: a dict for templates that read its keys, JSON text for templates that print it."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -166,7 +163,7 @@ class _Arguments(dict[str, Any]):
 
 
 def whole_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The tool with what a client may leave out of it."""
+    """Return the tool with defaults for fields that a client may leave out."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return dict(tool)

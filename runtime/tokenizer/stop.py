@@ -4,12 +4,11 @@ from __future__ import annotations
 
 
 class StopMatcher:
-    """Ends a text at the first stop string, wherever the pieces' borders fall.
+    """Ends a text at the first stop string, however the text is cut into pieces.
 
-    The match that is complete first ends the text: of all the stops, the one whose last character comes
-    earliest. Of several that are complete at the same character the longest counts. So the result depends on
-    the text alone, never on how it was cut, and nothing is held back longer than it must be. With `keep` the
-    stop itself stays in the text.
+    The stop string whose last character comes earliest ends the text. If several end at the same character, the longest
+    counts. Therefore the result depends only on the text, and no text is held back longer than necessary. With `keep`,
+    the stop string itself stays in the text.
     """
 
     __slots__ = ("_held", "_initials", "_keep", "_longest", "_matched", "_stops")
@@ -25,9 +24,9 @@ class StopMatcher:
         self._matched: str | None = None
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Text that may be sent now, and the stop that matched, if one did.
+        """Return (the text that may be sent now, the stop string that matched or None).
 
-        A possible beginning of a stop is held back. After a match everything is dropped.
+        Text at the end that may begin a stop string is held back. After a match, all further text is dropped.
         """
         if self._matched is not None:
             return "", self._matched
@@ -43,12 +42,12 @@ class StopMatcher:
         return known[: len(known) - kept], None
 
     def flush(self) -> str:
-        """Text held back, when no more comes."""
+        """Return the text that is still held back. Call it after the last push."""
         held, self._held = self._held, ""
         return held
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        """(end, stop) of the match that is complete first."""
+        """Return (index after the stop string, stop string) of the match that ends first; None without a match."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop)
@@ -58,7 +57,7 @@ class StopMatcher:
         return None if best is None else (best[0], best[2])
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop."""
+        """Length of the longest suffix of the text that is a prefix of a stop."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._initials:
                 tail = text[start:]

@@ -1,4 +1,4 @@
-"""What calls in a chat template may cost, estimated from their arguments: bytes of what they would make."""
+"""Estimates, from the arguments of a call in a chat template, how many bytes its result would have."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-MAX_WIDTH = 1_000_000  # of padding
-MAX_DIGITS = 400  # of rounding
+MAX_WIDTH = 1_000_000  # maximum padding in characters
+MAX_DIGITS = 400  # maximum number of digits to which a number is rounded
 _PERCENT_WIDTH = re.compile(r"%[^%a-zA-Z]*?(\d+)(?:\.(\d+))?")
 _FORMAT_WIDTH = re.compile(r"[:.][^{}:]*?(\d+)(?:\.(\d+))?")
 BIG_TYPES = (str, bytes, int, list, tuple, dict, set)
 
 
 class TemplateLimit(Exception):
-    """Rendering took too long or made too much."""
+    """Rendering took too much time or memory."""
 
 
 def size_of(value: Any) -> int:
@@ -28,7 +28,7 @@ def _text_size(value: Any) -> int:
 
 def product_cost(left: Any, right: Any) -> float:
     if isinstance(left, int) and isinstance(right, int):
-        return min(left.bit_length(), right.bit_length()) ** 2  # not its bytes, but about its time
+        return min(left.bit_length(), right.bit_length()) ** 2  # an estimate of the time, not of the bytes
     if isinstance(left, int):
         left, right = right, left
     return float(size_of(left)) * max(right, 0) if isinstance(right, int) else 0
@@ -40,7 +40,7 @@ def power_cost(left: Any, right: Any) -> float:
 
 
 def check_format(pattern: str | bytes, values: Any) -> None:
-    """Refuse widths and precisions of `%` that fill memory."""
+    """Raise `TemplateLimit` if the widths or precisions in a `%` format would fill memory."""
     text = pattern.decode("latin-1") if isinstance(pattern, bytes) else pattern
     parts = values if isinstance(values, tuple) else (values,)
     starred = "*" in text and any(isinstance(part, int) and part > MAX_WIDTH for part in parts)
@@ -49,7 +49,7 @@ def check_format(pattern: str | bytes, values: Any) -> None:
 
 
 def _widths(form: re.Pattern[str], text: str) -> float:
-    """The sum of the numbers in a format."""
+    """The sum of all widths and precisions in a format."""
     return sum(float(number) for found in form.findall(text) for number in found if number)
 
 
@@ -98,9 +98,7 @@ def _wrapping(
     return float(len(str(text))) * (1 + len(str(wrapstring or "")))
 
 
-def _pieces(
-    values: Any, num: Any = 1, fill_with: Any = None, *, linecount: Any = None, slices: Any = None
-) -> float:
+def _pieces(values: Any, num: Any = 1, fill_with: Any = None, *, linecount: Any = None, slices: Any = None) -> float:
     num = linecount or slices or num
     size = len(values) if hasattr(values, "__len__") else MAX_WIDTH // 10
     return 64.0 * size + _too_much(num, MAX_WIDTH // 10) + 8.0 * (num if isinstance(num, int) else 0)
@@ -119,7 +117,7 @@ def _to_json(
 
 
 def _depths(value: Any) -> float:
-    """The sum of how deep every part of a value lies: what indenting them takes."""
+    """Sum of the depths of all parts of a value, proportional to the cost of indenting it."""
     total, rest = 0.0, [(value, 1)]
     while rest:
         part, depth = rest.pop()
@@ -132,7 +130,7 @@ def _depths(value: Any) -> float:
 
 
 def _summing(values: Any, attribute: Any = None, start: Any = 0) -> float:
-    return 0.0 if isinstance(start, int | float) else float("inf")  # adding up lists is quadratic
+    return 0.0 if isinstance(start, int | float) else float("inf")  # adding lists takes quadratic time
 
 
 def _expanding(text: Any, tabsize: Any = 8) -> float:
@@ -150,7 +148,7 @@ def _translating(text: Any, table: Any, *rest: Any) -> float:
 
 
 def _formatting(pattern: Any, *args: Any, **more: Any) -> float:
-    """`str.format`: a width may also come from an argument."""
+    """Infinite if `str.format` would pad too much, else 0. Widths may also be arguments."""
     values = (*args, *more.values())
     wide = any(isinstance(value, int) and value > MAX_WIDTH for value in values)
     nested = re.search(r"\{[^{}]*\{", pattern) is not None
@@ -163,33 +161,12 @@ def _percent(pattern: Any, *args: Any, **more: Any) -> float:
     return 0.0
 
 
-OF_TEXT = frozenset(  # filters that read every part of what they are given
+OF_TEXT = frozenset(  # filters that read every part of a nested argument; each part is billed as one step
     (
         *("string", "join", "tojson", "pprint", "format", "replace", "upper", "lower", "title", "capitalize"),
-        *(
-            "trim",
-            "center",
-            "indent",
-            "escape",
-            "e",
-            "forceescape",
-            "safe",
-            "urlencode",
-            "urlize",
-            "wordcount",
-        ),
-        *(
-            "striptags",
-            "truncate",
-            "wordwrap",
-            "xmlattr",
-            "unique",
-            "sort",
-            "min",
-            "max",
-            "groupby",
-            "dictsort",
-        ),
+        *("trim", "center", "indent", "escape", "e", "forceescape", "safe", "urlencode", "urlize", "sort"),
+        *("wordcount", "wordwrap", "striptags", "truncate", "xmlattr", "unique", "min", "max", "groupby"),
+        "dictsort",
     )
 )
 FILTER_COSTS: dict[str, Callable[..., float]] = {
@@ -208,18 +185,12 @@ FILTER_COSTS: dict[str, Callable[..., float]] = {
     "wordwrap": _wrapping,
 }
 METHOD_COSTS: dict[str, Callable[..., float]] = {
-    "center": _width,
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _width),
+    **dict.fromkeys(("format", "format_map"), _formatting),
+    **dict.fromkeys(("split", "rsplit", "splitlines"), _splitting),
     "expandtabs": _expanding,
-    "format": _formatting,
-    "format_map": _formatting,
     "join": _joining,
-    "ljust": _width,
     "replace": _replacing,
-    "rjust": _width,
-    "rsplit": _splitting,
-    "split": _splitting,
-    "splitlines": _splitting,
     "to_bytes": _to_bytes,
     "translate": _translating,
-    "zfill": _width,
 }

@@ -1,7 +1,8 @@
-"""What rendering a chat template may cost: processor time, and bytes of what it makes.
+"""Limits the processor time and the memory of rendering a chat template.
 
-A template comes with a checkpoint, but what it loops over and writes comes from clients. Every loop, call, filter and
-operator that can make something large is metered: what it would make is estimated before, and billed after.
+A template comes with a checkpoint, but clients choose the data that it loops over and writes. Every loop, call, filter
+and operator that can make a large value is metered: the size of its result is estimated before it runs, and billed
+afterwards.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from runtime.tokenizer.template_costs import (
     size_of,
 )
 
-MAX_SECONDS = 1.0  # of this thread's processor time, so that a busy machine refuses nothing
-MAX_BYTES = 64 * 1024 * 1024  # of all that is made, even if it is dropped again
-STEP_BYTES = 64  # billed for each step, which may make small things
-CLOCK_STEPS = 16  # between looks at the clock
-LITERAL_PARTS = 8  # of a list or dictionary; larger ones are billed
+MAX_SECONDS = 1.0  # processor time of this thread, so that a busy machine refuses no chat
+MAX_BYTES = 64 * 1024 * 1024  # sum over all values that rendering makes, even if they are freed
+STEP_BYTES = 64  # billed for every step, in addition to the size of its value
+CLOCK_STEPS = 16  # steps between two reads of the clock
+LITERAL_PARTS = 8  # literal lists and dictionaries with more parts are billed
 
 _METER: ContextVar[Meter] = ContextVar("penstock_template_meter")
 
 
 class Meter:
-    """What is left of a rendering's time and bytes. Used by one thread."""
+    """The remaining time and bytes of one rendering. Only one thread uses it."""
 
     def __init__(self, seconds: float, max_bytes: int) -> None:
         self._deadline = thread_time() + seconds
@@ -49,7 +50,7 @@ class Meter:
         self._steps = 0
 
     def bill(self, num_bytes: int = 0) -> None:
-        """One step, with so many bytes made. Raises `TemplateLimit`."""
+        """Count one step that made `num_bytes`. Raises `TemplateLimit`."""
         self._bytes_left -= num_bytes + STEP_BYTES
         if self._bytes_left < 0:
             raise TemplateLimit("memory")
@@ -58,12 +59,12 @@ class Meter:
             raise TemplateLimit("time")
 
     def afford(self, num_bytes: float) -> None:
-        """Raise `TemplateLimit` where so many bytes are not left; bills nothing."""
+        """Raise `TemplateLimit` if fewer than `num_bytes` are left. Bills nothing."""
         if num_bytes > self._bytes_left:
             raise TemplateLimit("memory")
 
     def walk(self, value: Any) -> None:
-        """Bill every part of a value whose text is wanted: shared parts count each time, as they do in the text."""
+        """Bill one step for every part of a value that is about to be read. Shared parts count each time."""
         if isinstance(value, str | int | float | None):
             return
         rest = [value]
@@ -81,7 +82,7 @@ class Meter:
 
 @contextmanager
 def metered(seconds: float = MAX_SECONDS) -> Iterator[None]:
-    """Render within this time, and within `MAX_BYTES`."""
+    """Limit rendering in the `with` block to `seconds` of processor time and to `MAX_BYTES`."""
     token = _METER.set(Meter(seconds, MAX_BYTES))
     try:
         yield
@@ -90,7 +91,7 @@ def metered(seconds: float = MAX_SECONDS) -> Iterator[None]:
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox, whose templates render only inside `metered` and raise `TemplateLimit` beyond it."""
+    """jinja2's sandbox. Templates render only inside `metered` and raise `TemplateLimit` beyond its limits."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -101,7 +102,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         self.filters.update(_INNER)
 
     def add_filter(self, name: str, call: Callable[..., Any]) -> None:
-        """One more filter, metered like the others."""
+        """Add a metered filter."""
         self.filters[name] = _metered_filter(name, call)
 
     def _generate(
@@ -128,7 +129,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         meter = _METER.get()
         meter.bill()
-        method = getattr(__obj, "__wrapped__", __obj)  # formatting comes wrapped
+        method = getattr(__obj, "__wrapped__", __obj)  # jinja wraps `str.format`
         owner = getattr(method, "__self__", None)
         estimate = METHOD_COSTS.get(getattr(method, "__name__", "")) if isinstance(owner, BIG_TYPES) else None
         if estimate is not None:
@@ -141,13 +142,13 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return result
 
 
-_SCOPES = ("_loop_vars", "_block_vars")  # that jinja gives every call where a loop or block has variables
+_SCOPES = ("_loop_vars", "_block_vars")  # jinja passes these to every call in a loop or block with variables
 
-# --- what a template is rewritten to ---
+# --- rewriting a template ---
 
 
 class _Rewriter(NodeTransformer):
-    """Put the meter where jinja offers no hook: loops, `~`, slices, comparisons and large literals."""
+    """Adds the meter where jinja has no hook: loops, `~`, slices, comparisons and large literals."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802 - jinja's names
         constant = sum(len(data.data) for body in node.body for data in body.find_all(nodes.TemplateData))
@@ -166,7 +167,10 @@ class _Rewriter(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        for side in [node, *node.ops[:-1]]:  # a comparison goes no deeper than its smaller side
+        for side in [
+            node,
+            *node.ops[:-1],
+        ]:  # a comparison visits no more parts than its smaller side has, so one side is enough
             if not isinstance(side.expr, nodes.Const):
                 side.expr = _filtered(side.expr, "*walked")
         return node
@@ -181,17 +185,17 @@ class _Rewriter(NodeTransformer):
         num_parts = sum(1 for _ in node.find_all(nodes.Expr))
         self.generic_visit(node)
         large = num_parts > LITERAL_PARTS
-        return _filtered(node, "*made", nodes.Const(num_parts * STEP_BYTES)) if large else node
+        return _filtered(node, "*literal", nodes.Const(num_parts * STEP_BYTES)) if large else node
 
 
 def _filtered(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
-    made = nodes.Filter(node, name, list(args), [], None, None)
-    made.set_lineno(node.lineno).set_environment(node.environment)
-    return made
+    filtered = nodes.Filter(node, name, list(args), [], None, None)
+    filtered.set_lineno(node.lineno).set_environment(node.environment)
+    return filtered
 
 
 class _Each:
-    """A loop's values, each billed with the template's own text in the loop."""
+    """The values of a loop. Each iteration bills the constant text in the loop's body."""
 
     def __init__(self, values: Any, num_constant: int) -> None:
         self._values, self._num_constant = values, num_constant
@@ -233,14 +237,17 @@ def _walked(value: Any) -> Any:
     return value
 
 
-def _made(value: Any, num_bytes: int) -> Any:
+def _literal(value: Any, num_bytes: int) -> Any:
     _METER.get().bill(num_bytes)
     return value
 
 
 @jinja2.pass_context
 def _finalize(context: Any, value: Any) -> Any:
-    """Every value that a template writes. Takes the context so that nothing is written while it is compiled."""
+    """Bill and convert every value that a template writes.
+
+    The parameter `context` is not used. It keeps jinja from calling the function at compile time.
+    """
     meter = _METER.get()
     meter.walk(value)
     text = value if isinstance(value, str) else str(value)
@@ -248,10 +255,10 @@ def _finalize(context: Any, value: Any) -> Any:
     return text
 
 
-_INNER = {"*each": _each, "*joined": _joined, "*billed": _billed, "*walked": _walked, "*made": _made}
+_INNER = {"*each": _each, "*joined": _joined, "*billed": _billed, "*walked": _walked, "*literal": _literal}
 
 
-# --- filters and methods that make much of little; arguments may be named, so their names are jinja's and Python's ---
+# --- filters ---
 
 
 def _metered_filter(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""How many tokens a text has at least, known without encoding it: a text far too long is refused at once."""
+"""Refuses far too long texts without encoding them, by a lower bound on their number of tokens."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from typing import Any
 from runtime.errors import ContextOverflow
 from runtime.tokenizer.backend import Backend, FastBackend
 
-# Encoding takes a hundred times as much, which is given back to the system at once for texts of this size.
+# Encoding takes a hundred times the memory of the text. After texts of at least this size, free memory is returned to
+# the system (`give_back_memory`).
 LARGE_TEXT_BYTES = 256 * 1024
-CHARS_AT_ONCE = 65_536  # looked at in a tenth of a millisecond
-# By how much a text may shrink, in bytes of UTF-8, before it is cut into tokens. Others drop text without limit.
+CHARS_AT_ONCE = 65_536  # counted without releasing the GIL, in a tenth of a millisecond
+# Normalizers and the largest factor by which each shrinks a text, in bytes of UTF-8. Other normalizers may drop any
+# amount of text.
 _NORMALIZERS = {"Prepend": 1, "Replace": 1, "ByteLevel": 1, "NFC": 3, "NFD": 1, "NFKC": 4, "NFKD": 4}
 _PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Split", "Digits", "Punctuation")
 
 
 class TextLimit:
-    """A lower bound of the tokens of any text: its bytes over those of the longest token."""
+    """A lower bound on the tokens of a text: its bytes divided by the bytes of the longest token."""
 
     def __init__(self, bytes_per_token: int, ignores_spaces: bool) -> None:
-        self.bytes_per_token = bytes_per_token  # of the text as it was sent
-        self._ignores_spaces = ignores_spaces  # an added token may take spaces beside it with it
+        self.bytes_per_token = bytes_per_token  # maximum bytes of the client's text that one token can stand for
+        self._ignores_spaces = ignores_spaces  # whether added tokens may absorb spaces next to them
 
     def least_tokens(self, parts: Sequence[str], enough: int) -> int:
-        """At least so many tokens has the text of these parts; counted no further than to say that it has `enough`."""
+        """Lower bound on the number of tokens of the joined parts. Counting stops when it reaches `enough`."""
         enough_bytes = enough * self.bytes_per_token
         if sum(map(len, parts)) * 4 < enough_bytes:
             return 0
@@ -41,14 +43,11 @@ class TextLimit:
         return size // self.bytes_per_token
 
     def check(self, parts: Sequence[str], context_length: int) -> None:
-        """Raises `ContextOverflow` for a text that cannot fit into the context, however it is cut into tokens.
-
-        It comes in parts. Long texts belong in a thread.
-        """
+        """Raise `ContextOverflow` if the joined parts cannot fit the context. For long texts, call it in a thread."""
         self._require(self.least_tokens(parts, context_length + 1), parts, context_length)
 
     def check_length(self, text: str, context_length: int) -> None:
-        """As `check`, for a text of which only the length is looked at."""
+        """Raise `ContextOverflow` if the text's number of characters alone shows that it cannot fit."""
         if not self._ignores_spaces:
             self._require(len(text) // self.bytes_per_token, [text], context_length)
 
@@ -62,14 +61,17 @@ class TextLimit:
 
 
 def _pieces(parts: Sequence[str]) -> Iterator[str]:
-    """The same text; other threads get the interpreter between two pieces."""
+    """Yield the text in pieces, so that other threads can take the GIL between two pieces."""
     for part in parts:
         for start in range(0, len(part), CHARS_AT_ONCE):
             yield part[start : start + CHARS_AT_ONCE]
 
 
 def text_limit_of(backend: Backend) -> TextLimit | None:
-    """The limit for this tokenizer; None where it drops text, or has one token for unknown text of any length."""
+    """Return the limit for this tokenizer.
+
+    Returns None if no bound is known: the tokenizer may drop text, or write unknown text of any length as one token.
+    """
     if not isinstance(backend, FastBackend):
         return None
     library, shrinks = backend.library, 1
@@ -83,10 +85,8 @@ def text_limit_of(backend: Backend) -> TextLimit | None:
     in_bytes = any(step["type"] == "ByteLevel" for step in steps)
     if not in_bytes and getattr(library.model, "byte_fallback", False) is not True:
         return None
-    # Of a byte-level token each character stands for a byte.
-    longest = max(
-        (len(token) if in_bytes else len(token.encode()) for token in library.get_vocab()), default=0
-    )
+    # Each character of a byte-level token stands for a byte.
+    longest = max((len(token) if in_bytes else len(token.encode()) for token in library.get_vocab()), default=0)
     added = library.get_added_tokens_decoder().values()
     longest = max([longest, *(len(token.content.encode()) for token in added)])
     strips = any(token.lstrip or token.rstrip for token in added)
@@ -94,7 +94,7 @@ def text_limit_of(backend: Backend) -> TextLimit | None:
 
 
 def _steps(component: Any, inner: str) -> list[dict[str, Any]]:
-    """A component of the library's pipeline as flat descriptions."""
+    """The steps of a normalizer or pre-tokenizer of the library, with nested sequences flattened."""
     return [] if component is None else _flat(json.loads(component.__getstate__()), inner)
 
 
@@ -105,7 +105,7 @@ def _flat(state: dict[str, Any], inner: str) -> list[dict[str, Any]]:
 
 
 def give_back_memory() -> None:
-    """Return what the allocator keeps for later to the system; the library that encodes frees hundreds of MB."""
+    """Return the C allocator's free memory to the system. Encoding long texts leaves hundreds of MB in it."""
     trim = _trim()
     if trim is not None:
         trim(0)

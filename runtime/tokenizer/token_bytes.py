@@ -1,7 +1,7 @@
-"""What every token stands for, as bytes, wherever that does not depend on its neighbours.
+"""The bytes of every token, for tokenizers whose tokens do not depend on their neighbours.
 
-For nearly all tokenizers a text is the concatenation of its tokens' bytes, read as UTF-8. Two things are
-apart: the very first token may lose its leading space, and characters may be spread over several tokens.
+With nearly all tokenizers, a text is the concatenation of its tokens' bytes, decoded as UTF-8. There are two
+exceptions: the first token of a text may lose its leading space, and a character may span several tokens.
 """
 
 from __future__ import annotations
@@ -18,39 +18,39 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenBytes:
-    """Bytes of token ids, found when first asked for and kept. Ids beyond the vocabulary are empty.
+    """Bytes of token ids, computed on first use. Ids beyond the vocabulary have no bytes.
 
-    `rest[i]` is token i anywhere but at the very beginning of a text, `first[i]` at the beginning; the
-    `skipping` tables are the same with special tokens left out.
+    `first[i]` holds the bytes of token i at the beginning of a text, `rest[i]` its bytes elsewhere. In
+    `first_skipping` and `rest_skipping`, special tokens have no bytes.
     """
 
     def __init__(self, backend: Backend, first: Callable[[int], bytes], rest: Callable[[int], bytes]) -> None:
         self.rest: Mapping[int, bytes] = _Table(rest, {})
         self.first: Mapping[int, bytes] = _Table(first, {})
-        silent = dict.fromkeys(backend.special_ids, b"")
-        self.rest_skipping: Mapping[int, bytes] = _Table(self.rest.__getitem__, silent)
-        self.first_skipping: Mapping[int, bytes] = _Table(self.first.__getitem__, silent)
+        skipped = dict.fromkeys(backend.special_ids, b"")
+        self.rest_skipping: Mapping[int, bytes] = _Table(self.rest.__getitem__, skipped)
+        self.first_skipping: Mapping[int, bytes] = _Table(self.first.__getitem__, skipped)
         self._backend = backend
         self._showing: dict[frozenset[int], tuple[Mapping[int, bytes], Mapping[int, bytes]]] = {}
 
     def tables(
         self, *, skip_special_tokens: bool, shown_ids: frozenset[int] = frozenset()
     ) -> tuple[Mapping[int, bytes], Mapping[int, bytes]]:
-        """(first, rest) for these settings; the special tokens `shown_ids` are never skipped."""
+        """Return the tables (first, rest) for these settings. The special tokens in `shown_ids` are never skipped."""
         if not skip_special_tokens:
             return self.first, self.rest
         if not shown_ids:
             return self.first_skipping, self.rest_skipping
         if shown_ids not in self._showing:
-            silent = dict.fromkeys(self._backend.special_ids - shown_ids, b"")
+            skipped = dict.fromkeys(self._backend.special_ids - shown_ids, b"")
             self._showing[shown_ids] = (
-                _Table(self.first.__getitem__, silent),
-                _Table(self.rest.__getitem__, silent),
+                _Table(self.first.__getitem__, skipped),
+                _Table(self.rest.__getitem__, skipped),
             )
         return self._showing[shown_ids]
 
     def counts(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether a text with this token has begun."""
+        """Whether a token after this one is no longer the first of its text. False for skipped and unknown tokens."""
         if skip_special_tokens and token_id in self._backend.special_ids:
             return False
         return self._backend.token(token_id) is not None
@@ -62,14 +62,14 @@ class _Table(dict[int, bytes]):
         self._find = find
 
     def __missing__(self, token_id: int) -> bytes:
-        found = self[token_id] = self._find(token_id)
-        return found
+        content = self[token_id] = self._find(token_id)
+        return content
 
 
 def token_bytes_of(backend: Backend) -> TokenBytes | None:
-    """The table for this tokenizer; None where its decoder looks at more than one token at a time."""
+    """Return the bytes of each token; None if a token's bytes depend on its neighbours or are not known."""
     if isinstance(backend, PiecesBackend):
-        return TokenBytes(backend, backend.bytes_of, backend.bytes_behind)
+        return TokenBytes(backend, backend.bytes_of, backend.bytes_after)
     if not isinstance(backend, FastBackend):
         return None
     decoder = backend.library.decoder
@@ -90,12 +90,9 @@ def _stages(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _is_sentencepiece(stages: list[dict[str, Any]]) -> bool:
-    """Replaced strings, bytes, and at most the loss of one space at the joined text's beginning."""
+    """Whether the decoder only replaces strings, decodes bytes and strips one space at the beginning."""
     kinds = [stage["type"] for stage in stages]
-    if (
-        re.fullmatch(r"(Replace )*(ByteFallback )?(Fuse )?(Strip )?", "".join(f"{kind} " for kind in kinds))
-        is None
-    ):
+    if re.fullmatch(r"(Replace )*(ByteFallback )?(Fuse )?(Strip )?", "".join(f"{kind} " for kind in kinds)) is None:
         return False
     if not all("String" in stage["pattern"] for stage in stages if stage["type"] == "Replace"):
         return False
@@ -112,14 +109,14 @@ def _byte_level(backend: FastBackend) -> TokenBytes:
         token = backend.token(token_id) or ""
         try:
             return bytes([alphabet[character] for character in token])
-        except KeyError:  # an added token written in plain text
+        except KeyError:  # an added token, which is stored as plain text
             return token.encode()
 
     return TokenBytes(backend, find, find)
 
 
 def _probed(backend: FastBackend, *, byte_fallback: bool) -> TokenBytes:
-    """Ask the decoder itself: a token's text alone, and what it adds behind another token."""
+    """Find the bytes by decoding each token alone (`first`) and after another token (`rest`)."""
     anchor = _anchor(backend, byte_fallback)
     before = len(backend.decode([anchor], False))
 
@@ -148,12 +145,12 @@ def _anchor(backend: FastBackend, byte_fallback: bool) -> int:
 
 
 def _byte(token: str | None) -> bytes | None:
-    found = _BYTE_TOKEN.fullmatch(token or "")
-    return bytes.fromhex(found[1]) if found else None
+    match = _BYTE_TOKEN.fullmatch(token or "")
+    return bytes.fromhex(match[1]) if match else None
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters are themselves, other bytes count up from U+0100."""
+    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, other bytes count up from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = sorted(set(range(256)) - set(printable))

@@ -14,21 +14,19 @@ from runtime.tokenizer.incremental import IncrementalDecoder
 from runtime.tokenizer.text_limit import text_limit_of
 from runtime.tokenizer.token_bytes import TokenBytes, token_bytes_of
 
-# Ends of a turn that chat models write though their eos token is another one.
+# Tokens with which chat models end a turn, even if their EOS token is another token.
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>")
 _CALL_END = "<|eom_id|>"  # Llama 3.1: the model waits for a tool's result
 
 
 class Tokenizer:
-    """A loaded tokenizer. Immutable but for caches; every method may be called from any thread.
+    """A loaded tokenizer. Immutable except for caches; any thread may call its methods.
 
-    `eos_ids` are the tokenizer's own end of text and the ends of a turn that its chat template writes.
-    `bytes_of` is None where decoding needs more than one token at a time.
+    `eos_ids` holds the tokenizer's EOS token and the end-of-turn tokens that its chat template writes.
+    `bytes_of` is None if the bytes of a token depend on its neighbours.
     """
 
-    def __init__(
-        self, backend: Backend, special: Mapping[str, str], template: ChatTemplate | None = None
-    ) -> None:
+    def __init__(self, backend: Backend, special: Mapping[str, str], template: ChatTemplate | None = None) -> None:
         self.backend = backend
         self.special = special  # "eos_token" -> "</s>"
         self.bytes_of: TokenBytes | None = token_bytes_of(backend)
@@ -43,13 +41,11 @@ class Tokenizer:
     def load(cls, plan: TokenizerPlan, facts: ModelFacts) -> Tokenizer:
         """Read the tokenizer that the plan names.
 
-        Raises ConfigurationError when its files are missing or broken, or belong to a larger model.
+        Raises ConfigurationError if its files are missing or broken, or if it has more tokens than the model.
         """
         files = read_tokenizer(plan)
         if not files.backend.vocab_size:
-            raise ConfigurationError(
-                f"The tokenizer in {plan.tokenizer_path} has no tokens: its files are broken."
-            )
+            raise ConfigurationError(f"The tokenizer in {plan.tokenizer_path} has no tokens: its files are broken.")
         if files.backend.base_size > facts.vocab_size:
             raise ConfigurationError(
                 f"The tokenizer in {plan.tokenizer_path} has {files.backend.base_size} tokens, the model "
@@ -65,35 +61,34 @@ class Tokenizer:
         add_special_tokens: bool | Sequence[bool] = True,
         max_tokens: int | None = None,
     ) -> list[list[int]]:
-        """Ids of each text. One flag for all texts, or one for each. Releases the GIL for fast tokenizers.
+        """Return the ids of each text. Fast tokenizers release the GIL.
 
-        Raises InvalidRequest when a text is no valid Unicode, ContextOverflow when one has more than `max_tokens`.
+        `add_special_tokens` is one flag for all texts, or a list with one flag per text. Raises InvalidRequest if a
+        text is not valid Unicode, and ContextOverflow if a text has more than `max_tokens` tokens.
         """
-        flags = (
-            [add_special_tokens] * len(texts) if isinstance(add_special_tokens, bool) else add_special_tokens
-        )
+        flags = [add_special_tokens] * len(texts) if isinstance(add_special_tokens, bool) else add_special_tokens
         if len(flags) != len(texts):
             raise ValueError(f"{len(texts)} texts but {len(flags)} flags")
         encoded: list[list[int]] = [[] for _ in texts]
         for flag in {*flags}:
-            chosen = [index for index, own in enumerate(flags) if own == flag]
+            chosen = [index for index, each in enumerate(flags) if each == flag]
             try:
-                found = self.backend.encode_batch([texts[index] for index in chosen], flag, max_tokens)
+                batch = self.backend.encode_batch([texts[index] for index in chosen], flag, max_tokens)
             except TypeError as error:
-                raise InvalidRequest("The text holds half a surrogate pair.", param="text") from error
-            for index, ids in zip(chosen, found, strict=True):
+                raise InvalidRequest("The text has a lone surrogate (half of a UTF-16 pair).", param="text") from error
+            for index, ids in zip(chosen, batch, strict=True):
                 encoded[index] = ids
         return encoded
 
     def encode_pair(self, first: str, second: str) -> EncodedPair:
-        """Ids of a pair of texts, and where the second begins.
+        """Return the ids of a pair of texts and the index at which the second text begins.
 
-        Raises InvalidRequest when a text is no valid Unicode.
+        Raises InvalidRequest if a text is not valid Unicode.
         """
         try:
             return self.backend.encode_pair(first, second)
         except TypeError as error:
-            raise InvalidRequest("The text holds half a surrogate pair.", param="text") from error
+            raise InvalidRequest("The text has a lone surrogate (half of a UTF-16 pair).", param="text") from error
 
     def decode(
         self,
@@ -102,9 +97,9 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """The text of ids; the same as streaming them. Ids beyond the vocabulary are left out.
+        """Return the text of the ids. It equals the joined text of streaming the same ids.
 
-        Bytes that are no UTF-8 become replacement characters, one for each broken sequence.
+        Ids beyond the vocabulary are left out. Each invalid UTF-8 sequence becomes one replacement character.
         """
         if self.bytes_of is None:
             return self.backend.decode(ids, skip_special_tokens)
@@ -118,7 +113,7 @@ class Tokenizer:
         spaces_between_special_tokens: bool = True,
         shown_special_ids: frozenset[int] = frozenset(),
     ) -> IncrementalDecoder:
-        """What decodes the output of a sequence with this prompt as it grows."""
+        """Return a decoder for the growing output of a sequence with this prompt."""
         return IncrementalDecoder(
             self.backend,
             self.bytes_of,
@@ -129,11 +124,11 @@ class Tokenizer:
         )
 
     def ids_of(self, texts: Iterable[str]) -> dict[str, int]:
-        """Of these texts, those that are a single added token, with its id."""
+        """Map those of the texts that are added tokens to their ids. Other texts are left out."""
         return {text: self.backend.added[text] for text in texts if text in self.backend.added}
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """What the token adds to a text, with its leading space; None if the id names no token."""
+        """Bytes that the token adds after other text, including a leading space; None if no token has this id."""
         if self.backend.token(token_id) is None:
             return None
         if self.bytes_of is None:
@@ -141,7 +136,7 @@ class Tokenizer:
         return self.bytes_of.rest[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text, with replacement characters for what is no UTF-8 alone."""
+        """The token as text, with replacement characters for invalid UTF-8; '' if no token has this id."""
         return (self.token_bytes(token_id) or b"").decode(errors="replace")
 
 
@@ -151,9 +146,9 @@ def _named_id(backend: Backend, special: Mapping[str, str], name: str) -> int | 
 
 
 def _eos_ids(backend: Backend, special: Mapping[str, str], template: ChatTemplate | None) -> frozenset[int]:
-    found = {_named_id(backend, special, "eos_token"), backend.added.get(_CALL_END)}
+    ids = {_named_id(backend, special, "eos_token"), backend.added.get(_CALL_END)}
     for token in _TURN_ENDS:
         token_id = backend.added.get(token)
         if token_id in backend.special_ids and template is not None and template.mentions(token):
-            found.add(token_id)
-    return frozenset(token_id for token_id in found if token_id is not None)
+            ids.add(token_id)
+    return frozenset(token_id for token_id in ids if token_id is not None)

@@ -1,4 +1,4 @@
-"""Ids of words that were encoded before, for tokenizers that cut texts at spaces before anything else (BERT's)."""
+"""Caches the token ids of words, for tokenizers that encode each word separately (BERT's)."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
-# Of texts put together here, for which Python's lock is kept some 100 us; some milliseconds where all words are new.
+# Maximum characters of all texts of one call. Encoding that many holds the GIL for about 100 us, or for some
+# milliseconds if all words are new.
 MAX_CHARS = 8192
-MAX_WORDS = 32_768  # kept: 5 MB of letters, 35 of Chinese characters
-MAX_WORD_CHARS = 32  # of a word that is kept
+MAX_WORDS = 32_768  # in the cache, which takes 5 MB for English words and 35 MB for Chinese ones
+MAX_WORD_CHARS = 32  # longer words are not cached
 
 
 class Words:
-    """Puts the ids of a text together from those of its words: a tenth of the time of encoding it.
+    """Builds the ids of a text from the cached ids of its words, in a tenth of the time of encoding it.
 
-    May be called from any thread.
+    Any thread may call it.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, before: Sequence[int], after: Sequence[int]) -> None:
@@ -28,31 +29,31 @@ class Words:
         self._ids: dict[str, tuple[int, ...]] = {}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Raises TypeError when the text holds half a surrogate pair."""
+        """Return the ids of a text. Raises TypeError if it has a lone surrogate."""
         words, known = text.split(" "), self._ids
-        found = [*map(known.get, words)]
-        if None in found:
-            learned = self._encode({word for word, ids in zip(words, found, strict=True) if ids is None})
-            found = [learned[word] if ids is None else ids for word, ids in zip(words, found, strict=True)]
-        ids = [token_id for of_word in found if of_word for token_id in of_word]
+        cached = [*map(known.get, words)]
+        if None in cached:
+            new = self._encode({word for word, ids in zip(words, cached, strict=True) if ids is None})
+            cached = [new[word] if ids is None else ids for word, ids in zip(words, cached, strict=True)]
+        ids = [token_id for word_ids in cached if word_ids for token_id in word_ids]
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def _encode(self, unknown: set[str]) -> dict[str, tuple[int, ...]]:
-        words = [*unknown]  # the library's fast calls do not say which ids are whose
+        words = [*unknown]  # `encode_batch_fast` would be faster, but does not return `word_ids`
         [encoding] = self._library.encode_batch([words], is_pretokenized=True, add_special_tokens=False)
         ids: list[list[int]] = [[] for _ in words]
         for index, token_id in zip(encoding.word_ids, encoding.ids, strict=True):
             if index is not None:
                 ids[index].append(token_id)
-        learned = {word: tuple(of_word) for word, of_word in zip(words, ids, strict=True)}
-        if len(self._ids) + len(learned) > MAX_WORDS:
-            self._ids = {}  # others come back soon
-        self._ids.update((word, of_word) for word, of_word in learned.items() if len(word) <= MAX_WORD_CHARS)
-        return learned
+        new = {word: tuple(word_ids) for word, word_ids in zip(words, ids, strict=True)}
+        if len(self._ids) + len(new) > MAX_WORDS:
+            self._ids = {}  # frequent words are soon cached again
+        self._ids.update((word, word_ids) for word, word_ids in new.items() if len(word) <= MAX_WORD_CHARS)
+        return new
 
 
 def words_of(library: tokenizers.Tokenizer) -> Words | None:
-    """None where a word's ids depend on what stands around it, or that is not known."""
+    """Return a word cache, or None if a word's ids may depend on the text around it."""
     steps = (
         (library.normalizer, BertNormalizer),
         (library.pre_tokenizer, BertPreTokenizer),

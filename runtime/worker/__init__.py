@@ -1,1 +1,1 @@
-"""Running a batch on the device beside the event loop."""
+"""Runs batches on the device, outside the event loop."""

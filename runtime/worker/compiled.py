@@ -1,4 +1,4 @@
-"""Steps of output tokens with the model's forward compiled by torch.compile."""
+"""Decode steps with a forward compiled by torch.compile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ops.attention import AttentionMetadata
 from ops.select import Kernels
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.models.decoder import Decoder
+from runtime.modeling.decoder import Decoder
 from runtime.worker.device import Device
 from runtime.worker.step_inputs import scratch_inputs
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("penstock.core")
 
 
 def compilable(kernels: Kernels) -> Kernels:
-    """These kernels, of which those that read rows' lengths or write the cache are left out of what is compiled."""
+    """Return kernels for torch.compile, which does not compile `attend` and `store`: they use the paged cache."""
     opaque = {
         name: torch.compiler.disable(getattr(kernels, name), reason="reads or writes the paged cache")
         for name in ("attend", "store")
@@ -31,10 +31,10 @@ def compilable(kernels: Kernels) -> Kernels:
 
 
 class CompiledForward:
-    """Compiled for batches of up to `max_rows` rows of one token, eager for all others.
+    """Runs a compiled forward for up to `max_rows` rows of one token, and the eager forward for other batches.
 
-    The model's kernels must be `compilable`. There is one version for a single row and one for any other
-    number; `compile` makes both before a step needs them, which takes up to minutes.
+    The model's kernels must be `compilable`. `compile` compiles two versions, for one row and for several rows, which
+    may take minutes.
     """
 
     def __init__(self, model: Decoder, cache: KVPool, max_rows: int) -> None:
@@ -49,7 +49,7 @@ class CompiledForward:
         return self._compiled(batch) if single else self._model(batch)
 
     def compile(self, device: Device) -> None:
-        """Compile now, with rows that touch nothing but the cache's scratch page. Blocks."""
+        """Compile now, with padding rows that use only scratch units. Blocks."""
         logger.info("Compiling the forward with torch.compile, which may take minutes.")
         began = time.perf_counter()
         cache = self._cache
@@ -63,13 +63,8 @@ class CompiledForward:
                     cache.page_size,
                     device.torch_device,
                 )
-                kinds = {
-                    name: scratch_inputs(name, count, num_rows, attention)
-                    for name, count in cache.kinds.items()
-                }
+                kinds = {name: scratch_inputs(name, count, num_rows, attention) for name, count in cache.kinds.items()}
                 self._compiled(
-                    ForwardBatch(
-                        token_ids=zeros, positions=zeros, attention=attention, cache=cache, kinds=kinds
-                    )
+                    ForwardBatch(token_ids=zeros, positions=zeros, attention=attention, cache=cache, kinds=kinds)
                 )
         logger.info("Compiled the forward in %.1f s.", time.perf_counter() - began)

@@ -1,11 +1,13 @@
-"""A step as one native call: the model's own forward, captured once, its kernels in C++ run one after the other.
+"""The CPU graph: computes a step by one native call, from a capture of the model's forward in C++ kernels.
 
-The counterpart on a CPU of what a CUDA graph is on a GPU. A step of a small model is hundreds of operations, each of
-which costs Python and torch microseconds and asks for Python's lock, for which the loop competes. Captured they
-cost one call, without the lock, for any batch of up to `capacity` tokens: from the batch's arrays to its tokens.
+It is the counterpart of a CUDA graph. A step of a small model has hundreds of operations, each of which takes
+microseconds in Python and torch and holds the GIL, which the event loop needs too. A captured step is one call without
+the GIL, for any batch of up to `capacity` tokens, from the batch's arrays to its tokens.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -14,22 +16,24 @@ from torch import Tensor
 from ops import captured_step
 from ops.cpp.kernel_launcher import KernelGraph, NotCapturable
 from ops.cpp.structures import Step
+from ops.low_rank.with_cpp import KERNEL as ADD_LOW_RANK
 from ops.select import Kernels
-from runtime.batch import Batch, Ints
+from runtime.batch import ADAPTER, Batch, Ints, MediaSpan
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
+from runtime.layers.batch_reads import batch_reads
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
-from runtime.models.decoder import Decoder
-from runtime.models.encoder import Encoder
+from runtime.modeling.decoder import Decoder
+from runtime.modeling.encoder import Encoder
 
-NO_ROWS = np.zeros(0, np.int32)
+NO_POSITIONS = np.zeros(0, np.int32)
 
 
 class CpuGraph:
-    """Computes steps of up to `capacity` tokens and `max_rows` rows. Belongs to the thread that computes.
+    """Computes steps of up to `capacity` tokens and `max_rows` rows. Call it on the thread that computes.
 
-    Captured is `model(batch)`, with a batch whose tensors every step writes first. Raises `NotCapturable` for a model
-    of which torch computes a part.
+    The graph captures `model(batch)` for a batch of fixed tensors, which every step writes first. Raises
+    `NotCapturable` if torch computes a part of the model.
     """
 
     def __init__(
@@ -41,23 +45,37 @@ class CpuGraph:
         max_rows: int,
         *,
         context_length: int = 0,
+        max_samples: int = 0,
     ) -> None:
-        """`context_length` is that of the longest row; it matters to caches of other kinds than pages alone."""
+        """Capture the graph. `max_samples` or, if larger, `max_rows` is the maximum number of sampled positions.
+
+        `context_length` sizes the page tables of cache kinds with their own pages.
+        """
         launcher, head = kernels.launcher, model.head
         if model.embedding is None and not isinstance(model, Encoder):
-            raise NotCapturable("this model is no decoder of ours")
+            raise NotCapturable("its architecture is not one of Penstock's decoders or encoders")
         if launcher is None or model.dtype not in launcher.dtypes:
-            raise NotCapturable(f"the kernels in C++ compute nothing in {model.dtype}")
-        self.profiled = False  # show each kernel in the profile that is being taken
+            raise NotCapturable(f"the kernels in C++ do not support {model.dtype}")
+        self.profiled = False  # whether to record each kernel in the running profile
         self._launcher = launcher
-        self._model, self._cache = model, cache  # the graph holds addresses in both
+        self._model, self._cache = model, cache  # keep both alive, since the graph has their addresses
         self._head = head
         self._capacity, self._max_rows, self._context_length = capacity, max_rows, context_length
+        self._max_samples = max(max_rows, max_samples)
         with torch.inference_mode():
-            self._inputs = captured_step.Inputs.empty(capacity, max_rows)
-            # Of the rows asked for.
-            self._hidden = torch.empty(max_rows, model.hidden_size, dtype=model.dtype)
-            self._pooled = np.empty((max_rows, model.hidden_size), np.float32)  # of each text, where `pools`
+            reads = batch_reads(model)
+            self._value_names = reads.row_values
+            self._nonzero_values: set[str] = set()  # names of row values that may not be 0 in the buffers
+            self._inputs = captured_step.Inputs.empty(
+                capacity, max_rows, len(reads.row_values), with_axes=reads.position_axes
+            )
+            self._embeds = self._embeds_mask = None
+            if reads.media_size:
+                self._embeds = torch.zeros(capacity, reads.media_size, dtype=model.dtype)
+                self._embeds_mask = torch.zeros(capacity, dtype=torch.bool)
+            # Hidden states of the requested positions.
+            self._hidden = torch.empty(self._max_samples, model.hidden_size, dtype=model.dtype)
+            self._pooled = np.empty((max_rows, model.hidden_size), np.float32)  # one vector per text, if `_pools`
             self._step = Step(page_size=cache.page_size, **self._inputs.addresses())
             attention = self._inputs.attention(self._step)
             self._kinds = {name: self._buffers(name) for name in cache.kinds}
@@ -78,27 +96,33 @@ class CpuGraph:
                     )
                     for name, buffers in self._kinds.items()
                 },
+                row_values=dict(zip(reads.row_values, self._inputs.row_values, strict=True)),
+                token_values=dict(zip(reads.row_values, self._inputs.token_values, strict=True)),
+                position_axes=self._inputs.position_axes,
+                input_embeds=self._embeds,
+                embeds_mask=self._embeds_mask,
             )
-            own_pages = [
-                Step(page_size=cache.page_size, **inputs.addresses()) for inputs in self._own_pages.values()
-            ]
+            own_pages = [Step(page_size=cache.page_size, **inputs.addresses()) for inputs in self._own_pages.values()]
             forward = launcher.capture(capacity, lambda: self._compute(captured), self._step, own_pages)
             self._to_hidden = forward
             self._to_tokens: KernelGraph | None = None
             if head is not None and head.is_plain:
                 chosen = launcher.capture(capacity, self._choose, self._step)
                 self._to_tokens = forward.followed_by(chosen)
+            # For batches without adapters: the same memory, without the kernels that would add nothing.
+            self._without_adapters: dict[KernelGraph, KernelGraph] = {}
+            if ADAPTER in reads.row_values:
+                graphs = (graph for graph in (forward, self._to_tokens) if graph is not None)
+                self._without_adapters = {graph: graph.without(ADD_LOW_RANK) for graph in graphs}
 
     def takes(self, batch: Batch) -> bool:
-        """Whether the batch fits, and says nothing that was not captured, such as where second texts begin.
-        Log-probabilities of prompts need hidden states that the graph does not give.
-        """
+        """Whether the graph can compute the batch: it fits and has no prompt logprobs, which need all hidden states."""
         fits = len(batch.token_ids) <= self._capacity and len(batch.starts) <= self._max_rows
+        if batch.sampling is not None:
+            fits = fits and len(batch.sampling.positions) <= self._max_samples
         return (
             fits
             and not batch.prompt_logprobs
-            and not batch.row_values
-            and batch.second_starts is None
             and all(
                 batch.kinds[kind][name].size <= buffer.numel()
                 for kind, buffers in self._kinds.items()
@@ -108,117 +132,160 @@ class CpuGraph:
 
     @property
     def chooses(self) -> bool:
-        """Whether `choose` is there: not where something is done to logits before they are compared."""
+        """Whether `choose` is available. It is not if the model has no LM head or transforms its logits."""
         return self._to_tokens is not None
 
-    def run(self, batch: Batch, last_tokens: Tensor) -> None:
-        """Compute a step of which nobody wants tokens."""
-        self._run(self._to_hidden, batch, last_tokens, NO_ROWS)
-
     def choose(self, batch: Batch, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute a step -> the likeliest token of each sampling row, int64 [R], and whether it is sound, bool [R].
+        """Compute a step. Return each sampled position's likeliest token, int64 [N], and whether it is valid, bool [N].
 
-        Reads and writes `last_tokens`, int64 by sequence. What is returned is overwritten by the next step.
+        Reads and writes `last_tokens`, int64 by sequence index; rows with drafts do not write it. The next step
+        overwrites the results.
         """
         if self._to_tokens is None:
-            raise RuntimeError("The tokens of this model are not chosen by the graph.")
-        rows = batch.sampling.rows if batch.sampling is not None else NO_ROWS
-        self._run(self._to_tokens, batch, last_tokens, rows)
-        return self._ids[: len(rows)], self._sound[: len(rows)]
+            raise RuntimeError("The graph does not sample this model's tokens.")
+        positions = sampled_positions(batch)
+        self._run(self._to_tokens, batch, last_tokens, positions)
+        return self._ids[: len(positions)], self._sound[: len(positions)]
 
-    def hidden(self, batch: Batch, last_tokens: Tensor, rows: Ints) -> Tensor:
-        """Compute a step -> the hidden states [n, E] at the last positions of these rows, the final norm applied.
+    def hidden(self, batch: Batch, last_tokens: Tensor, positions: Ints) -> Tensor:
+        """Compute a step. Return the hidden states [n, E] at these positions of the flat batch, after the final norm.
 
-        Reads `last_tokens`, int64 by sequence. What is returned is overwritten by the next step.
+        Reads `last_tokens`, int64 by sequence index. The next step overwrites the result.
         """
-        self._run(self._to_hidden, batch, last_tokens, rows)
-        return self._hidden[: len(rows)]
+        self._run(self._to_hidden, batch, last_tokens, positions)
+        return self._hidden[: len(positions)]
 
-    def hidden_of_all(self, batch: Batch, last_tokens: Tensor) -> Tensor:
-        """Compute a step -> the hidden states [T, E] of all its tokens, which the next step overwrites.
+    def states(self, batch: Batch, last_tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Compute a step like `hidden`, for its sampled positions.
 
-        For models whose vectors are pooled of more than a text's last token.
+        Also return the vectors of the batch's `embedding_rows`, float32 [M, D], or None without such rows.
         """
-        if self._hidden_of_all is None:
-            raise RuntimeError("Of this model the last hidden states are kept alone.")
-        self._run(self._to_hidden, batch, last_tokens, NO_ROWS)
-        return self._hidden_of_all[: len(batch.token_ids)]
+        positions, rows, pooler = sampled_positions(batch), batch.embedding_rows, self._model.pooler
+        if rows is None:
+            return self.hidden(batch, last_tokens, positions), None
+        if not pooler.pooling.needs_all:
+            ends = np.cumsum(batch.counts, dtype=np.int32)[rows]
+            hidden = self.hidden(batch, last_tokens, np.concatenate([positions, ends - 1]))
+            return hidden[: len(positions)], pooler.finish(hidden[len(positions) :])
+        hidden = self.hidden(batch, last_tokens, positions)
+        if self._pools:
+            pooled = torch.from_numpy(self._pooled[rows])  # indexed by NumPy, which does not release the GIL here
+            return hidden, pooled if pooler.only_scales else pooler.finish(pooled)
+        return hidden, pooler(self._hidden_of_all[: len(batch.token_ids)], batch.counts, rows)
 
     @property
-    def pools(self) -> bool:
-        """Whether `vectors` is there: of the means of texts, or of their first tokens."""
+    def _pools(self) -> bool:
+        """Whether kernels pool the texts: by their mean or their first token."""
         return self._model.pooler.pooling.modes in (("mean",), ("cls",))
-
-    def vectors(self, batch: Batch, last_tokens: Tensor, rows: Ints) -> Tensor:
-        """Compute a step -> the vectors of these rows, float32 [M, D]."""
-        if not self.pools:
-            raise RuntimeError("The texts of this model are not pooled by the graph.")
-        self._run(self._to_hidden, batch, last_tokens, NO_ROWS)
-        pooled = torch.from_numpy(self._pooled[rows])  # by NumPy, which keeps Python's lock for so little
-        pooler = self._model.pooler
-        return pooled if pooler.only_scales else pooler.finish(pooled)
 
     def close(self) -> None:
         """End the threads that compute."""
         self._launcher.close()
 
     def _compute(self, batch: ForwardBatch) -> None:
-        """From the batch's arrays to the hidden states of the rows asked for."""
+        """Compute the hidden states of the requested positions from the batch's arrays."""
         for inputs in (self._inputs, *self._own_pages.values()):
-            captured_step.begin(self._launcher, inputs, self._model.dtype)
-        hidden = self._model(batch)
+            captured_step.derive_inputs(self._launcher, inputs, self._model.dtype)
+        self._hidden_of_all = hidden = self._model(batch)
         pooler = self._model.pooler
-        self._hidden_of_all = hidden if pooler.pooling.needs_all else None
-        if self.pools:
-            captured_step.pool_texts(
+        if self._pools:
+            captured_step.pool_rows(
                 self._launcher,
                 hidden,
                 torch.from_numpy(self._pooled),
                 mean=pooler.pooling.modes == ("mean",),
                 normalized=pooler.only_scales and pooler.pooling.normalize,
             )
-        captured_step.last(self._launcher, hidden, self._hidden)
+        captured_step.select_sampled(self._launcher, hidden, self._hidden)
 
     def _choose(self) -> None:
         if self._head is None:
-            raise RuntimeError("This model writes no tokens.")
-        self._ids, self._sound = captured_step.likeliest(self._launcher, self._hidden, self._head.prepared)
+            raise RuntimeError("This model has no LM head.")
+        self._ids, self._sound = captured_step.choose_greedy(self._launcher, self._hidden, self._head.prepared)
 
     def time(self, batch: Batch, last_tokens: Tensor) -> list[tuple[str, float]]:
-        """Compute a step kernel by kernel -> the name of each and the seconds that it took."""
-        rows = batch.sampling.rows if batch.sampling is not None else NO_ROWS
-        _kept = self._hand_over(batch, last_tokens, rows)
+        """Compute a step kernel by kernel. Return each kernel's name and time in seconds."""
+        _kept = self._set_inputs(batch, last_tokens, sampled_positions(batch))
         return (self._to_tokens or self._to_hidden).time(self._step)
 
-    def _run(self, graph: KernelGraph, batch: Batch, last_tokens: Tensor, rows: Ints) -> None:
-        """Compute the batch; `rows` are those whose last hidden state is wanted."""
-        _kept = self._hand_over(batch, last_tokens, rows)
+    def _run(self, graph: KernelGraph, batch: Batch, last_tokens: Tensor, positions: Ints) -> None:
+        """Compute the batch, and keep the hidden states of `positions` of the flat batch."""
+        _kept = self._set_inputs(batch, last_tokens, positions)
+        if ADAPTER not in batch.row_values:
+            graph = self._without_adapters.get(graph, graph)
         if self.profiled:
             graph.record(self._step)
         else:
             graph.run(self._step)
 
     def _buffers(self, kind: str) -> dict[str, Tensor]:
-        """Where every step puts what it tells the caches of a kind."""
+        """Allocate the buffers for the arrays of a cache kind."""
         pages = min(self._cache.num_pages, -(-self._context_length // self._cache.page_size))
         sizes = KINDS[kind].buffer_sizes(self._max_rows, pages)
         if sizes is None:
             raise NotCapturable(f"steps with {kind} caches are not captured")
         return {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
 
-    def _hand_over(self, batch: Batch, last_tokens: Tensor, rows: Ints) -> list[np.ndarray]:
-        """Put the batch's addresses into the step -> the arrays that must live as long as it is computed."""
+    def _set_inputs(self, batch: Batch, last_tokens: Tensor, positions: Ints) -> list[np.ndarray]:
+        """Write the batch's addresses into the step. Return the arrays that must stay alive while it is computed."""
         step = self._step
         for kind, buffers in self._kinds.items():
             for name, buffer in buffers.items():
                 array = torch.from_numpy(batch.kinds[kind][name]).reshape(-1)
                 buffer[: len(array)] = array
-        given = (batch.token_ids, batch.starts, batch.counts, batch.sequence_indices, rows, batch.page_table)
-        arrays = [np.ascontiguousarray(array, np.int32) for array in given]
-        step.num_tokens, step.num_rows, step.num_samples = (len(arrays[index]) for index in (0, 1, 4))
-        step.table_width = arrays[-1].shape[1]
-        step.given_ids, step.starts, step.counts, step.sequence_indices, step.sample_rows, step.page_table = (
-            array.ctypes.data for array in arrays
+        if batch.row_values or self._nonzero_values:
+            self._write_row_values(batch.row_values)
+        if self._embeds is not None and self._embeds_mask is not None:
+            _write_media(batch.media, self._embeds, self._embeds_mask)
+        sequences = NO_POSITIONS
+        if batch.sampling is not None:
+            sequences = batch.sequence_indices[batch.sampling.row_of]
+            # The last token of rows with drafts is not known before the drafts are verified. -1: store no token.
+            if batch.drafts is not None:
+                sequences[np.isin(batch.sampling.row_of, batch.drafts.rows)] = -1
+        inputs = {
+            "given_ids": batch.token_ids,
+            "starts": batch.starts,
+            "counts": batch.counts,
+            "sequence_indices": batch.sequence_indices,
+            "sample_positions": positions,
+            "sample_sequences": sequences,
+            "page_table": batch.page_table,
+        }
+        arrays = [np.ascontiguousarray(array, np.int32) for array in inputs.values()]
+        for name, array in zip(inputs, arrays, strict=True):
+            setattr(step, name, array.ctypes.data)
+        step.num_tokens, step.num_rows, step.num_samples = (
+            len(array) for array in (batch.token_ids, batch.starts, positions)
         )
+        step.table_width = batch.page_table.shape[1]
         step.last_tokens = last_tokens.data_ptr()
+        if self._inputs.position_axes is not None:
+            step.position_offsets = None
+            if batch.position_offsets is not None:
+                arrays.append(np.ascontiguousarray(batch.position_offsets, np.int32))
+                step.position_offsets = arrays[-1].ctypes.data
         return arrays
+
+    def _write_row_values(self, values: Mapping[str, Ints]) -> None:
+        """Write a step's row values into their buffers, and 0 over the values of earlier steps."""
+        for name, buffer in zip(self._value_names, self._inputs.row_values, strict=True):
+            if name in values:
+                buffer[: len(values[name])] = torch.from_numpy(values[name])
+            elif name in self._nonzero_values:
+                buffer.zero_()
+        self._nonzero_values = set(values)
+
+
+def sampled_positions(batch: Batch) -> Ints:
+    """Return the positions of the flat batch that sample a token, [N]."""
+    return batch.sampling.positions if batch.sampling is not None else NO_POSITIONS
+
+
+def _write_media(media: Iterable[MediaSpan], vectors: Tensor, mask: Tensor) -> None:
+    """Write the media vectors and their mask into the buffers that the embedding reads."""
+    mask.zero_()
+    for span in media:
+        positions = slice(span.offset, span.offset + len(span.vectors))
+        vectors[positions] = torch.from_numpy(span.vectors)
+        mask[positions] = True

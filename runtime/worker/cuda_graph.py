@@ -1,13 +1,14 @@
-"""Steps of output tokens as CUDA graphs: one launch instead of hundreds."""
+"""CUDA graphs of decode steps: one launch instead of hundreds."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from ops.sampling import SamplingArrays
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
+from runtime.layers.batch_reads import BatchReads
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.worker.device import Device, Event, Graph, collector_paused
@@ -24,44 +26,47 @@ from runtime.worker.step_inputs import Forward, kind_inputs
 
 logger = logging.getLogger("penstock.core")
 
-PROFILE_ROWS = 20  # of the table that --enable-profile-cuda-graph prints
+PROFILE_ROWS = 20  # maximum number of rows in the table of --enable-profile-cuda-graph
 
 
-Replans = list[dict[Hashable, Callable[[AttentionMetadata], None]]]  # one for each of `_tables`
+NOTHING_MORE = BatchReads()
+# For each of `_tables`: functions that write a step's attention plan before a replay.
+Replans = list[dict[Hashable, Callable[[AttentionMetadata], None]]]
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How tokens follow from hidden states, where that is captured too."""
+    """The sampling part of a captured step."""
 
     logits: Callable[[Tensor], Tensor]  # hidden [R, E] -> float32 [R, V]
     choose: Callable[..., tuple[Tensor, Tensor]]
-    # `choose` is planned on the host, so that only one plan is captured: that of greedy rows.
+    # Whether `choose` plans on the host: graphs then capture only the plan of greedy rows and sample no other rows.
     greedy_only: bool
+    limits: frozenset[str]  # limits that `choose` applies even with the plan of greedy rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """One graph."""
+    """A captured graph."""
 
     graph: Graph
-    results: tuple[Tensor, ...]  # what each replay writes: hidden states, or ids and whether rows are sound
+    results: tuple[Tensor, ...]  # written by each replay: hidden states; if the graph samples, ids and their validity
     replans: Replans
 
 
 class CudaGraphRunner:
-    """Replays a captured forward where every row computes one token and a graph is large enough; else `eager`.
+    """Replays a captured forward if every row computes one token and a graph is large enough; otherwise runs `eager`.
 
-    Captured is `eager`, a model as a rule, with a batch of fixed buffers, into which a step's inputs are copied. Rows
-    beyond the step's own write to the cache's scratch page and read position 0 of it. Until `capture_next` has been
-    called for a size, batches of that size run eagerly. The attention must read nothing of the rows on the host, for
-    that is captured too, or leave what is called with each step's rows before the replay
-    (`AttentionMetadata.replans`).
+    A graph captures `eager` (usually the model) with a batch of fixed buffers, into which a step's inputs are copied.
+    Padding rows write to the cache's scratch page and read its position 0. Batches run eagerly until the graph of their
+    size is captured. The attention must not read rows on the host during the capture, or it must register a function
+    that is called with each step's rows before the replay (`AttentionMetadata.replans`). The buffers contain all that
+    the model reads of a batch; those of row values, axes and vectors exist only if the model reads them.
 
-    With a `choice` graphs go on from hidden states to tokens (`choose`). Others of the same sizes, which end there, are
-    for steps whose rows want more; they are captured once there was such a step.
+    With a `choice`, graphs also sample tokens (`choose`). Further graphs of the same sizes end at hidden states, for
+    steps whose rows need more than tokens; they are captured after the first such step.
 
-    All buffers are of the largest size and shared; smaller graphs use their first rows.
+    All graphs share buffers of the largest size; smaller graphs use their first rows.
     """
 
     def __init__(
@@ -72,75 +77,86 @@ class CudaGraphRunner:
         buckets: Buckets,
         *,
         max_pages: int,
+        reads: BatchReads = NOTHING_MORE,
         choice: Choice | None = None,
         collect_garbage: bool = False,
         profile: bool = False,
     ) -> None:
-        """`max_pages` is the length of a row's page table; longer rows run eagerly."""
+        """Allocate the buffers. `max_pages` is the width of their page table; batches with longer rows run eagerly.
+
+        `reads` are the optional inputs that the model reads; a batch may have no others.
+        """
         self._eager = eager
         self._device = device
         self._buckets = buckets
         self._cache = cache
-        # Of other kinds of caches only those can be captured that have page tables and nothing else.
+        # Steps with other cache kinds can be captured only if these have just a page table.
         self._capturable = all([*KINDS[kind].scratch_arrays([], 0)] == ["page_table"] for kind in cache.kinds)
         self._choice = choice
-        # (size, whether tokens are chosen); the last one is captured next
+        # (size, whether the graph samples); the last entry is captured next
         self._waiting: list[tuple[int, bool]] = []
-        self._wanted: set[bool] = set()
+        self._requested: set[bool] = set()
         if self._capturable:
-            self._want(choice is not None)
+            self._request_capture(choice is not None)
         if not self._capturable:
-            logger.info("No CUDA graphs are captured: not with %s caches.", ", ".join(cache.kinds))
+            logger.info(
+                "No CUDA graphs are captured: steps with %s caches cannot be captured.",
+                ", ".join(cache.kinds),
+            )
         self._graphs: dict[tuple[int, bool], _Captured] = {}
-        # By size: reached when what was planned last is on the device. Both graphs of a size share their plans.
+        # Graph size -> event recorded after its last attention plan was copied to the device. The two graphs of a
+        # size, with and without sampling, share the plan's host memory.
         self._planned: dict[int, Event] = {}
         self._collect_garbage = collect_garbage
         self._profile = profile
         self._seconds = 0.0
         with torch.inference_mode(), device.forward():
-            self._buffers = self._make_buffers(max(buckets.sizes, default=0), max_pages)
+            self._buffers = self._make_buffers(max(buckets.sizes, default=0), max_pages, reads)
+            self._nonzero_values: set[str] = set()  # names of row values that may not be 0 in the buffers
             self._sampling = self._make_sampling(max(buckets.sizes, default=0))
-        self._num_real = 0  # leading rows of the buffers that may hold a step's own values
+        self._num_real = 0  # number of leading rows of the buffers that may have values of an earlier step
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         replayed = self._replay(batch, None)
         return self._eager(batch) if replayed is None else replayed[0]
 
     def choose(
-        self, batch: ForwardBatch, arrays: SamplingArrays, *, greedy: bool
+        self, batch: ForwardBatch, arrays: SamplingArrays, *, greedy: bool, limits: Collection[str] = ()
     ) -> tuple[Tensor, Tensor] | None:
-        """As `choose` of `ops.sampling`, for steps all of whose rows sample; None: no graph does that.
+        """Sample a token for every row. Return ids and their validity, as `choose` of `ops.sampling`, or None.
 
-        `greedy`: all rows are. What is returned is the caller's until the next call.
+        Returns None if no graph can sample this step. `greedy` says whether all rows are greedy. `limits` are the
+        limits (such as "top_k") that at least one row uses. The result is valid until the next call.
         """
-        if self._choice is None or (self._choice.greedy_only and not greedy):
+        choice = self._choice
+        if choice is None or not (greedy or (not choice.greedy_only and choice.limits.issuperset(limits))):
             return None
         replayed = self._replay(batch, arrays)
         return None if replayed is None else (replayed[0], replayed[1])
 
     def is_waiting(self) -> bool:
-        """Whether graphs are left to be captured; may be asked on any thread."""
+        """Whether graphs remain to be captured. May be called on any thread."""
         return bool(self._waiting)
 
     @property
     def captured(self) -> frozenset[int]:
-        """The sizes whose graphs are all ready."""
+        """The sizes whose graphs are all captured."""
         waiting = {size for size, _ in self._waiting}
         return frozenset(size for size, _ in self._graphs) - waiting
 
     def capture_next(self) -> bool:
-        """Capture the largest size that waits, on the thread that enqueues; whether more wait."""
+        """Capture the largest waiting size, on the thread that enqueues. Return whether more sizes wait."""
         if not self._waiting:
             return False
         size, chooses = self._waiting.pop()
         began = time.perf_counter()
-        with torch.inference_mode(), self._device.forward(), self._around(size):
+        with torch.inference_mode(), self._device.forward(), self._capture_context(size):
             self._reset(0)
             replans: Replans = [{} for _ in _tables(self._buffers)]
             run = partial(self._run, size, replans, chooses=chooses)
-            if size in self._planned:  # the run that warms up plans again, in the same memory of the host
+            if size in self._planned:  # the warm-up run plans again in the same host memory
                 self._planned[size].wait()
-            run()  # compiles and loads kernels, which a capture cannot
+            run()  # compiles and loads kernels, which is impossible during a capture
             graph, results = self._device.capture(run)
             self._graphs[size, chooses] = _Captured(graph, results, replans)
             self._planned[size] = self._device.record()
@@ -150,13 +166,13 @@ class CudaGraphRunner:
         return bool(self._waiting)
 
     def _replay(self, batch: ForwardBatch, arrays: SamplingArrays | None) -> tuple[Tensor, ...] | None:
-        """What the graph for this step wrote for its rows; with `arrays`, of the graph that chooses tokens."""
+        """Replay the graph for this step and return its results, or None. With `arrays`, the graph samples."""
         size = self._fitting(batch)
         if size is None:
             return None
         captured = self._graphs.get((size, arrays is not None))
         if captured is None:
-            self._want(arrays is not None)
+            self._request_capture(arrays is not None)
             return None
         self._fill(batch, arrays)
         if any(captured.replans):
@@ -164,29 +180,30 @@ class CudaGraphRunner:
         captured.graph.replay()
         return tuple(result[: batch.num_tokens] for result in captured.results)
 
-    def _want(self, chooses: bool) -> None:
-        """Have such graphs of all sizes captured, behind those that wait already."""
-        if chooses not in self._wanted:
-            self._wanted.add(chooses)
+    def _request_capture(self, chooses: bool) -> None:
+        """Queue the capture of graphs of all sizes, after those that wait already."""
+        if chooses not in self._requested:
+            self._requested.add(chooses)
             self._waiting = [(size, chooses) for size in self._buckets.sizes] + self._waiting
 
     def _fitting(self, batch: ForwardBatch) -> int | None:
-        """The size of the graphs for a step with these rows."""
+        """Return the graph size for a step with these rows, or None if no graph fits."""
         attention = batch.attention
-        if not self._capturable or not batch.is_plain or any(count != 1 for count in attention.counts_host):
+        if not self._capturable or any(count != 1 for count in attention.counts_host):
             return None
         if attention.page_table.shape[1] > self._buffers.attention.page_table.shape[1]:
             return None
         return self._buckets.take(len(attention.counts_host))
 
     def _fill(self, batch: ForwardBatch, arrays: SamplingArrays | None) -> None:
-        """Copy a step's inputs into the buffers: one launch for each dtype, and one for each page table."""
+        """Copy a step's inputs into the buffers, with one launch per dtype and one per page table."""
         num_rows, width = batch.attention.page_table.shape
         buffers = self._buffers
         pairs = [
             (buffers.token_ids, batch.token_ids),
             (buffers.positions, batch.positions),
             (buffers.attention.starts, batch.attention.starts),
+            *self._optional_pairs(batch),
         ]
         for own, given in zip(_tables(buffers), _tables(batch), strict=True):
             pairs.append((own.slot_mapping, given.slot_mapping))
@@ -194,7 +211,7 @@ class CudaGraphRunner:
         if arrays is not None:
             pairs += zip(self._sampling, arrays, strict=True)
         for dtype in {own.dtype: None for own, _ in pairs}:
-            alike = [(own[:num_rows], given) for own, given in pairs if own.dtype == dtype]
+            alike = [(own[..., :num_rows], given) for own, given in pairs if own.dtype == dtype]
             torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                 [own for own, _ in alike], [given for _, given in alike]
             )
@@ -202,34 +219,58 @@ class CudaGraphRunner:
             self._reset(num_rows)
         self._num_real = num_rows
 
+    def _optional_pairs(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs of buffer and input for the inputs that only some models read."""
+        buffers, pairs = self._buffers, []
+        for name, own in buffers.row_values.items():
+            if name in batch.row_values:
+                pairs.append((own, batch.row_values[name]))
+            elif name in self._nonzero_values:
+                own.zero_()
+        self._nonzero_values = set(batch.row_values)
+        if buffers.position_axes is not None:
+            axes = batch.position_axes
+            axes = batch.positions.expand(3, -1) if axes is None else axes
+            pairs.append((buffers.position_axes, axes))
+        if buffers.input_embeds is not None and buffers.embeds_mask is not None:
+            buffers.embeds_mask.zero_()
+            if batch.media is not None:
+                vectors, mask = batch.media
+                buffers.input_embeds[: len(vectors)].copy_(vectors)
+                buffers.embeds_mask[: len(mask)].copy_(mask)
+        return pairs
+
     def _reset(self, first: int) -> None:
-        """Make rows from `first` on padding."""
+        """Turn the rows from `first` on into padding rows."""
         rows = slice(first, self._num_real)
         buffers = self._buffers
         buffers.token_ids[rows].fill_(0)
         buffers.positions[rows].fill_(0)
         buffers.attention.starts[rows].fill_(0)
+        for values in buffers.row_values.values():
+            values[rows].fill_(0)
+        if buffers.position_axes is not None:
+            buffers.position_axes[:, rows].fill_(0)
         scratch_pages = [self._cache.scratch_page, *self._cache.kinds.values()]
         for own, scratch_page in zip(_tables(buffers), scratch_pages, strict=True):
             own.slot_mapping[rows].fill_(scratch_page * self._cache.page_size)
             own.page_table[rows].fill_(scratch_page)
-        self._sampling.greedy[rows].fill_(True)  # the quickest way to choose
+        self._sampling.greedy[rows].fill_(True)  # the fastest way to sample
         self._num_real = min(first, self._num_real)
 
     def _replan(self, size: int, replans: Replans, starts: Sequence[int]) -> None:
-        """Bring a step's rows to where the captured attention looks for them, behind earlier replays."""
-        self._planned[
-            size
-        ].wait()  # host memory of the last plan is read; a step or more ago, so mostly long since
+        """Write the attention plan of a step's rows to where the captured attention reads it, after earlier replays."""
+        # The device must have read the last plan from host memory before it is overwritten.
+        self._planned[size].wait()
         starts = [*starts, *[0] * (size - len(starts))]
-        for own, of_layers in zip(_tables(self._buffers), replans, strict=True):
+        for own, layer_replans in zip(_tables(self._buffers), replans, strict=True):
             metadata = _first_rows(own, starts)
-            for replan in of_layers.values():
+            for replan in layer_replans.values():
                 replan(metadata)
         self._planned[size] = self._device.record()
 
     def _run(self, size: int, replans: Replans, *, chooses: bool) -> tuple[Tensor, ...]:
-        """The first `size` rows of the buffers, eagerly. Nothing derived from earlier rows is kept."""
+        """Run the first `size` rows of the buffers eagerly, without values cached from earlier rows."""
         buffers = self._buffers
         attention, *others = (
             replace(_first_rows(own, [0] * size), replans=left)
@@ -241,6 +282,7 @@ class CudaGraphRunner:
                 token_ids=buffers.token_ids[:size],
                 positions=buffers.positions[:size],
                 attention=attention,
+                **_first_optional(buffers, size),
                 kinds={
                     name: KindInputs({"page_table": own.page_table}, own)
                     for name, own in zip(buffers.kinds, others, strict=True)
@@ -254,7 +296,7 @@ class CudaGraphRunner:
         return choice.choose(choice.logits(hidden), arrays, _all_greedy(size))
 
     def _make_sampling(self, num_rows: int) -> SamplingArrays:
-        """How the rows of the buffers choose: greedily, until a step says otherwise."""
+        """Create the sampling buffers, initially for greedy rows."""
         device = self._device.torch_device
         neutral = {"greedy": (True, torch.bool), "uniform": (0.0, torch.float32)} | {
             name: (array.neutral, getattr(torch, array.dtype)) for name, array in ROW_ARRAYS.items()
@@ -266,7 +308,7 @@ class CudaGraphRunner:
             )
         )
 
-    def _make_buffers(self, num_rows: int, max_pages: int) -> ForwardBatch:
+    def _make_buffers(self, num_rows: int, max_pages: int, reads: BatchReads) -> ForwardBatch:
         cache, device = self._cache, self._device.torch_device
 
         def filled(value: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -297,31 +339,50 @@ class CudaGraphRunner:
             attention=attention,
             cache=cache,
             kinds=kinds,
+            row_values={name: filled(0, num_rows, dtype=torch.int32) for name in reads.row_values},
+            position_axes=filled(0, 3, num_rows) if reads.position_axes else None,
+            input_embeds=filled(0, num_rows, reads.media_size, dtype=torch.float32) if reads.media_size else None,
+            embeds_mask=filled(False, num_rows, dtype=torch.bool) if reads.media_size else None,
         )
 
-    def _around(self, size: int) -> ExitStack:
-        """What surrounds the capture of a size."""
-        around = ExitStack()
+    def _capture_context(self, size: int) -> ExitStack:
+        """Return the context of a capture: without garbage collection, and profiled if configured."""
+        context = ExitStack()
         if not self._collect_garbage:
-            around.enter_context(collector_paused())
+            context.enter_context(collector_paused())
         if self._profile:
-            around.enter_context(_profiled(f"Capture of the CUDA graph for {size} rows"))
-        return around
+            context.enter_context(_profiled(f"Capture of the CUDA graph for {size} rows"))
+        return context
+
+
+def _first_optional(buffers: ForwardBatch, size: int) -> dict[str, Any]:
+    """Return the first `size` rows of the optional buffers. Each row has one token."""
+    values = {name: own[:size] for name, own in buffers.row_values.items()}
+    axes, vectors, mask = buffers.position_axes, buffers.input_embeds, buffers.embeds_mask
+    return {
+        "row_values": values,
+        "token_values": values,
+        "position_axes": None if axes is None else axes[:, :size],
+        "input_embeds": None if vectors is None else vectors[:size],
+        "embeds_mask": None if mask is None else mask[:size],
+    }
 
 
 def _all_greedy(num_rows: int) -> SamplingArrays:
-    """The plan of greedy rows, on the host."""
+    """Return the plan of greedy rows, on the host."""
     unread = torch.zeros(0)
-    return SamplingArrays(torch.ones(num_rows, dtype=torch.bool), unread, unread, unread, unread, unread)
+    return SamplingArrays(*[unread] * len(SamplingArrays._fields))._replace(
+        greedy=torch.ones(num_rows, dtype=torch.bool)
+    )
 
 
 def _tables(batch: ForwardBatch) -> list[AttentionMetadata]:
-    """What names pages: that of all layers, then those of the kinds with pages of their own."""
+    """Return the metadata of all page tables: first of paged layers, then of each other cache kind."""
     return [batch.attention, *(kind.attention for kind in batch.kinds.values())]
 
 
 def _first_rows(attention: AttentionMetadata, starts: Sequence[int]) -> AttentionMetadata:
-    """As many rows of the buffers as there are `starts`, which are what the host knows of them."""
+    """Return the first `len(starts)` rows of the buffers. `starts` is the host's copy of their starts."""
     size = len(starts)
     return replace(
         attention,
@@ -338,7 +399,7 @@ def _first_rows(attention: AttentionMetadata, starts: Sequence[int]) -> Attentio
 
 @contextmanager
 def _profiled(title: str) -> Iterator[None]:
-    """Log what the host and the device spent most time on inside."""
+    """Profile the block, and log the operations that took the most time."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]

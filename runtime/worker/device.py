@@ -1,7 +1,7 @@
-"""What a step needs of the device that it runs on, beyond tensors: order, copies, events, graphs, a thread.
+"""The device of a rank beyond tensors: streams, copies, events, graphs, and a thread.
 
-Everything that may run later than it is called goes through a `Device`, so that a test can let it run later in any
-order that streams allow. `DeviceThread` is the one bridge between the device and asyncio.
+All asynchronous work goes through a `Device`, so that a test can delay it in any order that streams allow.
+`DeviceThread` is the only bridge between the device and asyncio.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 from weakref import finalize
 
 import torch
@@ -24,19 +24,20 @@ from runtime.errors import EngineClosed
 
 Result = TypeVar("Result")
 
-Read = Callable[[], Result]  # waits until the result is on the host, and reads it there
-Enqueue = Callable[[], Read[Result]]  # enqueues work on the device
+Read = Callable[[], Result]  # a function that waits until the result is on the host, and returns it
+Enqueue = Callable[[], Read[Result]]  # a function that enqueues work on the device
+Stream = Literal["forward", "copy"]
 
 
 class Event(Protocol):
     """A point in the device's work."""
 
     def wait(self) -> None:
-        """Block until the work before it is done."""
+        """Block until the work before the event is done."""
         ...
 
     def is_reached(self) -> bool:
-        """Whether the work before it is done; returns at once."""
+        """Whether the work before the event is done. Returns immediately."""
         ...
 
 
@@ -44,69 +45,77 @@ class Graph(Protocol):
     """Captured work."""
 
     def replay(self) -> None:
-        """Enqueue it again: the same operations on the same addresses, whatever is there by then."""
+        """Enqueue the captured operations on the same addresses, with their current contents."""
         ...
 
 
 class MemoryUse(NamedTuple):
-    """What some work took, in bytes."""
+    """The memory that some work took, in bytes."""
 
-    peak_bytes: int  # at its height, beyond what was there before
-    kept_bytes: int  # of it, what stays
+    peak_bytes: int  # peak memory, less the memory before
+    kept_bytes: int  # memory that remains allocated
 
 
 class Device(Protocol):
-    """One device and the two streams of it that a rank uses: one for copies, one for the forward."""
+    """A device with the two streams of a rank: one for copies, one for the forward."""
 
     torch_device: torch.device
-    is_host: bool  # what is called is done at once, and the host can read the result
+    is_host: bool  # whether the device is the host: calls are synchronous, and results need no copy
 
     def forward(self) -> AbstractContextManager[None]:
-        """Enqueue what is called inside on the forward stream, in order."""
+        """Return a context whose calls are enqueued on the forward stream, in order."""
+        ...
+
+    def copies(self) -> AbstractContextManager[None]:
+        """Return a context whose calls are enqueued on the copy stream, in order. May be nested in `forward`."""
+        ...
+
+    def order(self, first: Stream, then: Stream) -> None:
+        """Make later work on stream `then` wait for all earlier work on stream `first`."""
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Host memory, uint8, that copies may read and write while the host goes on."""
+        """Return host memory, uint8, for asynchronous copies."""
         ...
 
     def upload(self, host: Tensor) -> tuple[Tensor, Event]:
-        """A copy of pinned memory on the device, for what is enqueued on the forward stream from now on.
+        """Copy pinned memory to the device, for later work on the forward stream.
 
         `host` must not change before the event is reached. The copy overlaps with the forward of earlier steps.
         """
         ...
 
     def record(self) -> Event:
-        """The end of what the forward stream has to do so far."""
+        """Return an event after all earlier work on the forward stream."""
         ...
 
     def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Copies on the host, behind what the forward stream has to do; to be read after the event."""
+        """Copy to the host after all earlier work on the forward stream. Read the copies after the event."""
         ...
 
     def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
-        """Record what `run` enqueues without running it; its tensors hold what each replay returns.
+        """Capture the work that `run` enqueues without running it. The result has the tensors that replays write.
 
-        All graphs of a device share one memory pool: only the results of the last replay are to be read.
-        Raises what `run` or the capture raised; the device goes on.
+        All graphs of a device share one memory pool, so only the results of the last replay are valid. Raises the
+        exception of `run` or of the capture; the device stays usable.
         """
         ...
 
     def measure(self, run: Callable[[], object]) -> MemoryUse:
-        """Run it, wait for it and tell what it took. Nothing else may use the device meanwhile."""
+        """Run a function, wait for its work and return its memory. Nothing else may use the device meanwhile."""
         ...
 
     def free_bytes(self) -> tuple[int, int]:
-        """(free, total) memory now, for all processes."""
+        """Return the current (free, total) memory of the device."""
         ...
 
     def release_unused(self) -> None:
-        """Give back what the allocator holds and nobody uses."""
+        """Release the allocator's unused memory."""
         ...
 
 
 class _Reached:
-    """The event of work that was done when it was called."""
+    """The event of synchronous work."""
 
     def wait(self) -> None:
         return
@@ -116,7 +125,7 @@ class _Reached:
 
 
 class CpuDevice:
-    """The host itself."""
+    """The host as a device: all calls are synchronous."""
 
     is_host = True
 
@@ -125,6 +134,12 @@ class CpuDevice:
 
     def forward(self) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def copies(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def order(self, first: Stream, then: Stream) -> None:
+        return
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -142,7 +157,7 @@ class CpuDevice:
         raise RuntimeError("A CPU has no graphs.")
 
     def measure(self, run: Callable[[], object]) -> MemoryUse:
-        raise RuntimeError("What a step takes on a CPU cannot be told from what else the process takes.")
+        raise RuntimeError("The memory of a step cannot be measured on a CPU.")
 
     def free_bytes(self) -> tuple[int, int]:
         machine = Machine.probe()
@@ -153,9 +168,9 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """An NVIDIA GPU. Belongs to the thread that enqueues; events may be waited for on any.
+    """An NVIDIA GPU. Call it on the thread that enqueues; events may be awaited on any thread.
 
-    No two that live at the same time have a stream in common.
+    Objects that exist at the same time have different streams.
     """
 
     is_host = False
@@ -172,18 +187,25 @@ class CudaDevice:
     def forward(self) -> AbstractContextManager[None]:
         return torch.cuda.stream(self._forward)
 
+    def copies(self) -> AbstractContextManager[None]:
+        return torch.cuda.stream(self._copies)
+
+    def order(self, first: Stream, then: Stream) -> None:
+        streams = {"forward": self._forward, "copy": self._copies}
+        streams[then].wait_stream(streams[first])
+
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, host: Tensor) -> tuple[Tensor, Event]:
-        # Memory of the copy stream's own: that of the forward stream may still be read by earlier steps.
+        # Allocated on the copy stream: a freed block of the forward stream may still be read by earlier steps.
         with torch.cuda.stream(self._copies):
-            there = host.to(self.torch_device, non_blocking=True)
+            on_device = host.to(self.torch_device, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._copies)
         self._forward.wait_event(done)
-        there.record_stream(self._forward)
-        return there, _CudaEvent(done)
+        on_device.record_stream(self._forward)
+        return on_device, _CudaEvent(done)
 
     def record(self) -> Event:
         done = torch.cuda.Event()
@@ -195,7 +217,7 @@ class CudaDevice:
             host = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
             for copy, tensor in zip(host, tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
-            done = torch.cuda.Event(blocking=True)  # whoever waits for it sleeps, and burns no processor
+            done = torch.cuda.Event(blocking=True)  # waiting threads sleep instead of spinning
             done.record(self._forward)
         return host, _CudaEvent(done)
 
@@ -205,12 +227,12 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._forward):
             self._forward.synchronize()
-            # Other threads go on waiting for events and pinning memory, which does not concern this capture.
+            # Other threads wait for events and pin memory meanwhile, which must not break this capture.
             graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
             try:
                 result = run()
             except BaseException:
-                with suppress(RuntimeError):  # that the capture is incomplete is known
+                with suppress(RuntimeError):  # the capture is incomplete
                     graph.capture_end()
                 raise
             graph.capture_end()
@@ -238,9 +260,9 @@ class CudaDevice:
 
 @cache
 def _idle_streams(device: torch.device) -> list[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
-    """Those that nothing uses any more, to be used again.
+    """Return the list of unused stream pairs, for reuse.
 
-    For every stream that it ever computed on cuBLAS keeps a workspace (32 MiB on Hopper), which nobody frees.
+    cuBLAS keeps a workspace (32 MiB on Hopper) for every stream it has ever used, and never frees it.
     """
     return []
 
@@ -257,13 +279,13 @@ class _CudaEvent:
 
 
 def open_device(device: torch.device) -> Device:
-    """The streams of this device, new ones."""
+    """Return the device with its own streams."""
     return CudaDevice(device) if device.type == "cuda" else CpuDevice()
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep Python's garbage collector from running: what it frees may not be freed during a capture."""
+    """Pause Python's garbage collector, since freeing device memory would break a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -274,12 +296,11 @@ def collector_paused() -> Iterator[None]:
 
 
 class DeviceThread:
-    """Enqueues work on a device and reads its results, off the event loop, in order.
+    """Enqueues work on a device and reads its results, in order, outside the event loop.
 
-    Work is enqueued by one thread: on a CPU the work is the forward itself, on CUDA it is the launching of kernels,
-    which takes milliseconds where it is not a graph. Results are read by the same thread at once or, with
-    `separate_reads` (CUDA), by a second one that waits for the work's event while the first enqueues what comes next.
-    Either way the loop only ever waits for a future.
+    One thread enqueues: on a CPU this is the forward itself; on CUDA it launches kernels, which takes milliseconds
+    without a graph. The same thread reads results immediately or, with `separate_reads` (CUDA), a second thread waits
+    for the event of the work while the first one enqueues further work. The event loop only waits for futures.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, separate_reads: bool) -> None:
@@ -288,28 +309,25 @@ class DeviceThread:
         self._reads: queue.SimpleQueue[tuple[Read, asyncio.Future] | None] = queue.SimpleQueue()
         self._separate = separate_reads
         self._closed = False
-        self.around: Callable[[Enqueue], Enqueue] | None = None  # wraps all work, to time it
+        # If set, wraps all submitted work, for example to time it.
+        self.around: Callable[[Enqueue], Enqueue] | None = None
         targets = {"penstock-device": self._run_work}
         if separate_reads:
             targets["penstock-results"] = self._run_reads
-        self._threads = [
-            threading.Thread(target=target, name=name, daemon=True) for name, target in targets.items()
-        ]
+        self._threads = [threading.Thread(target=target, name=name, daemon=True) for name, target in targets.items()]
         for thread in self._threads:
             thread.start()
 
     @property
     def closed(self) -> bool:
-        """Whether nothing more is taken."""
+        """Whether `close` was called."""
         return self._closed
 
-    def submit(
-        self, enqueue: Enqueue[Result], future: asyncio.Future[Result] | None = None
-    ) -> asyncio.Future[Result]:
-        """Take work; returns at once. Raises `EngineClosed` after `close`.
+    def submit(self, enqueue: Enqueue[Result], future: asyncio.Future[Result] | None = None) -> asyncio.Future[Result]:
+        """Queue work and return immediately. Raises `EngineClosed` after `close`.
 
-        The future, a new one unless it is given, gets the result, or what was raised. Whoever waits shields it:
-        a cancelled future does not cancel the work.
+        The future (a new one by default) gets the result or the exception. Callers must shield it: a cancelled future
+        does not cancel the work.
         """
         if self._closed:
             raise EngineClosed("The engine is closed.")
@@ -319,13 +337,13 @@ class DeviceThread:
         return future
 
     def new_future(self) -> asyncio.Future:
-        """A future of the loop. An exception that nobody retrieves is not logged: whoever waited may be gone."""
+        """Return a future of the loop. asyncio does not log its exception if nobody retrieves it."""
         future = self._loop.create_future()
-        future.add_done_callback(_retrieve)
+        future.add_done_callback(retrieve)
         return future
 
     def close(self) -> None:
-        """Finish what was taken, then end the threads. Blocks; call it off the loop."""
+        """Finish queued work and end the threads. Blocks; do not call it on the event loop."""
         if not self._closed:
             self._closed = True
             self._work.put(None)
@@ -338,7 +356,7 @@ class DeviceThread:
             try:
                 read = enqueue() if self.around is None else self.around(enqueue)()
             except BaseException as error:
-                # It crosses the thread border as it is, and is raised where it is awaited.
+                # The future raises the error.
                 self._post(future, None, error)
             else:
                 if self._separate:
@@ -357,7 +375,7 @@ class DeviceThread:
     def _read(self, read: Read[Result], future: asyncio.Future[Result]) -> None:
         try:
             result = read()
-        except BaseException as error:  # as above
+        except BaseException as error:  # the future raises the error
             self._post(future, None, error)
         else:
             self._post(future, result, None)
@@ -365,7 +383,7 @@ class DeviceThread:
     def _post(self, future: asyncio.Future, result: object, error: BaseException | None) -> None:
         try:
             self._loop.call_soon_threadsafe(_settle, future, result, error)
-        except RuntimeError:  # the loop is closed: nobody waits any more
+        except RuntimeError:  # the loop is closed
             return
 
 
@@ -378,6 +396,7 @@ def _settle(future: asyncio.Future, result: object, error: BaseException | None)
         future.set_result(result)
 
 
-def _retrieve(future: asyncio.Future) -> None:
+def retrieve(future: asyncio.Future) -> None:
+    """Mark an exception as retrieved, so that it is not logged if no caller waits any more."""
     if not future.cancelled():
         future.exception()

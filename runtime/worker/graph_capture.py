@@ -1,4 +1,4 @@
-"""Graph capture in the background: one graph at a time between steps, so that no request waits for all of them."""
+"""Graph capture in the background: one graph at a time, between steps."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from runtime.worker.device import DeviceThread, Read
 
 logger = logging.getLogger("penstock.core")
 
-STEPS_BETWEEN = 64  # two captures, while there is always something to compute
-QUIET_S = 0.05  # without a step before the next capture: a client that answers at once is not idle
+STEPS_BETWEEN = 64  # under constant load, a graph is captured after this many steps
+QUIET_S = 0.05  # idle time before the next capture, longer than the pause of a client that replies immediately
 
 
 class BackgroundCapture:
-    """Calls `capture_next` on the device thread while something `is_waiting`, which may begin anew at any step.
+    """Calls `capture_next` on the device thread while `is_waiting`, which any step may make true again.
 
-    The first capture waits for the first step to be done, so that no first token waits for any. Later ones are
-    made while nothing runs, and every `steps_between` steps where something always runs. A capture that fails is
-    the last one: the error is logged, and steps go on as they are. Belongs to the loop.
+    The first capture starts after the first step, so that no first token waits for a capture. Later captures run while
+    no step runs, and every `steps_between` steps under constant load. After a failed capture, the error is logged and
+    no further graph is captured. Call it on the event loop.
     """
 
     def __init__(
@@ -32,22 +32,22 @@ class BackgroundCapture:
         quiet_s: float = QUIET_S,
     ) -> None:
         self._thread = thread
-        self._capture_next: Callable[[], object] | None = capture_next  # None: it failed, or is closed
+        self._capture_next: Callable[[], object] | None = capture_next  # None after a failure or `close`
         self._is_waiting = is_waiting
         self._steps_between = steps_between
         self._quiet_s = quiet_s
         self._capturing = False
         self._num_in_flight = 0
-        self._num_steps = 0  # since the last capture
+        self._num_steps = 0  # steps since the last capture
         self._loop = asyncio.get_running_loop()
 
     @property
     def is_pending(self) -> bool:
-        """Whether a graph is still to be captured."""
+        """Whether a graph remains to be captured."""
         return self._capture_next is not None and self._is_waiting()
 
     def note_step(self, step: asyncio.Future) -> None:
-        """After every launched step."""
+        """Record a launched step."""
         if not self.is_pending:
             return
         self._num_in_flight += 1
@@ -55,7 +55,7 @@ class BackgroundCapture:
         step.add_done_callback(self._step_done)
 
     def close(self) -> None:
-        """Start no further capture and let go of the graphs."""
+        """Start no further capture, and drop the reference to the graphs."""
         self._capture_next = None
 
     def _step_done(self, step: asyncio.Future) -> None:
@@ -91,6 +91,6 @@ class BackgroundCapture:
         error = capture.exception()
         if error is not None:
             self._capture_next = None
-            logger.error("A graph was not captured; its steps run without one, as before.", exc_info=error)
+            logger.error("A graph could not be captured. Its steps run without a graph.", exc_info=error)
         elif not self._num_in_flight:
             self._start_if_quiet()

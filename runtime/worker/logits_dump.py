@@ -1,4 +1,4 @@
-"""The logits of every step as files: `--debug-tensor-dump-output-folder`."""
+"""Writes the logits of every step to files: `--debug-tensor-dump-output-folder`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from runtime.errors import EngineFailure
 
 
 class LogitsDump:
-    """Writes `step-N.npz` for each step that samples, N counted from 0: waits for the device, so steps become slow.
+    """Writes `step-N.npz` for each step that samples, with N from 0. Waits for the device, so steps become slow.
 
-    `logits` is float32 [R, V] before penalties, biases and grammars, `positions` int64 [R] where each row's new token
-    will stand in its sequence, `rids` [R] the names of the requests. Raises `EngineFailure` where the folder cannot be
-    made.
+    `logits` is float32 [N, V] before penalties, biases and grammars; `positions` int64 [N] is the position of each new
+    token in its sequence; `rids` [N] are the request labels. Raises `EngineFailure` if the folder cannot be created.
     """
 
     def __init__(self, folder: str) -> None:
@@ -26,21 +25,22 @@ class LogitsDump:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise EngineFailure(f"--debug-tensor-dump-output-folder {folder} cannot be made.") from error
+            raise EngineFailure(f"--debug-tensor-dump-output-folder {folder} cannot be created.") from error
 
     def write(self, logits: Tensor, batch: Batch) -> None:
-        """`logits` are those of the rows of `batch` that sample."""
+        """Write the logits of the sampled positions of a batch."""
         if batch.sampling is None:
             raise ValueError("No row of this batch is sampled.")
-        rows = batch.sampling.rows
+        sampling, ends = batch.sampling, np.cumsum(batch.counts)
+        rows = sampling.row_of
         path = self._folder / f"step-{self._num_steps:06d}.npz"
         unfinished = path.with_suffix(".new")
         with unfinished.open("wb") as file:
             np.savez(
                 file,
                 logits=logits.cpu().numpy(),
-                positions=(batch.starts[rows] + batch.counts[rows]).astype(np.int64),
+                positions=(batch.starts + batch.counts - ends)[rows] + sampling.positions + np.int64(1),
                 rids=np.array([batch.sequences[row].request.label for row in rows]),
             )
-        os.replace(unfinished, path)  # who looks finds whole files
+        os.replace(unfinished, path)  # readers see complete files
         self._num_steps += 1

@@ -1,4 +1,4 @@
-"""Log-probabilities on their way to the host: of sampled tokens and of prompts."""
+"""Computes log-probabilities of sampled tokens and prompts, and reads them on the host."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from ops.sampling.native import score as native_score
 from runtime.batch import PromptLogprobs
 from runtime.request import LOWEST_LOGPROB, LogprobParams, Logprobs
 
-# Prompt positions whose logits exist at one time.
+# Maximum number of prompt positions whose logits are in memory at the same time.
 CHUNK = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredRows:
-    """Scores of n positions, on the device, each with what was asked for it."""
+    """Scores of n positions on the device, with their parameters."""
 
-    scores: Scores  # of n rows
+    scores: Scores  # scores of the n positions
     chosen_ids: Tensor  # int64 [n]
     params: tuple[LogprobParams, ...]  # [n]
 
     def tensors(self) -> list[Tensor]:
-        """What must be copied to the host before `read`."""
+        """Return the tensors that must be copied to the host before `read`."""
         return [*self.scores, self.chosen_ids]
 
     def read(self, host: Sequence[Tensor]) -> list[Logprobs]:
-        """One `Logprobs` for each position, from the copies of `tensors()`. Touches no device."""
+        """Return one `Logprobs` for each position, from the host copies of `tensors()`."""
         chosen, top, top_ids, requested, chosen_ids = (tensor.tolist() for tensor in host)
         return [
             Logprobs(
@@ -43,7 +43,7 @@ class ScoredRows:
 
 
 def requested_ids(params: Sequence[LogprobParams]) -> np.ndarray:
-    """The token ids that each of n rows asks for, int64 [n, M], padded with 0."""
+    """Return the token ids that each of n rows requests, int64 [n, M], padded with 0."""
     padded = np.zeros((len(params), max(len(p.token_ids) for p in params)), np.int64)
     for row, p in zip(padded, params):
         row[: len(p.token_ids)] = p.token_ids
@@ -58,9 +58,9 @@ def score_rows(
     params: Sequence[LogprobParams],
     score: Callable[..., Scores] = native_score,
 ) -> ScoredRows:
-    """Score n rows of `logits` [n, V] at the chosen ids [n] and whatever each row's `params` ask for.
+    """Score n rows of `logits` [n, V] at the chosen ids [n] and at the ids that `params` request.
 
-    `requested` holds `requested_ids(params)` where the logits are.
+    `requested` is `requested_ids(params)` on the device of the logits.
     """
     num_top = max(p.top for p in params)
     return ScoredRows(score(logits, temperature, chosen_ids, num_top, requested), chosen_ids, tuple(params))
@@ -68,34 +68,32 @@ def score_rows(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredPrompts:
-    """Scores of the wanted prompt positions, on the device, in chunks that cut across prompts."""
+    """Scores of the requested prompt positions on the device, in chunks that may span prompts."""
 
-    wanted: tuple[PromptLogprobs, ...]
+    requests: tuple[PromptLogprobs, ...]
     chunks: tuple[ScoredRows, ...]
 
     def tensors(self) -> list[Tensor]:
-        """What must be copied to the host before `read`."""
+        """Return the tensors that must be copied to the host before `read`."""
         return [tensor for chunk in self.chunks for tensor in chunk.tensors()]
 
     def read(self, host: Sequence[Tensor]) -> list[tuple[int, Logprobs]]:
-        """(row, logprobs of its positions) in the order of `wanted`, from the copies of `tensors()`."""
+        """Return (row, logprobs of its positions) for each request, from the host copies of `tensors()`."""
         copies = iter(host)
         positions = (
-            position
-            for chunk in self.chunks
-            for position in chunk.read([next(copies) for _ in chunk.tensors()])
+            position for chunk in self.chunks for position in chunk.read([next(copies) for _ in chunk.tensors()])
         )
-        return [(w.row, _join([next(positions) for _ in w.targets])) for w in self.wanted]
+        return [(w.row, _join([next(positions) for _ in w.targets])) for w in self.requests]
 
 
-def prompt_arrays(wanted: Sequence[PromptLogprobs], chunk: int = CHUNK) -> dict[str, np.ndarray]:
-    """What `score_prompts` needs on the device, by name."""
-    lengths = [len(w.targets) for w in wanted]
+def prompt_arrays(requests: Sequence[PromptLogprobs], chunk: int = CHUNK) -> dict[str, np.ndarray]:
+    """Return the arrays that `score_prompts` needs on the device, by name."""
+    lengths = [len(w.targets) for w in requests]
     return {
-        "prompt_indices": prompt_indices(wanted),
-        "prompt_targets": np.concatenate([w.targets for w in wanted]).astype(np.int64),
-        "prompt_requested_ids": requested_ids([w.params for w in wanted]),
-        "prompt_owners": np.repeat(np.arange(len(wanted)), lengths),
+        "prompt_indices": prompt_indices(requests),
+        "prompt_targets": np.concatenate([w.targets for w in requests]).astype(np.int64),
+        "prompt_requested_ids": requested_ids([w.params for w in requests]),
+        "prompt_owners": np.repeat(np.arange(len(requests)), lengths),
         "prompt_temperature": np.ones(chunk, np.float32),
     }
 
@@ -103,30 +101,30 @@ def prompt_arrays(wanted: Sequence[PromptLogprobs], chunk: int = CHUNK) -> dict[
 def score_prompts(
     hidden: Tensor,
     logits_of: Callable[[Tensor], Tensor],
-    wanted: tuple[PromptLogprobs, ...],
-    there: Mapping[str, Tensor],
+    requests: tuple[PromptLogprobs, ...],
+    on_device: Mapping[str, Tensor],
     score: Callable[..., Scores] = native_score,
 ) -> ScoredPrompts:
     """Score prompt tokens by the raw logits of the positions before them.
 
-    `hidden` is [T, E] of the flat batch, `logits_of` maps [n, E] to float32 logits [n, V], `there` holds
-    `prompt_arrays(wanted, chunk)`. Never more than `chunk` positions have their logits at one time.
+    `hidden` is [T, E] of the flat batch, `logits_of` maps [n, E] to float32 logits [n, V], and `on_device` has the
+    `prompt_arrays`. The logits of at most `chunk` positions are in memory at the same time.
     """
-    params = [w.params for w in wanted for _ in w.targets]
-    indices, temperature = there["prompt_indices"], there["prompt_temperature"]
+    params = [w.params for w in requests for _ in w.targets]
+    indices, temperature = on_device["prompt_indices"], on_device["prompt_temperature"]
     chunks = []
     for first in range(0, len(params), len(temperature)):
         part = slice(first, first + len(temperature))
         logits = logits_of(hidden[indices[part]])
-        requested = there["prompt_requested_ids"][there["prompt_owners"][part]]
-        ones, targets = temperature[: len(logits)], there["prompt_targets"][part]
+        requested = on_device["prompt_requested_ids"][on_device["prompt_owners"][part]]
+        ones, targets = temperature[: len(logits)], on_device["prompt_targets"][part]
         chunks.append(score_rows(logits, targets, ones, requested, params[part], score))
-    return ScoredPrompts(wanted, tuple(chunks))
+    return ScoredPrompts(requests, tuple(chunks))
 
 
-def prompt_indices(wanted: Sequence[PromptLogprobs]) -> np.ndarray:
-    """The positions of the flat batch whose logits are wanted, int64."""
-    return np.concatenate([np.arange(w.offset, w.offset + len(w.targets)) for w in wanted])
+def prompt_indices(requests: Sequence[PromptLogprobs]) -> np.ndarray:
+    """Return the positions of the flat batch whose logits are needed, int64."""
+    return np.concatenate([np.arange(0), *(np.arange(w.offset, w.offset + len(w.targets)) for w in requests)])
 
 
 def _join(positions: Sequence[Logprobs]) -> Logprobs:

@@ -1,4 +1,4 @@
-"""The memory that the largest steps take, found out by running them before there is a KV cache."""
+"""The memory profile run: measures the largest steps before the KV cache is allocated."""
 
 from __future__ import annotations
 
@@ -15,16 +15,14 @@ from runtime.kv_cache.registry import KINDS
 from runtime.kv_cache.sizing import StepMemory, largest_step_tokens
 from runtime.worker.model_runner import StepExecutor
 
-GRAPH_BYTES = 16 << 20  # what the driver keeps for each graph, guessed
+GRAPH_BYTES = 16 << 20  # estimated memory that the driver needs for each graph
 
 
-def profile_memory(
-    executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] = MappingProxyType({})
-) -> StepMemory:
-    """The larger of the largest prompt step and the largest step of single tokens, and what graphs take.
+def profile_memory(executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] = MappingProxyType({})) -> StepMemory:
+    """Return the activation memory of the largest prefill or decode step, and an estimate for all graphs.
 
-    The executor's pool needs one page, and of these `kinds` of caches so many units: all rows write there, and what
-    they compute is worth nothing. Raises `ConfigurationError` when there is too little memory for one of the steps.
+    The executor's pool needs one page, and the number of units that `kinds` gives for each other cache kind. All rows
+    write there, and their results are discarded. Raises `ConfigurationError` if the memory does not suffice for a step.
     """
     schedule, sizes = plan.scheduler, plan.graphs.sizes
     page_size, context = plan.cache.page_size, plan.model.context_length
@@ -38,13 +36,13 @@ def profile_memory(
     tokens = largest_step_tokens(plan)
     prompts = [min(context, tokens - first) for first in range(0, tokens, context)]
     try:
-        run([1])  # compiles and loads kernels, and what libraries keep
+        run([1])  # compiles and loads kernels, and allocates workspaces of libraries
         activation_bytes = max(peak(prompts), peak([1] * schedule.max_running))
-        # Two graphs of each size: to tokens, and to hidden states.
+        # Two graphs of each size: one ends at tokens, the other at hidden states.
         graph_bytes = peak([1] * max(sizes)) + 2 * GRAPH_BYTES * len(sizes) if sizes else 0
     except OutOfMemory as error:
         raise ConfigurationError(
-            f"There is too little memory for a step of {tokens} tokens beside the weights; lower "
+            f"A step of {tokens} tokens does not fit into the memory that the weights leave free; lower "
             "--chunked-prefill-size, --max-prefill-tokens or --max-running-requests."
         ) from error
     return StepMemory(activation_bytes=activation_bytes, graph_bytes=graph_bytes, measured=True)
@@ -57,12 +55,12 @@ def profile_batch(
     kinds: Mapping[str, int] = MappingProxyType({}),
     is_embedding: bool = False,
 ) -> Batch:
-    """Rows of so many tokens from position 0, all in page 0, that choose in the way that takes most memory.
+    """Return a batch of rows with these token counts. All rows use page 0 and sample in the way that needs most memory.
 
-    With `is_embedding` they choose nothing, and vectors are made of them.
+    With `is_embedding`, the rows compute embeddings and sample no tokens.
     """
     num_rows = len(counts)
-    nothing: Any = None  # the runner never looks inside a sequence
+    nothing: Any = None  # the runner never reads a sequence
     return Batch(
         number=0,
         sequences=(nothing,) * num_rows,
@@ -75,7 +73,8 @@ def profile_batch(
         sampling=None
         if is_embedding
         else Sampling(
-            rows=np.arange(num_rows, dtype=np.int32),
+            positions=np.cumsum(counts, dtype=np.int32) - 1,
+            row_of=np.arange(num_rows, dtype=np.int32),
             greedy=np.zeros(num_rows, np.bool_),
             uniform=np.full(num_rows, 0.5, np.float32),
             params={"top_p": np.full(num_rows, 0.9, np.float32)},

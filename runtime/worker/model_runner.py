@@ -1,4 +1,4 @@
-"""Runs batches on one rank: each is enqueued on the device thread, and a future holds what came of it."""
+"""Runs batches on one rank: each batch is enqueued on the device thread, and a future has its result."""
 
 from __future__ import annotations
 
@@ -6,46 +6,51 @@ import asyncio
 import logging
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import anyio
-import numpy as np
 import torch
 from torch import Tensor
 
+from ops.kv import native as native_kv
+from ops.sampling import NO_LIMIT
 from ops.sampling.native import to_device
-from runtime.batch import Batch, StepOutput
-from runtime.distributed.mesh import Mesh
-from runtime.errors import InvalidRequest, OutOfMemory
+from runtime.batch import SECOND_START, Batch, StepOutput
+from runtime.errors import OutOfMemory
 from runtime.kv_cache.pools import KVPool
-from runtime.models.decoder import Decoder
-from runtime.profile import ProfileOptions
-from runtime.worker.cpu_graph import NO_ROWS, CpuGraph
+from runtime.layers.batch_reads import batch_reads
+from runtime.loading.weight_update import LoadedWeights
+from runtime.mesh.mesh import Mesh
+from runtime.modeling.decoder import Decoder
+from runtime.worker.adapters import Adapters
+from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
-from runtime.worker.device import Device, DeviceThread, Read
+from runtime.worker.device import Device, DeviceThread, Read, retrieve
+from runtime.worker.drafts import settle, with_exact_starts
 from runtime.worker.graph_capture import BackgroundCapture
 from runtime.worker.logprobs import CHUNK, prompt_indices
 from runtime.worker.non_finite import NonFiniteSearch
+from runtime.worker.page_copies import CopyPages, PageCopier
 from runtime.worker.sampler import Sampled, Sampler, chooses_greedily, chooses_plainly, sampling_arrays
-from runtime.worker.step_inputs import NO_ARRAYS, Forward, Staging, StepInputs, prepare
+from runtime.worker.step_inputs import NO_ARRAYS, Forward, SampleInputs, Staging, StepInputs, prepare, samples_on_host
 from runtime.worker.step_outputs import copy_out
-from runtime.worker.step_profiler import StepProfiler
 from runtime.worker.step_timer import StepTimer
+from runtime.worker.verbs import RankState, run_verb
 
 logger = logging.getLogger("penstock.core")
 
 
 class ModelRunner:
-    """Runs the steps of rank 0 on a device thread. Belongs to the loop it was made on.
+    """Runs the steps of rank 0 on a device thread. Use it on the event loop on which it was created.
 
-    `launch` may be called while earlier steps run: each sequence's last sampled token stays on the device, so a
-    batch can name a token that nobody has seen yet. Where the model is spread over ranks, the others must do their
-    part of every batch in the same order.
+    `launch` may be called while earlier steps run: the last sampled token of each sequence stays on the device, so a
+    batch can refer to a token that the host does not know yet. With several ranks, the others must compute their part
+    of every batch in the same order.
     """
 
     def __init__(self, executor: StepExecutor, *, kernels_description: str = "") -> None:
@@ -55,16 +60,17 @@ class ModelRunner:
         loop = asyncio.get_running_loop()
         self._thread = DeviceThread(loop, separate_reads=not executor.device.is_host)
         self._pipelined = executor.pipelined
-        self._unfinished: deque[asyncio.Future[StepOutput]] = deque()  # in a pipeline, steps that only began
+        # In a pipeline: steps that were begun and not ended yet.
+        self._unfinished: deque[asyncio.Future[StepOutput]] = deque()
         self._capture = None
         graphs = executor.cuda_graphs
         if graphs is not None:
             self._capture = BackgroundCapture(self._thread, graphs.capture_next, graphs.is_waiting)
 
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Enqueue the batch; returns at once. Shield the future: a cancelled one does not cancel the step.
+        """Enqueue the batch and return immediately. Shield the future: cancelling it does not cancel the step.
 
-        It raises what the forward raised, `OutOfMemory` where the device had too little memory for this step.
+        The future raises the exception of the forward, `OutOfMemory` if the device has too little memory for the step.
         """
         if self._pipelined:
             return self._begin(batch)
@@ -76,18 +82,18 @@ class ModelRunner:
     def finish_oldest(self) -> None:
         """In a pipeline: enqueue the end of the oldest step, which waits for the other stages.
 
-        It runs on the thread that also begins steps, so until now the beginnings of further batches could go before
-        it, and the stages overlap. Elsewhere a step is enqueued whole, and this does nothing.
+        One thread begins and ends all steps. If the end of a step is enqueued late, further batches can begin before
+        it, so that the stages overlap. Without a pipeline this method does nothing.
         """
         if self._unfinished:
             self._thread.submit(self._executor.end, self._unfinished.popleft())
 
     async def watch(self) -> None:
-        """Never returns: a runner without other processes fails step by step only."""
+        """Never return: a runner without other processes reports failures only through its steps."""
         await anyio.sleep_forever()
 
     def close(self) -> None:
-        """Finish what was launched and let go of the weights and the cache. Blocks."""
+        """Finish launched steps and release the weights and the cache. Blocks."""
         if self._capture is not None:
             self._capture.close()
         self._thread.close()
@@ -96,23 +102,32 @@ class ModelRunner:
 
     @property
     def capturing(self) -> bool:
-        """Whether graphs are still to be captured, with which later steps will be faster."""
+        """Whether graphs remain to be captured, which will make steps faster."""
         return self._capture is not None and self._capture.is_pending
 
     def time_steps(self) -> StepTimer:
-        """Time every further step; a second call starts anew."""
+        """Time all further steps. A second call starts a new timer."""
         timer = StepTimer(None if self._device.is_host else self._device.forward)
         self._thread.around = timer.around
         return timer
 
-    async def start_profile(self, options: ProfileOptions) -> None:
-        """Profile the next steps of this rank. Raises `InvalidRequest` while that is being done."""
-        await self._thread.submit(lambda: self._executor.start_profile(options))
+    @property
+    def num_unfinished(self) -> int:
+        """In a pipeline: number of steps that were begun and not ended yet."""
+        return len(self._unfinished)
 
-    async def stop_profile(self) -> Path | None:
-        """End the profile, or the last one that ended by itself -> where it was written; None: there is none."""
-        written = await self._thread.submit(lambda: self._executor.stop_profile())
-        return None if written is None else await asyncio.wrap_future(written)
+    def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
+        """Run a verb on the device thread; see `Runner.call`. In a pipeline, begun steps end first."""
+        while self._unfinished:
+            self.finish_oldest()
+
+        def run() -> Read[Any]:
+            answer = run_verb(self._executor.rank, verb, payload)
+            return lambda: answer
+
+        answers = asyncio.ensure_future(_answers(self._thread.submit(run)))
+        answers.add_done_callback(retrieve)
+        return answers
 
     def _begin(self, batch: Batch) -> asyncio.Future[StepOutput]:
         step = self._thread.new_future()
@@ -121,30 +136,43 @@ class ModelRunner:
         return step
 
 
+async def _answers(done: asyncio.Future[Any]) -> list[Any]:
+    """Return the answer of a verb in a list. If it is a `concurrent.futures.Future`, wait while steps continue."""
+    answer = await asyncio.shield(done)
+    if isinstance(answer, Future):
+        answer = await asyncio.shield(asyncio.wrap_future(answer))
+    return [answer]
+
+
 def _fail_with(step: asyncio.Future[StepOutput], begun: asyncio.Future[None]) -> None:
     error = begun.exception()
     if error is not None and not step.done():
         step.set_exception(error)
 
 
+NOTHING = torch.empty(0)
+
+
 class _Begun(NamedTuple):
-    """A step whose tokens are still to be chosen."""
+    """A begun step, before its end."""
 
     batch: Batch
-    inputs: StepInputs
-    hidden: Tensor | None  # None: later stages compute it, or a graph went on to tokens
-    chosen: Sampled | None = None  # by that graph
+    samples: SampleInputs
+    hidden: Tensor | None  # [T, E] or, of the CPU graph, [N, E]; None: the last stage sends those of `requested`
+    requested: Tensor = NOTHING  # `StepInputs.requested`, in a pipeline
+    chosen: Sampled | None = None  # tokens that a graph sampled
+    vectors: Tensor | None = None  # vectors that the CPU graph pooled
 
 
 class StepExecutor:
-    """One rank's part of every step: its share of the model over its share of the cache.
+    """One rank's part of every step: its shard of the model and of the cache.
 
-    Belongs to the thread that enqueues; what `run` and `end` return may be called on another one.
+    Call it on the thread that enqueues. The functions that `run` and `end` return may be called on another thread.
 
-    Rank 0 has the sampler: it calls `run` or, in a pipeline, `begin` and later `end`. The other ranks of its stage
-    call `begin` and `follow`, which ends a step without choosing tokens, so that no two ranks can disagree. Ranks of
-    later stages call `relay`. All of them raise `OutOfMemory` where the device has too little for the step; the next
-    one may succeed.
+    Rank 0 has the sampler and calls `run` or, in a pipeline, `begin` and later `end`. The other ranks of its stage
+    call `begin` and `follow`, which ends a step without sampling, so that ranks cannot disagree. Ranks of later stages
+    call `relay`. All of these raise `OutOfMemory` if the device has too little memory for the step; later steps may
+    succeed.
     """
 
     def __init__(
@@ -160,70 +188,62 @@ class StepExecutor:
         cpu_graph: CpuGraph | None = None,
         cuda_graphs: CudaGraphRunner | None = None,
         nan_detection: bool = False,
+        copy_pages: CopyPages = native_kv.copy_pages,
+        weights: LoadedWeights | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
-        """`forward` computes the hidden states of a model that does not lie in stages, a `cpu_graph` whole steps in
-        one call. `cuda_graphs`, which are `forward` then, may also choose tokens.
+        """Without a pipeline, `forward` computes hidden states, and `cpu_graph` computes whole steps in one call.
+
+        If `cuda_graphs` is not None, it is the same object as `forward` and may also sample tokens.
         """
         self.device = device
+        self.rank = RankState(device, leads=sampler is not None, weights=weights, adapters=adapters)
         self.cuda_graphs = cuda_graphs
         self.mesh = mesh if mesh is not None and mesh.rank_info.world_size > 1 else None
         self.pipelined = mesh is not None and mesh.rank_info.pp_size > 1
         self.last_tokens = torch.zeros(num_sequences, dtype=torch.int64, device=device.torch_device)
+        # Computed tokens of each sequence after its newest row with drafts.
+        self.lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device.torch_device)
         self._model = model
         self._pool = pool
         self._forward = forward
         self._sampler = sampler
         self._cpu_graph = cpu_graph
         self._staging = Staging(device)
+        self._copier = PageCopier(pool, copy_pages, device, self._staging)
         self._begun: deque[_Begun] = deque()
-        self._said: set[str] = set()  # what it was logged of that it is not captured
-        self._profiler: StepProfiler | None = None
+        self._reads = batch_reads(model)
+        self._logged_drafts = False
         self._search = NonFiniteSearch(model) if nan_detection and self.mesh is None else None
 
     # --- rank 0 ---
 
-    def start_profile(self, options: ProfileOptions) -> Read[None]:
-        """Take a profile of the next steps. Raises `InvalidRequest` while one is being taken."""
-        if self._profiler is not None and self._profiler.running:
-            raise InvalidRequest("A profile is being taken already; stop that one first.")
-        self._profiler = StepProfiler(options, on_cuda=not self.device.is_host)
-        self._profiler.start()
-        return lambda: None
-
-    def stop_profile(self) -> Read[Future[Path] | None]:
-        """End the profile -> the path of its trace, once that is written; None where none was begun."""
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None and profiler.running:
-            profiler.stop()
-        return lambda: None if profiler is None else profiler.written
-
     def run(self, batch: Batch) -> Read[StepOutput]:
         """Enqueue a whole step."""
         with self._profiled(batch), self._enqueueing():
-            if batch.row_values:
-                self._say_once(batch.row_values)
+            self._check(batch)
+            self._move(batch)
+            if batch.drafts is not None and self.cuda_graphs is not None and not self._logged_drafts:
+                self._logged_drafts = True
+                logger.info("Steps with drafts are computed operation by operation.")
+            batch = self._with_starts(batch)
             search, graph = self._search, self._cpu_graph
             before = self.last_tokens.clone() if search is not None else None
             if graph is not None and graph.takes(batch):
-                read = self._run_cpu_graph(graph, batch)
+                begun = self._begin_in_cpu_graph(graph, batch)
             else:
-                read = self._end(self._begin(batch))
+                begun = self._begin(batch)
+            read = self._end(begun)
             if search is None or before is None:
                 return read
             output = read()
             if output.failed:
-                search.log_origin(prepare(batch, self._pool, self._staging, before).forward)
+                inputs = prepare(batch, self._pool, self._staging, before, lengths=self.lengths)
+                search.log_origin(inputs.forward)
             return lambda: output
 
-    def _say_once(self, names: Iterable[str]) -> None:
-        """Log that steps with these values of rows are not captured, and so are slower."""
-        new = set(names) - self._said
-        if new and (self._cpu_graph is not None or self.cuda_graphs is not None):
-            logger.info("Steps with %s are computed operation by operation.", ", ".join(sorted(new)))
-        self._said |= new
-
     def end(self) -> Read[StepOutput]:
-        """Enqueue the end of the oldest step that only began."""
+        """Enqueue the end of the oldest begun step."""
         with self._profiled(self._begun[0].batch), self._enqueueing():
             return self._end(self._begun.popleft())
 
@@ -232,169 +252,182 @@ class StepExecutor:
     def begin(self, batch: Batch) -> Read[None]:
         """Enqueue this stage's layers of a step."""
         with self._enqueueing():
-            self._begun.append(self._begin(batch))
+            self._check(batch)
+            self._move(batch)
+            self._begun.append(self._begin(self._with_starts(batch)))
         return lambda: None
 
-    # --- ranks that rank 0 leads ---
+    # --- ranks other than 0 ---
 
     def follow(self) -> None:
-        """Take part in the end of the oldest step that only began."""
+        """Take part in the end of the oldest begun step."""
         with self._enqueueing():
-            batch, inputs, *_ = begun = self._begun.popleft()
-            hidden = self._final_hidden(begun)
+            begun = self._begun.popleft()
+            batch, hidden = begun.batch, self._final_hidden(begun)
             if batch.sampling is not None:
-                self._model.logits(hidden[inputs.last_index])
-                self._keep(inputs, torch.empty_like(inputs.sample_sequence_indices))
+                sampled = hidden[begun.samples.index]
+                self._model.logits(sampled)
+                self._keep(begun.samples, torch.empty(len(sampled), dtype=torch.int64, device=sampled.device))
             if batch.prompt_logprobs:
-                indices = self._to_device(prompt_indices(batch.prompt_logprobs))
+                indices = to_device(torch.from_numpy(prompt_indices(batch.prompt_logprobs)), hidden.device)
                 for part in indices.split(CHUNK):
                     self._model.logits(hidden[part])
 
     def relay(self, batch: Batch) -> None:
-        """A later stage's step: through its layers, and on, or back what the first stage wants."""
-        mesh = self.mesh
-        if mesh is None:
-            raise RuntimeError("There is no stage before this one.")
+        """Compute a later stage's layers, and send the result to the next stage.
+
+        The last stage sends it to the first.
+        """
+        if self.mesh is None:
+            raise RuntimeError("This rank is not in a later stage of a pipeline.")
+        stages = self.mesh.axis("pp")
         with self._enqueueing():
+            self._move(batch)
             inputs = prepare(batch, self._pool, self._staging, self.last_tokens)
-            x, residual = self._model.blocks(mesh.recv(self._empty_hidden(inputs)), None, inputs.forward)
-            if not mesh.rank_info.is_last_stage:
-                mesh.send(x if residual is None else x + residual)
+            x, residual = self._model.blocks(
+                stages.recv(self._empty_hidden(batch), stages.previous), None, inputs.forward
+            )
+            if not self.mesh.rank_info.is_last_stage:
+                stages.send(x if residual is None else x + residual, stages.next)
                 return
-            indices = self._wanted(batch, inputs)
-            if len(indices):
-                mesh.send(self._model.finish(x, residual)[indices])
+            if len(inputs.requested):
+                stages.send(self._model.finish(x, residual)[inputs.requested], stages.next)
 
     def close(self) -> None:
-        """Nothing is computed any more: end the threads of the CPU graph."""
+        """End the threads of the CPU graph, after the last step."""
         if self._cpu_graph is not None:
             self._cpu_graph.close()
+        if self.rank.adapters is not None:
+            self.rank.adapters.close()
 
-    # --- the parts of a step ---
+    # --- parts of a step ---
+
+    def _move(self, batch: Batch) -> None:
+        """Enqueue the batch's page copies, and place its adapters."""
+        if batch.copies:
+            self._copier.enqueue(batch.copies)
+        for placement in batch.adapters:
+            if self.rank.adapters is None:
+                raise RuntimeError("This executor has no adapters.")
+            self.rank.adapters.place(placement)
 
     def _profiled(self, batch: Batch) -> AbstractContextManager[None]:
-        """Around a step, where a profile is being taken."""
-        profiler, graph = self._profiler, self._cpu_graph
-        is_taken = profiler is not None and profiler.running
+        """Return the profiler's context of a step if a profile is running."""
+        profiler, graph = self.rank.profiler, self._cpu_graph
+        is_running = profiler is not None and profiler.running
         if graph is not None:
-            graph.profiled = is_taken
-        return profiler.step(batch) if profiler is not None and is_taken else nullcontext()
+            graph.profiled = is_running
+        return profiler.step(batch) if profiler is not None and is_running else nullcontext()
+
+    def _check(self, batch: Batch) -> None:
+        """Raise ValueError if the batch has values that no layer of the model reads.
+
+        `SECOND_START` is exempt: models that do not distinguish the two texts of a pair ignore it.
+        """
+        reads = self._reads
+        unread = [name for name in batch.row_values if name not in reads.row_values and name != SECOND_START]
+        if batch.position_offsets is not None and not reads.position_axes:
+            unread.append("positions of three axes")
+        if batch.media and not reads.media_size:
+            unread.append("vectors in place of ids")
+        if unread:
+            raise ValueError(f"No layer of this model reads {', '.join(unread)}.")
+
+    def _with_starts(self, batch: Batch) -> Batch:
+        """On a CPU, where all earlier steps are done, return the batch with exact starts.
+
+        Otherwise return it unchanged.
+        """
+        return with_exact_starts(batch, self.lengths) if self.device.is_host else batch
 
     def _begin(self, batch: Batch) -> _Begun:
         more = self._sampler.arrays(batch) if self._sampler is not None else NO_ARRAYS
-        inputs = prepare(batch, self._pool, self._staging, self.last_tokens, more)
+        inputs = prepare(batch, self._pool, self._staging, self.last_tokens, more, lengths=self.lengths)
         forward = inputs.forward
         if self.mesh is None or not self.pipelined:
             chosen = self._chosen_by_graph(batch, inputs)
-            return _Begun(batch, inputs, None if chosen is not None else self._forward(forward), chosen)
+            hidden = self._forward(forward) if chosen is None else NOTHING
+            return _Begun(batch, inputs.samples, hidden, chosen=chosen)
         x, residual = self._model.blocks(self._model.embed(forward), None, forward)
-        self.mesh.send(x if residual is None else x + residual)
-        return _Begun(batch, inputs, None)
+        stages = self.mesh.axis("pp")
+        stages.send(x if residual is None else x + residual, stages.next)
+        return _Begun(batch, inputs.samples, None, inputs.requested)
+
+    def _begin_in_cpu_graph(self, graph: CpuGraph, batch: Batch) -> _Begun:
+        """Compute a step by one native call, which also samples if all rows are greedy."""
+        sampling, samples = batch.sampling, samples_on_host(batch)
+        is_plain = batch.embedding_rows is None and sampling is not None and chooses_greedily(sampling)
+        if is_plain and graph.chooses and self._graphs_choose:
+            chosen = Sampled(*graph.choose(batch, self.last_tokens))
+            return _Begun(batch, samples._replace(sequences=None), NOTHING, chosen=chosen)
+        hidden, vectors = graph.states(batch, self.last_tokens)
+        return _Begun(batch, samples, hidden, vectors=vectors)
 
     @property
     def _graphs_choose(self) -> bool:
-        """Whether graphs may choose tokens by themselves: nobody wants to see the logits of every step."""
+        """Whether graphs may sample tokens. They may not if the sampler must see all logits."""
         return self._sampler is None or not self._sampler.must_see_logits
 
     def _chosen_by_graph(self, batch: Batch, inputs: StepInputs) -> Sampled | None:
-        """The tokens of a step whose rows all sample, and want nothing that was not captured; None: it is another."""
+        """Sample all rows of a step by a CUDA graph, or return None if no graph can."""
         graphs, sampling = self.cuda_graphs, batch.sampling
-        if graphs is None or sampling is None or len(sampling.rows) < len(batch.counts):
+        if graphs is None or sampling is None or len(sampling.positions) < len(batch.counts):
+            return None
+        if batch.drafts is not None:
             return None
         if batch.prompt_logprobs or not chooses_plainly(sampling) or not self._graphs_choose:
             return None
-        arrays, greedy = sampling_arrays(inputs.more.there), bool(sampling.greedy.all())
-        found = graphs.choose(inputs.forward, arrays, greedy=greedy)
-        return None if found is None else Sampled(*found)
+        arrays, greedy = sampling_arrays(inputs.samples.more.on_device), bool(sampling.greedy.all())
+        limits = sampling.params.keys() & NO_LIMIT.keys()
+        chosen = graphs.choose(inputs.forward, arrays, greedy=greedy, limits=limits)
+        return None if chosen is None else Sampled(*chosen)
 
     def _end(self, begun: _Begun) -> Read[StepOutput]:
-        """Choose tokens, score what is to be scored, and bring it to the host."""
+        """Sample tokens, score prompts, compute vectors, and start the copy to the host."""
         if self._sampler is None:
-            raise RuntimeError("Only rank 0 chooses tokens.")
-        batch, inputs, _, chosen = begun
-        if chosen is not None:
-            self._keep(inputs, chosen.ids)
-            return copy_out(self.device, batch, chosen)
-        hidden = self._final_hidden(begun)
-        sampled = prompts = vectors = None
-        if batch.sampling is not None:
-            logits = self._model.logits(hidden[inputs.last_index])
-            sampled = self._sampler.sample(logits, batch, inputs.more)
-            self._keep(inputs, sampled.ids)
+            raise RuntimeError("Only rank 0 samples tokens.")
+        batch, samples, sampled, vectors = begun.batch, begun.samples, begun.chosen, begun.vectors
+        hidden, prompts = self._final_hidden(begun), None
+        if batch.sampling is not None and sampled is None:
+            sampled = self._sampler.sample(self._model.logits(hidden[samples.index]), batch, samples.more)
+        if sampled is not None:
+            sampled = replace(sampled, accepted=self._keep(samples, sampled.ids))
         if batch.prompt_logprobs:
-            prompts = self._sampler.score_prompts(
-                hidden, self._model.logits, batch.prompt_logprobs, inputs.more
-            )
-        if batch.embedding_rows is not None:
-            vectors = self._vectors(hidden, batch, batch.embedding_rows)
+            prompts = self._sampler.score_prompts(hidden, self._model.logits, batch.prompt_logprobs, samples.more)
+        if batch.embedding_rows is not None and vectors is None:
+            vectors = self._model.pooler(hidden, batch.counts, batch.embedding_rows)
         return copy_out(self.device, batch, sampled, prompts, vectors)
 
-    def _run_cpu_graph(self, graph: CpuGraph, batch: Batch) -> Read[StepOutput]:
-        """Compute a step by one native call, and choose its tokens in the same one where that is simple."""
-        last_tokens, sampling, vector_rows = self.last_tokens, batch.sampling, batch.embedding_rows
-        if vector_rows is not None and sampling is None and self._model.pooler.pooling.needs_all:
-            if graph.pools:
-                return copy_out(self.device, batch, vectors=graph.vectors(batch, last_tokens, vector_rows))
-            hidden = graph.hidden_of_all(batch, last_tokens)
-            return copy_out(self.device, batch, vectors=self._vectors(hidden, batch, vector_rows))
-        if vector_rows is None and sampling is None:
-            graph.run(batch, last_tokens)
-            return copy_out(self.device, batch)
-        is_plain = vector_rows is None and sampling is not None and chooses_greedily(sampling)
-        if is_plain and graph.chooses and self._graphs_choose:
-            return copy_out(self.device, batch, Sampled(*graph.choose(batch, last_tokens)))
-        rows = sampling.rows if sampling is not None else NO_ROWS
-        num_samples = len(rows)
-        if vector_rows is not None:
-            rows = np.concatenate([rows, vector_rows])
-        hidden = graph.hidden(batch, last_tokens, rows)
-        sampled = None
-        if sampling is not None and self._sampler is not None:
-            sampled = self._sampler.sample(self._model.logits(hidden[:num_samples]), batch)
-            last_tokens[torch.from_numpy(batch.sequence_indices[sampling.rows])] = sampled.ids
-        vectors = self._model.pooler.finish(hidden[num_samples:]) if vector_rows is not None else None
-        return copy_out(self.device, batch, sampled, vectors=vectors)
-
-    def _vectors(self, hidden: Tensor, batch: Batch, rows: np.ndarray) -> Tensor:
-        """hidden [T, E] of the batch's tokens -> the vectors of these rows, float32 [M, D]."""
-        counts = batch.counts.astype(np.int64)
-        return self._model.pooler(hidden, np.cumsum(counts)[rows], counts[rows])
-
     def _final_hidden(self, begun: _Begun) -> Tensor:
-        """[T, E], the final norm applied; from a pipeline, only where logits or vectors are wanted."""
-        batch, inputs, hidden, _ = begun
-        if hidden is not None:
-            return hidden
-        indices = self._wanted(batch, inputs)
-        hidden = self._empty_hidden(inputs)
-        if self.mesh is not None and len(indices):
-            hidden[indices] = self.mesh.recv(hidden.new_empty(len(indices), hidden.shape[1]))
+        """Return the hidden states [T, E] after the final norm. In a pipeline, only requested positions have values."""
+        if begun.hidden is not None:
+            return begun.hidden
+        hidden = self._empty_hidden(begun.batch)
+        if self.mesh is not None and len(begun.requested):
+            stages = self.mesh.axis("pp")
+            sent = hidden.new_empty(len(begun.requested), hidden.shape[1])
+            hidden[begun.requested] = stages.recv(sent, stages.previous)
         return hidden
 
-    def _keep(self, inputs: StepInputs, ids: Tensor) -> None:
-        """Remember the sampled ids [R] as their sequences' last tokens, on every rank that embeds tokens.
+    def _keep(self, samples: SampleInputs, ids: Tensor) -> Tensor | None:
+        """Store the last of each row's sampled `ids` [N] as its sequence's last token, on every rank that embeds.
 
-        Not in a pipeline, whose batches hold no sequence that is in flight: all their tokens are known.
+        Return the number of accepted drafts of each row [D], or None without drafts. Does nothing in a pipeline: there
+        a sequence is in one step at a time, so its tokens are known.
         """
         if self.pipelined:
-            return
+            return None
         if self.mesh is not None:
-            ids = self.mesh.broadcast(ids)
-        self.last_tokens[inputs.sample_sequence_indices] = ids
+            ids = self.mesh.axis("tp").broadcast(ids)
+        if samples.drafts is not None:
+            return settle(ids, samples.drafts, self.last_tokens, self.lengths)
+        if samples.sequences is not None:
+            self.last_tokens[samples.sequences] = ids
+        return None
 
-    def _wanted(self, batch: Batch, inputs: StepInputs) -> Tensor:
-        """Indices into the flat batch whose final hidden states the first stage wants, int64."""
-        wanted = [inputs.last_index, inputs.embedding_index]
-        if batch.prompt_logprobs:
-            wanted.append(self._to_device(prompt_indices(batch.prompt_logprobs)))
-        return torch.cat(wanted)
-
-    def _empty_hidden(self, inputs: StepInputs) -> Tensor:
-        shape = (inputs.forward.num_tokens, self._model.hidden_size)
+    def _empty_hidden(self, batch: Batch) -> Tensor:
+        shape = (len(batch.token_ids), self._model.hidden_size)
         return torch.zeros(shape, dtype=self._model.dtype, device=self.device.torch_device)
-
-    def _to_device(self, indices: np.ndarray) -> Tensor:
-        return to_device(torch.from_numpy(indices), self.device.torch_device)
 
     @contextmanager
     def _enqueueing(self) -> Iterator[None]:
@@ -402,6 +435,6 @@ class StepExecutor:
             with torch.inference_mode(), self.device.forward():
                 yield
         except (torch.OutOfMemoryError, MemoryError) as error:
-            traceback.clear_frames(error.__traceback__)  # they hold what the step had computed so far
+            traceback.clear_frames(error.__traceback__)  # the frames would keep the step's tensors alive
             self.device.release_unused()
             raise OutOfMemory("The device ran out of memory in a step.") from error

@@ -1,4 +1,4 @@
-"""Where a step's values stop being finite numbers: `--enable-nan-detection`."""
+"""Finds the first module whose values are not finite: `--enable-nan-detection`."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ import torch
 from torch import Tensor, nn
 
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.models.decoder import Decoder
+from runtime.modeling.decoder import Decoder
 
 logger = logging.getLogger("penstock.core")
 
 
 class NonFiniteSearch:
-    """Computes steps that went wrong once more, layer by layer, and logs each layer that is found once."""
+    """Recomputes failed steps module by module, and logs each origin of non-finite values once."""
 
     def __init__(self, model: Decoder) -> None:
         self._model = model
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def log_origin(self, batch: ForwardBatch) -> None:
-        """Log the first part of the model whose values are not finite for this batch, which is computed again."""
+        """Recompute the batch, and log the first module whose values are not finite."""
         origin = find_origin(self._model, batch)
-        if origin not in self._told:
-            self._told.add(origin)
-            logger.error("Values that are not finite numbers: %s.", origin)
+        if origin not in self._logged:
+            self._logged.add(origin)
+            logger.error("Values are not finite: %s.", origin)
 
 
 def find_origin(model: Decoder, batch: ForwardBatch) -> str:
-    """The first module, in the order of computation, that gives what is not finite, in words.
+    """Describe the first module, in the order of computation, whose output is not finite.
 
-    The KV of the batch is written again, with the same values.
+    Writes the KV of the batch again, with the same values.
     """
     found: list[str] = []
     with _watched(model, found):
         hidden = model(batch)
         if not found:
             model.logits(hidden)
-    return found[0] if found else "in the logits of this step, and not when it was computed again"
+    return found[0] if found else "in the logits of this step, but not when the step was computed again"
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def _watched(model: Decoder, found: list[str]) -> Iterator[None]:
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            if name and not any(module.children()):  # leaves come before what they are parts of
+            if name and not any(module.children()):  # hooks of leaves run before those of their parents
                 hooks.callback(watch(name, module).remove)
         for name, module in model.named_modules():
             if name and any(module.children()):
@@ -84,5 +84,5 @@ def _is_finite(values: Tensor) -> bool:
         return True
     try:
         return bool(torch.isfinite(values).all())
-    except (RuntimeError, NotImplementedError):  # packed for a library that alone can read it
+    except (RuntimeError, NotImplementedError):  # in a packed layout that only its library can read
         return True

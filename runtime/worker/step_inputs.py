@@ -1,4 +1,4 @@
-"""From a batch's host arrays to the tensors of one step."""
+"""Builds the tensors of a step from the host arrays of its batch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.worker.device import Device, Event
+from runtime.worker.drafts import DRAFT_ARRAYS, draft_arrays
+from runtime.worker.logprobs import prompt_indices
 
-# How hidden states [T, E] are computed, the final norm applied: a model, or what captured or compiled its forward.
-# What is returned is the caller's until the next call.
+# Computes hidden states [T, E] after the final norm: a model, or its captured or compiled forward. The result is valid
+# until the next call.
 Forward = Callable[[ForwardBatch], Tensor]
 
 
@@ -30,21 +32,31 @@ class Staged(NamedTuple):
     """Arrays by name, on the host and on the device."""
 
     host: Mapping[str, np.ndarray]
-    there: Mapping[str, Tensor]
+    on_device: Mapping[str, Tensor]
+
+
+NOT_STAGED = Staged(NO_ARRAYS, MappingProxyType({}))
+
+
+class SampleInputs(NamedTuple):
+    """The tensors that the end of a step needs besides hidden states. N positions are sampled."""
+
+    index: Tensor | slice  # int64 [N], sampled positions in [T]; a slice: the hidden states are those of N positions
+    sequences: Tensor | None  # int [N], sequence indices; None: a graph has stored the tokens as last tokens
+    drafts: Mapping[str, Tensor] | None = None  # `draft_arrays`; None: no row has drafts
+    more: Staged = NOT_STAGED  # the arrays given to `prepare` as `more`
 
 
 class StepInputs(NamedTuple):
-    """A step's tensors: what the model reads, and what is done with its result. R rows sample."""
+    """The tensors of a step for the model and the sampler."""
 
     forward: ForwardBatch
-    last_index: Tensor  # int64 [R], into [T]: the position that predicts the sampled token
-    sample_sequence_indices: Tensor  # int64 [R]
-    embedding_index: Tensor  # int64 [M], into [T]: the positions whose hidden states are wanted as vectors
-    more: Staged  # what `prepare` was given besides
+    samples: SampleInputs
+    requested: Tensor  # int64, positions in [T] of the needed hidden states: sampled, embedded, of scored prompts
 
 
 def _host_arrays(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
-    """What the device is told of a batch: positions, slots, and where results are wanted."""
+    """Return the arrays that the device gets for a batch, by name."""
     counts = batch.counts.astype(np.int64)
     starts = batch.starts.astype(np.int64)
     query_starts = np.zeros(len(counts) + 1, np.int64)
@@ -57,32 +69,81 @@ def _host_arrays(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
         pages = page_table[rows, positions // page_size].astype(np.int64)
         return pages * page_size + positions % page_size
 
-    nobody = np.zeros(0, np.int64)
-    sample_rows = batch.sampling.rows if batch.sampling is not None else nobody
-    embedding_rows = batch.embedding_rows if batch.embedding_rows is not None else nobody
-    types = {}
-    if batch.second_starts is not None:
-        types["token_types"] = (positions >= batch.second_starts[rows]).astype(np.int64)
+    nothing = np.zeros(0, np.int64)
+    sampled, row_of = nothing, nothing
+    if batch.sampling is not None:
+        sampled, row_of = batch.sampling.positions.astype(np.int64), batch.sampling.row_of
+    embedding = nothing if batch.embedding_rows is None else query_starts[1:][batch.embedding_rows] - 1
+    drafts = {} if batch.drafts is None else draft_arrays(batch)
     return {
-        **types,
+        **drafts,
         "token_ids": batch.token_ids.astype(np.int64),
         "token_sequence_indices": batch.sequence_indices[rows].astype(np.int64),
         "positions": positions,
         "slot_mapping": slots(batch.page_table),
-        "last_index": query_starts[1:][sample_rows] - 1,
-        "sample_sequence_indices": batch.sequence_indices[sample_rows].astype(np.int64),
-        "embedding_index": query_starts[1:][embedding_rows] - 1,
+        "sample_index": sampled,
+        "sample_sequence_indices": batch.sequence_indices[row_of].astype(np.int64),
+        "requested": np.concatenate([sampled, embedding, prompt_indices(batch.prompt_logprobs)]),
         "page_table": batch.page_table,
         "starts": batch.starts,
         "counts": batch.counts,
         "query_starts": query_starts.astype(np.int32),
+        **_unknown_start_arrays(batch, rows),
         **{f"row.{name}": values for name, values in batch.row_values.items()},
+        **{f"token.{name}": values[rows] for name, values in batch.row_values.items()},
+        **({} if batch.position_offsets is None else {"position_offsets": batch.position_offsets}),
+        **_media_arrays(batch),
         **{f"{kind}.{name}": own[name] for kind, own in batch.kinds.items() for name in own},
         **{
-            f"{kind}.slot_mapping": slots(own["page_table"])
-            for kind, own in batch.kinds.items()
-            if "page_table" in own
+            f"{kind}.slot_mapping": slots(own["page_table"]) for kind, own in batch.kinds.items() if "page_table" in own
         },
+    }
+
+
+def _unknown_start_arrays(batch: Batch, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the further arrays for `_take_lengths`. `rows` [T] is the row of each token."""
+    if batch.unknown_starts is None:
+        return {}
+    return {
+        "unknown_starts": batch.unknown_starts,
+        "sequence_indices": batch.sequence_indices.astype(np.int64),
+        "token_rows": rows,
+    }
+
+
+def _take_lengths(on_device: dict[str, Tensor], lengths: Tensor, page_size: int) -> None:
+    """Replace the upper bounds of unknown starts by `lengths` in all arrays that depend on starts."""
+    known = lengths[on_device["sequence_indices"]]
+    starts = torch.where(on_device["unknown_starts"], known, on_device["starts"])
+    rows = on_device["token_rows"]
+    positions = on_device["positions"] + (starts - on_device["starts"])[rows]
+    on_device |= {"starts": starts, "positions": positions}
+    for name in [name for name in on_device if name.endswith("slot_mapping")]:
+        table = on_device[name.replace("slot_mapping", "page_table")]
+        on_device[name] = table[rows, positions // page_size].long() * page_size + positions % page_size
+
+
+def _media_arrays(batch: Batch) -> dict[str, np.ndarray]:
+    """Return the positions of media tokens [M] and their vectors [M, E]."""
+    if not batch.media:
+        return {}
+    return {
+        "media_index": np.concatenate(
+            [np.arange(span.offset, span.offset + len(span.vectors)) for span in batch.media]
+        ),
+        "media_vectors": np.concatenate([span.vectors for span in batch.media]),
+    }
+
+
+def _media(on_device: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
+    """Return the fields of `ForwardBatch` for media tokens."""
+    if "media_index" not in on_device:
+        return {}
+    index, vectors = on_device["media_index"], on_device["media_vectors"]
+    mask = torch.zeros(num_tokens, dtype=torch.bool, device=index.device)
+    return {
+        "input_embeds": vectors.new_zeros(num_tokens, vectors.shape[1]).index_copy_(0, index, vectors),
+        "embeds_mask": mask.index_fill_(0, index, True),
     }
 
 
@@ -92,61 +153,82 @@ def prepare(
     staging: Staging,
     last_tokens: Tensor,
     more: Mapping[str, np.ndarray] = NO_ARRAYS,
+    *,
+    lengths: Tensor | None = None,
 ) -> StepInputs:
-    """Compute positions and KV slots, and bring everything to the device in one copy, with `more` arrays.
+    """Compute positions and the slot mapping, and copy all arrays, with `more`, to the device at once.
 
-    Tokens that only the device knows are taken from `last_tokens`, int64 by sequence.
+    UNKNOWN token ids are read from `last_tokens`, int64 by sequence index, and unknown starts from `lengths`, int32 by
+    sequence index; `starts_host` of the attention metadata then has upper bounds. Raises `ValueError` if a batch with
+    unknown starts has no `lengths`.
     """
     more_arrays = {f"more.{name}": array for name, array in more.items()}
-    there = staging.copy(_host_arrays(batch, cache.page_size) | more_arrays)
-    token_ids = there["token_ids"]
+    on_device = staging.copy(_host_arrays(batch, cache.page_size) | more_arrays)
+    if batch.unknown_starts is not None:
+        if lengths is None:
+            raise ValueError("A batch with unknown starts needs the lengths of its sequences.")
+        _take_lengths(on_device, lengths, cache.page_size)
+    token_ids, offsets = on_device["token_ids"], on_device.get("position_offsets")
     attention = AttentionMetadata(
-        page_table=there["page_table"],
-        starts=there["starts"],
-        counts=there["counts"],
-        query_starts=there["query_starts"],
-        slot_mapping=there["slot_mapping"],
+        page_table=on_device["page_table"],
+        starts=on_device["starts"],
+        counts=on_device["counts"],
+        query_starts=on_device["query_starts"],
+        slot_mapping=on_device["slot_mapping"],
         page_size=cache.page_size,
         starts_host=batch.starts.tolist(),
         counts_host=batch.counts.tolist(),
     )
     kinds = {
         kind: kind_inputs(
-            {name: there[f"{kind}.{name}"] for name in own}, there.get(f"{kind}.slot_mapping"), attention
+            {name: on_device[f"{kind}.{name}"] for name in own},
+            on_device.get(f"{kind}.slot_mapping"),
+            attention,
         )
         for kind, own in batch.kinds.items()
     }
     forward = ForwardBatch(
-        token_ids=torch.where(token_ids < 0, last_tokens[there["token_sequence_indices"]], token_ids),
-        positions=there["positions"],
+        token_ids=torch.where(token_ids < 0, last_tokens[on_device["token_sequence_indices"]], token_ids),
+        positions=on_device["positions"],
         attention=attention,
         cache=cache,
         kinds=kinds,
-        row_values={name: there[f"row.{name}"] for name in batch.row_values},
-        token_types=there.get("token_types"),
+        row_values={name: on_device[f"row.{name}"] for name in batch.row_values},
+        token_values={name: on_device[f"token.{name}"] for name in batch.row_values},
+        position_axes=None if offsets is None else on_device["positions"] + offsets,
+        **_media(on_device, len(token_ids)),
     )
-    return StepInputs(
-        forward,
-        there["last_index"],
-        there["sample_sequence_indices"],
-        there["embedding_index"],
-        Staged(more, {name: there[f"more.{name}"] for name in more}),
+    samples = SampleInputs(
+        on_device["sample_index"],
+        on_device["sample_sequence_indices"],
+        None if batch.drafts is None else {name: on_device[name] for name in DRAFT_ARRAYS},
+        Staged(more, {name: on_device[f"more.{name}"] for name in more}),
+    )
+    return StepInputs(forward, samples, on_device["requested"])
+
+
+def samples_on_host(batch: Batch) -> SampleInputs:
+    """Return a step's `SampleInputs` in host memory, for hidden states [N, E] of its sampled positions."""
+    sampling = batch.sampling
+    if sampling is None:
+        return SampleInputs(slice(None), None)
+    drafts = {} if batch.drafts is None else draft_arrays(batch)
+    return SampleInputs(
+        slice(None),
+        torch.from_numpy(batch.sequence_indices[sampling.row_of]),
+        {name: torch.from_numpy(array) for name, array in drafts.items()} or None,
     )
 
 
-def kind_inputs(
-    arrays: Mapping[str, Tensor], slot_mapping: Tensor | None, attention: AttentionMetadata
-) -> KindInputs:
-    """What a kind of cache is told: its arrays and, where it has a page table and slots, metadata with these."""
+def kind_inputs(arrays: Mapping[str, Tensor], slot_mapping: Tensor | None, attention: AttentionMetadata) -> KindInputs:
+    """Return the inputs of a cache kind: its arrays, and metadata with its own page table if it has one."""
     if slot_mapping is not None:
-        attention = replace(
-            attention, page_table=arrays["page_table"], slot_mapping=slot_mapping, plan_cache={}
-        )
+        attention = replace(attention, page_table=arrays["page_table"], slot_mapping=slot_mapping, plan_cache={})
     return KindInputs(arrays, attention)
 
 
 def scratch_inputs(kind: str, num_units: int, num_rows: int, attention: AttentionMetadata) -> KindInputs:
-    """For rows of one token at position 0 that touch nothing of this kind of cache."""
+    """Return the inputs of a cache kind for padding rows of one token, which use the scratch unit."""
     device = attention.slot_mapping.device
     arrays = {
         name: torch.from_numpy(array).to(device)
@@ -157,14 +239,14 @@ def scratch_inputs(kind: str, num_units: int, num_rows: int, attention: Attentio
 
 
 class Staging:
-    """Host to device, one copy for each call.
+    """Copies host arrays to the device, with one copy per call.
 
-    Where the host is the device, the arrays are used as they are. Else they are packed into pinned buffers
-    that take turns: one is not written again before the copy that read it is done.
+    If the host is the device, the arrays are used directly. Otherwise they are packed into pinned buffers, used in
+    turn; a buffer is written again only after its copy is done.
     """
 
-    NUM_BUFFERS = 3  # the step that runs, the one that is launched, the one that is prepared
-    ALIGNMENT = 16  # bytes; Triton compiles other kernels for addresses that are no multiples of it
+    NUM_BUFFERS = 3  # one each for the running, the launched and the prepared step
+    ALIGNMENT = 16  # bytes; Triton would compile further kernels for other alignments
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -173,18 +255,18 @@ class Staging:
         self._turn = 0
 
     def copy(self, arrays: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """Tensors on the device of the arrays' shapes and dtypes, for what the forward stream does next."""
-        whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+        """Return device tensors with the arrays' contents, for later work on the forward stream."""
+        contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
         if self._device.is_host:
-            return {name: torch.from_numpy(array) for name, array in whole.items()}
-        slices, size = self._slices(whole)
+            return {name: torch.from_numpy(array) for name, array in contiguous.items()}
+        slices, size = self._slices(contiguous)
         host = self._next_buffer(size)[:size]
-        for name, array in whole.items():
+        for name, array in contiguous.items():
             host[slices[name]] = torch.from_numpy(array.reshape(-1).view(np.uint8))
-        there, self._read[self._turn] = self._device.upload(host)
+        on_device, self._read[self._turn] = self._device.upload(host)
         return {
-            name: there[slices[name]].view(getattr(torch, array.dtype.name)).view(array.shape)
-            for name, array in whole.items()
+            name: on_device[slices[name]].view(getattr(torch, array.dtype.name)).view(array.shape)
+            for name, array in contiguous.items()
         }
 
     def _next_buffer(self, num_bytes: int) -> Tensor:
@@ -197,10 +279,10 @@ class Staging:
     def _wait_until_read(self) -> None:
         event = self._read[self._turn]
         if event is not None:
-            event.wait()  # three steps old: done long ago
+            event.wait()  # the event is three copies old and usually reached
 
     def _slices(self, arrays: dict[str, np.ndarray]) -> tuple[dict[str, slice], int]:
-        """Where each array's bytes lie, and how many there are in all."""
+        """Return the byte range of each array in the buffer, and the total size."""
         slices, end = {}, 0
         for name, array in arrays.items():
             start = -(-end // self.ALIGNMENT) * self.ALIGNMENT

@@ -1,4 +1,4 @@
-"""From the tensors of one step back to plain values on the host."""
+"""Copies the results of a step to the host as plain values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 from torch import Tensor
 
-from runtime.batch import Batch, StepOutput
+from runtime.batch import Batch, Drafts, StepOutput
 from runtime.worker.device import Device, Read
 from runtime.worker.logprobs import ScoredPrompts
 from runtime.worker.sampler import Sampled
@@ -21,9 +21,9 @@ def copy_out(
     prompts: ScoredPrompts | None = None,
     vectors: Tensor | None = None,
 ) -> Read[StepOutput]:
-    """Start copying results to the host behind the forward; what is returned waits for that.
+    """Start copying results to the host after the forward. The returned function waits for the copy.
 
-    `vectors` are float32 [M, D], of the batch's `embedding_rows`.
+    `vectors`, float32 [M, D], are those of the batch's `embedding_rows`.
     """
     tensors = [*sampled.tensors()] if sampled is not None else []
     if prompts is not None:
@@ -39,10 +39,21 @@ def copy_out(
     return read
 
 
-def _output(
-    batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None, host: Sequence[Tensor]
-) -> StepOutput:
-    """Plain values from the copies on the host, in the order in which `copy_out` lists them."""
+def _used_choices(row_of: Sequence[int], drafts: Drafts, accepted: Sequence[int]) -> dict[int, None]:
+    """Return the sampled positions whose tokens become output: those up to the first rejected draft."""
+    left = dict.fromkeys(row_of, 1)
+    for row, num_accepted in zip(drafts.rows.tolist(), accepted, strict=True):
+        left[row] += num_accepted
+    used: dict[int, None] = {}
+    for index, row in enumerate(row_of):
+        if left[row]:
+            left[row] -= 1
+            used[index] = None
+    return used
+
+
+def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None, host: Sequence[Tensor]) -> StepOutput:
+    """Return plain values from the host copies, in the order of `copy_out`."""
     num_rows = len(batch.sequences)
     copies = iter(host)
     tokens: list[list[int]] = [[] for _ in range(num_rows)]
@@ -51,11 +62,17 @@ def _output(
     logprobs, prompt_logprobs = None, []
     embeddings: list[list[float] | None] | None = None
     if sampled is not None and batch.sampling is not None:
-        rows = batch.sampling.rows.tolist()
+        rows = batch.sampling.row_of.tolist()
         read = sampled.read(list(islice(copies, len(sampled.tensors()))))
-        for row, new_ids in zip(rows, read.tokens, strict=True):
-            tokens[row] = new_ids
-        failed = [rows[index] for index in read.failed]
+        if batch.drafts is None:
+            for row, new_ids in zip(rows, read.tokens, strict=True):
+                tokens[row] = new_ids
+            failed = [rows[index] for index in read.failed]
+        else:
+            used = _used_choices(rows, batch.drafts, read.accepted or [])
+            for index in used:
+                tokens[rows[index]] = tokens[rows[index]] + read.tokens[index]
+            failed = sorted({rows[index] for index in read.failed if index in used})
         stuck = [rows[index] for index in read.stuck]
         if read.logprobs is not None:
             by_row = dict(zip(rows, read.logprobs, strict=True))
@@ -64,7 +81,7 @@ def _output(
         prompt_logprobs = prompts.read(list(islice(copies, len(prompts.tensors()))))
     if batch.embedding_rows is not None:
         embeddings = [None for _ in range(num_rows)]
-        # By NumPy: torch gives Python's lock away for each of these, and waits to have it back.
+        # NumPy, because torch releases the GIL for each operation and waits to reacquire it.
         vectors = next(copies).numpy()
         finite = np.logical_and.reduce(np.isfinite(vectors), axis=-1)
         rows = batch.embedding_rows.tolist()

@@ -1,4 +1,4 @@
-"""A profile of steps as a Chrome trace, by torch's profiler: operations, kernels of the CPU graph, a GPU's kernels."""
+"""Profiles steps with torch's profiler as a Chrome trace of operations, CPU graph kernels and GPU kernels."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ logger = logging.getLogger("penstock.worker")
 
 
 class StepProfiler:
-    """Runs from `start` until `stop`, or until its number of steps is reached.
+    """Profiles steps from `start` until `stop`, or until its number of steps is reached.
 
-    All methods belong to the thread that enqueues steps: torch notes the operations of that thread. The trace is
-    written by another one, so that steps go on.
+    Call all methods on the thread that enqueues steps, whose operations torch records. Another thread writes the trace,
+    so that steps continue.
     """
 
     def __init__(self, options: ProfileOptions, *, on_cuda: bool) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU] if options.cpu else []
         if options.gpu and on_cuda:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self.written: Future[Path] = Future()  # the trace's path, or why it could not be written
+        self.written: Future[Path] = Future()  # path of the trace, or the error of writing it
         self.num_steps = 0
         self._options = options
         self._profile = torch.profiler.profile(
@@ -39,17 +39,17 @@ class StepProfiler:
         )
 
     def start(self) -> None:
-        """Begin with the next operation."""
+        """Start the profile."""
         self._profile.start()
 
     @property
     def running(self) -> bool:
-        """Whether further steps are wanted."""
+        """Whether the profile needs further steps."""
         return self.num_steps < self._options.num_steps
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:
-        """One step, named in the trace by its rows and tokens."""
+        """Profile one step, whose name in the trace has its rows and tokens."""
         name = f"step {batch.number}: {len(batch.starts)} rows, {len(batch.token_ids)} tokens"
         with torch.profiler.record_function(name):
             yield
@@ -58,7 +58,7 @@ class StepProfiler:
             self.stop()
 
     def stop(self) -> None:
-        """End, and have the trace written."""
+        """End the profile, and start writing the trace."""
         self._profile.stop()
         threading.Thread(target=self._write, name="penstock-profile", daemon=True).start()
 
@@ -66,8 +66,8 @@ class StepProfiler:
         path = self._options.path
         try:
             self._profile.export_chrome_trace(str(path))
-        except Exception as error:  # a disk that is full, perhaps; whoever asks for the profile is told
+        except Exception as error:  # for example a full disk; reported by `stop_profile`
             self.written.set_exception(error)
         else:
-            logger.info("a profile of %d steps is in %s", self.num_steps, path)
+            logger.info("A profile of %d steps was written to %s.", self.num_steps, path)
             self.written.set_result(path)

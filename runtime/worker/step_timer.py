@@ -1,4 +1,4 @@
-"""How much of the time the device is busy with steps."""
+"""Measures the share of time in which the device computes steps."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from runtime.worker.device import Enqueue, Read, Result
 
 
 class TimedStep(NamedTuple):
-    """One step on the device's own clock."""
+    """The times of one step on the device's clock."""
 
-    busy_s: float  # from its beginning to its end, waits of the device for launches in between included
-    period_s: float  # from the beginning of the step before it to its own; 0 for the first
-    launch_s: float = 0.0  # that the device thread took to enqueue it, on the host's clock
+    busy_s: float  # from start to end, including waits for launches
+    period_s: float  # from the start of the previous step to its start; 0 for the first
+    launch_s: float = 0.0  # enqueueing time of the device thread, on the host's clock
 
 
 class StepTimer:
-    """Times steps: on CUDA by events on the stream they run on, on a CPU by the clock of the device thread.
+    """Times steps, on CUDA by events on the forward stream, on a CPU by the clock of the device thread.
 
-    What is timed begins when the device reaches the step and ends when its tokens are ready. Nothing is waited
-    for but in the thread that waits for the step anyway. Within `forward()` that stream is the current one;
-    None: the thread that launches a step also computes it.
+    A step's time starts when the device reaches the step and ends when its tokens are ready. Only the thread that reads
+    results waits. `forward()` returns a context in which the forward stream is current. None: a CPU, where the
+    launching thread computes.
     """
 
     def __init__(self, forward: Callable[[], AbstractContextManager[object]] | None) -> None:
-        self.steps: list[TimedStep] = []  # in order; the thread that reads results appends
+        self.steps: list[TimedStep] = []  # in order; appended by the thread that reads results
         self._forward = forward
         self._last: _TimedEvent | None = None
 
     def around(self, enqueue: Enqueue[Result]) -> Enqueue[Result]:
-        """The same work, timed."""
+        """Return a function that does the same work and times it."""
 
         def timed() -> Read[Result]:
             begin, began_s = self._now(), perf_counter()
@@ -51,7 +51,7 @@ class StepTimer:
         return timed
 
     def shares(self) -> list[float]:
-        """The part of the time from each step's beginning to that of the next one in which it ran."""
+        """Return for each step the share of the time until the next step starts in which the device computed it."""
         return [min(1.0, step.busy_s / after.period_s) for step, after in zip(self.steps, self.steps[1:])]
 
     def _now(self) -> _TimedEvent:
@@ -70,10 +70,10 @@ class StepTimer:
 class _TimedEvent(Protocol):
     """A point in the device's work, with its time."""
 
-    wait: Callable[[], None]  # until it is reached
+    wait: Callable[[], None]  # blocks until the point is reached
 
     def since(self, earlier: Self) -> float:
-        """Seconds; both points were reached."""
+        """Return the seconds between two points that were reached."""
         ...
 
 
@@ -84,7 +84,7 @@ class HostEvent:
         self._at_s = perf_counter()
 
     def wait(self) -> None:
-        """It is reached."""
+        """Do nothing: the point is reached."""
 
     def since(self, earlier: HostEvent) -> float:
         return self._at_s - earlier._at_s

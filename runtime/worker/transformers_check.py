@@ -1,4 +1,4 @@
-"""A trial of a model that transformers computes, before it serves: over our cache it must give its own numbers."""
+"""Verifies a model that transformers computes: with Penstock's caches, its logits must equal those of transformers."""
 
 from __future__ import annotations
 
@@ -15,76 +15,74 @@ from runtime.errors import CheckpointError
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.layers.recurrent import KIND
-from runtime.models.by_transformers.caches import WAYS, HoldingDecoder, Way
+from runtime.modeling.decoder import Decoder
+from runtime.models.by_transformers.caches import CALL_STYLES, CallStyle, SequenceCacheDecoder
+from runtime.models.by_transformers.encoder import TransformersEncoder
 from runtime.models.by_transformers.model import TransformersDecoder
-from runtime.models.by_transformers.whole_texts import WholeTexts
-from runtime.models.decoder import Decoder
 
 logger = logging.getLogger("penstock.core")
 
 PAGE = 16
-FIRST, SECOND = 5, 3  # tokens of two texts; two of the first come in a second step
-SPLIT = 3
-# Mean difference as a share of the mean size. In 16 bits routers may choose other experts where two are nearly equal.
+FIRST, SECOND = 5, 3  # numbers of tokens of the two test texts
+SPLIT = 3  # tokens of the first text that its first step computes; a second step computes the rest
+# Maximum mean difference, relative to the mean magnitude. In 16 bits, routers may choose other experts on near ties.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
-def tried(model: Decoder, facts: ModelFacts, device: torch.device, context_length: int) -> Decoder:
-    """The model that gives its own numbers: over our cache or, where it does not, over those of transformers.
+def verified(model: Decoder, facts: ModelFacts, device: torch.device, context_length: int) -> Decoder:
+    """Return the model with the caches that reproduce its logits: Penstock's if possible, else transformers'.
 
-    Raises CheckpointError where neither does: the model mixes tokens in ways that no cache remembers.
+    Raises CheckpointError if neither does: then the model mixes tokens in ways that no cache stores.
     """
-    if isinstance(model, WholeTexts):
-        return model  # nothing of ours takes part
+    if isinstance(model, TransformersEncoder):
+        return model  # uses no cache
     if not isinstance(model, TransformersDecoder):
         raise TypeError(f"{type(model).__name__} is not computed by transformers.")
     try:
         _check_against_itself(model, facts, device)
     except CheckpointError as error:
-        if isinstance(model, HoldingDecoder):
+        if isinstance(model, SequenceCacheDecoder):
             raise
-        logger.info("%s Transformers' own caches are tried, one for each sequence.", error)
-        pooler, model = model.pooler, HoldingDecoder(model.model)
+        logger.info("%s Trying transformers' own caches, one for each sequence.", error)
+        pooler, model = model.pooler, SequenceCacheDecoder(model.model)
         model.model.set_attn_implementation("eager")
         model.pooler = pooler
         try:
             _check_against_itself(model, facts, device)
         except CheckpointError:
             raise error from None
-    if isinstance(model, HoldingDecoder):
+    if isinstance(model, SequenceCacheDecoder):
         with torch.inference_mode():
             model.measure(context_length)
     return model
 
 
 def _check_against_itself(model: TransformersDecoder, facts: ModelFacts, device: torch.device) -> None:
-    """Two short texts in one batch, one of them in two steps, against each as transformers computes it alone.
+    """Compare two short texts in one batch, one of them in two steps, with transformers' results for each text.
 
-    Raises CheckpointError where the numbers differ: the model mixes tokens in other ways than through attention, takes
-    no positions, or asks of attention what it does not say.
+    Raises CheckpointError if the logits differ: the model mixes tokens outside attention, does not take positions, or
+    has undeclared attention options.
     """
     first, second = (
         torch.tensor([(start + 2 * index) % facts.vocab_size for index in range(count)], device=device)
         for start, count in ((3, FIRST), (4, SECOND))
     )
-    ways: list[Way | None] = list(WAYS) if isinstance(model, HoldingDecoder) else [None]
+    ways: list[CallStyle | None] = list(CALL_STYLES) if isinstance(model, SequenceCacheDecoder) else [None]
     problems: list[str] = []
     for way in ways:
-        if isinstance(model, HoldingDecoder) and way is not None:
-            model.way = way
+        if isinstance(model, SequenceCacheDecoder) and way is not None:
+            model.style = way
         try:
             with torch.inference_mode():
-                found = _in_steps(model, first, second, facts, device)
-                wanted = torch.cat([model.by_itself(first), model.by_itself(second)])
-        except Exception as error:  # its own code, of which anything may come
+                logits = _in_steps(model, first, second, facts, device)
+                expected = torch.cat([model.reference_logits(first), model.reference_logits(second)])
+        except Exception as error:  # foreign code may raise anything
             problems.append(f"{error}")
             continue
-        difference = float((found - wanted).abs().mean() / wanted.abs().mean())
+        difference = float((logits - expected).abs().mean() / expected.abs().mean())
         if difference <= TOLERANCE[model.dtype]:
             if way is not None and way.whole:
-                logger.warning(
-                    "%s keeps nothing of a text: each token computes all of it.", facts.architecture
-                )
+                logger.warning("%s has no cache: each token recomputes the whole text.", facts.architecture)
             return
         cache = "a paged cache" if way is None else "caches of its own"
         later = "" if way is None else " (does it attend to later tokens?)"
@@ -95,14 +93,12 @@ def _check_against_itself(model: TransformersDecoder, facts: ModelFacts, device:
 def _in_steps(
     model: TransformersDecoder, first: Tensor, second: Tensor, facts: ModelFacts, device: torch.device
 ) -> Tensor:
-    """float32 logits [T, V] of both texts over our cache."""
-    if isinstance(model, HoldingDecoder):
+    """Return float32 logits [T, V] of both texts with Penstock's cache."""
+    if isinstance(model, SequenceCacheDecoder):
         specs: Any = model.cache_specs
         pool = KVPool(specs, 2, PAGE, model.dtype, device, kinds={KIND: 4})
     else:
-        pool = KVPool.uniform(
-            facts.num_layers, 2, PAGE, facts.num_kv_heads, facts.head_dim, model.dtype, device
-        )
+        pool = KVPool.uniform(facts.num_layers, 2, PAGE, facts.num_kv_heads, facts.head_dim, model.dtype, device)
     spans = [[0, 1, 0, SPLIT], [0, 2, SPLIT, SECOND]]
     together = _step(model, pool, torch.cat([first[:SPLIT], second]), [0, 0], [SPLIT, SECOND], spans)
     rest = FIRST - SPLIT
@@ -118,12 +114,10 @@ def _step(
     counts: list[int],
     spans: list[list[int]],
 ) -> Tensor:
-    """Hidden states [T, E]; row b has page b, or the states that `spans` name (see `runtime.kv_cache.states`)."""
+    """Return hidden states [T, E]. Row b has page b, or the state slots of `spans` (see `runtime.kv_cache.states`)."""
     device = token_ids.device
     table = np.arange(len(starts), dtype=np.int32)[:, None]
     positions = torch.from_numpy(token_positions(starts, counts)).to(device)
     metadata = AttentionMetadata.build(starts, counts, table, PAGE, device)
     kinds = {KIND: KindInputs({"spans": torch.tensor(spans, dtype=torch.int32)}, metadata)}
-    return model(
-        ForwardBatch(token_ids=token_ids, positions=positions, attention=metadata, cache=pool, kinds=kinds)
-    )
+    return model(ForwardBatch(token_ids=token_ids, positions=positions, attention=metadata, cache=pool, kinds=kinds))

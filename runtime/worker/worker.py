@@ -1,4 +1,4 @@
-"""One rank from its setup to its steps: the same in the engine's process (rank 0) and in worker processes."""
+"""The model worker: one rank from setup to steps, in the engine's process (rank 0) or in a worker process."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ from ops.cpp.kernel_launcher import NotCapturable
 from ops.machine import Machine
 from ops.select import Kernels, select
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import GraphPlan, KernelPlan, ModelPlan, Plan
+from runtime.config.plan import GraphPlan, KernelPlan, LoraPlan, ModelPlan, Plan
 from runtime.config.pooling import Pooling
 from runtime.config.resolve.graphs import within
-from runtime.distributed.mesh import Mesh, RankInfo
-from runtime.distributed.rendezvous import Rendezvous
 from runtime.errors import EngineFailure
-from runtime.kv_cache.kinds import PAGED
+from runtime.kv_cache.kinds import PAGED, Specs
 from runtime.kv_cache.pools import KVPool
-from runtime.kv_cache.registry import KINDS, by_kind
+from runtime.kv_cache.registry import KINDS, by_kind, local_specs
 from runtime.kv_cache.sizing import StepMemory
-from runtime.models.decoder import Decoder
-from runtime.models.loader import load_model
+from runtime.layers.batch_reads import batch_reads
+from runtime.loading.loader import load_model
+from runtime.loading.weight_update import LoadedWeights, WeightSource
+from runtime.mesh.mesh import Mesh
+from runtime.mesh.rank_info import RankInfo
+from runtime.mesh.rendezvous import Rendezvous
+from runtime.modeling.decoder import Decoder
+from runtime.worker.adapters import Adapters
 from runtime.worker.compiled import CompiledForward, compilable
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import Choice, CudaGraphRunner
@@ -39,20 +43,35 @@ from runtime.worker.step_inputs import Forward
 
 logger = logging.getLogger("penstock.core")
 
+TARGET = "target"  # name of the served model; others ("draft", "encoder") assist it
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSetup:
+    """A model that a worker loads."""
+
+    facts: ModelFacts
+    plan: ModelPlan  # in a `WorkerSetup`, with the rank's device
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSetup:
-    """What a rank loads. Travels to other processes as JSON."""
+    """The models and settings that a rank loads. Sent to other processes as JSON."""
 
     rank_info: RankInfo
-    facts: ModelFacts
-    model: ModelPlan  # with this rank's device
+    models: Mapping[str, ModelSetup]  # by name; `TARGET` is the served model
     kernels: KernelPlan
-    graphs: GraphPlan  # which steps every rank captures
+    graphs: GraphPlan  # the steps that every rank captures as graphs
+    lora: LoraPlan = field(default_factory=LoraPlan)
+
+    @property
+    def device(self) -> str:
+        """The rank's device, which all models share."""
+        return self.models[TARGET].plan.device
 
     @classmethod
-    def of(cls, plan: Plan, facts: ModelFacts, rank: int, first_device: int) -> Self:
-        """The setup of this rank of a replica that has `first_device` devices of other replicas before its own."""
+    def of(cls, plan: Plan, models: Mapping[str, ModelSetup], rank: int, first_device: int) -> Self:
+        """Return the setup of a rank of a replica whose devices begin at index `first_device`."""
         parallel = plan.parallel
         device = plan.model.device
         if device != "cpu":
@@ -60,89 +79,120 @@ class WorkerSetup:
             device = f"cuda:{int(device.partition(':')[2] or 0) + index * parallel.gpu_step}"
         return cls(
             rank_info=RankInfo(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size),
-            facts=facts,
-            model=replace(plan.model, device=device),
+            models={name: replace(model, plan=replace(model.plan, device=device)) for name, model in models.items()},
             kernels=plan.kernels,
             graphs=plan.graphs,
+            lora=plan.lora,
         )
 
     @classmethod
     def decode(cls, body: Mapping[str, Any], path: str | None) -> Self:
-        """From JSON. `path` is where this machine has the checkpoint, if not where the sender has it."""
-        here = {} if path is None else {"path": path}
-        facts = {**body["facts"], **here, "eos_ids": frozenset(body["facts"]["eos_ids"])}
-        facts["pooling"] = Pooling.decode(facts.get("pooling"))
+        """Decode JSON. `path` is this machine's path of the target's checkpoint, if it differs from the sender's."""
+
+        def model(name: str, facts: dict[str, Any], plan: dict[str, Any]) -> ModelSetup:
+            here = {"path": path} if path is not None and name == TARGET else {}
+            facts = {**facts, **here, "eos_ids": frozenset(facts["eos_ids"])}
+            facts["pooling"] = Pooling.decode(facts.get("pooling"))
+            return ModelSetup(ModelFacts(**facts), ModelPlan(**{**plan, **here}))
+
         return cls(
             rank_info=RankInfo(**body["rank_info"]),
-            facts=ModelFacts(**facts),
-            model=ModelPlan(**{**body["model"], **here}),
+            models={name: model(name, **parts) for name, parts in body["models"].items()},
             kernels=KernelPlan(**body["kernels"]),
             graphs=GraphPlan(**body["graphs"]),
+            lora=LoraPlan(**{**body["lora"], "sources": ()}),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheSetup:
-    """The size of the KV pool and of what is kept for each running sequence. Travels as JSON."""
+    """Sizes of the KV pools and of the per-sequence state. Sent to other processes as JSON.
+
+    The pools of all models have the same number of pages, so one page table serves all of them.
+    """
 
     num_pages: int
     page_size: int
     kv_dtype: str
     num_sequences: int
-    kinds: Mapping[str, int] = field(default_factory=dict)  # units of the kinds of caches beside the pages
+    kinds: Mapping[str, int] = field(default_factory=dict)  # units of the other cache kinds, by kind
+    num_host_pages: int = 0  # pages in host memory
+
+
+@dataclass(slots=True)
+class _LoadedModel:
+    """A loaded model that no executor owns yet."""
+
+    setup: ModelSetup
+    source: WeightSource
+    decoder: Decoder
+    pool: KVPool | None = None  # set by `join`
 
 
 class ModelWorker:
-    """One rank: its share of the weights at once, of the KV pool after `join`, and then its part of every step."""
+    """One rank: loads its shards of all models, allocates their KV pools in `join`, and creates step executors.
+
+    Models are identified by name.
+    """
 
     def __init__(self, setup: WorkerSetup) -> None:
-        """Loads the weights, which takes seconds to minutes. Raises what `load_model` raises."""
-        model = setup.model
-        self.facts = setup.facts
-        self.device = torch.device(model.device)
+        """Load the weights, which takes seconds to minutes. Raises the errors of `load_model`."""
+        self.device = torch.device(setup.device)
         self.mesh = Mesh(setup.rank_info, self.device)
         self.kernels = _select(setup.kernels)
-        self._context_length, self._graphs = model.context_length, setup.graphs
+        self._graphs = setup.graphs
         self._raw_logprobs = setup.kernels.raw_logprobs
-        self._captures_choice = SAMPLING[setup.kernels.sampling_backend].captured
+        self._sampling_backend = SAMPLING[setup.kernels.sampling_backend]
         if setup.graphs.compile_max_rows:
             self.kernels = compilable(self.kernels)
-        layers = setup.rank_info.stage_layers(self.facts.num_layers)
-        decoder = load_model(self.facts, model, self.kernels, self.mesh, layers, setup.rank_info)
-        if model.by_transformers:
-            from runtime.worker.transformers_check import tried  # imports transformers' models
-
-            decoder = tried(decoder, self.facts, self.device, model.context_length)
-        self.cache_specs = decoder.cache_specs  # of the whole model
-        self.weight_bytes = sum(parameter.nbytes for parameter in decoder.parameters())
-        self._model: Decoder | None = decoder
-        self._pool: KVPool | None = None
+        self._models = {name: self._load(model) for name, model in setup.models.items()}
+        self._adapters = self._make_adapters(setup)
+        self.weight_bytes = {
+            name: sum(parameter.nbytes for parameter in model.decoder.parameters())
+            for name, model in self._models.items()
+        }
+        if self._adapters is not None:
+            self.weight_bytes["adapters"] = self._adapters.nbytes
+        # Specs of the layers of whole models, not sharded. Keys are (model name, layer index).
+        self.cache_specs: Specs = {
+            (name, index): spec
+            for name, model in self._models.items()
+            for index, spec in model.decoder.cache_specs.items()
+        }
+        self._num_layers = {name: model.facts.num_layers for name, model in setup.models.items()}
         self._cache: CacheSetup | None = None
 
     @property
     def kernels_description(self) -> str:
-        """Which implementation of each operation runs, and which arithmetic it uses, in one line."""
-        backends = ", ".join(
-            f"{operation} {file}" for operation, file in sorted(self.kernels.backends.items())
-        )
+        """One line with the implementation and arithmetic of each operation."""
+        backends = ", ".join(f"{operation} {file}" for operation, file in sorted(self.kernels.backends.items()))
         return f"{self.kernels.description}; {backends}"
 
+    def local_specs(self, rank_info: RankInfo) -> Specs:
+        """Return a rank's shard of `cache_specs`."""
+        return {
+            (name, index): spec
+            for name, num_layers in self._num_layers.items()
+            for index, spec in local_specs(self._specs_of(name), rank_info, num_layers).items()
+        }
+
     def memory(self) -> dict[str, int]:
-        """What the size of the KV pool depends on, in bytes."""
+        """Return the available, total and weight bytes, which determine the size of the KV pools."""
         if self.device.type == "cuda":
             available, total = torch.cuda.mem_get_info(self.device)
         else:
             machine = Machine.probe()
             available, total = machine.available_bytes, machine.total_bytes
-        return {"available": available, "total": total, "weights": self.weight_bytes}
+        return {"available": available, "total": total, "weights": sum(self.weight_bytes.values())}
 
     def profile_memory(self, plan: Plan) -> StepMemory:
-        """What the largest steps take, by running them. Blocks for seconds; for a rank that computes alone.
+        """Measure the memory of the largest steps by running them. Blocks for seconds. Only for a single rank.
 
-        Raises `ConfigurationError` when there is too little memory for one of them.
+        Models run one step at a time, so the result has the activation memory of the largest step, and the memory of
+        all graphs. Raises `ConfigurationError` if the memory does not suffice for a step.
         """
         device = open_device(self.device)
-        # Layers whose kind has pages use the one page here.
+        # Layers of kinds with pages share the single page of the profile.
         kinds = {
             name: 1
             for name in by_kind(self.cache_specs, plan)
@@ -155,19 +205,24 @@ class ModelWorker:
             num_sequences=plan.scheduler.max_running,
             kinds=kinds,
         )
-        pool = self._make_pool(cache)
-        executor = StepExecutor(
-            self._loaded,
-            pool,
-            self._loaded,
-            num_sequences=cache.num_sequences,
-            device=device,
-            sampler=self._make_sampler(cache.num_sequences, device),
+        profiles = []
+        for name, model in self._models.items():
+            executor = StepExecutor(
+                model.decoder,
+                self._make_pool(name, cache),
+                model.decoder,
+                num_sequences=cache.num_sequences,
+                device=device,
+                sampler=self._make_sampler(model.setup.facts, cache.num_sequences, device),
+            )
+            profiles.append(profile_memory(executor, plan, kinds))
+            del executor
+            device.release_unused()  # otherwise the driver would count this memory as used
+        return StepMemory(
+            activation_bytes=max(steps.activation_bytes for steps in profiles),
+            graph_bytes=sum(steps.graph_bytes for steps in profiles),
+            measured=True,
         )
-        steps = profile_memory(executor, plan, kinds)
-        del executor, pool
-        device.release_unused()  # or the driver would count it as used
-        return steps
 
     def join(
         self,
@@ -177,26 +232,33 @@ class ModelWorker:
         address: str | None = None,
         listening: int = -1,
     ) -> int:
-        """Meet the other ranks, if there are any, and make the KV pool -> its bytes. Blocks until all are there.
+        """Join the process group of several ranks, and allocate the KV pools. Return the bytes of the pools.
 
-        `address` is this machine's, where it is not the rendezvous' host; `listening` rank 0's socket there. Raises
-        RuntimeError when ranks are missing, torch.OutOfMemoryError (on a GPU) or OSError when the pool does not fit.
+        Blocks until all ranks have joined. `address` is this machine's address if it is not the rendezvous host;
+        `listening` is rank 0's listening socket. Raises RuntimeError if ranks are missing, and torch.OutOfMemoryError
+        (on a GPU) or OSError if the pools do not fit.
         """
         if rendezvous is not None:
             self.mesh.join(rendezvous, address=address, listening=listening)
-        self._cache, self._pool = cache, self._make_pool(cache)
-        return self._pool.nbytes
+        self._cache, num_bytes = cache, 0
+        for name, model in self._models.items():
+            model.pool = self._make_pool(name, cache)
+            num_bytes += model.pool.nbytes
+        return num_bytes
 
-    def lead(self, plan: Plan) -> StepExecutor:
-        """Rank 0's steps, with what makes them faster: CUDA graphs, compiled layers or the CPU graph.
+    def lead(self, plan: Plan, name: str) -> StepExecutor:
+        """Return rank 0's executor of a model, with CUDA graphs, a compiled forward or the CPU graph.
 
-        The executor owns model and pool from now on. May take minutes to compile, or to capture where other ranks
-        take part, which have to be in `follow` then; `EngineFailure` where a rank cannot capture.
+        The executor then owns the model and its pool. One thread runs the steps of all models. Compilation may
+        take minutes, and so may capturing with several ranks. All other ranks must be in `follow` during this time.
+        Raises `EngineFailure` if a rank cannot capture.
         """
-        model, pool, cache = self._hand_over()
+        loaded, pool, cache = self._hand_over(name)
+        model = loaded.decoder
         device = open_device(self.device)
-        forward = self._make_forward(model, pool, device, cache)
+        forward = self._make_forward(loaded.setup, model, pool, device, cache)
         cuda_graphs = forward if isinstance(forward, CudaGraphRunner) else None
+        cpu_graph = self._make_cpu_graph(loaded.setup, model, pool, cache, plan)
         folder = plan.kernels.logits_folder
         dump = LogitsDump(folder) if folder is not None else None
         return StepExecutor(
@@ -205,55 +267,97 @@ class ModelWorker:
             forward,
             num_sequences=cache.num_sequences,
             device=device,
-            sampler=self._make_sampler(cache.num_sequences, device, dump),
+            sampler=self._make_sampler(loaded.setup.facts, cache.num_sequences, device, dump),
             mesh=self.mesh,
-            cpu_graph=self._make_cpu_graph(model, pool, cache, plan),
+            cpu_graph=cpu_graph,
             cuda_graphs=cuda_graphs,
             nan_detection=plan.kernels.nan_detection,
+            copy_pages=self.kernels.copy_pages,
+            weights=self._loaded_weights(
+                loaded.source, model, cache, fixed=forward is not model or cpu_graph is not None
+            ),
+            adapters=self._adapters if name == TARGET else None,
         )
 
-    def follow(self) -> StepExecutor:
-        """The steps of a rank that rank 0 leads. The executor owns model and pool from now on. Captures as `lead`."""
-        model, pool, cache = self._hand_over()
+    def follow(self, name: str) -> StepExecutor:
+        """Return the executor of a model on a rank other than 0, which then owns the model and its pool.
+
+        With several ranks, it captures CUDA graphs together with `lead` on rank 0.
+        """
+        loaded, pool, cache = self._hand_over(name)
+        model = loaded.decoder
         device = open_device(self.device)
-        forward = self._make_forward(model, pool, device, cache)
+        forward = self._make_forward(loaded.setup, model, pool, device, cache)
         return StepExecutor(
-            model, pool, forward, num_sequences=cache.num_sequences, device=device, mesh=self.mesh
+            model,
+            pool,
+            forward,
+            num_sequences=cache.num_sequences,
+            device=device,
+            mesh=self.mesh,
+            copy_pages=self.kernels.copy_pages,
+            weights=self._loaded_weights(loaded.source, model, cache, fixed=forward is not model),
+            adapters=self._adapters if name == TARGET else None,
         )
 
     def close(self) -> None:
-        """Leave the other ranks, and free model and pool if they were not handed over."""
+        """Leave the process group, and free models and pools that no executor owns."""
         self.mesh.abort()
         self.mesh.close()
-        self._model = self._pool = None
+        self._models.clear()
 
-    @property
-    def _loaded(self) -> Decoder:
-        if self._model is None:
-            raise RuntimeError("The model of this rank was handed over already.")
-        return self._model
+    def _load(self, setup: ModelSetup) -> _LoadedModel:
+        facts, plan, info = setup.facts, setup.plan, self.mesh.rank_info
+        source = WeightSource.of(facts, plan)
+        layers = info.stage_layers(facts.num_layers)
+        decoder = load_model(facts, plan, self.kernels, self.mesh.axis("tp"), layers, info)
+        if plan.by_transformers:
+            from runtime.worker.transformers_check import verified  # imports transformers' models
 
-    def _hand_over(self) -> tuple[Decoder, KVPool, CacheSetup]:
-        """Model and pool, once: whoever has them decides when their memory is freed."""
-        model, pool, cache = self._loaded, self._pool, self._cache
-        if pool is None or cache is None:
+            decoder = verified(decoder, facts, self.device, plan.context_length)
+        return _LoadedModel(setup, source, decoder)
+
+    def _make_adapters(self, setup: WorkerSetup) -> Adapters | None:
+        if not setup.lora.enabled:
+            return None
+        model, target = self._models[TARGET], setup.models[TARGET]
+        dtype = getattr(torch, target.plan.dtype)
+        return Adapters(model.decoder, setup.lora, target.facts, dtype, self.device)
+
+    def _hand_over(self, name: str) -> tuple[_LoadedModel, KVPool, CacheSetup]:
+        """Return a model and its pool, and drop the references here, so that the caller controls their memory."""
+        if name not in self._models:
+            raise RuntimeError(f"The {name} of this rank was handed over already, or never loaded.")
+        model, cache = self._models[name], self._cache
+        if model.pool is None or cache is None:
             raise RuntimeError("This rank has not joined the others yet.")
-        self._model = self._pool = None
-        return model, pool, cache
+        del self._models[name]
+        return model, model.pool, cache
 
-    def _make_pool(self, cache: CacheSetup) -> KVPool:
+    def _loaded_weights(self, source: WeightSource, model: Decoder, cache: CacheSetup, *, fixed: bool) -> LoadedWeights:
+        """Return the handle that replaces the model's weights; `fixed` says whether graphs have their addresses."""
+        scaled = getattr(torch, cache.kv_dtype).itemsize == 1
+        return LoadedWeights(model, source, self.kernels, self.mesh, fixed=fixed, scaled_cache=scaled)
+
+    def _specs_of(self, name: str) -> Specs:
+        return {index: spec for (model, index), spec in self.cache_specs.items() if model == name}
+
+    def _make_pool(self, name: str, cache: CacheSetup) -> KVPool:
         return KVPool(
-            self.mesh.rank_info.local_specs(self.cache_specs, self.facts.num_layers),
+            local_specs(self._specs_of(name), self.mesh.rank_info, self._num_layers[name]),
             cache.num_pages,
             cache.page_size,
             getattr(torch, cache.kv_dtype),
             self.device,
             kinds=cache.kinds,
+            num_host_pages=cache.num_host_pages,
         )
 
-    def _make_sampler(self, num_sequences: int, device: Device, dump: LogitsDump | None = None) -> Sampler:
+    def _make_sampler(
+        self, facts: ModelFacts, num_sequences: int, device: Device, dump: LogitsDump | None = None
+    ) -> Sampler:
         return Sampler(
-            self.facts.vocab_size,
+            facts.vocab_size,
             num_sequences,
             device,
             choose=self.kernels.choose,
@@ -263,11 +367,14 @@ class ModelWorker:
             dump=dump,
         )
 
-    def _make_cpu_graph(self, model: Decoder, pool: KVPool, cache: CacheSetup, plan: Plan) -> CpuGraph | None:
-        """Whole steps in one call, where all kernels can be recorded."""
+    def _make_cpu_graph(
+        self, setup: ModelSetup, model: Decoder, pool: KVPool, cache: CacheSetup, plan: Plan
+    ) -> CpuGraph | None:
+        """Capture the CPU graph, or return None if a kernel cannot be captured."""
         if self.kernels.launcher is None or plan.parallel.ranks > 1:
             return None
-        capacity = plan.scheduler.step_prompt_tokens + cache.num_sequences
+        max_drafts = min(plan.scheduler.max_drafts * cache.num_sequences, plan.scheduler.max_step_drafts)
+        capacity = plan.scheduler.step_prompt_tokens + cache.num_sequences + max_drafts
         try:
             return CpuGraph(
                 model,
@@ -275,17 +382,20 @@ class ModelWorker:
                 self.kernels,
                 capacity,
                 cache.num_sequences,
-                context_length=plan.model.context_length,
+                context_length=setup.plan.context_length,
+                max_samples=cache.num_sequences + max_drafts,
             )
         except NotCapturable as reason:
             logger.info("Steps are computed operation by operation: %s.", reason)
             return None
 
-    def _make_forward(self, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup) -> Forward:
-        """How hidden states are computed: by CUDA graphs where some can be captured.
+    def _make_forward(
+        self, setup: ModelSetup, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup
+    ) -> Forward:
+        """Return the forward of the model: with CUDA graphs if they can be captured.
 
-        Where several ranks compute, all are captured here: a capture holds the ranks' collectives, so that all of
-        them have to capture the same sizes in the same order, with no step in between.
+        With several ranks, all graphs are captured here: a capture contains collectives, so all ranks must capture the
+        same sizes in the same order, without steps in between.
         """
         graphs, info = self._graphs, self.mesh.rank_info
         forward: Forward = model
@@ -301,9 +411,15 @@ class ModelWorker:
             pool,
             device,
             within(graphs, cache.num_sequences),
-            max_pages=min(pool.num_pages, -(-self._context_length // pool.page_size)),
-            # Where ranks share layers, only the first has logits: there graphs end at the hidden states.
-            choice=Choice(model.logits, self.kernels.choose, greedy_only=not self._captures_choice)
+            max_pages=min(pool.num_pages, -(-setup.plan.context_length // pool.page_size)),
+            reads=batch_reads(model),
+            # With several ranks, only rank 0 has the sampler, so graphs end at the hidden states.
+            choice=Choice(
+                model.logits,
+                self.kernels.choose,
+                greedy_only=not self._sampling_backend.captured,
+                limits=self._sampling_backend.limits,
+            )
             if info.world_size == 1
             else None,
             collect_garbage=graphs.collect_garbage,
@@ -314,19 +430,19 @@ class ModelWorker:
         try:
             while captured.capture_next():
                 pass
-        except Exception as error:  # whatever a driver or a kernel says
+        except Exception as error:  # any error of a driver or kernel
             raise EngineFailure(
-                f"Rank {info.rank} could not capture its CUDA graphs: {error}. --disable-cuda-graph goes without."
+                f"Rank {info.rank} could not capture its CUDA graphs: {error}. Disable them with --disable-cuda-graph."
             ) from error
         return captured
 
 
 def _select(plan: KernelPlan) -> Kernels:
-    """The chosen kernels, or the second choice where those in C++ cannot be compiled."""
+    """Return the chosen kernels, or the fallback if the C++ kernels cannot be compiled."""
     try:
         return select(plan.choices, plan.settings)
     except BuildError as error:
         if plan.fallback is None:
             raise
-        logger.warning("The kernels in C++ cannot be used, torch's are slower: %s", error)
+        logger.warning("The kernels in C++ cannot be used; slower kernels of torch are used instead: %s", error)
         return select(plan.fallback, plan.settings)

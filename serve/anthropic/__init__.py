@@ -1,1 +1,1 @@
-"""`/v1/messages` as Anthropic's clients call it."""
+"""Anthropic's API: `/v1/messages`."""

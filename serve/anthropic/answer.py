@@ -1,5 +1,6 @@
-"""An answer of /v1/messages, whole or as events: message_start, each block's start, deltas and stop, message_delta,
-message_stop.
+"""Answers of /v1/messages, complete or as events.
+
+A stream has these events: message_start; the start, the deltas and the stop of each block; message_delta; message_stop.
 """
 
 from __future__ import annotations
@@ -7,17 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from runtime.errors import EngineFailure, RequestError
 from runtime.request import Chunk, Finish, Usage
 from serve.anthropic.errors import error_event, event
-from serve.chat.parts import Closed, Grown, Opened, Part, PartAssembler, PartEvent, parts_of
-from serve.chat.request import PreparedChat
-from serve.errors import describe, ended
-from serve.sse import Framing
+from serve.calls.chat.parts import Closed, Grown, Opened, Part, PartAssembler, PartEvent, parts_of
+from serve.calls.chat.prepare import PreparedChat
+from serve.calls.errors import ended
+from serve.http.errors import describe
+from serve.http.sse import Framing
 
-SIGNATURE = "penstock"  # clients refuse to send thinking back that has none
+SIGNATURE = "penstock"  # clients send a thinking block back only if it has a signature
 FRAMING = Framing(done=b"", ping=event("ping", {"type": "ping"}))
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -27,7 +27,7 @@ _DELTAS = {
 
 
 def message_answer(prepared: PreparedChat, chunk: Chunk, model: str) -> dict[str, Any]:
-    """The `message` object. Raises what `serve.errors.ended` does."""
+    """Return the `message` object. Raises `Aborted` or `EngineFailure` if the answer is incomplete."""
     parser = prepared.new_parser()
     parts = parts_of(parser.feed_chunk(chunk))
     finish = ended(chunk.finish)
@@ -54,16 +54,12 @@ def _opening(prepared: PreparedChat, model: str) -> dict[str, Any]:
 
 
 def _block(part: Part) -> dict[str, Any] | None:
-    """A whole part; None for a call whose arguments were cut off."""
+    """Return a complete part as a block, or None for a call with truncated arguments."""
     if part.kind == "text":
         return {"type": "text", "text": part.text, "citations": None}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": SIGNATURE}
-    try:
-        arguments = orjson.loads(part.text or "{}")
-    except orjson.JSONDecodeError:
-        return None
-    if not isinstance(arguments, dict):
+    if (arguments := part.arguments) is None:
         return None
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": arguments}
 
@@ -72,9 +68,9 @@ def _stop_reason(prepared: PreparedChat, finish: Finish, kind: str, usage: Usage
     if kind == "tool_calls":
         return "tool_use"
     if kind == "length":
-        wanted = prepared.request.sampling.max_new_tokens
-        is_cut = wanted is not None and usage.output < wanted
-        return "model_context_window_exceeded" if is_cut else "max_tokens"
+        limit = prepared.request.sampling.max_new_tokens
+        is_truncated = limit is not None and usage.output < limit
+        return "model_context_window_exceeded" if is_truncated else "max_tokens"
     return "end_turn" if _stop_sequence(finish) is None else "stop_sequence"
 
 
@@ -83,7 +79,9 @@ def _stop_sequence(finish: Finish) -> str | None:
 
 
 def _usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:
-    """Token counts: `input_tokens` are those that were computed, the cached ones stand beside it."""
+    """Return token counts. `input_tokens` are the prompt tokens that were computed; cached prompt tokens are counted
+    separately.
+    """
     return {
         "input_tokens": usage.prompt - usage.cached,
         "cache_read_input_tokens": usage.cached,
@@ -94,7 +92,7 @@ def _usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:
 
 
 class MessageEvents:
-    """Events of one streamed answer (see serve.sse.Encoder)."""
+    """Events of one streamed answer (see serve.http.sse.Encoder)."""
 
     def __init__(self, prepared: PreparedChat, model: str) -> None:
         self._prepared = prepared
@@ -115,16 +113,16 @@ class MessageEvents:
         return b"".join(written)
 
     def closing(self) -> bytes:
-        written = [_part_event(found) for found in self._parts.end()]
+        written = [_part_event(part_event) for part_event in self._parts.end()]
         try:
             finish = ended(self._last_finish)
         except (RequestError, EngineFailure) as error:
             return b"".join([*written, error_event(describe(error))])
         kind = self._prepared.finish_kind(finish, self._parser)
-        used = self._usage or Usage(0, 0, 0)
-        reason = _stop_reason(self._prepared, finish, kind, used)
+        last_usage = self._usage or Usage(0, 0, 0)
+        reason = _stop_reason(self._prepared, finish, kind, last_usage)
         delta = {"stop_reason": reason, "stop_sequence": _stop_sequence(finish)}
-        usage = _usage(used, self._parser.num_reasoning_tokens)
+        usage = _usage(last_usage, self._parser.num_reasoning_tokens)
         written.append(event("message_delta", {"type": "message_delta", "delta": delta, "usage": usage}))
         written.append(event("message_stop", {"type": "message_stop"}))
         return b"".join(written)
@@ -134,9 +132,9 @@ class MessageEvents:
         return event("message_start", {"type": "message_start", "message": message})
 
 
-def _part_event(found: PartEvent) -> bytes:
-    index = found.part.index
-    match found:
+def _part_event(part_event: PartEvent) -> bytes:
+    index = part_event.part.index
+    match part_event:
         case Opened(part):
             data = {"type": "content_block_start", "index": index, "content_block": _empty_block(part)}
             return event("content_block_start", data)

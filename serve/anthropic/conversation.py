@@ -1,4 +1,4 @@
-"""From a body of /v1/messages to a chat: turns of blocks become messages, and tools functions."""
+"""Convert a body of /v1/messages to a chat: blocks of turns become messages, tools become functions."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from serve.anthropic.schema import (
     ToolUseBlock,
     Turn,
 )
-from serve.chat.request import ChatRequest, thinking_switch
+from serve.calls.chat.request import ChatRequest, thinking_switch
 
 Message = dict[str, Any]
 
 
 def chat_of(body: CountBody, *, label: str) -> ChatRequest:
-    """Raises `InvalidRequest` naming what cannot be done."""
+    """Return the chat of a body. Raises `InvalidRequest` with the name of the wrong field."""
     messages = _system(body.system)
     for index, turn in enumerate(body.messages):
         messages += _turn(turn, f"messages.{index}")
@@ -52,14 +52,14 @@ def chat_of(body: CountBody, *, label: str) -> ChatRequest:
 
 
 def _sampling(body: MessagesBody) -> dict[str, Any]:
-    asked = {
+    values = {
         "max_new_tokens": body.max_tokens,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "top_k": body.top_k,
         "stop": body.stop_sequences,
     }
-    return {name: value for name, value in asked.items() if value is not None}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _budget(body: CountBody) -> int | None:
@@ -69,9 +69,7 @@ def _budget(body: CountBody) -> int | None:
     if budget is None:
         raise InvalidRequest("thinking.budget_tokens is required.", param="thinking.budget_tokens")
     if isinstance(body, MessagesBody) and budget >= body.max_tokens:
-        raise InvalidRequest(
-            "thinking.budget_tokens must be less than max_tokens.", param="thinking.budget_tokens"
-        )
+        raise InvalidRequest("thinking.budget_tokens must be less than max_tokens.", param="thinking.budget_tokens")
     return budget
 
 
@@ -107,29 +105,29 @@ def _turn(turn: Turn, path: str) -> list[Message]:
 
 def _assistant(blocks: Sequence[Block], path: str) -> Message:
     texts: list[str] = []
-    thoughts: list[str] = []
+    reasoning: list[str] = []
     calls: list[dict[str, Any]] = []
     for index, block in enumerate(blocks):
         match block:
             case TextBlock():
                 texts.append(block.text)
             case ThinkingBlock():
-                thoughts.append(block.thinking)
+                reasoning.append(block.thinking)
             case ToolUseBlock():
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
             case other:
                 raise _misplaced(other, f"{path}.{index}", "text, thinking and tool_use")
     message: Message = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "".join(thoughts)
+    if reasoning:
+        message["reasoning_content"] = "".join(reasoning)
     if calls:
         message["tool_calls"] = calls
     return message
 
 
 def _user(blocks: Sequence[Block], path: str) -> list[Message]:
-    """A message for each tool result, and one for the text between them."""
+    """Return one message for each tool result, and messages for the text before, between and after the results."""
     messages: list[Message] = []
     texts: list[str] = []
     for index, block in enumerate(blocks):
@@ -153,7 +151,7 @@ def _user(blocks: Sequence[Block], path: str) -> list[Message]:
 def _tool_result(result: ToolResultBlock) -> Message:
     content = result.content or ""
     text = content if isinstance(content, str) else _joined([block.text for block in content])
-    if result.is_error:  # templates know no failed calls
+    if result.is_error:  # chat templates have no format for failed calls
         text = orjson.dumps({"error": text}).decode()
     return {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
 
@@ -168,11 +166,9 @@ def _text(blocks: Sequence[Block], path: str) -> str:
 
 
 def _document(document: DocumentBlock, path: str) -> str:
-    """A document's title, what is said of it, and its text."""
+    """Return a document's title, context and text."""
     if document.citations is not None and document.citations.enabled:
-        raise InvalidRequest(
-            f"{path}.citations is not supported yet; leave it out.", param=f"{path}.citations"
-        )
+        raise InvalidRequest(f"{path}.citations is not supported yet; leave it out.", param=f"{path}.citations")
     return _joined([part for part in (document.title, document.context, document.source.data) if part])
 
 
@@ -181,9 +177,7 @@ def _joined(texts: Sequence[str]) -> str:
 
 
 def _misplaced(block: Block, path: str, known: str) -> InvalidRequest:
-    return InvalidRequest(
-        f'{path}.type "{block.type}" is not supported here; {known} are.', param=f"{path}.type"
-    )
+    return InvalidRequest(f'{path}.type "{block.type}" is not supported here; {known} are.', param=f"{path}.type")
 
 
 # --- tools ---
@@ -191,9 +185,7 @@ def _misplaced(block: Block, path: str, known: str) -> InvalidRequest:
 
 def _tool(tool: Tool, path: str) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise InvalidRequest(
-            f"{path}.type must be custom: this server runs no tools of its own.", param=f"{path}.type"
-        )
+        raise InvalidRequest(f"{path}.type must be custom: this server does not run tools.", param=f"{path}.type")
     if tool.input_schema is None:
         raise InvalidRequest(f"{path}.input_schema is required.", param=f"{path}.input_schema")
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}

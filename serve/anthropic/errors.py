@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients read them: `{"type": "error", "error": {"type", "message"}}`, also in a stream."""
+"""Errors in Anthropic's format: `{"type": "error", "error": {"type", "message"}}`, also in a stream."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import orjson
 
-from serve.errors import ErrorFormat, Failure
-from serve.openai.schema import NAMES
+from serve.calls.sampling import sampling_names
+from serve.http.errors import ErrorFormat, Failure
 
 _TYPES: Mapping[int, str] = {
     400: "invalid_request_error",
@@ -22,7 +22,7 @@ _TYPES: Mapping[int, str] = {
 
 
 def messages_error_body(failure: Failure) -> dict[str, Any]:
-    """`failure` as a body of this API."""
+    """Return the failure as a body of this API."""
     kind = _TYPES.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
     error: dict[str, Any] = {"type": kind, "message": failure.message}
     if failure.param == "thread":
@@ -31,19 +31,19 @@ def messages_error_body(failure: Failure) -> dict[str, Any]:
 
 
 def error_event(failure: Failure) -> bytes:
-    """What ends a stream that has begun."""
+    """Return the event that ends a started stream with an error."""
     return event("error", messages_error_body(failure))
 
 
 def event(name: str, data: Mapping[str, Any]) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     return b"event: " + name.encode() + b"\ndata: " + orjson.dumps(data) + b"\n\n"
 
 
 ERROR_FORMAT = ErrorFormat(
     messages_error_body,
     {
-        **NAMES,
+        **sampling_names("chat"),
         "text": "messages",
         "max_new_tokens": "max_tokens",
         "stop": "stop_sequences",

@@ -1,4 +1,4 @@
-"""`/v1/messages` and `/v1/messages/count_tokens`: the handlers."""
+"""The handlers of `/v1/messages` and `/v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,13 @@ from serve.anthropic.answer import FRAMING, MessageEvents, message_answer
 from serve.anthropic.conversation import chat_of
 from serve.anthropic.errors import ERROR_FORMAT
 from serve.anthropic.schema import CountBody, MessagesBody
-from serve.chat.request import PreparedChat, prepare
-from serve.chat.request import count_tokens as num_tokens
-from serve.endpoint import (
-    decode_open,
-    json_response,
-    parse_object,
-    read_all_or_disconnect,
-    read_body,
-    read_call,
-)
-from serve.openai.models import check_model
-from serve.prompts import of_client
-from serve.sse import EventStream
+from serve.calls.body import decode_open, parse_object
+from serve.calls.chat.prepare import PreparedChat, prepare
+from serve.calls.chat.prepare import count_tokens as num_tokens
+from serve.calls.prompts import of_client
+from serve.calls.served_model import choose_model
+from serve.http.endpoint import decodes, json_response, read_all_or_disconnect, read_body, read_call
+from serve.http.sse import EventStream
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -35,15 +29,16 @@ __all__ = ["ERROR_FORMAT", "count_tokens", "create"]
 
 
 class _Call(NamedTuple):
-    """One call, read and checked."""
+    """A call whose body is decoded and checked."""
 
     model: str
     stream: bool
     prepared: PreparedChat
 
 
+@decodes(MessagesBody)
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Messages in, a message out, whole or streamed."""
+    """Answer a chat with a message, complete or streamed."""
     call = await read_call(http, core, _read)
     streams = await core.submit_all(of_client(core, [call.prepared.request]))
     if call.stream:
@@ -56,17 +51,18 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 def _read(core: EngineCore, raw: bytes) -> _Call:
     body = decode_open(MessagesBody, parse_object(raw), core, "/v1/messages")
-    model = check_model(core, body.model)
+    model = choose_model(core, body.model)
     chat = chat_of(body, label=f"msg_{uuid4().hex}")
-    return _Call(model, body.stream, prepare(core, chat))
+    return _Call(model.name, body.stream, prepare(core, chat, model.adapter))
 
 
+@decodes(CountBody)
 async def count_tokens(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """How many tokens the prompt of such a body has."""
+    """Return the number of prompt tokens of a body."""
     return json_response({"input_tokens": await read_body(http, partial(_count, core), inline_bytes=0)})
 
 
 def _count(core: EngineCore, raw: bytes) -> int:
     body = decode_open(CountBody, parse_object(raw), core, "/v1/messages/count_tokens")
-    check_model(core, body.model)
+    choose_model(core, body.model)
     return num_tokens(core, chat_of(body, label=""))

@@ -1,10 +1,10 @@
-"""Bodies of /v1/messages and /v1/messages/count_tokens. Unknown fields of the body are refused; of what is in it,
-named in the log (--refuse-unknown-fields: refused).
+"""Bodies of /v1/messages and /v1/messages/count_tokens.
 
-Accepted without effect: `metadata` (an identifier for abuse reports; this server writes none), `service_tier` (there
-is one), `cache_control` (prefixes are cached anyway), `signature` of thinking blocks (theirs is ours: it says nothing),
-`citations` of text that the assistant wrote, `caller` of its calls (the model alone), and of tools
-`eager_input_streaming` (arguments are streamed as they come).
+Unknown fields of the body are refused; unknown fields of nested objects are logged (--refuse-unknown-fields:
+refused). Accepted without effect: `metadata` (an identifier for abuse reports, which this server does not
+write), `service_tier` (there is one), `cache_control` (all prefixes are cached), `signature` of thinking
+blocks (a constant of this server), `citations` of the assistant's text, `caller` of its calls (always the
+model), and `eager_input_streaming` of tools (arguments are always streamed).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from serve.decode import Length, NotBuilt, Range
-from serve.openai.schema import MAX_MESSAGES
+from serve.calls.decode import Length, NotBuilt, Range
+from serve.calls.prompts import MAX_MESSAGES
 
 MAX_TOOLS = 1024
 
@@ -36,7 +36,7 @@ class ThinkingBlock:
 
 @dataclass(slots=True, kw_only=True)
 class ToolUseBlock:
-    """A call that the assistant made in an earlier turn."""
+    """A call of the assistant in an earlier turn."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "caller"})
 
@@ -70,7 +70,7 @@ class Citations:
 
 @dataclass(slots=True, kw_only=True)
 class DocumentBlock:
-    """A document whose source is text; files and addresses of files are refused."""
+    """A document with a text source; files and URLs are refused."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
@@ -86,7 +86,7 @@ Block = TextBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlo
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """One message. Which blocks it may have, its role says: see `serve.anthropic.conversation`."""
+    """One message. `serve.anthropic.conversation` checks which blocks its role allows."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
@@ -94,12 +94,13 @@ class Turn:
 
 @dataclass(slots=True, kw_only=True)
 class Tool:
-    """A function of the client's; tools that would run here are refused by their `type`."""
+    """A function of the client. Tools that would run in the server are refused by their `type`."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "eager_input_streaming"})
 
     name: Annotated[str, Length(1, 256)]
-    input_schema: dict[str, Any] | None = None  # required of functions, checked when their `type` is
+    # Required for functions; None for tools of other types, which are refused.
+    input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool = False
     type: str | None = None
@@ -133,7 +134,7 @@ class OutputConfig:
 
 @dataclass(slots=True, kw_only=True)
 class ContextEdit:
-    """Keeping all thoughts of earlier turns: the one edit that leaves the messages as they are."""
+    """An edit that keeps the reasoning of all earlier turns. Other edits, which change the messages, are refused."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -180,4 +181,5 @@ class MessagesBody(CountBody):
     container: NotBuilt = None
     diagnostics: NotBuilt = None
     inference_geo: NotBuilt = None
-    thread: NotBuilt = None  # clients' tool runners go on without, if it is refused as their API does
+    # Refused, as in Anthropic's API; the tool runners of clients then continue without this field.
+    thread: NotBuilt = None

@@ -1,6 +1,6 @@
-"""Measures servers and the engine itself: `python -m serve.bench --help`.
+"""Benchmarks of servers and of the engine: `python -m serve.bench --help`.
 
-`serving` drives any server over HTTP, `offline` and `latency` drive the engine in this process.
+`serving` measures any server over HTTP; `offline` and `latency` measure the engine in this process.
 """
 
-PROGRAM = "python -m serve.bench"  # as usage texts and result files name it
+PROGRAM = "python -m serve.bench"  # name in usage texts and result files

@@ -9,22 +9,21 @@ from importlib import import_module
 from runtime.errors import ConfigurationError
 from serve.bench import PROGRAM
 
-# Imported when asked for: the in-process commands bring torch with them.
+# Imported on use: the in-process commands import torch.
 COMMANDS = {
     "serving": ("serve.bench.serving", "a running server over HTTP: latencies, throughput, goodput"),
     "offline": ("serve.bench.offline", "throughput of the engine in this process"),
-    "latency": ("serve.bench.latency", "one batch in this process: prefill, and decode per token"),
-    "schemas": ("serve.bench.schemas", "grammars of JSON schemas: what they accept, what they cost"),
+    "latency": ("serve.bench.latency", "one batch in this process: prefill time, and decode time per token"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one benchmark command and return the process's exit status; 2 for a refused command line."""
+    """Run one benchmark command, and return the exit status; 2 for an invalid command line."""
     return run_command(PROGRAM, COMMANDS, sys.argv[1:] if argv is None else argv)
 
 
 def run_command(program: str, commands: Mapping[str, tuple[str, str]], argv: Sequence[str]) -> int:
-    """Call `main` of the module that the first argument names; `commands` are modules and descriptions by name."""
+    """Call `main` of the module named by the first argument. `commands`: name -> module and description."""
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
     if name in ("-h", "--help"):
         sys.stdout.write(_usage(program, commands))

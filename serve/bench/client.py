@@ -1,8 +1,8 @@
 """A small HTTP/1.1 client that costs a few microseconds per streamed event.
 
-A measuring client must not be what is measured. On the way of an event there is one clock reading and one
-`append`; everything that looks into the bytes happens when the response seems to have ended. Framing (chunks, lengths,
-keep-alive) is httptools', the parser that the server side uses too.
+The client must not dominate the measurement. Each event costs one clock reading and one `append`; the bytes
+are parsed only when the response seems to have ended. httptools, which the server uses too, handles the
+framing (chunks, lengths, keep-alive).
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from runtime.errors import ConfigurationError
 
 
 class ExchangeError(Exception):
-    """No complete response came: refused, closed too early, or not HTTP."""
+    """No complete response arrived: the connection was refused or closed early, or the server does not speak
+    HTTP.
+    """
 
 
 class Received(NamedTuple):
-    """Bytes of a body and when they were read (`time.perf_counter`)."""
+    """Bytes of a body, and the time at which they were read (`time.perf_counter`)."""
 
     at_s: float
     data: bytes
@@ -34,10 +36,10 @@ class Received(NamedTuple):
 
 @dataclass(slots=True)
 class Response:
-    """A whole response; `received` is the body in the order of its arrival."""
+    """A complete response; `received` is the body in order of arrival."""
 
     status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)  # names in lower case
+    headers: dict[str, str] = field(default_factory=dict)  # header names are in lower case
     received: list[Received] = field(default_factory=list)
     ended_s: float = 0.0
 
@@ -54,14 +56,14 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[Response] | None = None
         self._response = Response()
         self._parser: httptools.HttpResponseParser | None = None
-        self._reads: list[tuple[float, bytes]] = []  # not parsed yet
+        self._reads: list[tuple[float, bytes]] = []  # (time, bytes) of reads that are not yet parsed
         self._in_chunks = False
         self._now = 0.0
         self.reusable = True
         self.closed = False
 
     async def exchange(self, request: bytes) -> Response:
-        """Send `request` (a head with its body) and return the response once its last byte is here.
+        """Send `request` (a head with its body), and return the response when its last byte has arrived.
 
         Cancellation closes the connection. Raises `ExchangeError`.
         """
@@ -80,7 +82,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def untouched(self) -> bool:
-        """Nothing of a response has come."""
+        """Whether no part of a response has arrived."""
         return self._response.status == 0
 
     def close(self) -> None:
@@ -89,17 +91,18 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # What asyncio calls.
+    # Callbacks of asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         if self._parser is None or self._done is None or self._done.done():
-            self.close()  # bytes that nobody asked for
+            self.close()  # the server sent bytes although no request is open
             return
         self._reads.append((perf_counter(), data))
-        # A body in chunks ends with an empty line, of which a short read may be the rest.
+        # Parse a chunked body only if it may be complete: it ends with an empty line, and a short read may be the rest
+        # of this line.
         if not self._in_chunks or data.endswith(b"\r\n\r\n") or len(data) < 4:
             self._parse(self._parser)
 
@@ -125,7 +128,7 @@ class Connection(asyncio.Protocol):
         else:
             self._fail("the server closed the connection in the middle of its answer")
 
-    # What httptools calls.
+    # Callbacks of httptools.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -161,7 +164,7 @@ class Client:
         self._prefix = url.path.rstrip("/").removesuffix("/v1")
         fixed = {"Host": url.netloc.rpartition("@")[2], "Accept": "*/*", **(headers or {})}
         if any("\r" in part or "\n" in part for pair in fixed.items() for part in pair):
-            raise ConfigurationError("A header cannot hold a line break.")
+            raise ConfigurationError("A header must not contain a line break.")
         self._fixed = "".join(f"{name}: {value}\r\n" for name, value in fixed.items())
         self._idle: list[Connection] = []
 
@@ -175,7 +178,9 @@ class Client:
             self._idle.pop().close()
 
     async def connect(self, count: int) -> None:
-        """Have so many idle connections, as a client has that asked before. Raises `ExchangeError`."""
+        """Open connections until `count` are idle, so that the first requests need not wait for connections. Raises
+        `ExchangeError`.
+        """
         while len(self._idle) < count:
             self._idle.append(await self._connect())
 
@@ -183,7 +188,7 @@ class Client:
         return await self._exchange(self._head("GET", path, "") + b"\r\n")
 
     async def post(self, path: str, body: bytes) -> Response:
-        """POST JSON. Raises `ExchangeError` when no complete response comes; any status is an answer."""
+        """POST JSON. Raises `ExchangeError` if no complete response arrives; any status is a response."""
         extra = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return await self._exchange(self._head("POST", path, extra) + b"\r\n" + body)
 
@@ -196,7 +201,7 @@ class Client:
             try:
                 return await self._use(connection, request)
             except ExchangeError:
-                # A kept connection may have been closed by the server meanwhile: then nothing was answered.
+                # Try again if no part of a response has arrived: the server may have closed an idle connection.
                 if not connection.untouched:
                     raise
         return await self._use(await self._connect(), request)
@@ -214,7 +219,5 @@ class Client:
         try:
             _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
         except OSError as error:
-            raise ExchangeError(
-                f"no connection to {self._host}:{self._port}: {error.strerror or error}"
-            ) from error
+            raise ExchangeError(f"no connection to {self._host}:{self._port}: {error.strerror or error}") from error
         return connection

@@ -1,4 +1,6 @@
-"""`latency`: one batch alone in the engine: how long its prompts take, and then each token."""
+"""`latency`: measures one batch that runs alone in the engine: the prefill time of its prompts, and the decode time per
+token.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ if TYPE_CHECKING:
 
 
 class Repetition(NamedTuple):
-    """One run of the batch."""
+    """Times of one run of the batch."""
 
-    prefill_s: float  # until every prompt has its first token
-    decode_s: float  # from then until every output is complete
-    decode_token_s: float  # decode time per token of one output
-    prompt_tokens: int  # of the whole batch
+    prefill_s: float  # time until every sequence has its first token
+    decode_s: float  # time from then until every output is complete
+    decode_token_s: float  # decode time per token of one sequence
+    prompt_tokens: int  # prompt tokens of the whole batch
     output_tokens: int
 
     @property
@@ -37,16 +39,16 @@ class Repetition(NamedTuple):
 def parser() -> argparse.ArgumentParser:
     options = new_parser(
         "latency",
-        "Measure one batch in this process. Every other option is the engine's: --model-path DIR ...",
+        "Measure one batch in this process. All other options are engine options: --model-path DIR ...",
     )
     group = options.add_argument_group("batch")
     group.add_argument("--batch-size", type=int, default=1)
     group.add_argument("--input-len", type=int, default=1024, help="tokens")
     group.add_argument("--output-len", type=int, default=128, help="tokens, at least 2")
-    group.add_argument("--repetitions", type=int, default=5, help="after one that is not measured")
+    group.add_argument("--repetitions", type=int, default=5, help="measured runs, after one unmeasured run")
     group.add_argument("--seed", type=int, default=1)
-    group.add_argument("--tokenizer", help="tokenizer.json or its directory; else the model's ids are drawn")
-    group.add_argument("--vocab-size", type=int, help="draw ids 0 to N - 1")
+    group.add_argument("--tokenizer", help="tokenizer.json or its directory; default: random ids of the model")
+    group.add_argument("--vocab-size", type=int, help="draw random ids in [0, N)")
     add_output_options(options)
     return options
 
@@ -54,12 +56,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     options, args = parse(parser(), argv)
     if options.batch_size < 1 or options.repetitions < 1 or options.output_len < 2:
-        raise ConfigurationError(
-            "--batch-size and --repetitions must be at least 1, --output-len at least 2."
-        )
+        raise ConfigurationError("--batch-size and --repetitions must be at least 1, --output-len at least 2.")
     vocabulary = read_vocabulary(options) or model_vocabulary(args.get("model_path"))
     if vocabulary is None:
-        raise ConfigurationError("The model is not a local directory: give --tokenizer or --vocab-size.")
+        raise ConfigurationError("The model is not a local directory: set --tokenizer or --vocab-size.")
     batches = draw_batches(options, vocabulary)
 
     async def work(engine: Engine) -> list[Repetition]:
@@ -75,14 +75,12 @@ def main(argv: Sequence[str]) -> int:
     report.say(_render(options, repetitions))
     if options.output_file:
         settings = {**vars(options), "engine": args.keywords()}
-        report.write(
-            options.output_file, report.document("latency", settings, {"repetitions": repetitions}, argv=argv)
-        )
+        report.write(options.output_file, report.document("latency", settings, {"repetitions": repetitions}, argv=argv))
     return 0
 
 
 def draw_batches(options: argparse.Namespace, vocabulary: Vocabulary) -> list[list[Prompt]]:
-    """One batch to warm up and one for each repetition, all different: no prefix is found again."""
+    """Return one warm-up batch and one batch per repetition, all different, so that no prefix is cached."""
     size = options.batch_size
     shape = SharedPrefixes(
         groups=size * (options.repetitions + 1),
@@ -96,7 +94,7 @@ def draw_batches(options: argparse.Namespace, vocabulary: Vocabulary) -> list[li
 
 
 async def time_batch(engine: Engine, batch: Sequence[Prompt]) -> Repetition:
-    """Run one batch; raises what the engine raises."""
+    """Run one batch. Raises the engine's errors."""
     start_s = perf_counter()
     first_s, last_s, num_prompt, num_output = start_s, start_s, 0, 0
 
@@ -131,9 +129,7 @@ def _render(options: argparse.Namespace, repetitions: Sequence[Repetition]) -> s
         "prefill (ms)": summarize((one.prefill_s for one in repetitions), 1e3),
         "prefill (tokens/s)": summarize(one.prompt_tokens / one.prefill_s for one in repetitions),
         "decode per token (ms)": summarize((one.decode_token_s for one in repetitions), 1e3),
-        "decode (tokens/s)": summarize(
-            (one.output_tokens - options.batch_size) / one.decode_s for one in repetitions
-        ),
+        "decode (tokens/s)": summarize((one.output_tokens - options.batch_size) / one.decode_s for one in repetitions),
         "in and out (tokens/s)": summarize(one.tokens_per_s for one in repetitions),
     }
     return report.table("latency of one batch", rows, figures, heads=("min", "median", "max"))

@@ -1,4 +1,4 @@
-"""Sends a workload and shows its progress; starts the engine in this process for `offline` and `latency`."""
+"""Send a workload and show its progress; start the engine in this process for `offline` and `latency`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY_S = 0.1
 
 
 class Progress:
-    """Counts up to `total`. A context manager; leaves the finished line standing."""
+    """A progress bar that counts up to `total`. A context manager; the final line stays on the screen."""
 
     def __init__(self, total: int, what: str, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -74,10 +74,11 @@ async def drive(
     max_concurrency: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Result], float]:
-    """What `send` returned in the order of the prompts, and the seconds from the start to the last one.
+    """Send all prompts at their times. Return the results in the order of the prompts, and the seconds from the start
+    until the last result.
 
-    `send(prompt, start_s)` must not raise for what a server does. With `max_concurrency` a prompt whose time
-    has come waits for one to end; its clock starts when it is sent.
+    `send(prompt, start_s)` must not raise for errors of the server. If `max_concurrency` prompts are running, a prompt
+    that is due waits until one ends; its latency counts from when it is sent.
     """
     outcomes: list[Result | None] = [None] * len(prompts)
     slots = anyio.Semaphore(max_concurrency) if max_concurrency else None
@@ -100,13 +101,13 @@ async def drive(
 
 
 Result = TypeVar("Result")
-Answer = Mapping[str, Any]  # text, output_ids, meta_info: as the native endpoint answers
+Answer = Mapping[str, Any]  # text, output_ids, meta_info, as in the native API
 
 
 def parse(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Args]:
-    """Split a command line into this benchmark's options and the engine's; both refuse what they must.
+    """Split a command line into the benchmark's options and the engine's. Both reject invalid options.
 
-    A name that both have (a benchmark's --seed, say) belongs to the benchmark.
+    An option that both have (for example --seed) sets the one of the benchmark.
     """
     from runtime.config import Args
 
@@ -115,7 +116,7 @@ def parse(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Args]
 
 
 def run_with_engine(args: Args, work: Callable[[Engine], Awaitable[Result]]) -> Result:
-    """Start an engine, await `work` with it, shut it down. All of it may wait at once unless a limit is given."""
+    """Start an engine, await `work` with it, and shut it down. The queue is unlimited unless a limit is set."""
     from serve import Engine
 
     for limit in ("max_queued_requests", "max_queued_tokens"):
@@ -130,16 +131,18 @@ def run_with_engine(args: Args, work: Callable[[Engine], Awaitable[Result]]) -> 
 
 
 def generate_arguments(prompt: Prompt, *, ignore_eos: bool = True) -> dict[str, Any]:
-    """Keyword arguments of `generate` and `stream` for one prompt: greedy, as many tokens as asked."""
+    """Return keyword arguments of `generate` and `stream` for one prompt: greedy sampling of at most the prompt's
+    output length (exactly, if `ignore_eos`).
+    """
     if prompt.messages is not None:
-        raise ConfigurationError("The engine in this process takes texts and token ids, not messages.")
+        raise ConfigurationError("The engine in this process accepts texts and token ids, not messages.")
     sampling = {"temperature": 0.0, "max_new_tokens": prompt.output_tokens, "ignore_eos": ignore_eos}
-    what = {"prompt": prompt.text} if prompt.ids is None else {"input_ids": list(prompt.ids)}
-    return {**what, "sampling_params": sampling}
+    content = {"prompt": prompt.text} if prompt.ids is None else {"input_ids": list(prompt.ids)}
+    return {**content, "sampling_params": sampling}
 
 
 def model_vocabulary(path: str | None) -> Vocabulary | None:
-    """Ids that a local checkpoint knows, from its config.json; None for anything else."""
+    """Return the token ids of a local checkpoint, from its config.json, or None for other models."""
     config = Path(path or "") / "config.json"
     if path is None or not config.is_file():
         return None

@@ -1,4 +1,4 @@
-"""What the figures mean: percentiles, latencies, throughput and goodput. Pure functions."""
+"""Statistics of a run: percentiles, latencies, throughput and goodput. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from runtime.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was observed of one request. Times in seconds; with an `error` only the first three count."""
+    """Observations of one request. Times are in seconds. If `error` is set, only the first three fields are valid."""
 
-    started_s: float  # after the start of the run
-    e2e_s: float  # from sending to the last byte
+    started_s: float  # time of sending, since the start of the run
+    e2e_s: float  # time from sending to the last byte
     prompt_tokens: int
-    ttft_s: float = 0.0  # from sending to the first output
-    decode_s: float = 0.0  # from the first output to the last
+    ttft_s: float = 0.0  # time from sending to the first output
+    decode_s: float = 0.0  # time from the first output to the last
     itl_s: tuple[float, ...] = ()
     output_tokens: int = 0
     cached_tokens: int | None = None
@@ -29,12 +29,12 @@ class Outcome:
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None where there is only one."""
+        """Time per output token after the first, in seconds. None if the output has fewer than two tokens."""
         return self.decode_s / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
 
 class Summary(NamedTuple):
-    """One distribution."""
+    """Statistics of one distribution."""
 
     mean: float
     median: float
@@ -46,16 +46,16 @@ class Summary(NamedTuple):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """The value below which `percent` of an ascending sequence lies, linear between neighbours."""
+    """Return the value below which `percent` of an ascending sequence lies, interpolated linearly."""
     if not ordered:
-        raise ValueError("There is no percentile of nothing.")
+        raise ValueError("An empty sequence has no percentiles.")
     position = (len(ordered) - 1) * percent / 100
     low, high = math.floor(position), math.ceil(position)
     return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def summarize(values: Iterable[float], scale: float = 1.0) -> Summary | None:
-    """The distribution of `values` times `scale`; None when there are none."""
+    """Return statistics of `values`, each multiplied by `scale`. Returns None if there are no values."""
     ordered = sorted(value * scale for value in values)
     if not ordered:
         return None
@@ -72,7 +72,7 @@ def summarize(values: Iterable[float], scale: float = 1.0) -> Summary | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """The figures of one run. Rates are per second; tokens are those of requests that succeeded."""
+    """The results of one run. Rates are per second; only tokens of successful requests count."""
 
     duration_s: float
     completed: int
@@ -91,13 +91,11 @@ class Results:
     itl_ms: Summary | None
     tpot_ms: Summary | None
     e2e_ms: Summary | None
-    errors: dict[str, int] = field(default_factory=dict)  # text -> how often
+    errors: dict[str, int] = field(default_factory=dict)  # message -> number of requests
 
 
-def measure(
-    outcomes: Sequence[Outcome], duration_s: float, objectives: Mapping[str, float] | None = None
-) -> Results:
-    """Reduce the outcomes of a run of `duration_s` seconds; `objectives` as `parse_objectives` gives them."""
+def measure(outcomes: Sequence[Outcome], duration_s: float, objectives: Mapping[str, float] | None = None) -> Results:
+    """Compute the results of a run of `duration_s` seconds. `objectives`: see `parse_objectives`."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     prompt_tokens = sum(outcome.prompt_tokens for outcome in good)
     output_tokens = sum(outcome.output_tokens for outcome in good)
@@ -126,12 +124,12 @@ def measure(
 
 
 def peak_concurrency(outcomes: Iterable[Outcome]) -> int:
-    """The most requests that were under way at one moment."""
+    """Return the maximum number of concurrent requests."""
     edges = chain.from_iterable(
         ((outcome.started_s, 1), (outcome.started_s + outcome.e2e_s, -1)) for outcome in outcomes
     )
     peak = running = 0
-    for _, change in sorted(edges):  # at one moment ends come before starts
+    for _, change in sorted(edges):  # at equal times, ends sort before starts
         running += change
         peak = max(peak, running)
     return peak
@@ -141,7 +139,7 @@ _OBJECTIVES = ("ttft", "tpot", "e2e")
 
 
 def parse_objectives(pairs: Iterable[str]) -> dict[str, float]:
-    """`["ttft:500", "tpot:50"]` to seconds by metric. Raises `ConfigurationError` for anything else."""
+    """Convert `["ttft:500", "tpot:50"]` to seconds by metric. Raises `ConfigurationError` for other texts."""
     objectives: dict[str, float] = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
@@ -159,7 +157,7 @@ def parse_objectives(pairs: Iterable[str]) -> dict[str, float]:
 
 
 def meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
-    """Whether a request succeeded within every objective. One output token has no TPOT to miss."""
+    """Whether a request succeeded and met every objective. A request with one output token meets any TPOT objective."""
     if outcome.error is not None:
         return False
     seen = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2e": outcome.e2e_s}

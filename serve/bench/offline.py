@@ -1,4 +1,4 @@
-"""`offline`: how many tokens per second the engine makes of a workload that is all there at once."""
+"""`offline`: throughput of the engine for a workload that is submitted at once."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 def parser() -> argparse.ArgumentParser:
     options = new_parser(
         "offline",
-        "Measure throughput in this process. Every other option is the engine's: --model-path DIR ...",
+        "Measure throughput in this process. All other options are engine options: --model-path DIR ...",
     )
     add_dataset_options(options)
     add_output_options(options)
     options.add_argument("--output-details", action="store_true", help="per-request figures in the result")
     options.add_argument("--disable-ignore-eos", action="store_true", help="let the model end its outputs")
-    options.add_argument("--warmup-requests", type=int, default=1, help="sent first, not measured")
+    options.add_argument("--warmup-requests", type=int, default=1, help="unmeasured requests that are sent first")
     return options
 
 
@@ -69,7 +69,9 @@ def main(argv: Sequence[str]) -> int:
 async def throughput(
     engine: Engine, prompts: Sequence[Prompt], *, ignore_eos: bool = True, progress: Progress | None = None
 ) -> tuple[list[Outcome], float]:
-    """Generate from all prompts at once; outcomes and seconds. Raises what the engine raises."""
+    """Generate from all prompts at once. Returns one outcome per prompt, and the total time in seconds. Raises the
+    engine's errors.
+    """
 
     async def send(prompt: Prompt, start_s: float) -> Outcome:
         sent_s = perf_counter()
@@ -90,12 +92,6 @@ def _render(results: Results) -> str:
     rows: list[report.Row] = [
         ("duration (s)", results.duration_s),
         ("requests", results.completed),
-        ("input tokens", results.input_tokens),
-        ("cached input tokens", results.cached_tokens),
-        ("output tokens", results.output_tokens),
-        ("requests/s", results.requests_per_s),
-        ("input tokens/s", results.input_tokens_per_s),
-        ("output tokens/s", results.output_tokens_per_s),
-        ("total tokens/s", results.total_tokens_per_s),
+        *report.throughput(results),
     ]
     return report.table("offline throughput", rows, {"request (ms)": results.e2e_ms})

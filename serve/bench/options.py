@@ -1,4 +1,4 @@
-"""Command-line options that several commands share, and what they mean as a workload."""
+"""Command-line options that several commands share, and the workloads that they describe."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from serve.bench.workload import (
 )
 
 DEFAULT_NUM_PROMPTS = 1000
-# Added to the seed: warm-up prompts must not fill the prefix cache with what is measured.
+# Added to the seed of warm-up prompts, so that they do not put measured prompts into the prefix cache.
 WARMUP_SEED = 10_007
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Defaults in the help, but not where they say nothing."""
+    """Shows defaults in the help, except empty ones."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, [], argparse.SUPPRESS):
@@ -45,9 +45,7 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("workload")
     group.add_argument("--dataset-name", choices=("random", "shared-prefix", "file"), default="random")
     group.add_argument("--dataset-path", help="JSONL of the file dataset: prompt or messages, output_len")
-    group.add_argument(
-        "--num-prompts", type=int, help=f"{DEFAULT_NUM_PROMPTS} with random, all lines of a file"
-    )
+    group.add_argument("--num-prompts", type=int, help=f"{DEFAULT_NUM_PROMPTS} with random, all lines of a file")
     group.add_argument("--seed", type=int, default=1)
     group.add_argument("--random-input-len", type=int, default=1024, help="tokens")
     group.add_argument("--random-output-len", type=int, default=1024, help="tokens")
@@ -60,11 +58,11 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--prefix-groups", type=int, default=64, help="groups that share a system prompt")
     group.add_argument("--prompts-per-group", type=int, default=16)
     group.add_argument("--system-prompt-len", type=int, default=2048, help="tokens that a group shares")
-    group.add_argument("--question-len", type=int, default=128, help="tokens of each prompt's own")
+    group.add_argument("--question-len", type=int, default=128, help="tokens that are specific to each prompt")
     group.add_argument("--output-len", type=int, default=256, help="tokens, with shared-prefix")
-    group.add_argument("--file-output-len", type=int, help="for lines without output_len")
-    group.add_argument("--tokenizer", help="tokenizer.json or its directory: counts lengths, writes texts")
-    group.add_argument("--vocab-size", type=int, help="without a tokenizer: ids 0 to N - 1 are prompts")
+    group.add_argument("--file-output-len", type=int, help="output tokens of lines without output_len")
+    group.add_argument("--tokenizer", help="tokenizer.json or its directory: to count tokens and create texts")
+    group.add_argument("--vocab-size", type=int, help="without a tokenizer: prompts consist of ids in [0, N)")
 
 
 def add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -73,21 +71,19 @@ def add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def read_vocabulary(options: argparse.Namespace) -> Vocabulary | None:
-    """The vocabulary that the options name; None when they name none."""
+    """Return the vocabulary that the options describe, or None."""
     if options.tokenizer is not None:
         return Vocabulary.of_tokenizer(options.tokenizer)
     return Vocabulary.of_size(options.vocab_size) if options.vocab_size else None
 
 
-def build_prompts(
-    options: argparse.Namespace, vocabulary: Vocabulary | None, *, as_text: bool
-) -> Sequence[Prompt]:
-    """The prompts to measure. Raises `ConfigurationError` for what cannot be built."""
+def build_prompts(options: argparse.Namespace, vocabulary: Vocabulary | None, *, as_text: bool) -> Sequence[Prompt]:
+    """Return the prompts to measure. Raises `ConfigurationError` for invalid options."""
     if options.num_prompts is not None and options.num_prompts < 1:
         raise ConfigurationError("--num-prompts must be at least 1.")
     if options.dataset_name == "file":
         if options.dataset_path is None:
-            raise ConfigurationError("--dataset-name file needs --dataset-path.")
+            raise ConfigurationError("--dataset-name file requires --dataset-path.")
         return file_prompts(
             options.dataset_path,
             vocabulary,
@@ -99,7 +95,9 @@ def build_prompts(
         number = options.num_prompts or DEFAULT_NUM_PROMPTS
         return random_prompts(_lengths(options), number, options.seed, known, as_text=as_text)
     if options.num_prompts is not None:
-        raise ConfigurationError("shared-prefix has --prefix-groups x --prompts-per-group prompts.")
+        raise ConfigurationError(
+            "--num-prompts does not apply to shared-prefix: set --prefix-groups and --prompts-per-group."
+        )
     return shared_prefix_prompts(_prefixes(options), options.seed, known, as_text=as_text)
 
 
@@ -111,7 +109,9 @@ def build_warmup(
     *,
     as_text: bool,
 ) -> Sequence[Prompt]:
-    """Prompts of the same kind that are not measured: drawn with another seed, from a file its first ones."""
+    """Return warm-up prompts of the same kind, which are not measured: drawn with another seed, or the first prompts of
+    a file.
+    """
     if number < 1:
         return []
     if options.dataset_name == "file":
@@ -126,8 +126,8 @@ def build_warmup(
 def _need(vocabulary: Vocabulary | None, *, as_text: bool) -> Vocabulary:
     if vocabulary is None or (as_text and not vocabulary.has_text):
         raise ConfigurationError(
-            "Prompts are made of tokens: give --tokenizer (a tokenizer.json or its directory)"
-            + ("; chat prompts are texts." if as_text else ", or --vocab-size to send bare token ids.")
+            "Prompts are built from tokens: set --tokenizer (a tokenizer.json or its directory)"
+            + ("; chat prompts must be texts." if as_text else ", or --vocab-size to send token ids.")
         )
     return vocabulary
 

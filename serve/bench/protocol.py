@@ -1,4 +1,4 @@
-"""How each kind of server is asked, and what its stream of events says: when tokens came, how many, what failed."""
+"""The requests of each kind of server, and how to read token times, token counts and errors from its stream events."""
 
 from __future__ import annotations
 
@@ -16,42 +16,46 @@ from serve.bench.workload import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestDefaults:
-    """What every request of a run has in common."""
+    """Settings of all requests of a run."""
 
     model: str | None
     ignore_eos: bool = True
-    extra: Mapping[str, Any] = field(default_factory=dict)  # merged over the body, last
+    extra: Mapping[str, Any] = field(default_factory=dict)  # fields that are added to each body and override its own
 
 
 class Event(NamedTuple):
-    """What one streamed event says. Counts are totals of the request so far, None where it does not say."""
+    """The content of one streamed event. Token counts are totals of the request so far; None if the event has no such
+    count.
+    """
 
-    text: str = ""  # new text, or all text so far when the protocol is cumulative
-    produced: bool = False  # carries output
+    text: str = ""  # new text, or all text so far if the protocol is cumulative
+    produced: bool = False  # whether the event carries output
     output_tokens: int | None = None
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
-    finished: bool = False  # a finish reason
+    finished: bool = False  # whether the event has a finish reason
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A kind of server: where to post, what to post, how to read an event."""
+    """A kind of server: its route, request bodies and events."""
 
     path: str
     takes_ids: bool
     takes_messages: bool
-    cumulative: bool  # events repeat the text from its start
+    cumulative: bool  # whether each event repeats all text so far
     body: Callable[[Prompt, RequestDefaults], dict[str, Any]]
     read: Callable[[Mapping[str, Any]], Event]
 
     def request_body(self, prompt: Prompt, defaults: RequestDefaults) -> dict[str, Any]:
-        """The JSON body for `prompt`. Raises `ConfigurationError` when this kind of server cannot take it."""
+        """Return the JSON body for `prompt`. Raises `ConfigurationError` if this kind of server cannot accept
+        it.
+        """
         if prompt.ids is not None and not self.takes_ids:
-            raise ConfigurationError(f"{self.path} cannot take token ids; use another --backend.")
+            raise ConfigurationError(f"{self.path} does not accept token ids; use another --backend.")
         if prompt.messages is not None and not self.takes_messages:
-            raise ConfigurationError(f"{self.path} cannot take messages; use --backend openai-chat.")
+            raise ConfigurationError(f"{self.path} does not accept messages; use --backend openai-chat.")
         return {**self.body(prompt, defaults), **defaults.extra}
 
 
@@ -64,7 +68,7 @@ def _openai_body(prompt: Prompt, defaults: RequestDefaults) -> dict[str, Any]:
         "stream_options": {"include_usage": True},
     }
     if defaults.ignore_eos:
-        body["ignore_eos"] = True  # an extension: off with --disable-ignore-eos
+        body["ignore_eos"] = True  # an extension of OpenAI's API; see --disable-ignore-eos
     return body
 
 
@@ -79,13 +83,13 @@ def _chat_body(prompt: Prompt, defaults: RequestDefaults) -> dict[str, Any]:
 
 
 def _native_body(prompt: Prompt, defaults: RequestDefaults) -> dict[str, Any]:
-    what = {"text": prompt.text} if prompt.ids is None else {"input_ids": list(prompt.ids)}
+    content = {"text": prompt.text} if prompt.ids is None else {"input_ids": list(prompt.ids)}
     sampling = {
         "temperature": 0.0,
         "max_new_tokens": prompt.output_tokens,
         "ignore_eos": defaults.ignore_eos,
     }
-    return {**what, "sampling_params": sampling, "stream": True}
+    return {**content, "sampling_params": sampling, "stream": True}
 
 
 def _error_text(event: Mapping[str, Any]) -> str | None:
@@ -116,10 +120,10 @@ def _read_choice(event: Mapping[str, Any], text_of: Callable[[Mapping[str, Any]]
 
 def _chat_text(choice: Mapping[str, Any]) -> str:
     delta = choice.get("delta") or {}
-    thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
     calls = (call.get("function") or {} for call in delta.get("tool_calls") or ())
     arguments = "".join((call.get("name") or "") + (call.get("arguments") or "") for call in calls)
-    return thought + (delta.get("content") or "") + arguments
+    return reasoning + (delta.get("content") or "") + arguments
 
 
 def _completion_text(choice: Mapping[str, Any]) -> str:
@@ -161,20 +165,20 @@ DONE = b"[DONE]"
 
 
 class StreamError(Exception):
-    """The response is not the stream of events that was asked for."""
+    """The response is not a valid stream of events."""
 
 
 class Stamped(NamedTuple):
-    """The data of one server-sent event, and when its last byte was read."""
+    """The data of one server-sent event, and the time at which its last byte was read."""
 
     at_s: float
     data: bytes
 
 
 def split_events(received: Iterable[Received]) -> list[Stamped]:
-    """Server-sent events, however the network cut them. Comments and other fields than `data` are skipped.
+    """Split a body into server-sent events, independently of network packets. Skips fields other than `data`.
 
-    An event that the stream's end cuts off is dropped, as the format's specification demands.
+    An event that the stream's end truncates is dropped, as the specification of the format requires.
     """
     events: list[Stamped] = []
     data: list[bytes] = []
@@ -192,10 +196,10 @@ def split_events(received: Iterable[Received]) -> list[Stamped]:
 
 
 class Timeline:
-    """Token times of one request, fed with its events in order.
+    """Token times of one request, from its events in order.
 
-    The gap before an event that carries k tokens counts as k inter-token latencies of a k-th each. How many
-    an event carries is known where the server says its running total, and taken as one otherwise.
+    The gap before an event with k tokens counts as k inter-token latencies of gap / k each. k is computed from the
+    server's running total of tokens. If an event has no total, k is 1.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -204,25 +208,25 @@ class Timeline:
         self.last_s = 0.0
         self.gaps_s: list[float] = []
         self.text = ""
-        self.seen_tokens = 0  # counted from events
-        self.output_tokens: int | None = None  # as the server says
+        self.seen_tokens = 0  # number of tokens added so far
+        self.output_tokens: int | None = None  # latest total of the server; None: not reported
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.finished = False
 
     def add(self, at_s: float, event: Mapping[str, Any]) -> None:
-        """Take one event. Raises `StreamError` with the server's words when it reports an error."""
-        read = self._backend.read(event)
-        if read.error is not None:
-            raise StreamError(read.error[:MAX_ERROR_CHARS])
-        self.finished = self.finished or read.finished
+        """Add one event. Raises `StreamError` with the server's message if the event reports an error."""
+        parsed = self._backend.read(event)
+        if parsed.error is not None:
+            raise StreamError(parsed.error[:MAX_ERROR_CHARS])
+        self.finished = self.finished or parsed.finished
         for name in ("output_tokens", "prompt_tokens", "cached_tokens"):
-            if (value := getattr(read, name)) is not None:
+            if (value := getattr(parsed, name)) is not None:
                 setattr(self, name, value)
-        if read.text:
-            self.text = read.text if self._backend.cumulative else self.text + read.text
-        if read.produced:
-            self._add_tokens(at_s, 1 if read.output_tokens is None else read.output_tokens - self.seen_tokens)
+        if parsed.text:
+            self.text = parsed.text if self._backend.cumulative else self.text + parsed.text
+        if parsed.produced:
+            self._add_tokens(at_s, 1 if parsed.output_tokens is None else parsed.output_tokens - self.seen_tokens)
 
     def _add_tokens(self, at_s: float, num: int) -> None:
         if num < 1:
@@ -244,34 +248,35 @@ def observe(
     start_s: float,
     count: Callable[[str], int] | None = None,
 ) -> Outcome:
-    """What became of one request. Never raises for what the server did: that is the outcome's `error`.
+    """Return the outcome of one request. Errors of the server become the outcome's `error`; they are not
+    raised.
 
-    `sent_s` and `start_s` (the run's start) are `time.perf_counter` values. Output tokens are the server's
-    count, else `count` of the text, else the number of events.
+    `sent_s` and `start_s` (the run's start) are `time.perf_counter` values. The number of output tokens is the server's
+    count. Without it, it is `count(text)`; without `count`, it is the number of events.
     """
-    line = Timeline(backend)
+    timeline = Timeline(backend)
     try:
-        _read_stream(line, response)
+        _read_stream(timeline, response)
     except StreamError as error:
         return failed(prompt, str(error), sent_s=sent_s, ended_s=response.ended_s, start_s=start_s)
-    output = line.output_tokens
+    output = timeline.output_tokens
     if output is None:
-        output = count(line.text) if count is not None else line.seen_tokens
-    first_s = sent_s if line.first_s is None else line.first_s
+        output = count(timeline.text) if count is not None else timeline.seen_tokens
+    first_s = sent_s if timeline.first_s is None else timeline.first_s
     return Outcome(
         started_s=sent_s - start_s,
         e2e_s=response.ended_s - sent_s,
         ttft_s=first_s - sent_s,
-        decode_s=line.last_s - first_s,
-        itl_s=tuple(line.gaps_s),
-        prompt_tokens=prompt.prompt_tokens or 0 if line.prompt_tokens is None else line.prompt_tokens,
+        decode_s=timeline.last_s - first_s,
+        itl_s=tuple(timeline.gaps_s),
+        prompt_tokens=prompt.prompt_tokens or 0 if timeline.prompt_tokens is None else timeline.prompt_tokens,
         output_tokens=output,
-        cached_tokens=line.cached_tokens,
-        text=line.text,
+        cached_tokens=timeline.cached_tokens,
+        text=timeline.text,
     )
 
 
-def _read_stream(line: Timeline, response: Response) -> None:
+def _read_stream(timeline: Timeline, response: Response) -> None:
     if response.status != 200:
         words = response.body[:MAX_ERROR_CHARS].decode("utf-8", errors="replace")
         raise StreamError(f"HTTP {response.status}: {words}")
@@ -286,15 +291,15 @@ def _read_stream(line: Timeline, response: Response) -> None:
             raise StreamError(f"an event is not JSON: {data[:80]!r}") from error
         if not isinstance(event, dict):
             raise StreamError(f"an event is not an object: {data[:80]!r}")
-        line.add(at_s, event)
-    if line.first_s is None:
+        timeline.add(at_s, event)
+    if timeline.first_s is None:
         raise StreamError("the response has no output")
-    if not (done or line.finished):
+    if not (done or timeline.finished):
         raise StreamError("the stream ended before it was finished")
 
 
 def failed(prompt: Prompt, error: str, *, sent_s: float, ended_s: float, start_s: float) -> Outcome:
-    """The outcome of a request that gave nothing usable."""
+    """Return the outcome of a request without a usable response."""
     return Outcome(
         started_s=sent_s - start_s,
         e2e_s=max(ended_s - sent_s, 0.0),

@@ -1,4 +1,4 @@
-"""Results as a table for eyes and as JSON for machines, with the hardware and versions that they hold for."""
+"""Results as a table and as JSON, with the hardware and versions of the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import orjson
 
 from ops.machine import Machine
 from serve.bench import PROGRAM
-from serve.bench.metrics import Summary
+from serve.bench.metrics import Results, Summary
 
 SCHEMA_VERSION = 1
 SECRET = "***"
@@ -37,7 +37,10 @@ def table(
     *,
     heads: Sequence[str] = HEADS,
 ) -> str:
-    """Name and value lines, then for each distribution one line with the figures that `heads` name."""
+    """Return the text of a table.
+
+    It has one line per name and value, then one per distribution with the statistics named in `heads`.
+    """
     width = max([len(name) for name, _ in rows] + [len(name) for name in distributions or {}] + [24]) + 2
     lines = [f"== {title} ".ljust(width + 66, "=")]
     lines += [f"{name:<{width}}{text_of(value)}" for name, value in rows if value is not None]
@@ -50,8 +53,21 @@ def table(
     return "\n".join(lines)
 
 
+def throughput(results: Results) -> list[Row]:
+    """Return rows with token counts and rates."""
+    return [
+        ("input tokens", results.input_tokens),
+        ("cached input tokens", results.cached_tokens),
+        ("output tokens", results.output_tokens),
+        ("requests/s", results.requests_per_s),
+        ("input tokens/s", results.input_tokens_per_s),
+        ("output tokens/s", results.output_tokens_per_s),
+        ("total tokens/s", results.total_tokens_per_s),
+    ]
+
+
 def text_of(value: Any) -> str:
-    """A figure with as many digits as mean something."""
+    """Return a value as text. Numbers have thousands separators; floats below 1000 have two decimal places."""
     if isinstance(value, float):
         return f"{value:,.2f}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -66,7 +82,7 @@ def document(
     *,
     program: str = PROGRAM,
 ) -> dict[str, Any]:
-    """The result file's content: enough to repeat the run and to compare it with another."""
+    """Return the content of the result file: enough to repeat the run and compare it with others."""
     machine = Machine.probe()
     content = {
         "schema_version": SCHEMA_VERSION,
@@ -82,7 +98,7 @@ def document(
 
 
 def _public(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings without keys and headers, the engine's among them too."""
+    """Return the settings without secrets (keys and headers), also without those among the engine's options."""
     return {
         name: _public(value) if isinstance(value, Mapping) else value
         for name, value in settings.items()
@@ -91,7 +107,7 @@ def _public(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_secrets(argv: Sequence[str]) -> list[str]:
-    """The arguments with the values of keys and headers struck out."""
+    """Return the arguments with the values of keys and headers masked."""
     shown: list[str] = []
     for argument in argv:
         name, equals, _ = argument.partition("=")
@@ -105,18 +121,18 @@ def without_secrets(argv: Sequence[str]) -> list[str]:
 
 
 def write(path: str, content: Mapping[str, Any]) -> None:
-    """Write the result file; numbers that JSON cannot hold become null."""
+    """Write the result file; numbers that JSON cannot express become null."""
     Path(path).write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 def say(text: str) -> None:
-    """To stdout: the report is the command's output."""
+    """Write to stdout: the report is the command's output."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def plain(value: Any) -> Any:
-    """Named tuples and dataclasses to objects by field name, however deep."""
+    """Convert nested named tuples and dataclasses to objects by field name."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {name: plain(getattr(value, name)) for name in value._fields}  # pyright: ignore
     if is_dataclass(value):
@@ -133,7 +149,7 @@ _PACKAGES = ("penstock", "tokenizers", "uvicorn", "uvloop", "httptools", "numpy"
 
 
 def describe_machine(machine: Machine | None = None) -> dict[str, Any]:
-    """Processor, what its vectors can do, usable cores, memory in bytes, GPUs, operating system."""
+    """Return processor, vector extensions, usable cores, memory in bytes, GPUs and operating system."""
     machine = Machine.probe() if machine is None else machine
     return {
         "cpu": cpu_name(),
@@ -146,7 +162,7 @@ def describe_machine(machine: Machine | None = None) -> dict[str, Any]:
 
 
 def describe_versions(machine: Machine | None = None) -> dict[str, str]:
-    """Versions of Python and of the packages that matter, where they are installed."""
+    """Return the versions of Python and of relevant installed packages."""
     machine = Machine.probe() if machine is None else machine
     versions = {"python": platform.python_version(), **machine.packages}
     for package in _PACKAGES:
@@ -158,10 +174,10 @@ def describe_versions(machine: Machine | None = None) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """The processor's own name for itself, or the architecture's."""
+    """Return the processor's model name, or the architecture."""
     try:
-        described = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
-        described = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", described, re.MULTILINE)
-    return found[1].strip() if found else platform.processor() or platform.machine()
+        cpuinfo = ""
+    match = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()

@@ -1,4 +1,4 @@
-"""`serving`: latency and throughput of a server over HTTP, as its clients see them."""
+"""`serving`: latency and throughput of a server over HTTP, measured by its clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from serve.bench.options import (
 from serve.bench.protocol import BACKENDS, RequestDefaults, failed, observe
 from serve.bench.workload import Prompt, Vocabulary, arrival_times
 
-BUSY_CLIENT = 0.8  # above this share of a core the client may be what is measured
+BUSY_CLIENT = 0.8  # if the client uses a larger share of a core, it may be the bottleneck
 NUM_SHOWN_ERRORS = 3
 
 
@@ -37,33 +37,33 @@ def parser() -> argparse.ArgumentParser:
     server = options.add_argument_group("server")
     server.add_argument("--base-url", default="http://127.0.0.1:30000")
     server.add_argument("--backend", choices=tuple(BACKENDS), default="openai-chat")
-    server.add_argument("--model", help="default: the first that /v1/models lists")
+    server.add_argument("--model", help="default: the first one of /v1/models")
     server.add_argument("--api-key", help="sent as a bearer token; never written to the result")
     server.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="may be repeated")
+    server.add_argument("--extra-request-body", default="{}", metavar="JSON", help="merged over every request")
     server.add_argument(
-        "--extra-request-body", default="{}", metavar="JSON", help="merged over every request"
+        "--disable-ignore-eos", action="store_true", help="let outputs end with the end-of-sequence token"
     )
-    server.add_argument("--disable-ignore-eos", action="store_true", help="let the model end its outputs")
     server.add_argument("--request-timeout-s", type=float, default=3600.0)
     load = options.add_argument_group("load")
     load.add_argument("--request-rate", type=float, default=float("inf"), help="requests per second")
-    load.add_argument("--burstiness", type=float, default=1.0, help="1 is Poisson, below burstier")
-    load.add_argument("--max-concurrency", type=int, help="requests under way at once")
-    load.add_argument("--warmup-requests", type=int, default=1, help="sent first, one by one, not measured")
+    load.add_argument("--burstiness", type=float, default=1.0, help="1: a Poisson process; less: burstier")
+    load.add_argument("--max-concurrency", type=int, help="maximum number of concurrent requests")
+    load.add_argument(
+        "--warmup-requests", type=int, default=1, help="unmeasured requests that are sent first, one by one"
+    )
     load.add_argument("--flush-cache", action="store_true", help="POST /flush_cache after the warm-up")
-    load.add_argument("--send", choices=("auto", "ids", "text"), default="auto", help="form of made prompts")
+    load.add_argument("--send", choices=("auto", "ids", "text"), default="auto", help="format of generated prompts")
     add_dataset_options(options)
     add_output_options(options)
     options.add_argument("--output-details", action="store_true", help="per-request arrays in the result")
-    options.add_argument(
-        "--goodput", nargs="+", default=[], metavar="METRIC:MS", help="ttft:500 tpot:50 e2e:9000"
-    )
+    options.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="ttft:500 tpot:50 e2e:9000")
     options.add_argument("--disable-progress", action="store_true")
     return options
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; 1 when no request succeeded."""
+    """Run the benchmark; return 1 if no request succeeded."""
     options = parser().parse_args(argv)
     run = ServingRun(options)
     uvloop = {"use_uvloop": sys.platform != "win32"}
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class ServingRun:
-    """One run: the workload, built before the clock starts, and how each prompt is sent."""
+    """One run: the workload, built before the clock starts, and the sending of each prompt."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -90,23 +90,19 @@ class ServingRun:
         self.vocabulary = read_vocabulary(options)
         as_text = _sends_text(options.send, self.backend.takes_ids, self.vocabulary)
         self.prompts = build_prompts(options, self.vocabulary, as_text=as_text)
-        self.warmup = build_warmup(
-            options, self.prompts, self.vocabulary, options.warmup_requests, as_text=as_text
-        )
-        self.arrivals_s = arrival_times(
-            len(self.prompts), options.request_rate, options.burstiness, options.seed
-        )
+        self.warmup = build_warmup(options, self.prompts, self.vocabulary, options.warmup_requests, as_text=as_text)
+        self.arrivals_s = arrival_times(len(self.prompts), options.request_rate, options.burstiness, options.seed)
         self.headers = _headers(options.header, options.api_key)
         self.defaults = RequestDefaults(
             model=options.model,
             ignore_eos=not options.disable_ignore_eos,
             extra=_json_object("--extra-request-body", options.extra_request_body),
         )
-        for prompt in self.prompts:  # refuse before anything is sent
+        for prompt in self.prompts:  # raises errors of invalid prompts before anything is sent
             self.backend.request_body(prompt, self.defaults)
 
     async def measure(self) -> tuple[list[Outcome], float, float]:
-        """Outcomes, seconds, and the share of a core that this client used."""
+        """Return outcomes, seconds, and the share of a core that this client used."""
         async with Client(self.options.base_url, self.headers) as client:
             await self._prepare(client)
 
@@ -136,7 +132,7 @@ class ServingRun:
         if self.options.flush_cache:
             response = await client.post("/flush_cache", b"")
             if response.status != 200:
-                raise ConfigurationError(f"POST /flush_cache was answered with {response.status}.")
+                raise ConfigurationError(f"POST /flush_cache was answered with status {response.status}.")
 
     async def _send(self, client: Client, prompt: Prompt, start_s: float) -> Outcome:
         body = orjson.dumps(self.backend.request_body(prompt, self.defaults))
@@ -149,17 +145,19 @@ class ServingRun:
         except TimeoutError:
             text = f"no complete answer within {self.options.request_timeout_s:g} s"
             return failed(prompt, text, sent_s=sent_s, ended_s=perf_counter(), start_s=start_s)
-        known = self.vocabulary
-        count = known.count if known is not None and known.has_text else None
+        vocabulary = self.vocabulary
+        count = vocabulary.count if vocabulary is not None and vocabulary.has_text else None
         return observe(prompt, response, self.backend, sent_s=sent_s, start_s=start_s, count=count)
 
 
 def _sends_text(send: str, takes_ids: bool, vocabulary: Vocabulary | None) -> bool:
-    """Made prompts go as ids where the server takes them (nothing is tokenized twice), else as texts."""
+    """Whether generated prompts are sent as text. Ids are preferred if the server accepts them (nothing is
+    tokenized).
+    """
     if send == "ids" and not takes_ids:
-        raise ConfigurationError("--backend openai-chat takes messages, not token ids: use --send text.")
+        raise ConfigurationError("--backend openai-chat accepts messages, not token ids: use --send text.")
     if send == "text" and (vocabulary is None or not vocabulary.has_text):
-        raise ConfigurationError("--send text needs --tokenizer.")
+        raise ConfigurationError("--send text requires --tokenizer.")
     return send == "text" or not takes_ids
 
 
@@ -168,7 +166,7 @@ def _headers(pairs: Sequence[str], api_key: str | None) -> dict[str, str]:
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
-            raise ConfigurationError("--header must look like NAME=VALUE.")
+            raise ConfigurationError("--header must have the form NAME=VALUE.")
         headers[name.strip()] = value.strip()
     return headers
 
@@ -193,7 +191,7 @@ async def _first_model(client: Client) -> str:
         listed = {}
     cards = listed.get("data") if isinstance(listed, dict) else None
     if not cards:
-        raise ConfigurationError("The server lists no model at /v1/models: give --model.")
+        raise ConfigurationError("The server lists no model at /v1/models: set --model.")
     return cards[0]["id"]
 
 
@@ -205,13 +203,7 @@ def _render(options: argparse.Namespace, results: Results, client_share: float) 
         ("duration (s)", results.duration_s),
         ("succeeded", results.completed),
         ("failed", results.failed),
-        ("input tokens", results.input_tokens),
-        ("cached input tokens", results.cached_tokens),
-        ("output tokens", results.output_tokens),
-        ("requests/s", results.requests_per_s),
-        ("input tokens/s", results.input_tokens_per_s),
-        ("output tokens/s", results.output_tokens_per_s),
-        ("total tokens/s", results.total_tokens_per_s),
+        *report.throughput(results),
         ("concurrency, mean", results.mean_concurrency),
         ("concurrency, peak", results.peak_concurrency),
         (f"goodput ({' '.join(options.goodput)}) requests/s", results.goodput_requests_per_s),

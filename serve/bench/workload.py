@@ -1,4 +1,4 @@
-"""What is asked and when: prompts with their lengths, and arrival times. The same seed, the same workload."""
+"""Workloads: prompts with their lengths, and arrival times. The same seed gives the same workload."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
-MAX_FITS = 12  # rounds of decoding and encoding before a text is taken as it is
+MAX_FITS = 12  # maximum number of attempts to find a text with the right number of tokens
 
 
 class Vocabulary:
-    """Ordinary token ids (no special ones) and, when a tokenizer is at hand, their texts."""
+    """The ordinary (not special) token ids of a model. With a tokenizer, it also converts between ids and texts."""
 
     def __init__(self, ids: Sequence[int], tokenizer: Tokenizer | None = None) -> None:
         if not len(ids):
-            raise ConfigurationError("The vocabulary holds no ordinary token.")
+            raise ConfigurationError("The vocabulary has no ordinary tokens.")
         self.ids = np.asarray(ids, dtype=np.int64)
         self._tokenizer = tokenizer
 
     @classmethod
     def of_size(cls, size: int) -> Vocabulary:
-        """Ids 0 to `size` - 1 without texts: enough for a server that takes token ids."""
+        """Return the vocabulary of the ids 0 to `size` - 1, without texts. For servers that accept token ids."""
         return cls(range(size))
 
     @classmethod
     def of_tokenizer(cls, path: str) -> Vocabulary:
-        """Read `tokenizer.json`, given itself or the directory that holds it."""
+        """Read `tokenizer.json`, from its path or the directory that contains it."""
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
@@ -51,7 +51,7 @@ class Vocabulary:
         return self._tokenizer is not None
 
     def run(self, start: int, length: int) -> list[int]:
-        """`length` consecutive ordinary ids from the `start`-th on, round the vocabulary."""
+        """Return `length` consecutive ordinary ids from the `start`-th on, wrapping around."""
         return self.ids[(start + np.arange(length)) % len(self.ids)].tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -64,37 +64,37 @@ class Vocabulary:
         return len(self.encode(text))
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """A text that starts like `ids` and encodes to as many tokens, or as near as can be had.
+        """Return a text that starts like the text of `ids` and has the same, or nearly the same, number of tokens.
 
-        Decoding and encoding again rarely gives back the same ids, so the text is cut or lengthened (with the
-        ids from the front) until the number is right.
+        Decoding ids and encoding the text rarely gives the same ids. Therefore the text is cut, or extended with the
+        first ids again, until the number matches.
         """
-        wanted = len(ids)
-        if not wanted:
+        num_tokens = len(ids)
+        if not num_tokens:
             return ""
         text, best = self.decode(ids), ""
         for _ in range(MAX_FITS):
-            found = self.encode(text)
-            if not best or abs(len(found) - wanted) < abs(self.count(best) - wanted):
+            encoded = self.encode(text)
+            if not best or abs(len(encoded) - num_tokens) < abs(self.count(best) - num_tokens):
                 best = text
-            if len(found) == wanted:
+            if len(encoded) == num_tokens:
                 break
-            missing = wanted - len(found)
-            text = self.decode(found[:wanted]) if missing < 0 else text + self.decode(ids[:missing])
+            missing = num_tokens - len(encoded)
+            text = self.decode(encoded[:num_tokens]) if missing < 0 else text + self.decode(ids[:missing])
         return best
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise ConfigurationError("Prompts as text need --tokenizer; or send token ids with --send ids.")
+            raise ConfigurationError("Prompts as text require --tokenizer; or send token ids with --send ids.")
         return self._tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt, as text, token ids or chat messages (exactly one of them), and what to generate from it."""
+    """One prompt and its output length. Exactly one of `text`, `ids` and `messages` is set."""
 
     output_tokens: int
-    prompt_tokens: int | None  # None: nobody counted
+    prompt_tokens: int | None  # None: the tokens were not counted
     text: str | None = None
     ids: tuple[int, ...] | None = None
     messages: tuple[Mapping[str, Any], ...] | None = None
@@ -102,7 +102,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLengths:
-    """Prompts alike by chance only; lengths are uniform in [length * range_ratio, length]."""
+    """Random prompts without common prefixes; lengths are uniform in [length * range_ratio, length]."""
 
     input_tokens: int = 1024
     output_tokens: int = 1024
@@ -117,7 +117,7 @@ class RandomLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
-    """Groups of prompts: each group shares a system prompt, each prompt asks its own question."""
+    """Groups of prompts: each group shares a system prompt, each prompt has its own question."""
 
     groups: int = 64
     prompts_per_group: int = 16
@@ -129,7 +129,7 @@ class SharedPrefixes:
         if min(self.groups, self.prompts_per_group, self.question_tokens, self.output_tokens) < 1:
             raise ConfigurationError("Groups, prompts, questions and outputs must be at least 1.")
         if self.system_prompt_tokens < 0:
-            raise ConfigurationError("The system prompt cannot have a negative length.")
+            raise ConfigurationError("The system prompt must not have a negative length.")
 
 
 def random_prompts(
@@ -137,9 +137,9 @@ def random_prompts(
 ) -> list[Prompt]:
     """The `random-ids` workload of SGLang's serving benchmark.
 
-    Input lengths, output lengths and offsets are drawn in this order from the same generator as there, so a
-    seed gives the same lengths (an output of no tokens, which it can draw with a ratio of 0, becomes one).
-    Prompt i is the ids offset + i, offset + i + 1, ... round the vocabulary.
+    Input lengths, output lengths and offsets are drawn in this order from the same generator as in SGLang, so
+    a seed gives the same lengths (an output length of 0, possible with a ratio of 0, becomes 1). Prompt i
+    consists of the ids offset + i, offset + i + 1, ..., wrapping around the vocabulary.
     """
     random = np.random.RandomState(seed)
 
@@ -156,10 +156,8 @@ def random_prompts(
     ]
 
 
-def shared_prefix_prompts(
-    shape: SharedPrefixes, seed: int, vocabulary: Vocabulary, *, as_text: bool
-) -> list[Prompt]:
-    """Every prompt of every group, shuffled so that a group's prompts do not follow one another."""
+def shared_prefix_prompts(shape: SharedPrefixes, seed: int, vocabulary: Vocabulary, *, as_text: bool) -> list[Prompt]:
+    """Return the prompts of all groups, shuffled so that a group's prompts are not adjacent."""
     random = np.random.RandomState(seed)
 
     def draw(length: int) -> list[int]:
@@ -178,7 +176,7 @@ def _prompt(parts: Sequence[list[int]], output: int, vocabulary: Vocabulary, as_
     if not as_text:
         ids = tuple(id for part in parts for id in part)
         return Prompt(ids=ids, prompt_tokens=len(ids), output_tokens=output)
-    # Each part for itself, so that what is shared as ids is shared as text.
+    # Each part is converted separately, so that parts with equal ids have equal texts.
     text = "".join(vocabulary.text_of(part) for part in parts)
     return Prompt(text=text, prompt_tokens=vocabulary.count(text), output_tokens=output)
 
@@ -186,13 +184,14 @@ def _prompt(parts: Sequence[list[int]], output: int, vocabulary: Vocabulary, as_
 def file_prompts(
     path: str, vocabulary: Vocabulary | None, *, num_prompts: int | None, output_tokens: int | None
 ) -> list[Prompt]:
-    """Prompts of a JSONL file: `prompt` (text or ids) or `messages`, and `output_len` unless one is given.
+    """Return the prompts of a JSONL file.
 
-    Raises `ConfigurationError` naming the line for what cannot be read.
+    Each line has `prompt` (text or ids) or `messages`, and may have `output_len`. `output_tokens` is the default for
+    lines without it. Raises `ConfigurationError` with the number of an invalid line.
     """
     file = Path(path)
     if not file.is_file():
-        raise ConfigurationError(f"There is no file {path}.")
+        raise ConfigurationError(f"The file {path} does not exist.")
     with file.open(encoding="utf-8") as lines:
         numbered = [(n, line) for n, line in enumerate(lines, start=1) if line.strip()]
     if num_prompts is not None and num_prompts > len(numbered):
@@ -207,7 +206,7 @@ def _read_line(line_name: str, line: str, vocabulary: Vocabulary | None, output_
         raise ConfigurationError(f"{line_name} is not JSON.") from error
     output = record.get("output_len", output_tokens) if isinstance(record, dict) else None
     if not isinstance(output, int) or output < 1:
-        raise ConfigurationError(f"{line_name} has no usable output_len and --file-output-len is not given.")
+        raise ConfigurationError(f"{line_name} has no valid output_len, and --file-output-len is not set.")
     prompt, messages = record.get("prompt"), record.get("messages")
     counted = vocabulary if vocabulary is not None and vocabulary.has_text else None
     if isinstance(prompt, str) and prompt:
@@ -217,14 +216,15 @@ def _read_line(line_name: str, line: str, vocabulary: Vocabulary | None, output_
         return Prompt(ids=tuple(prompt), prompt_tokens=len(prompt), output_tokens=output)
     if isinstance(messages, list) and messages and all(isinstance(m, dict) for m in messages):
         return Prompt(messages=tuple(messages), prompt_tokens=None, output_tokens=output)
-    raise ConfigurationError(f"{line_name} needs a prompt (text or token ids) or a list of messages.")
+    raise ConfigurationError(f"{line_name} must have a prompt (text or token ids) or a list of messages.")
 
 
 def arrival_times(num: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Seconds after the start at which each of `num` requests is sent; all 0 when `rate` is infinite.
+    """Return the times, in seconds after the start, at which `num` requests are sent; all 0 for an infinite
+    `rate`.
 
     Gaps follow a gamma distribution with mean 1 / rate and shape `burstiness`: 1 is a Poisson process, less
-    is burstier, more is more regular. The first request comes at 0.
+    is burstier, more is more regular. The first request is sent at 0.
     """
     if not rate > 0 or not burstiness > 0:
         raise ConfigurationError("The request rate and the burstiness must be above 0.")

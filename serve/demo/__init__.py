@@ -1,4 +1,4 @@
-"""The weights of the demo model, which ship with the package. `notebooks/demo_model` tells how they were made."""
+"""The weights of the demo model, which ship with the package. `notebooks/demo_model` trains them."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ WEIGHTS = Path(__file__).with_name("weights")
 
 
 def demo_path() -> str | None:
-    """The folder of the demo model; None where the package was built without it."""
+    """Return the folder of the demo model, or None if the package was built without it."""
     return str(WEIGHTS) if (WEIGHTS / "config.json").is_file() else None

@@ -1,1 +1,1 @@
-"""The engine's own endpoints."""
+"""Endpoints of the native API."""

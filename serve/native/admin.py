@@ -1,4 +1,4 @@
-"""Health, metrics, facts about the server, the prefix cache, and aborting requests."""
+"""Handlers for health, metrics, server information, the prefix cache, aborts, and profiles."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
@@ -20,10 +21,11 @@ from runtime.config import in_its_words, options
 from runtime.errors import EngineFailure, Forbidden, InvalidRequest, Overloaded, RequestError
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
-from serve.access import CLIENT
-from serve.decode import decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_body
-from serve.prompts import of_client
+from serve.calls.body import parse_object
+from serve.calls.client import CLIENT
+from serve.calls.decode import decode
+from serve.calls.profile import ProfileBody, profile_options
+from serve.http.endpoint import compute, decodes, json_response, read_body
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -42,21 +44,21 @@ class AbortBody:
 
 
 async def health(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """200 while the engine accepts requests and no step takes much longer than it should; else 503. Empty."""
+    """Answer 200 while the engine accepts requests and no step hangs, else 503. The body is empty."""
     status = core.status()
     return Response(status_code=200 if status.state == "ready" and not status.hangs else 503)
 
 
 async def ready(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """200 where a request that comes now is let in, else 503 with Retry-After; both say how long it would wait."""
+    """Answer 200 if a request would be accepted now, else 503 with Retry-After; includes the estimated wait."""
     status = core.status()
-    is_ready = status.state == "ready" and not status.hangs and status.room > 0
+    is_ready = status.state == "ready" and not status.hangs and status.queue_space > 0
     body = {
         "ready": is_ready,
         "state": status.state,
         "estimated_wait_s": round(status.estimated_wait_s, 3),
         "num_waiting": status.num_waiting,
-        "room": status.room,
+        "room": status.queue_space,
     }
     response = json_response(body)
     if not is_ready:
@@ -66,7 +68,7 @@ async def ready(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """200 when the model generated one token in time. An engine too busy to accept the request is healthy."""
+    """Answer 200 if the model generates one token in time, or is too busy to accept the probe."""
     is_embedding = core.plan.model.is_embedding
     probe = Request(
         ids=(core.facts.bos_id or 0,),
@@ -77,7 +79,7 @@ async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
     )
     with anyio.move_on_after(HEALTH_TIMEOUT_S):
         try:
-            await read_all_or_disconnect(await core.submit_all(of_client(core, [probe])), http.receive)
+            await compute(http, core, [probe])
         except Overloaded:
             return Response(status_code=200)
         except (EngineFailure, RequestError):
@@ -87,12 +89,12 @@ async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def metrics(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The metrics in Prometheus's text format. 404 where they are off."""
+    """Return the metrics in Prometheus's text format. Answers 404 if metrics are disabled."""
     return Response(exposition(core), headers={"content-type": METRICS_TYPE})
 
 
 async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """What model is served, and its preferred sampling parameters."""
+    """Return the served model and its preferred sampling parameters."""
     plan, facts = core.plan, core.facts
     preferred = plan.serve.preferred_sampling
     return json_response(
@@ -111,7 +113,7 @@ async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def server_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The whole plan, flattened, and the state of the engine. Secrets are left out."""
+    """Return the whole plan, flattened, and the state of the engine, without secrets."""
     status = core.status()
     plan = core.plan
     state = {
@@ -136,30 +138,30 @@ async def server_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def version(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The server's version."""
+    """Return the server's version."""
     return json_response({"version": serve.__version__})
 
 
 async def weight_version(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The text of --weight-version."""
+    """Return the text of --weight-version."""
     return json_response({"weight_version": core.plan.serve.weight_version})
 
 
 async def load(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Tokens in use, as a number."""
+    """Return the number of tokens in use."""
     return json_response({"load": core.status().num_used_tokens})
 
 
 async def server_load(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """How many requests are in the server, as vLLM says it."""
+    """Return the number of requests in the server, as in vLLM."""
     status = core.status()
     return json_response({"server_load": status.num_running + status.num_waiting})
 
 
 async def freeze_collector(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """What lives now is left out of garbage collections from now on, which makes them shorter.
+    """Exclude all live objects from garbage collections, which makes collections shorter.
 
-    Call it once, when the server is warm. Of several processes it is the one that schedules.
+    Call it once, when the server is warm. It affects the process of the scheduler.
     """
     gc.collect()
     gc.freeze()
@@ -167,17 +169,18 @@ async def freeze_collector(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def flush_cache(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Empty the prefix cache. Raises `InvalidRequest`, and nothing is done, while requests run or wait."""
+    """Empty the prefix cache. Refused while requests run or wait."""
     if not core.flush_cache():
-        raise InvalidRequest("The cache is flushed only while no request runs or waits; nothing was done.")
+        raise InvalidRequest("The cache was not flushed: requests are running or waiting.")
     return PlainTextResponse("Cache flushed.\n")
 
 
+@decodes(AbortBody)
 async def abort_request(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Abort the requests whose rid starts with the given one, or all. 200 also when there were none.
+    """Abort the requests whose rid starts with the given one, or all requests. Answers 200 even if none matches.
 
-    An admin may end everybody's, the holder of a key those of the key. Who has no key and is no admin must give a
-    rid in full, so that nobody ends by a guess what others started.
+    An admin may abort all clients' requests. The holder of a key may abort the requests of this key. Other clients must
+    give the complete rid, so that they cannot abort foreign requests by guessing.
     """
     body = await read_body(http, lambda raw: decode(AbortBody, parse_object(raw)))
     if not body.abort_all and not body.rid:
@@ -195,17 +198,34 @@ async def abort_request(http: HttpRequest, core: EngineCore) -> ASGIApp:
     return Response(status_code=200)
 
 
-def by_option(plan: Plan) -> dict[str, Any]:
-    """What is done about each option, by its name: `max_running_requests`, as clients of SGLang read it.
+@decodes(ProfileBody)
+async def start_profile(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Profile the next steps: a Chrome trace of torch operations, and of CPU graph or GPU kernels."""
+    has_body = http.headers.get("content-length", "0") != "0" or "transfer-encoding" in http.headers
+    body = ProfileBody()
+    if has_body:
+        body = await read_body(http, lambda raw: decode(ProfileBody, parse_object(raw)))
+    await core.start_profile(await anyio.to_thread.run_sync(profile_options, body))
+    return PlainTextResponse("Start profiling.\n")
 
-    Those are left out whose values do not say what is done.
+
+async def stop_profile(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """End the profile, and answer with its path on the server when it is written."""
+    return PlainTextResponse(f"Stop profiling. The profile is in {await core.stop_profile()}\n")
+
+
+def by_option(plan: Plan) -> dict[str, Any]:
+    """Return the plan's values by option name, for example `max_running_requests`, as SGLang's clients
+    expect.
+
+    Options without an equivalent value in the plan are left out.
     """
-    found = {}
+    values = {}
     for option in options():
-        if option.spec.plan is not None and not option.spec.secret:
+        if option.spec.plan and not option.spec.secret:
             with suppress(LookupError):
-                found[option.name] = _plain(in_its_words(option, plan.decision(option.spec.plan)[0]))
-    return found
+                values[option.name] = _as_json(in_its_words(option, plan.decision(option.spec.plan)[0]))
+    return values
 
 
 def _flattened(plan: Any) -> dict[str, Any]:
@@ -221,17 +241,11 @@ def _flattened(plan: Any) -> dict[str, Any]:
 
 
 def _public(section: Any) -> dict[str, Any]:
-    """A dataclass as JSON values. Fields excluded from its repr are secrets and are left out."""
-    return {
-        field.name: _plain(getattr(section, field.name))
-        for field in dataclasses.fields(section)
-        if field.repr
-    }
+    """Convert a dataclass to JSON values. Fields excluded from its repr are secrets and are left out."""
+    return {field.name: _as_json(getattr(section, field.name)) for field in dataclasses.fields(section) if field.repr}
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     return (
-        value
-        if isinstance(value, str | int | float | bool | None)
-        else orjson.loads(orjson.dumps(value, default=str))
+        value if isinstance(value, str | int | float | bool | None) else orjson.loads(orjson.dumps(value, default=str))
     )

@@ -1,4 +1,4 @@
-"""`/live_state`: what the page at /live shows: queue, batch, pages, prefix tree, and the times of requests."""
+"""`/live_state`, the data of the page at /live: queue, batch, pages, prefix tree, and request times."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
-from serve.access import CLIENT, Client
-from serve.endpoint import json_response
+from serve.calls.client import CLIENT, Client
+from serve.http.endpoint import json_response
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
     from runtime.actors.live_requests import Timeline
     from runtime.actors.scheduler import SchedulerActor
 
-MAX_REQUESTS = 200  # that are shown
-MAX_NODES = 300  # of a prefix tree
+MAX_REQUESTS = 200  # maximum number of requests in the answer
+MAX_NODES = 300  # maximum number of nodes in the answer per prefix tree
 MAX_RID_CHARS = 80
 
 
 async def live_state(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Counts of each replica and how long requests took. No text, no token.
+    """Return counts per replica and the times of requests, without texts and tokens.
 
-    An admin sees every request and the shape of the prefix trees, the holder of a key the requests of that key, anybody
-    else counts alone. Times are seconds before now, the later the smaller.
+    An admin sees every request and the shape of the prefix trees. The holder of a key sees the requests of this key.
+    Other clients see only counts. Times are in seconds before now, so later events have smaller values.
     """
     client = CLIENT.get()
-    found = core.timelines()
-    shown = [each for each in found if _may_see(client, each)]
+    timelines = core.timelines()
+    shown = [each for each in timelines if _may_see(client, each)]
     status = core.status()
     body = {
         "state": status.state,
@@ -40,7 +40,7 @@ async def live_state(http: HttpRequest, core: EngineCore) -> ASGIApp:
         "tokens_per_s": round(status.gen_throughput, 2),
         "replicas": [_replica(actor, with_tree=client.is_admin) for actor in core.schedulers],
         "requests": [_timeline(each) for each in shown[:MAX_REQUESTS]],
-        "num_hidden": len(found) - min(len(shown), MAX_REQUESTS),
+        "num_hidden": len(timelines) - min(len(shown), MAX_REQUESTS),
     }
     return json_response(body)
 

@@ -1,4 +1,4 @@
-"""`/parse_function_call` and `/separate_reasoning`: the parsers of outputs, without the model."""
+"""`/parse_function_call` and `/separate_reasoning`: parse outputs without the model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from starlette.types import ASGIApp
 
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 from runtime.errors import InvalidRequest
-from serve.chat.events import AssistantMessage, collect
-from serve.chat.parser import OutputParser, ParserSettings
-from serve.chat.reasoning import FORMATS as REASONING_FORMATS
-from serve.chat.settings import HARMONY
-from serve.chat.tools.offered import MAX_TOOLS, read_tools
-from serve.chat.tools.table import FORMATS as TOOL_FORMATS
-from serve.decode import Length, decode
-from serve.endpoint import json_response, parse_object, read_body
+from serve.calls.body import parse_object
+from serve.calls.chat.events import AssistantMessage, collect
+from serve.calls.chat.parser import OutputParser, ParserSettings
+from serve.calls.chat.reasoning import FORMATS as REASONING_FORMATS
+from serve.calls.chat.settings import HARMONY
+from serve.calls.chat.tools.offered import MAX_TOOLS, read_tools
+from serve.calls.chat.tools.table import FORMATS as TOOL_FORMATS
+from serve.calls.decode import Length, decode
+from serve.http.endpoint import decodes, json_response, read_body
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -37,13 +38,18 @@ class SeparateBody:
     reasoning_parser: str | None = None
 
 
+@decodes(ParseBody)
 async def parse_function_call(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The calls in a text, in a named format or the server's own."""
+    """Return the tool calls in a text. The body may name their format; the default is the server's format."""
     return json_response(await read_body(http, partial(_parse, core)))
 
 
+@decodes(SeparateBody)
 async def separate_reasoning(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The reasoning at the beginning of a text and what follows, in a named format or the server's own."""
+    """Split a text into leading reasoning and answer.
+
+    The body may name the format of the reasoning; the default is the server's format.
+    """
     return json_response(await read_body(http, partial(_separate, core)))
 
 
@@ -53,9 +59,7 @@ def _parse(core: EngineCore, raw: bytes) -> dict[str, Any]:
     if name not in TOOL_CALL_PARSERS:
         raise _unknown("tool_call_parser", name, sorted(TOOL_CALL_PARSERS))
     tools = read_tools(body.tools)
-    message = _read(
-        ParserSettings(calls=TOOL_FORMATS.get(name), harmony=name == HARMONY, tools=tools), body.text
-    )
+    message = _read(ParserSettings(calls=TOOL_FORMATS.get(name), harmony=name == HARMONY, tools=tools), body.text)
     calls = [
         {"tool_index": index, "name": call.name, "parameters": call.arguments}
         for index, call in enumerate(message.tool_calls)
@@ -79,5 +83,5 @@ def _read(settings: ParserSettings, text: str) -> AssistantMessage:
 
 
 def _unknown(param: str, name: str, known: list[str]) -> InvalidRequest:
-    said = "is required, as this server has none of its own" if not name else f"{name[:40]!r} is not known"
-    return InvalidRequest(f"{param} {said}; there are {', '.join(known)}.", param=param)
+    problem = f"{name[:40]!r} is not known" if name else "is required, because this server has no default"
+    return InvalidRequest(f"{param} {problem}; known parsers: {', '.join(known)}.", param=param)

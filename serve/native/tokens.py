@@ -1,11 +1,11 @@
-"""`/tokenize` and `/detokenize`: text to token ids and back, without the model."""
+"""`/tokenize` and `/detokenize`: convert text to token ids and back, without the model."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 from starlette.requests import Request as HttpRequest
@@ -14,25 +14,25 @@ from starlette.types import ASGIApp
 from runtime.config.template_files import read_json
 from runtime.errors import InvalidRequest
 from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
-from serve.chat.request import render
-from serve.decode import Length
-from serve.endpoint import decode_open, json_response, parse_object, read_body
-from serve.openai.messages import chat_of
-from serve.openai.schema import ChatBody
-from serve.prompts import MAX_CONTEXTS, MAX_PROMPTS, check_counted
-from serve.sampling import sampling_fields
+from serve.calls.body import decode_open, parse_object
+from serve.calls.chat.prepare import render
+from serve.calls.chat_completions.messages import chat_of
+from serve.calls.chat_completions.schema import ChatBody
+from serve.calls.prompts import MAX_CONTEXTS, Ids, Texts, check_counted
+from serve.calls.sampling import sampling_fields
+from serve.http.endpoint import decodes, json_response, read_body
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
     from runtime.tokenizer.tokenizer import Tokenizer
 
 
-MIN_DETOKENIZED = 131_072  # tokens of all texts of a call; more, where that is less than so many contexts
+MIN_DETOKENIZED = 131_072  # a call with at most this many tokens is accepted, even if the context is small
 
 
 @dataclass(slots=True, kw_only=True)
 class TokenizeBody:
-    prompt: str | Annotated[list[str], Length(1, MAX_PROMPTS)]
+    prompt: Texts
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -44,22 +44,24 @@ class TokenizeChatBody(ChatBody):
 
 @dataclass(slots=True, kw_only=True)
 class DetokenizeBody:
-    tokens: list[int] | Annotated[list[list[int]], Length(1, MAX_PROMPTS)]
+    tokens: Ids
     skip_special_tokens: bool = True
 
 
+@decodes(TokenizeBody, TokenizeChatBody)
 async def tokenize(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Token ids of `prompt` (a text or a list of texts), or of `messages` through the chat template."""
+    """Return the token ids of `prompt` (text or list), or of `messages` in the chat template."""
     return json_response(await read_body(http, partial(_tokenize, core)))
 
 
+@decodes(DetokenizeBody)
 async def detokenize(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The text of `tokens`, or the texts of a list of them."""
+    """Return the text of `tokens`, or the texts of a list of them."""
     return json_response(await read_body(http, partial(_detokenize, core)))
 
 
 async def tokenizer_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The tokenizer's configuration as vLLM answers it: its file without paths, special tokens as text."""
+    """Return the tokenizer's configuration in vLLM's format: without paths, and with special tokens as text."""
     return json_response(await anyio.to_thread.run_sync(_tokenizer_info, core))
 
 
@@ -80,24 +82,24 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
     value = parse_object(raw)
     tokenizer = _tokenizer(core)
     if value.get("messages") is not None and value.get("prompt") is None:
-        chat = decode_open(TokenizeChatBody, value, core, "/tokenize", beside=sampling_fields("chat"))
-        asked = chat_of(chat)
-        text = render(core, asked, check=partial(check_counted, core, param="messages"))
+        chat = decode_open(TokenizeChatBody, value, core, "/tokenize", also_known=sampling_fields("chat"))
+        chat_request = chat_of(chat)
+        text = render(core, chat_request, check=partial(check_counted, core, param="messages"))
         texts, is_list, special, strings = [text], False, chat.add_special_tokens, chat.return_token_strs
     else:
-        body = decode_open(TokenizeBody, value, core, "/tokenize", beside={"model"})
+        body = decode_open(TokenizeBody, value, core, "/tokenize", also_known={"model"})
         is_list, special = isinstance(body.prompt, list), body.add_special_tokens
         strings = body.return_token_strs
         texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
         for text in texts:
             check_counted(core, [text], param="prompt")
-    found = tokenizer.encode_batch(texts, add_special_tokens=special)
+    id_lists = tokenizer.encode_batch(texts, add_special_tokens=special)
     if len(raw) > LARGE_TEXT_BYTES:
         give_back_memory()
-    counts = [len(ids) for ids in found]
-    pieces = [[tokenizer.backend.token(token_id) for token_id in ids] for ids in found] if strings else [None]
+    counts = [len(ids) for ids in id_lists]
+    pieces = [[tokenizer.backend.token(token_id) for token_id in ids] for ids in id_lists] if strings else [None]
     return {
-        "tokens": found if is_list else found[0],
+        "tokens": id_lists if is_list else id_lists[0],
         "count": counts if is_list else counts[0],
         "max_model_len": core.plan.model.context_length,
         "token_strs": pieces if strings and is_list else pieces[0],
@@ -107,7 +109,7 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
 def _detokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
     value = parse_object(raw)
     _check_length(core, value.get("tokens"))
-    body = decode_open(DetokenizeBody, value, core, "/detokenize", beside={"model"})
+    body = decode_open(DetokenizeBody, value, core, "/detokenize", also_known={"model"})
     tokenizer, vocab = _tokenizer(core), core.facts.vocab_size
     is_list = bool(body.tokens) and isinstance(body.tokens[0], list)
     lists: Any = body.tokens if is_list else [body.tokens]
@@ -118,14 +120,12 @@ def _detokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
 
 
 def _check_length(core: EngineCore, tokens: Any) -> None:
-    """Decoding holds the interpreter: raises `InvalidRequest` for more tokens than a few contexts hold."""
+    """Raises `InvalidRequest` if there are too many tokens, because decoding them would block the interpreter."""
     most = max(MIN_DETOKENIZED, MAX_CONTEXTS * core.plan.model.context_length)
     lists = tokens if isinstance(tokens, list) else []
     num_tokens = sum(len(each) if isinstance(each, list) else 1 for each in lists)
     if num_tokens > most:
-        raise InvalidRequest(
-            f"{num_tokens} tokens are more than the {most} that are decoded at once.", param="tokens"
-        )
+        raise InvalidRequest(f"{num_tokens} tokens exceed the limit of {most} per call.", param="tokens")
 
 
 def _tokenizer(core: EngineCore) -> Tokenizer:

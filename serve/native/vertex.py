@@ -10,31 +10,36 @@ from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
 from runtime.request import Request
-from serve.decode import Length, decode
-from serve.endpoint import json_response, parse_object, read_all_or_disconnect, read_call
-from serve.native.generate import ERROR_FORMAT, GenerateAnswers
-from serve.native.schema import GenerateBody, requests_of
-from serve.prompts import MAX_PROMPTS, of_client
-from serve.sse import EventStream
+from serve.calls.body import parse_object
+from serve.calls.decode import Length, decode
+from serve.calls.generate.answers import GenerateAnswers
+from serve.calls.generate.schema import GenerateBody, requests_of
+from serve.calls.prompts import MAX_PROMPTS, of_client
+from serve.http.endpoint import decodes, json_response, read_all_or_disconnect, read_call
+from serve.http.sse import EventStream
+from serve.native.generate import ERROR_FORMAT
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
-PREDICT_ROUTE = "/vertex_generate"  # where the environment does not say another one
+PREDICT_ROUTE = "/vertex_generate"  # default; the environment can name another route
 PREDICT_VARIABLE, HEALTH_VARIABLE = "AIP_PREDICT_ROUTE", "AIP_HEALTH_ROUTE"
 PROMPTS = ("text", "input_ids", "input_embeds")
 
 
 @dataclass(slots=True, kw_only=True)
 class PredictBody:
-    """`instances` are prompts, all with `text` or all with `input_ids`; `parameters` any other field of `/generate`."""
+    """`instances` are prompts, all with `text` or all with `input_ids`; `parameters` are fields of
+    `/generate`.
+    """
 
     instances: Annotated[list[dict[str, Any]], Length(0, MAX_PROMPTS)]
     parameters: dict[str, Any] = field(default_factory=dict)
 
 
+@decodes(PredictBody)
 async def predict(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """One prediction for each instance, as `/generate` answers; none for none."""
+    """Return one prediction per instance: an answer in the format of `/generate`."""
     body, requests = await read_call(http, core, _read)
     if not requests:
         return json_response([])
@@ -56,11 +61,11 @@ def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody | None, list[Reque
     for index, instance in enumerate(body.instances):
         path = f"instances.{index}"
         if not instance.get(name):
-            raise InvalidRequest(f"{path} must have {name}, as the first one.", param=path)
+            raise InvalidRequest(f"{path} must have {name}, like the first instance.", param=path)
         if others := instance.keys() - {name}:
             other = f"{path}.{min(others)}"
-            raise InvalidRequest(f"{other} is not supported beside {name}.", param=other)
+            raise InvalidRequest(f"{other} is not supported together with {name}.", param=other)
     for key in body.parameters.keys() & set(PROMPTS):
-        raise InvalidRequest(f"parameters.{key} belongs into instances.", param=f"parameters.{key}")
+        raise InvalidRequest(f"parameters.{key} must be set in instances instead.", param=f"parameters.{key}")
     generate = decode(GenerateBody, {**body.parameters, name: [each[name] for each in body.instances]})
     return generate, requests_of(generate, core, owned=True)

@@ -1,1 +1,1 @@
-"""The routes under /api as Ollama's clients call them."""
+"""Ollama's API: the routes below /api."""

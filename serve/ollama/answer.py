@@ -1,4 +1,4 @@
-"""Answers of /api/chat and /api/generate: one JSON object, or one a line as they are streamed."""
+"""Answers of /api/chat and /api/generate: one JSON object, or one per line of a stream."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import orjson
 
 from runtime.actors.output_stream import OutputStream
 from runtime.request import Chunk, Finish, Usage
-from serve.chat.events import ChatEvent
-from serve.chat.parts import Closed, Grown, Part, PartAssembler, PartEvent
-from serve.errors import ended
-from serve.openai.logprobs import chat_logprobs
-from serve.sse import Framing
+from serve.calls.chat.events import ChatEvent
+from serve.calls.chat.parts import Closed, Grown, Part, PartAssembler, PartEvent
+from serve.calls.errors import ended
+from serve.calls.logprobs import chat_logprobs
+from serve.http.sse import Framing
 
 if TYPE_CHECKING:
     from runtime.tokenizer.tokenizer import Tokenizer
@@ -27,7 +27,7 @@ Wrap = Callable[[str, str | None, list[dict[str, Any]] | None], dict[str, Any]]
 
 
 def in_message(text: str, thinking: str | None, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """What /api/chat says, in a `message`."""
+    """Return the answer in the format of /api/chat, with a `message`."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if thinking:
         message["thinking"] = thinking
@@ -37,15 +37,15 @@ def in_message(text: str, thinking: str | None, calls: list[dict[str, Any]] | No
 
 
 def in_response(text: str, thinking: str | None, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """What /api/generate says, in `response`; it takes no tools."""
+    """Return the answer in the format of /api/generate, with a `response`; it has no calls."""
     return {"response": text, "thinking": thinking} if thinking else {"response": text}
 
 
 class Answer:
-    """One answer, whole or as lines (see serve.sse.Encoder).
+    """One answer, complete or as lines (see serve.http.sse.Encoder).
 
-    `wrap` puts text, thinking and calls into the route's form; `parse` reads the output. Durations are measured
-    here, in nanoseconds: until the first token, and from there on.
+    `wrap` puts text, reasoning and calls into the route's format. `parse` reads the output. The answer has two
+    durations in nanoseconds: until the first token, and from the first token on.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Answer:
         self._usage = Usage(0, 0, 0)
         self._finish: Finish | None = None
 
-    # --- streamed ---
+    # --- streams ---
 
     def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
         lines: list[dict[str, Any]] = []
@@ -88,10 +88,10 @@ class Answer:
         head = {"model": self._model, "created_at": now()}
         return b"".join(orjson.dumps({**head, **line, "done": False}) + b"\n" for line in lines)
 
-    # --- whole ---
+    # --- complete answers ---
 
     async def whole(self, stream: OutputStream) -> dict[str, Any]:
-        """The answer as one object. The output is read as it comes: when the first token came is told, too."""
+        """Return the answer as one object. Reads the output as it arrives, to time the first token."""
         logprobs: list[dict[str, Any]] = []
         async with aclosing(stream.chunks()) as arrivals:
             async for chunks in arrivals:
@@ -100,15 +100,15 @@ class Answer:
                     logprobs += self._logprobs(chunk)
         parts = self._parts.parts
         calls = [call for part in parts if part.kind == "call" and (call := _call(part)) is not None]
-        said = self._wrap(_text(parts, "text"), _text(parts, "reasoning"), calls)
-        return self._last({**said, "logprobs": logprobs} if logprobs else said)
+        content = self._wrap(_text(parts, "text"), _text(parts, "reasoning"), calls)
+        return self._last({**content, "logprobs": logprobs} if logprobs else content)
 
     def loaded(self) -> dict[str, Any]:
-        """The answer where nothing was asked but to load the model."""
-        said = self._wrap("", None, None)
-        return {"model": self._model, "created_at": now(), **said, "done": True, "done_reason": "load"}
+        """Return the answer to a request that only loads the model."""
+        content = self._wrap("", None, None)
+        return {"model": self._model, "created_at": now(), **content, "done": True, "done_reason": "load"}
 
-    # --- both ---
+    # --- streams and complete answers ---
 
     def _read(self, chunk: Chunk) -> list[PartEvent]:
         if self._first_ns is None:
@@ -122,17 +122,17 @@ class Answer:
             return []
         return chat_logprobs(chunk.logprobs, self._tokenizer)["content"]
 
-    def _last(self, said: dict[str, Any]) -> dict[str, Any]:
+    def _last(self, content: dict[str, Any]) -> dict[str, Any]:
         ended_ns = time.perf_counter_ns()
         first_ns = self._first_ns or ended_ns
         return {
             "model": self._model,
             "created_at": now(),
-            **said,
+            **content,
             "done": True,
             "done_reason": ended(self._finish).kind,
             "total_duration": ended_ns - self._begun_ns,
-            "load_duration": 0,  # it was loaded before
+            "load_duration": 0,  # zero, because the model is always loaded
             "prompt_eval_count": self._usage.prompt,
             "prompt_eval_duration": first_ns - self._begun_ns,
             "eval_count": self._usage.output,
@@ -141,15 +141,15 @@ class Answer:
 
 
 def now() -> str:
-    """The time as RFC 3339 writes it."""
+    """Return the time in RFC 3339 format."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def _lines(wrap: Wrap, events: Sequence[PartEvent]) -> list[dict[str, Any]]:
-    """What these events say: text and thinking as they grow, calls when they are complete."""
+    """Return the lines of these events: text and reasoning as they arrive, calls when they are complete."""
     lines: list[dict[str, Any]] = []
-    for found in events:
-        match found:
+    for event in events:
+        match event:
             case Grown(part, text) if part.kind == "text":
                 lines.append(wrap(text, None, None))
             case Grown(part, text) if part.kind == "reasoning":
@@ -166,11 +166,7 @@ def _text(parts: Sequence[Part], kind: str) -> str:
 
 
 def _call(part: Part) -> dict[str, Any] | None:
-    """A whole call; None where its arguments were cut off."""
-    try:
-        arguments = orjson.loads(part.text or "{}")
-    except orjson.JSONDecodeError:
-        return None
-    if not isinstance(arguments, dict):
+    """Return a complete call, or None if its arguments were truncated."""
+    if (arguments := part.arguments) is None:
         return None
     return {"id": part.call_id, "function": {"name": part.name, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""From bodies of Ollama's routes to a chat."""
+"""Convert bodies of Ollama's routes to chats."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from uuid import uuid4
 
 from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams
-from serve.chat.request import ChatRequest, thinking_switch
+from serve.calls.chat.request import ChatRequest, thinking_switch
+from serve.calls.response_format import grammar_of
 from serve.ollama.schema import ChatBody, GenerateBody, Message, OllamaBody
-from serve.openai.response_format import grammar_of
 
 
 def chat_of(body: ChatBody) -> ChatRequest:
-    """Raises `InvalidRequest` naming what cannot be done."""
+    """Return the chat of a body. Raises `InvalidRequest` with the name of the wrong field."""
     messages = [_message(message) for message in body.messages]
     return _chat(body, messages, tools=body.tools or None)
 
 
 def chat_of_prompt(body: GenerateBody) -> ChatRequest:
-    """A prompt of /api/generate as a chat of one turn."""
+    """Return a prompt of /api/generate as a chat of one turn."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     return _chat(body, [*system, {"role": "user", "content": body.prompt}])
 
@@ -29,7 +29,7 @@ def logprobs_of(body: OllamaBody) -> LogprobParams | None:
     if body.logprobs:
         return LogprobParams(top=body.top_logprobs, text=True)
     if body.top_logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
+        raise InvalidRequest("top_logprobs requires logprobs to be true.", param="top_logprobs")
     return None
 
 
@@ -55,11 +55,11 @@ def _chat(
 
 
 def _message(message: Message) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": message.role, "content": message.content}
+    converted: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.thinking:
-        made["reasoning_content"] = message.thinking
+        converted["reasoning_content"] = message.thinking
     if message.tool_calls:
-        made["tool_calls"] = [
+        converted["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -68,7 +68,7 @@ def _message(message: Message) -> dict[str, Any]:
             for call in message.tool_calls
         ]
     if message.tool_name:
-        made["name"] = message.tool_name
+        converted["name"] = message.tool_name
     if message.tool_call_id:
-        made["tool_call_id"] = message.tool_call_id
-    return made
+        converted["tool_call_id"] = message.tool_call_id
+    return converted

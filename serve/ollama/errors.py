@@ -1,4 +1,4 @@
-"""Errors as Ollama's clients read them: `{"error": message}`, also as a line of a stream."""
+"""Errors in Ollama's format: `{"error": message}`, also as a line of a stream."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import orjson
 
-from serve.errors import ErrorFormat, Failure
-from serve.sampling import sampling_names
+from serve.calls.sampling import sampling_names
+from serve.http.errors import ErrorFormat, Failure
 
 
 def ollama_error_body(failure: Failure) -> dict[str, Any]:
-    """`failure` as a body of this API."""
+    """Return the failure as a body of this API."""
     return {"error": failure.message}
 
 
@@ -27,10 +27,7 @@ _OPTIONS = {
 ERROR_FORMAT = ErrorFormat(
     ollama_error_body,
     {
-        **{
-            name: f"options.{_OPTIONS.get(name, name)}"
-            for name in (*sampling_names("chat").values(), *_OPTIONS)
-        },
+        **{name: f"options.{_OPTIONS.get(name, name)}" for name in (*sampling_names("chat").values(), *_OPTIONS)},
         "text": "messages",
         "response_format": "format",
         "response_format.json_schema": "format",

@@ -1,4 +1,4 @@
-"""`/api/chat`, `/api/generate`, `/api/embed` and `/api/embeddings`: the handlers."""
+"""The handlers of `/api/chat`, `/api/generate`, `/api/embed` and `/api/embeddings`."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from starlette.types import ASGIApp
 from runtime.actors.output_stream import close_all
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Request
-from serve.chat.events import ChatEvent, Content
-from serve.chat.request import prepare
-from serve.endpoint import (
-    decode_open,
+from serve.calls.body import decode_open, parse_object
+from serve.calls.chat.events import ChatEvent, Content
+from serve.calls.chat.prepare import prepare
+from serve.calls.prompts import of_client, vector_requests
+from serve.calls.response_format import grammar_of
+from serve.calls.sampling import sampling_params
+from serve.calls.served_model import with_adapter
+from serve.calls.vectors import check_vectors, vector_of
+from serve.http.endpoint import (
+    compute,
+    decodes,
     json_response,
     or_disconnect,
-    parse_object,
-    read_all_or_disconnect,
     read_body,
     read_call,
 )
+from serve.http.sse import EventStream
 from serve.ollama.answer import FRAMING, Answer, in_message, in_response
 from serve.ollama.conversation import chat_of, chat_of_prompt, logprobs_of
 from serve.ollama.errors import ERROR_FORMAT
-from serve.ollama.models import served_name
+from serve.ollama.models import chosen_model
 from serve.ollama.schema import ChatBody, EmbedBody, EmbeddingsBody, GenerateBody
-from serve.openai.embeddings import check_vectors, vector_of
-from serve.openai.response_format import grammar_of
-from serve.prompts import of_client, vector_requests
-from serve.sampling import sampling_params
-from serve.sse import EventStream
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 
 class _Call(NamedTuple):
-    """One call, read and checked. Without a request only the model was asked for: it is loaded."""
+    """A call whose body is decoded and checked. If it has no request, the client only asks to load the model."""
 
     model: str
     stream: bool
@@ -49,15 +50,17 @@ class _Call(NamedTuple):
     parse: Callable[[Chunk], Iterable[ChatEvent]]
 
 
+@decodes(ChatBody)
 async def chat(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Messages in, a message out; streamed unless `stream` is false."""
-    call = await read_body(http, partial(_read_chat, core))
+    """Answer a chat with a message; streamed unless `stream` is false."""
+    call = await read_body(http, partial(_read_chat, core), any_type=True)
     return await _answer(http, core, call, Answer(call.model, in_message, call.parse, core.tokenizer))
 
 
+@decodes(GenerateBody)
 async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """A prompt in, text out; streamed unless `stream` is false."""
-    call = await read_body(http, partial(_read_generate, core))
+    """Generate text from a prompt; streamed unless `stream` is false."""
+    call = await read_body(http, partial(_read_generate, core), any_type=True)
     return await _answer(http, core, call, Answer(call.model, in_response, call.parse, core.tokenizer))
 
 
@@ -75,49 +78,51 @@ async def _answer(http: HttpRequest, core: EngineCore, call: _Call, answer: Answ
 
 def _read_chat(core: EngineCore, raw: bytes) -> _Call:
     body = decode_open(ChatBody, parse_object(raw), core, "/api/chat")
-    model = served_name(core, body.model)
+    model, adapter = chosen_model(core, body.model)
     if not body.messages:
         return _Call(model, body.stream, None, _as_text)
-    prepared = prepare(core, chat_of(body))
+    prepared = prepare(core, chat_of(body), adapter)
     return _Call(model, body.stream, prepared.request, prepared.new_parser().feed_chunk)
 
 
 def _read_generate(core: EngineCore, raw: bytes) -> _Call:
     body = decode_open(GenerateBody, parse_object(raw), core, "/api/generate")
-    model = served_name(core, body.model)
+    model, adapter = chosen_model(core, body.model)
     if not body.prompt:
         return _Call(model, body.stream, None, _as_text)
     if body.raw:
-        return _Call(model, body.stream, _raw_request(core, body), _as_text)
-    prepared = prepare(core, chat_of_prompt(body))
+        return _Call(model, body.stream, _raw_request(core, body, adapter), _as_text)
+    prepared = prepare(core, chat_of_prompt(body), adapter)
     return _Call(model, body.stream, prepared.request, prepared.new_parser().feed_chunk)
 
 
-def _raw_request(core: EngineCore, body: GenerateBody) -> Request:
-    """The prompt as it is, without the chat template."""
-    for name, given in (("system", body.system), ("think", body.think)):
-        if given:
-            raise InvalidRequest(f"{name} belongs to the chat template, which raw leaves out.", param=name)
+def _raw_request(core: EngineCore, body: GenerateBody, adapter: str | None) -> Request:
+    """Return the prompt without the chat template."""
+    for name, value in (("system", body.system), ("think", body.think)):
+        if value:
+            raise InvalidRequest(f"{name} requires the chat template, which raw disables.", param=name)
     serve = core.plan.serve
-    asked = body.options.sampling()
+    sampling = body.options.sampling()
     return Request(
         text=body.prompt,
-        sampling=sampling_params("chat", asked, serve.preferred_sampling, facts=core.facts),
+        sampling=sampling_params("chat", sampling, serve.preferred_sampling, facts=core.facts),
         grammar=grammar_of(body.response_format()),
         logprobs=logprobs_of(body),
         truncate=serve.allow_auto_truncate,
         cut_output=True,
+        lora=adapter,
     )
 
 
-# --- vectors ---
+# --- embeddings ---
 
 
+@decodes(EmbedBody)
 async def embed(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """A vector for each text."""
+    """Return a vector per text."""
     begun = time.perf_counter_ns()
-    body, model, requests = await read_call(http, core, _read_embed)
-    chunks = await read_all_or_disconnect(await core.submit_all(of_client(core, requests)), http.receive)
+    body, model, requests = await read_call(http, core, _read_embed, any_type=True)
+    chunks = await compute(http, core, requests)
     answer = {
         "model": model,
         "embeddings": [vector_of(chunk, body.dimensions) for [chunk] in chunks],
@@ -128,34 +133,33 @@ async def embed(http: HttpRequest, core: EngineCore) -> ASGIApp:
     return await anyio.to_thread.run_sync(json_response, answer)
 
 
+@decodes(EmbeddingsBody)
 async def embeddings(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The vector of one text, in the words of the older API."""
-    requests = await read_call(http, core, _read_embeddings)
-    [[chunk]] = await read_all_or_disconnect(await core.submit_all(of_client(core, requests)), http.receive)
+    """Return the vector of one text, in the format of the older API."""
+    requests = await read_call(http, core, _read_embeddings, any_type=True)
+    [[chunk]] = await compute(http, core, requests)
     return json_response({"embedding": vector_of(chunk, None)})
 
 
 def _read_embed(core: EngineCore, raw: bytes) -> tuple[EmbedBody, str, list[Request]]:
     body = decode_open(EmbedBody, parse_object(raw), core, "/api/embed")
-    model = served_name(core, body.model)
+    model, adapter = chosen_model(core, body.model)
     check_vectors(core, body.dimensions)
-    return body, model, _vectors_of(core, body.input, truncate=body.truncate)
+    return body, model, with_adapter(_vectors_of(core, body.input, truncate=body.truncate), adapter)
 
 
 def _read_embeddings(core: EngineCore, raw: bytes) -> list[Request]:
     body = decode_open(EmbeddingsBody, parse_object(raw), core, "/api/embeddings")
-    served_name(core, body.model)
+    _, adapter = chosen_model(core, body.model)
     check_vectors(core, None)
-    return _vectors_of(core, body.prompt, truncate=True, name="prompt")
+    return with_adapter(_vectors_of(core, body.prompt, truncate=True, name="prompt"), adapter)
 
 
-def _vectors_of(
-    core: EngineCore, given: str | list[str], *, truncate: bool, name: str = "input"
-) -> list[Request]:
-    texts = [given] if isinstance(given, str) else given
+def _vectors_of(core: EngineCore, prompt: str | list[str], *, truncate: bool, name: str = "input") -> list[Request]:
+    texts = [prompt] if isinstance(prompt, str) else prompt
     for index, text in enumerate(texts):
         if not text:
-            param = name if isinstance(given, str) else f"{name}.{index}"
+            param = name if isinstance(prompt, str) else f"{name}.{index}"
             raise InvalidRequest(f"{param} must not be empty.", param=param)
     return vector_requests([Request(text=text) for text in texts], core, truncate=truncate)
 

@@ -1,4 +1,4 @@
-"""The one model that is served, as Ollama lists and describes models."""
+"""The served model in the format of Ollama's model lists."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest, NotFound
-from serve.endpoint import decode_open, json_response, parse_object, read_body
+from serve.calls.body import decode_open, parse_object
+from serve.calls.served_model import STARTED_S, ServedModel, choose_model
+from serve.http.endpoint import decodes, json_response, read_body
 from serve.ollama.schema import ShowBody
-from serve.openai.models import STARTED_S, check_model
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
-API_VERSION = "0.13.0"  # the Ollama whose API this is; clients refuse versions that they find too old
+API_VERSION = "0.13.0"  # the version of Ollama whose API this is; clients refuse older versions
 LATEST = ":latest"
-NEVER = "2318-01-01T00:00:00Z"  # when the model leaves memory
+NEVER = "2318-01-01T00:00:00Z"  # the time at which the model leaves memory, in the distant future
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def served_name(core: EngineCore, model: str) -> str:
-    """The name to answer with; Ollama's clients may add `:latest`. Raises `NotFound`."""
+def chosen_model(core: EngineCore, model: str) -> ServedModel:
+    """Return the model of a call. Ollama's clients may add `:latest` to its name. Raises `NotFound`."""
     try:
-        return check_model(core, model)
+        return choose_model(core, model)
     except NotFound:
         if model.endswith(LATEST):
-            check_model(core, model.removesuffix(LATEST))
-            return model
+            return choose_model(core, model.removesuffix(LATEST))._replace(name=model)
         raise
 
 
 async def version(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The version, as Ollama says it."""
+    """Return the version of Ollama whose API this is."""
     return json_response({"version": API_VERSION})
 
 
 async def tags(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The models that there are: one."""
-    return json_response({"models": [_card(core)]})
+    """Return the list of models: the served one and its adapters."""
+    names = [each.name for each in core.adapters.adapters]
+    return json_response({"models": [_card(core), *(_card(core, name) for name in names)]})
 
 
 async def running(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The models in memory: the same one."""
+    """Return the list of models in memory: the served one."""
     on_gpu = core.plan.model.device != "cpu"
     card = {
         **_card(core),
@@ -58,9 +59,10 @@ async def running(http: HttpRequest, core: EngineCore) -> ASGIApp:
     return json_response({"models": [card]})
 
 
+@decodes(ShowBody)
 async def show(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """What is known of the model."""
-    return json_response(await read_body(http, partial(_show, core)))
+    """Return a description of the model."""
+    return json_response(await read_body(http, partial(_show, core), any_type=True))
 
 
 def _show(core: EngineCore, raw: bytes) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def _show(core: EngineCore, raw: bytes) -> dict[str, Any]:
     model = body.model or body.name
     if model is None:
         raise InvalidRequest("model is required.", param="model")
-    served_name(core, model)
+    chosen_model(core, model)
     facts, kind = core.facts, _family(core)
     template = core.tokenizer.template if core.tokenizer is not None else None
     preferred = {**facts.preferred_sampling, **core.plan.serve.preferred_sampling}
@@ -92,22 +94,23 @@ def _show(core: EngineCore, raw: bytes) -> dict[str, Any]:
     }
 
 
-def _card(core: EngineCore) -> dict[str, Any]:
-    name = core.plan.serve.served_model_name
+def _card(core: EngineCore, adapter: str | None = None) -> dict[str, Any]:
+    base = core.plan.serve.served_model_name
+    name = adapter or base
     return {
         "name": name,
         "model": name,
         "modified_at": _started(),
         "size": core.facts.weight_bytes,
-        "digest": hashlib.sha256(orjson.dumps(dict(core.facts.config))).hexdigest(),
-        "details": _details(core),
+        "digest": hashlib.sha256(orjson.dumps([dict(core.facts.config), adapter])).hexdigest(),
+        "details": _details(core, base if adapter else ""),
     }
 
 
-def _details(core: EngineCore) -> dict[str, Any]:
+def _details(core: EngineCore, parent: str = "") -> dict[str, Any]:
     family = _family(core)
     return {
-        "parent_model": "",
+        "parent_model": parent,
         "format": "safetensors",
         "family": family,
         "families": [family],
@@ -127,7 +130,7 @@ def _family(core: EngineCore) -> str:
 
 
 def _num_parameters(core: EngineCore) -> int:
-    """By the bytes on disk."""
+    """Estimate the number of parameters from the bytes on disk."""
     return core.facts.weight_bytes // _BYTES.get(core.facts.dtype, 2)
 
 

@@ -1,8 +1,8 @@
-"""Bodies of Ollama's routes. Unknown fields and options are ignored, as Ollama does, and named in the log
-(--refuse-unknown-fields: refused).
+"""Bodies of Ollama's routes.
 
-Accepted without effect: `keep_alive` (the model stays loaded), and options that say how a model is to be loaded
-(`num_ctx`, `num_gpu`, ...: this server's own options say that).
+As in Ollama, unknown fields and options are ignored; they are logged (--refuse-unknown-fields: refused).
+Accepted without effect: `keep_alive` (the model stays loaded), and options about loading the model
+(`num_ctx`, `num_gpu`, ...), for which this server has its own options.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from runtime.errors import InvalidRequest
-from serve.decode import Length, NotBuilt, Range
-from serve.openai.schema import MAX_MESSAGES
-from serve.prompts import MAX_PROMPTS
+from serve.calls.decode import Length, NotBuilt, Range
+from serve.calls.prompts import MAX_MESSAGES, Texts
 
 MAX_TOP_LOGPROBS = 20
 
@@ -23,7 +22,7 @@ Think = bool | Literal["low", "medium", "high", "max"]
 
 @dataclass(slots=True, kw_only=True)
 class Options:
-    """How to sample, in Ollama's words. None: not given."""
+    """Sampling parameters with Ollama's names. None: not set."""
 
     num_predict: Annotated[int, Range(-2)] | None = None
     temperature: float | None = None
@@ -39,10 +38,10 @@ class Options:
     tfs_z: float = 1.0
     typical_p: float = 1.0
     mirostat: int = 0
-    mirostat_tau: float | None = None  # of mirostat, which is refused
+    mirostat_tau: float | None = None  # used by mirostat, which is refused
     mirostat_eta: float | None = None
     penalize_newline: bool = True
-    numa: Any = None  # from here on: how a model is loaded
+    numa: Any = None  # this and all further options are about loading the model
     num_ctx: int | None = None
     num_keep: int | None = None
     num_batch: int | None = None
@@ -58,29 +57,29 @@ class Options:
     embedding_only: bool | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters that are set, by their names in `SamplingParams`."""
+        """Return the sampling parameters that are set, by their names in `SamplingParams`."""
         self._refuse_foreign()
-        asked = {
+        params = {
             "max_new_tokens": self.num_predict if self.num_predict and self.num_predict > 0 else None,
             "temperature": self.temperature,
             "top_k": -1 if self.top_k == 0 else self.top_k,
             "top_p": self.top_p,
             "min_p": self.min_p,
+            "typical_p": self.typical_p if self.typical_p != 1.0 else None,
             "seed": None if self.seed is not None and self.seed < 0 else self.seed,
             "stop": self.stop,
             "repetition_penalty": self.repeat_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
         }
-        return {name: value for name, value in asked.items() if value is not None}
+        return {name: value for name, value in params.items() if value is not None}
 
     def _refuse_foreign(self) -> None:
-        """What another sampler than ours would be needed for."""
+        """Raises `InvalidRequest` for options that need another sampler."""
         penalty = self.repeat_penalty not in (None, 1.0)
         wrong = {
             "num_predict": (self.num_predict == 0, "must be at least 1, or -1 for no limit"),
             "tfs_z": (self.tfs_z != 1.0, "is not supported; leave it out"),
-            "typical_p": (self.typical_p != 1.0, "is not supported; leave it out"),
             "mirostat": (self.mirostat != 0, "is not supported; leave it out"),
             "penalize_newline": (not self.penalize_newline and penalty, "is not supported; leave it out"),
             "repeat_last_n": (
@@ -95,7 +94,7 @@ class Options:
 
 @dataclass(slots=True, kw_only=True)
 class OllamaBody:
-    """What both generating routes take."""
+    """Fields of both generating routes."""
 
     model: Annotated[str, Length(1, 1024)]
     stream: bool = True
@@ -107,7 +106,7 @@ class OllamaBody:
     top_logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] = 0
 
     def response_format(self) -> Mapping[str, Any] | None:
-        """`format` as OpenAI's response_format."""
+        """Return `format` as OpenAI's response_format."""
         if isinstance(self.format, dict):
             return {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
         if self.format in (None, ""):
@@ -119,7 +118,7 @@ class OllamaBody:
 
 @dataclass(slots=True, kw_only=True)
 class CalledFunction:
-    without_effect: ClassVar[frozenset[str]] = frozenset({"index"})  # calls come in their order
+    without_effect: ClassVar[frozenset[str]] = frozenset({"index"})  # not needed, because calls are sent in order
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -127,9 +126,9 @@ class CalledFunction:
 
 @dataclass(slots=True, kw_only=True)
 class ToolCall:
-    """A call that the assistant made in an earlier turn."""
+    """A call of the assistant in an earlier turn."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"type"})  # clients of OpenAI's write "function"
+    without_effect: ClassVar[frozenset[str]] = frozenset({"type"})  # OpenAI clients send "function"
 
     function: CalledFunction
     id: str | None = None
@@ -172,10 +171,10 @@ class GenerateBody(OllamaBody):
 
 @dataclass(slots=True, kw_only=True)
 class EmbedBody:
-    """The body of /api/embed. Too long a text is cut unless `truncate` is false."""
+    """The body of /api/embed. Texts that are too long are cut unless `truncate` is false."""
 
     model: Annotated[str, Length(1, 1024)]
-    input: str | Annotated[list[str], Length(1, MAX_PROMPTS)]
+    input: Texts
     truncate: bool = True
     dimensions: Annotated[int, Range(1, 1 << 20)] | None = None
     options: Options = field(default_factory=Options)
@@ -184,7 +183,7 @@ class EmbedBody:
 
 @dataclass(slots=True, kw_only=True)
 class EmbeddingsBody:
-    """The body of /api/embeddings, the older route: one text, one vector."""
+    """The body of /api/embeddings, the older route for the vector of one text."""
 
     model: Annotated[str, Length(1, 1024)]
     prompt: str
@@ -197,5 +196,5 @@ class ShowBody:
     """The body of /api/show."""
 
     model: str | None = None
-    name: str | None = None  # the older word for it
+    name: str | None = None  # the older name of model
     verbose: bool = False

@@ -1,4 +1,4 @@
-"""`/v1/batches`: files of requests, answered while the server does other work too."""
+"""`/v1/batches`: answer files of requests along with the server's other work."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest, NotFound, Overloaded, RequestError, first_error
-from serve.access import CLIENT
-from serve.batch import FILE_BYTES, BatchCounts, answer_lines, max_line_bytes, read_lines
-from serve.decode import Length, NotBuilt, decode
-from serve.endpoint import json_response, list_page, parse_object, read_body
+from serve.calls.batch import FILE_BYTES, BatchCounts, answer_lines, max_line_bytes, read_lines
+from serve.calls.body import parse_object
+from serve.calls.client import CLIENT
+from serve.calls.decode import Length, NotBuilt, decode
+from serve.http.endpoint import decodes, json_response, list_page, read_body
 from serve.openai.file_store import FileObject, FileStore
 from serve.openai.responses.schema import MAX_METADATA
 
@@ -28,14 +29,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.http")
 
-MAX_RUNNING = 16  # batches
+MAX_RUNNING = 16  # maximum number of running batches
+
 MAX_REMEMBERED = 1024
 MAX_LINES = 50_000
 MAX_OUTPUT_BYTES = 1024**3
-ROOM_BYTES = 16 * 1024**2  # a batch that wrote so many looks again how much room the folder has
-MAX_KEY = 64  # characters of a key of metadata
+ROOM_BYTES = 16 * 1024**2  # a batch checks the free space of the folder each time it has written this much
+MAX_KEY = 64  # maximum number of characters per metadata key
 MAX_LISTED = 100
-MAX_AT_ONCE = 32  # requests of one batch: others want to be served meanwhile
+MAX_AT_ONCE = 32  # maximum number of running requests per batch, to leave capacity for other clients
 WINDOW_S = 24 * 3600
 ENDED = ("completed", "failed", "expired", "cancelled")
 
@@ -55,14 +57,14 @@ class BatchBody:
     output_expires_after: NotBuilt = None
 
     def __post_init__(self) -> None:
-        """Raises `InvalidRequest`."""
+        """Raises `InvalidRequest` if a key of `metadata` is too long."""
         if any(len(key) > MAX_KEY for key in self.metadata or ()):
-            raise InvalidRequest(f"Keys of metadata may have {MAX_KEY} characters.", param="metadata")
+            raise InvalidRequest(f"Keys of metadata may have at most {MAX_KEY} characters.", param="metadata")
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """One batch; `shown` is the API's object but for the counts."""
+    """One batch. `shown` is the API's object, without the counts of lines."""
 
     owner: str
     shown: dict[str, Any]
@@ -78,26 +80,26 @@ class Batch:
         return self.shown | {"request_counts": counts}
 
     def become(self, status: str) -> None:
-        """Note a state, and when it began."""
+        """Set the state, and record the time at which it began."""
         self.shown["status"] = status
         self.shown[f"{status}_at"] = int(time.time())
 
 
 class Limits(NamedTuple):
-    """Of a batch: lines in work, and the bytes of each."""
+    """Limits of a batch: the number of requests in progress at once, and the bytes per line."""
 
     num_at_once: int
     line_bytes: int
 
 
 class BatchStore:
-    """The batches of this process, newest last. Their files outlive it, the batches themselves do not."""
+    """The batches of this process, newest last. Their files survive a restart; the batches do not."""
 
     def __init__(self) -> None:
         self._batches: dict[str, Batch] = {}
 
     def add(self, batch: Batch) -> None:
-        """Raises `Overloaded` where too many run."""
+        """Add a batch. Raises `Overloaded` if too many batches are running."""
         running = [each for each in self._batches.values() if each.shown["status"] not in ENDED]
         if len(running) >= MAX_RUNNING:
             raise Overloaded("Too many batches are running.", retry_after_s=30)
@@ -108,19 +110,20 @@ class BatchStore:
         self._batches[batch.shown["id"]] = batch
 
     def get(self, batch_id: str, owner: str) -> Batch:
-        """Raises `NotFound` for what is not there, or another client's."""
-        found = self._batches.get(batch_id)
-        if found is None or found.owner != owner:
+        """Return a batch. Raises `NotFound` if it does not exist or belongs to another client."""
+        batch = self._batches.get(batch_id)
+        if batch is None or batch.owner != owner:
             raise NotFound(f"No batch has the id {batch_id[:80]}.", param="batch_id")
-        return found
+        return batch
 
     def of(self, owner: str) -> list[Batch]:
-        """A client's, newest first."""
+        """Return a client's batches, newest first."""
         return [each for each in reversed(self._batches.values()) if each.owner == owner]
 
 
+@decodes(BatchBody)
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Begin to answer the lines of a file."""
+    """Start to answer the lines of a file."""
     body = await read_body(http, lambda raw: decode(BatchBody, parse_object(raw)))
     files, owner = FileStore.of(http), CLIENT.get().name
     source = await anyio.to_thread.run_sync(files.get, body.input_file_id, owner)
@@ -155,25 +158,25 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def list_batches(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The client's batches, newest first."""
+    """Return the client's batches, newest first."""
     FileStore.of(http)
     shown = [batch.as_json() for batch in http.app.state.batches.of(CLIENT.get().name)]
     return list_page(http, shown, limit=20, max_limit=MAX_LISTED)
 
 
 async def retrieve(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """How far a batch is, and the files with its answers."""
+    """Return the progress of a batch, and the files with its answers."""
     FileStore.of(http)
     batch = http.app.state.batches.get(http.path_params["batch_id"], CLIENT.get().name)
     return json_response(batch.as_json())
 
 
 async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """End a batch; the answers so far are kept."""
+    """Cancel a batch; the answers so far are kept."""
     FileStore.of(http)
     batch: Batch = http.app.state.batches.get(http.path_params["batch_id"], CLIENT.get().name)
     if batch.shown["status"] in ENDED:
-        raise InvalidRequest(f"The batch is {batch.shown['status']} already.", param="batch_id")
+        raise InvalidRequest(f"The batch is already {batch.shown['status']}.", param="batch_id")
     if batch.shown["status"] != "cancelling":
         batch.become("cancelling")
         if batch.task is not None:
@@ -181,10 +184,8 @@ async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
     return json_response(batch.as_json())
 
 
-async def _run(
-    batch: Batch, files: FileStore, app: ASGIApp, headers: Mapping[str, str], limits: Limits
-) -> None:
-    """Answer all lines, and say in the end what became of the batch, whatever happens."""
+async def _run(batch: Batch, files: FileStore, app: ASGIApp, headers: Mapping[str, str], limits: Limits) -> None:
+    """Answer all lines, and always set the batch's final state."""
     state = "failed"
     written: dict[str, FileObject] = {}
     try:
@@ -200,7 +201,7 @@ async def _run(
         state = "cancelled"
     except TimeoutError:
         state = "expired"
-    except Exception as error:  # the batch's border: a disk that is full, perhaps
+    except Exception as error:  # an error, for example a full disk, fails only this batch
         _fail(batch, error)
     finally:
         try:
@@ -219,7 +220,7 @@ async def _answer(
     headers: Mapping[str, str],
     limits: Limits,
 ) -> None:
-    import httpx  # a client is needed here only
+    import httpx  # only batches need an HTTP client
 
     output, errors = (files.path(file.id) for file in written.values())
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
@@ -254,7 +255,7 @@ def _source(files: FileStore, batch: Batch) -> Path:
 
 
 def _num_lines(files: FileStore, batch: Batch, limits: Limits) -> int:
-    """Of those that are not blank. Raises `InvalidRequest`."""
+    """Return the number of lines that are not blank. Raises `InvalidRequest`."""
     with _source(files, batch).open("rb") as source:
         num_lines = sum(bool(line.strip()) for line in read_lines(source, limits.line_bytes))
     if not num_lines:
@@ -265,7 +266,7 @@ def _num_lines(files: FileStore, batch: Batch, limits: Limits) -> int:
 
 
 def _fail(batch: Batch, error: Exception) -> None:
-    """Say why a batch failed."""
+    """Record the reason why a batch failed."""
     first = first_error(error)
     code, message = "server_error", "The batch failed."
     if isinstance(first, RequestError):
@@ -277,7 +278,7 @@ def _fail(batch: Batch, error: Exception) -> None:
 
 
 def _keep(batch: Batch, files: FileStore, written: Mapping[str, FileObject]) -> None:
-    """Offer the files with answers; one that stayed empty is dropped."""
+    """Publish the files with answers, and delete empty ones."""
     for name, file in written.items():
         path = files.path(file.id)
         if path.is_file() and path.stat().st_size:

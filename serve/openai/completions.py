@@ -1,4 +1,4 @@
-"""`/v1/completions`: the handler, and the answer, whole or streamed."""
+"""`/v1/completions`: the handler, and the answer, complete or streamed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from starlette.types import ASGIApp
 from runtime.config.chat_templates import MIDDLE_TEMPLATES
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Finish, LogprobParams, Logprobs, Request
-from serve.endpoint import json_response, read_all_or_disconnect, read_call
-from serve.errors import ErrorFormat, ended, openai_body
-from serve.openai.answers import AnswerHeader, UsageCount, event_end
-from serve.openai.logprobs import CompletionLogprobs
-from serve.openai.models import check_model
-from serve.openai.requests import decode_body, keep_last_of, sampling_of
-from serve.openai.schema import NAMES, CompletionBody, StreamOptions
-from serve.prompts import check_choices, labels_of, namespaces_of, of_client
-from serve.sse import EventStream
-from serve.work_budget import check_joined, prompt_ids
+from serve.calls.chat_completions.answers import AnswerHeader, UsageCount, event_end
+from serve.calls.chat_completions.requests import decode_body, keep_last_of, sampling_of
+from serve.calls.chat_completions.schema import NAMES, CompletionBody, StreamOptions
+from serve.calls.errors import ended
+from serve.calls.logprobs import CompletionLogprobs
+from serve.calls.prompts import check_choices, labels_of, namespaces_of, of_client
+from serve.calls.served_model import adapters_of, choose_model
+from serve.calls.work_budget import check_joined, prompt_ids
+from serve.http.endpoint import decodes, json_response, read_all_or_disconnect, read_call
+from serve.http.errors import ErrorFormat, openai_body
+from serve.http.sse import EventStream
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -39,16 +40,17 @@ KIND = "text_completion"
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call, read and checked."""
+    """A call whose body is decoded and checked."""
 
     body: CompletionBody
     model: str
     requests: list[Request]
-    echoes: list[str] | None  # the prompts' texts
+    echoes: list[str] | None  # texts of the prompts if the answer repeats them, else None
 
 
+@decodes(CompletionBody)
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Prompts in, their continuations out, whole or streamed."""
+    """Complete one or several prompts, complete or streamed."""
     call = await read_call(http, core, _read)
     body = call.body
     label = body.rid if isinstance(body.rid, str) else call.requests[0].label
@@ -63,7 +65,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     if body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)
-    if body.logprobs is not None:  # long lists
+    if body.logprobs is not None:  # serializing long lists would block the event loop
         return await anyio.to_thread.run_sync(_response, answers, chunks)
     return _response(answers, chunks)
 
@@ -77,15 +79,13 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
     tokenizer = core.tokenizer
     if tokenizer is None:
         raise InvalidRequest("This server has no tokenizer; use /generate with input_ids.", param="prompt")
-    model = check_model(core, body.model)
+    model = choose_model(core, body.model)
     sampling = sampling_of(core, body)
     if body.echo and body.truncate_prompt_tokens is not None:
-        raise InvalidRequest(
-            "echo and truncate_prompt_tokens exclude each other.", param="truncate_prompt_tokens"
-        )
+        raise InvalidRequest("echo and truncate_prompt_tokens exclude each other.", param="truncate_prompt_tokens")
     prompts, is_batch = _prompts(body)
     if body.suffix:
-        prompts = _around_the_hole(core, body, prompts)
+        prompts = _fill_in_the_middle(core, body, prompts)
     check_choices(len(prompts), sampling.n)
     logprobs = _logprobs(body)
     rid = body.rid or uuid4().hex
@@ -93,6 +93,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
     cut = True if keep_last is not None else None
     labels = labels_of(rid, len(prompts), is_batch=is_batch)
     namespaces = namespaces_of(body.cache_salt, body.extra_key, len(prompts))
+    adapters = adapters_of(model, body.lora_path, len(prompts))
     requests = [
         Request(
             text=prompt if isinstance(prompt, str) else None,
@@ -105,16 +106,17 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
             add_special_tokens=body.add_special_tokens,
             namespace=namespace,
             priority=body.priority,
+            lora=adapter,
             label=label,
         )
-        for prompt, namespace, label in zip(prompts, namespaces, labels, strict=True)
+        for prompt, namespace, label, adapter in zip(prompts, namespaces, labels, adapters, strict=True)
     ]
     echoes = [_echo(core, tokenizer, prompt) for prompt in prompts] if body.echo else None
-    return _Call(body, model, requests, echoes)
+    return _Call(body, model.name, requests, echoes)
 
 
 def _echo(core: EngineCore, tokenizer: Tokenizer, prompt: str | list[int]) -> str:
-    """The prompt's text. Raises `InvalidRequest` for ids that have none."""
+    """Return the prompt's text. Raises `InvalidRequest` for ids outside the vocabulary."""
     if isinstance(prompt, str):
         return prompt
     size = core.facts.vocab_size
@@ -124,7 +126,7 @@ def _echo(core: EngineCore, tokenizer: Tokenizer, prompt: str | list[int]) -> st
 
 
 def _prompts(body: CompletionBody) -> tuple[Sequence[str | list[int]], bool]:
-    """The prompts, and whether the body gave a list of them."""
+    """Return the prompts, and whether the body has a list of prompts instead of a single prompt."""
     prompt = body.prompt
     if not prompt:
         raise InvalidRequest("prompt must not be empty.", param="prompt")
@@ -138,8 +140,10 @@ def _prompts(body: CompletionBody) -> tuple[Sequence[str | list[int]], bool]:
     return prompt, True  # pyright: ignore[reportReturnType]
 
 
-def _around_the_hole(core: EngineCore, body: CompletionBody, prompts: Sequence[str | list[int]]) -> list[str]:
-    """Prompts that ask for what stands between each of these and the body's suffix."""
+def _fill_in_the_middle(core: EngineCore, body: CompletionBody, prompts: Sequence[str | list[int]]) -> list[str]:
+    """Return prompts in the model's fill-in-the-middle format. They ask for the text between each given prompt and the
+    body's suffix.
+    """
     template = core.plan.tokenizer.middle
     if template is None and core.tokenizer is not None:
         marks = {mark for each in MIDDLE_TEMPLATES.values() for mark in each[:3]}
@@ -147,14 +151,14 @@ def _around_the_hole(core: EngineCore, body: CompletionBody, prompts: Sequence[s
         template = next((each for each in MIDDLE_TEMPLATES.values() if known >= {*each[:3]}), None)
     if template is None:
         raise InvalidRequest(
-            "How this model fills in the middle is not known: start the server with --completion-template.",
+            "This model's fill-in-the-middle format is not known: start the server with --completion-template.",
             param="suffix",
         )
     if body.echo:
         raise InvalidRequest("echo and suffix exclude each other.", param="suffix")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if len(texts) < len(prompts):
-        raise InvalidRequest("With a suffix the prompt must be text, not token ids.", param="suffix")
+        raise InvalidRequest("With a suffix, the prompt must be text, not token ids.", param="suffix")
     suffix = body.suffix or ""
     check_joined(suffix, texts, "suffix")
     return [template.prompt(text, suffix) for text in texts]
@@ -163,18 +167,16 @@ def _around_the_hole(core: EngineCore, body: CompletionBody, prompts: Sequence[s
 def _logprobs(body: CompletionBody) -> LogprobParams | None:
     if body.logprobs is None:
         return None
-    return LogprobParams(
-        start=0 if body.echo else -1, top=body.logprobs, text=not body.return_tokens_as_token_ids
-    )
+    return LogprobParams(start=0 if body.echo else -1, top=body.logprobs, text=not body.return_tokens_as_token_ids)
 
 
 # --- the answer ---
 
 
 class CompletionAnswers:
-    """Makes the answer of one call. Choices are numbered prompt by prompt: request_index * n + index.
+    """Builds the answer of one call. Choices are numbered over all prompts: request_index * n + index.
 
-    `echoes` are the prompts' texts when the answer repeats them.
+    `echoes` are the texts of the prompts if the answer repeats them, else None.
     """
 
     def __init__(
@@ -199,7 +201,7 @@ class CompletionAnswers:
         self._finishes: list[Finish] = []
 
     def whole(self, answers: Sequence[Sequence[Chunk]]) -> dict[str, Any]:
-        """The `text_completion` object; one finished chunk per choice."""
+        """Return the `text_completion` object, from one finished chunk per choice."""
         choices = []
         for request_index, chunks in enumerate(answers):
             for chunk in chunks:
@@ -217,7 +219,7 @@ class CompletionAnswers:
                 )
         return self._header.whole(KIND, choices, self._usage.total())
 
-    # --- streaming: see serve.sse.Encoder ---
+    # --- streaming: see serve.http.sse.Encoder ---
 
     def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
         parts: list[bytes] = []
@@ -239,13 +241,15 @@ class CompletionAnswers:
         return b"".join(parts)
 
     def closing(self) -> bytes:
-        """Raises what `serve.errors.ended` does, after all text was sent."""
+        """Return the last events. Called after all text is sent. Raises `Aborted` or `EngineFailure` if an answer is
+        incomplete.
+        """
         for finish in self._finishes:
             ended(finish)
         return self._start + event_end(self._usage.total()) if self._options.include_usage else b""
 
     def _rest(self, request_index: int, number: int, chunk: Chunk, text: str) -> bytes:
-        """A choice from the end of its text."""
+        """Return the JSON of a choice that follows its text."""
         if chunk.finish is None and chunk.logprobs is None:
             return b',"logprobs":null,"finish_reason":null,"matched_stop":null}'
         finish = chunk.finish
@@ -264,7 +268,7 @@ class CompletionAnswers:
             return event_end(self._usage.so_far(request_index, chunk.index, chunk.usage))
         return self._end
 
-    # --- both ---
+    # --- complete answers and streams ---
 
     def _number(self, request_index: int, chunk: Chunk) -> int:
         return request_index * self._requests[request_index].sampling.n + chunk.index
@@ -273,7 +277,7 @@ class CompletionAnswers:
         return self._echoes[request_index] if self._echoes is not None else ""
 
     def _piece(self, request_index: int, number: int, chunk: Chunk, text: str) -> dict[str, Any] | None:
-        """The logprobs object for the tokens of `text`, those of an echoed prompt included."""
+        """Return the logprobs object for the tokens of `text`, including those of an echoed prompt."""
         request, tokenizer = self._requests[request_index], self._tokenizer
         if request.logprobs is None or tokenizer is None:
             return None

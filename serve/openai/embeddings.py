@@ -1,9 +1,8 @@
-"""`/v1/embeddings`: prompts in, a vector for each out."""
+"""The handler of `/v1/embeddings`."""
 
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -17,12 +16,19 @@ from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Request
-from serve.decode import Length, NotBuilt, Range
-from serve.endpoint import decode_open, json_response, parse_object, read_all_or_disconnect, read_call
-from serve.errors import ErrorFormat, openai_body
-from serve.openai.models import check_model
-from serve.prompts import MAX_PROMPTS, Label, labels_of, of_client, vector_requests
-from serve.work_budget import prompt_ids
+from runtime.sampling_params import MAX_INT32
+from serve.calls.body import decode_open, parse_object
+from serve.calls.chat.prepare import render
+from serve.calls.chat.request import ChatRequest
+from serve.calls.chat_completions.messages import read_message
+from serve.calls.chat_completions.schema import Message
+from serve.calls.decode import Length, NotBuilt, Range
+from serve.calls.prompts import MAX_MESSAGES, AdapterName, Ids, Label, Texts, labels_of, vector_requests
+from serve.calls.served_model import adapters_of, choose_model
+from serve.calls.vectors import check_vectors, vector_of
+from serve.calls.work_budget import prompt_ids
+from serve.http.endpoint import compute, decodes, json_response, read_call
+from serve.http.errors import ErrorFormat, openai_body
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -34,16 +40,11 @@ ERROR_FORMAT = ErrorFormat(openai_body, {"text": "input", "input_ids": "input"})
 class EmbeddingBody:
     """The body of /v1/embeddings. `user` is accepted without effect.
 
-    `prompt_name` names one of the texts that the checkpoint puts before its inputs; `truncate` cuts inputs that are
-    too long instead of refusing them.
+    `prompt_name` selects one of the checkpoint's prompts, which is put before each input. `truncate` cuts
+    inputs that are too long instead of refusing them.
     """
 
-    input: (
-        str
-        | Annotated[list[str], Length(1, MAX_PROMPTS)]
-        | list[int]
-        | Annotated[list[list[int]], Length(1, MAX_PROMPTS)]
-    )
+    input: Texts | Ids | None = None
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Range(1, 1 << 20)] | None = None
@@ -51,91 +52,78 @@ class EmbeddingBody:
     prompt_name: str | None = None
     truncate: bool | None = None
     rid: Label | list[Label] | None = None
+    lora_path: AdapterName | list[AdapterName | None] | None = None
     add_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Range(-1, -1)] | None = None  # vLLM's word for truncate
-    embed_dtype: Literal["float32"] = "float32"  # this and the next are vLLM's: the values for what is done
+    truncate_prompt_tokens: Annotated[int, Range(-1, MAX_INT32)] | None = None  # vLLM's; only -1, which is `truncate`
+    embed_dtype: Literal["float32"] = (
+        "float32"  # this and the next three are vLLM's; only the default behaviour is accepted
+    )
     endianness: Literal["native", "little"] = "native"
     normalize: Literal[True] = True
     use_activation: Literal[True] = True
-    input_type: NotBuilt = None  # these are of other servers and services, and would change the vectors
+    input_type: NotBuilt = None  # fields of other servers and services that would change the vectors
     task: NotBuilt = None
     late_chunking: NotBuilt = None
     instruction: NotBuilt = None
     priority: NotBuilt = None
-    lora_path: NotBuilt = None
-    messages: NotBuilt = None
+    messages: Annotated[list[Message], Length(1, MAX_MESSAGES)] | None = None  # in place of input, as in vLLM
 
 
+@decodes(EmbeddingBody)
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The vector of each prompt, in full or its first `dimensions`."""
+    """Return the vector of each prompt. If `dimensions` is set, the vector is shortened to this many numbers."""
     body, model, requests = await read_call(http, core, _read)
-    chunks = await read_all_or_disconnect(await core.submit_all(of_client(core, requests)), http.receive)
+    chunks = await compute(http, core, requests)
     return await anyio.to_thread.run_sync(_response, body, model, chunks)
 
 
 def _read(core: EngineCore, raw: bytes) -> tuple[EmbeddingBody, str, list[Request]]:
     body = decode_open(EmbeddingBody, parse_object(raw), core, "/v1/embeddings")
-    model = check_model(core, body.model)
+    model = choose_model(core, body.model)
     check_vectors(core, body.dimensions)
+    if (body.input is None) == (body.messages is None):
+        raise InvalidRequest("Send either input or messages.", param="input")
+    if body.truncate_prompt_tokens not in (None, -1):
+        raise InvalidRequest(
+            "truncate_prompt_tokens must be -1 here: prompts are cut to the model's context, to no other length.",
+            param="truncate_prompt_tokens",
+        )
+    if body.messages is not None:
+        chat = ChatRequest(messages=[read_message(each, f"messages.{i}") for i, each in enumerate(body.messages)])
+        body.input, body.add_special_tokens = render(core, chat), False
     is_batch = isinstance(body.input, list) and not isinstance((body.input or [0])[0], int)
-    prompts: list[Any] = list(body.input) if is_batch else [body.input]
+    prompts: list[Any] = list(body.input or ()) if is_batch else [body.input]
     for index, prompt in enumerate(prompts):
         if not prompt:
             param = f"input.{index}" if is_batch else "input"
             raise InvalidRequest(f"{param} must not be empty.", param=param)
     truncate = body.truncate if body.truncate_prompt_tokens is None else True
     labels = labels_of(body.rid or uuid4().hex, len(prompts), is_batch=is_batch)
+    adapters = adapters_of(model, body.lora_path, len(prompts))
     requests = [
         Request(
             text=prompt if isinstance(prompt, str) else None,
             ids=None if isinstance(prompt, str) else prompt_ids(prompt, core.plan, cut=truncate),
             add_special_tokens=body.add_special_tokens,
+            lora=adapter,
             label=label,
         )
-        for prompt, label in zip(prompts, labels, strict=True)
+        for prompt, label, adapter in zip(prompts, labels, adapters, strict=True)
     ]
     wanted = vector_requests(requests, core, prompt_name=body.prompt_name, truncate=truncate)
-    return body, model, wanted
-
-
-def check_vectors(core: EngineCore, dimensions: int | None) -> None:
-    """Raise `InvalidRequest` where the model gives no vectors, or none with so many numbers."""
-    if core.facts.labels:
-        raise InvalidRequest("This model gives scores of labels, not vectors: use /classify or /v1/rerank.")
-    size = core.facts.vector_size
-    if dimensions is not None and dimensions > size:
-        raise InvalidRequest(
-            f"dimensions must be at most {size}, the size of this model's vectors.", param="dimensions"
-        )
+    return body, model.name, wanted
 
 
 def _response(body: EmbeddingBody, model: str, answers: Sequence[Sequence[Chunk]]) -> Response:
     data, num_tokens = [], 0
     for index, [chunk] in enumerate(answers):
         vector = vector_of(chunk, body.dimensions)
-        data.append(
-            {"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)}
-        )
+        data.append({"object": "embedding", "index": index, "embedding": _encoded(vector, body.encoding_format)})
         num_tokens += chunk.usage.prompt
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return json_response({"object": "list", "data": data, "model": model, "usage": usage})
 
 
-def vector_of(chunk: Chunk, dimensions: int | None) -> list[float]:
-    """The vector, or its first numbers scaled to length 1 again (Matryoshka representations, arXiv 2205.13147).
-
-    Raises `InvalidRequest` where there is none.
-    """
-    if chunk.embedding is None:
-        raise InvalidRequest("The request was aborted before its vector was computed.")
-    vector = chunk.embedding
-    if dimensions is None or dimensions == len(vector):
-        return vector
-    first = vector[:dimensions]
-    length = math.sqrt(sum(number * number for number in first))
-    return [number / length for number in first] if length else first
-
-
 def _encoded(vector: list[float], encoding: str) -> list[float] | str:
-    """Numbers, or their float32 bytes, the lowest first, in base64."""
+    """Return the numbers, or their little-endian float32 bytes in base64."""
     return vector if encoding == "float" else base64.b64encode(np.array(vector, "<f4").tobytes()).decode()

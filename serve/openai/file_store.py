@@ -1,4 +1,4 @@
-"""Files of `/v1/files` in one local folder, each beside a description of it in JSON."""
+"""Files of `/v1/files` in one local folder, each with a JSON file that describes it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ logger = logging.getLogger("penstock.http")
 
 MAX_FILES = 4096
 MAX_FOLDER_BYTES = 8 * 1024**3
-ORPHAN_S = 48 * 3600  # content without a description is still being written until it is that old
+# Content without a description is deleted at this age; younger content may still be in the process of writing.
+ORPHAN_S = 48 * 3600
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileObject:
-    """A file as the API describes it; `owner` is the name of the key that it belongs to."""
+    """A file's fields in the API, and `owner`: the name of the API key that uploaded the file (empty without a key)."""
 
     id: str
     bytes: int
@@ -38,35 +39,36 @@ class FileObject:
     owner: str = ""
 
     def shown(self) -> dict[str, Any]:
-        """The API's object."""
+        """Return the file as the API's JSON object, without the owner."""
         shown = asdict(self) | {"object": "file", "status": "processed"}
         del shown["owner"]
         return shown
 
 
 class FileStore:
-    """Files in a folder, for threads. A client sees those of its own key."""
+    """Files in a folder. Its methods block, so call them in threads. A client sees only the files of its own key."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._adding = Lock()  # what looks for room has taken it before another looks
+        self._adding = Lock()  # held from the check for free space to the end of the write
 
     @staticmethod
     def of(http: HttpRequest) -> FileStore:
-        """The application's. Raises `NotSupported` where the server has no folder for files."""
+        """Return the application's store. Raises `NotSupported` if the server has no folder for files."""
         if http.app.state.files is None:
-            raise NotSupported("Files and batches need a folder: start the server with --file-storage-path.")
+            raise NotSupported("Files and batches require a folder: start the server with --file-storage-path.")
         return http.app.state.files
 
     def path(self, file_id: str) -> Path:
-        """Where the content of a file lies; `file_id` is one of ours."""
+        """Return the path of a file's content. `file_id` must have been checked: it becomes part of the path."""
         return self.folder / file_id
 
     def room(self) -> int:
-        """Bytes that may still be written. Raises `PayloadTooLarge` where there is room for none.
+        """Return the number of bytes that may still be written. Raises `PayloadTooLarge` if the folder is
+        full.
 
-        Everything of ours in the folder counts, described or not. What a server that was killed left without a
-        description is deleted.
+        Every stored file counts, with or without a description. Old content without a description, which a killed
+        server left behind, is deleted.
         """
         names: set[str] = set()
         left, now = MAX_FOLDER_BYTES, time.time()
@@ -79,29 +81,29 @@ class FileStore:
                 if orphan and now - stat.st_mtime > ORPHAN_S:
                     os.unlink(entry)
                     continue
-            except FileNotFoundError:  # deleted meanwhile
+            except FileNotFoundError:  # deleted in the meantime
                 continue
             names.add(entry.name.partition(".")[0])
             left -= stat.st_size
         if left <= 0 or len(names) >= MAX_FILES:
-            raise PayloadTooLarge("The server's folder of files is full; delete some.")
+            raise PayloadTooLarge("The server's file storage is full; delete some files.")
         return left
 
     def add(self, filename: str, purpose: str, content: bytes | memoryview, owner: str) -> FileObject:
-        """Keep a file. Raises `PayloadTooLarge` where there is no room for it."""
-        made = self.new(filename, purpose, owner)
+        """Store a file. Raises `PayloadTooLarge` if the folder has no space for it."""
+        file = self.new(filename, purpose, owner)
         with self._adding:
             if len(content) > self.room():
-                raise PayloadTooLarge("The server's folder of files has no room for this one; delete some.")
+                raise PayloadTooLarge("The server's file storage has no space for this file; delete some files.")
             try:
-                self.path(made.id).write_bytes(content)
-            except BaseException:  # a disk that is full, perhaps
-                self.path(made.id).unlink(missing_ok=True)
+                self.path(file.id).write_bytes(content)
+            except BaseException:  # for example, the disk is full
+                self.path(file.id).unlink(missing_ok=True)
                 raise
-            return self.keep(made)
+            return self.keep(file)
 
     def new(self, filename: str, purpose: str, owner: str) -> FileObject:
-        """A file that is still to be written and kept."""
+        """Return a file object whose content is still to be written."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return FileObject(
             id=f"file-{uuid4().hex}",
@@ -112,36 +114,37 @@ class FileStore:
             owner=owner,
         )
 
-    def keep(self, made: FileObject) -> FileObject:
-        """Describe a file whose content has been written. Where that fails its content goes too."""
-        unfinished = self.path(f"{made.id}.json.new")
+    def keep(self, file: FileObject) -> FileObject:
+        """Write the description of a file whose content is already written. If this fails, delete the content."""
+        unfinished = self.path(f"{file.id}.json.new")
         try:
-            made = replace(made, bytes=self.path(made.id).stat().st_size)
-            unfinished.write_bytes(orjson.dumps(asdict(made)))
-            os.replace(unfinished, self._description(made.id))  # others read it whole or not at all
+            file = replace(file, bytes=self.path(file.id).stat().st_size)
+            unfinished.write_bytes(orjson.dumps(asdict(file)))
+            # Atomic: readers see the complete description or none.
+            os.replace(unfinished, self._description(file.id))
         except BaseException:
             unfinished.unlink(missing_ok=True)
-            self.path(made.id).unlink(missing_ok=True)
+            self.path(file.id).unlink(missing_ok=True)
             raise
-        return made
+        return file
 
     def get(self, file_id: str, owner: str) -> FileObject:
-        """Raises `NotFound` for what is not there, or another client's."""
-        found = self._read(self._description(file_id)) if _ID.fullmatch(file_id) else None
-        if found is None or found.owner != owner:
+        """Return a file. Raises `NotFound` if it does not exist or belongs to another client."""
+        file = self._read(self._description(file_id)) if _ID.fullmatch(file_id) else None
+        if file is None or file.owner != owner:
             raise NotFound(f"No file has the id {file_id[:80]}.", param="file_id")
-        return found
+        return file
 
     def delete(self, file_id: str, owner: str) -> None:
-        """Raises `NotFound` as `get`."""
+        """Delete a file. Raises `NotFound` if it does not exist or belongs to another client."""
         self.get(file_id, owner)
         self._description(file_id).unlink(missing_ok=True)
         self.path(file_id).unlink(missing_ok=True)
 
     def all_files(self) -> list[FileObject]:
-        """Of every client, oldest first. Descriptions that cannot be read are left out."""
-        found = [self._read(path) for path in self.folder.glob("file-*.json")]
-        return sorted((each for each in found if each), key=lambda each: (each.created_at, each.id))
+        """Return all clients' files, oldest first. Skips unreadable descriptions."""
+        files = [self._read(path) for path in self.folder.glob("file-*.json")]
+        return sorted((each for each in files if each), key=lambda each: (each.created_at, each.id))
 
     def _description(self, file_id: str) -> Path:
         return self.path(f"{file_id}.json")
@@ -149,8 +152,8 @@ class FileStore:
     def _read(self, path: Path) -> FileObject | None:
         try:
             return FileObject(**orjson.loads(path.read_bytes()))
-        except FileNotFoundError:  # deleted meanwhile
+        except FileNotFoundError:  # deleted in the meantime
             return None
         except (OSError, ValueError, TypeError) as error:
-            logger.warning("%s is left out: %s", path, error)
+            logger.warning("Skipping the file description %s: %s", path, error)
             return None

@@ -13,35 +13,36 @@ from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest, NotFound, Overloaded, PayloadTooLarge
-from serve.access import CLIENT
-from serve.endpoint import json_response, list_page
+from serve.calls.client import CLIENT
+from serve.http.endpoint import json_response, list_page
 from serve.openai.file_store import FileObject, FileStore
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 MAX_FILE_BYTES = 100 * 1024 * 1024
-# Of all uploads together, which are held in memory until they are whole.
+# Limit on the bytes of all running uploads together. An upload stays in memory until it is complete.
 MAX_ARRIVING_BYTES = 256 * 1024 * 1024
 MAX_LISTED = 10_000
-MAX_CONTENT_TYPE = 1024  # characters
-MAX_BOUNDARY = 70  # RFC 2046
-MAX_PARTS = 16
-MAX_HEAD_BYTES = 8192  # of a part
+MAX_CONTENT_TYPE = 1024  # maximum number of characters
 
-# `; name=value` or `; name="value"`. Read from where the last one ended, so that no text takes long.
+MAX_BOUNDARY = 70  # maximum number of characters, as in RFC 2046
+MAX_PARTS = 16
+MAX_HEAD_BYTES = 8192  # limit on the head of each part
+
+# `; name=value` or `; name="value"`. Matched from the end of the last match, so the time is linear.
 _PARAMETER = re.compile(r';\s*([\w*-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*+)"|([^\s;"]*))\s*', re.ASCII | re.DOTALL)
 
 
 class Uploads:
-    """How many bytes of files are arriving."""
+    """Number of bytes of all running uploads."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
 
     @contextmanager
     def one(self) -> Iterator[bytearray]:
-        """What one upload has sent so far. Give it to `grow` for more."""
+        """Yield the buffer of one upload. Use `grow` to extend it."""
         body = bytearray()
         try:
             yield body
@@ -49,7 +50,11 @@ class Uploads:
             self.num_bytes -= len(body)
 
     def grow(self, body: bytearray, part: bytes) -> None:
-        """Raises `PayloadTooLarge` for an upload that is too long, `Overloaded` where all together are."""
+        """Extend the buffer.
+
+        Raises `PayloadTooLarge` if this upload is too large, and `Overloaded` if the sum of all running uploads is too
+        large.
+        """
         check_size(len(body) + len(part))
         if self.num_bytes + len(part) > MAX_ARRIVING_BYTES:
             raise Overloaded("Too many files are being uploaded; try again.", retry_after_s=5)
@@ -58,24 +63,24 @@ class Uploads:
 
 
 def check_size(num_bytes: int) -> None:
-    """Raises `PayloadTooLarge`."""
+    """Raises `PayloadTooLarge` if a file has too many bytes."""
     if num_bytes > MAX_FILE_BYTES:
         raise PayloadTooLarge(f"A file may have at most {MAX_FILE_BYTES} bytes.")
 
 
 async def upload(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Keep a file that comes as multipart/form-data with `purpose` and `file`."""
+    """Store a file that is sent as multipart/form-data with `purpose` and `file`."""
     store = FileStore.of(http)
     boundary = boundary_of(http.headers.get("content-type", ""))
-    announced = http.headers.get("content-length", "")
-    check_size(int(announced[:20]) if announced.isdecimal() else 0)
+    content_length = http.headers.get("content-length", "")
+    check_size(int(content_length[:20]) if content_length.isdecimal() else 0)
     owner = CLIENT.get().name
     uploads: Uploads = http.app.state.uploads
     with uploads.one() as body:
         async for part in http.stream():
             uploads.grow(body, part)
-        kept = await anyio.to_thread.run_sync(_keep, store, body, boundary, owner)
-    return json_response(kept.shown())
+        file = await anyio.to_thread.run_sync(_keep, store, body, boundary, owner)
+    return json_response(file.shown())
 
 
 def _keep(store: FileStore, body: bytearray, boundary: bytes, owner: str) -> FileObject:
@@ -92,10 +97,10 @@ def _keep(store: FileStore, body: bytearray, boundary: bytes, owner: str) -> Fil
 
 
 def boundary_of(content_type: str) -> bytes:
-    """What stands between the parts of a form. Raises `InvalidRequest` for another type, or a boundary that is none."""
+    """Return the boundary of a form. Raises `InvalidRequest` for another content type or an invalid boundary."""
     media_type, _, _ = content_type[:MAX_CONTENT_TYPE].partition(";")
     if media_type.strip().lower() != "multipart/form-data":
-        raise InvalidRequest("A file must come as multipart/form-data.", param="file")
+        raise InvalidRequest("A file must be sent as multipart/form-data.", param="file")
     boundary = _parameters(content_type).get("boundary", "")
     if len(content_type) > MAX_CONTENT_TYPE or not 1 <= len(boundary) <= MAX_BOUNDARY:
         raise InvalidRequest(f"The form needs a boundary of 1 to {MAX_BOUNDARY} characters.", param="file")
@@ -103,25 +108,25 @@ def boundary_of(content_type: str) -> bytes:
 
 
 def form_fields(body: bytes | bytearray, boundary: bytes) -> dict[str, tuple[str, memoryview]]:
-    """Name -> (file's name, content) of the parts of a form. Raises `InvalidRequest` for what is none."""
+    """Map the names of a form's parts to (file's name, content). Raises `InvalidRequest` for an invalid form."""
     delimiter = b"\r\n--" + boundary
-    found: dict[str, tuple[str, memoryview]] = {}
+    fields: dict[str, tuple[str, memoryview]] = {}
     whole = memoryview(body)
     at = len(delimiter) - 2 if body.startswith(delimiter[2:]) else len(body)
-    while body.startswith(b"\r\n", at) and len(found) < MAX_PARTS:
+    while body.startswith(b"\r\n", at) and len(fields) < MAX_PARTS:
         head_end = body.find(b"\r\n\r\n", at, at + MAX_HEAD_BYTES)
         end = body.find(delimiter, head_end + 4) if head_end >= 0 else -1
         if end < 0:
             raise InvalidRequest("A part of the form has no end, or its head is too long.", param="file")
-        described = _disposition(bytes(whole[at:head_end]))
-        name = described.get("name")
-        if name is None or name in found:
-            raise InvalidRequest("Each part of the form needs a name of its own.", param="file")
-        found[name] = described.get("filename", ""), whole[head_end + 4 : end]
+        parameters = _disposition(bytes(whole[at:head_end]))
+        name = parameters.get("name")
+        if name is None or name in fields:
+            raise InvalidRequest("Each part of the form must have a unique name.", param="file")
+        fields[name] = parameters.get("filename", ""), whole[head_end + 4 : end]
         at = end + len(delimiter)
     if not body.startswith(b"--", at):
-        raise InvalidRequest("The form is not as its boundary says, or has too many parts.", param="file")
-    return found
+        raise InvalidRequest("The form does not match its boundary, or has too many parts.", param="file")
+    return fields
 
 
 def _disposition(head: bytes) -> dict[str, str]:
@@ -133,39 +138,37 @@ def _disposition(head: bytes) -> dict[str, str]:
 
 
 def _parameters(header: str) -> dict[str, str]:
-    """Those of a header's value, `form-data; name="file"`. What follows an ill-formed one is left out."""
-    found: dict[str, str] = {}
+    """Parse the parameters of a header's value, `form-data; name="file"`. Stops at an ill-formed one."""
+    parameters: dict[str, str] = {}
     at = header.find(";")
-    while at >= 0 and (one := _PARAMETER.match(header, at)):
-        name, quoted, token = one.groups()
-        found[name.lower()] = token if quoted is None else re.sub(r'\\(["\\])', r"\1", quoted)
-        at = one.end()
-    return found
+    while at >= 0 and (match := _PARAMETER.match(header, at)):
+        name, quoted, token = match.groups()
+        parameters[name.lower()] = token if quoted is None else re.sub(r'\\(["\\])', r"\1", quoted)
+        at = match.end()
+    return parameters
 
 
 async def list_files(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """The client's files, newest first unless `order=asc`, of one `purpose` where it is given."""
-    found = await anyio.to_thread.run_sync(FileStore.of(http).all_files)
+    """Return the client's files, newest first unless `order=asc`, optionally with one `purpose`."""
+    files = await anyio.to_thread.run_sync(FileStore.of(http).all_files)
     owner, purpose = CLIENT.get().name, http.query_params.get("purpose")
     shown = [
-        each.shown()
-        for each in reversed(found)
-        if each.owner == owner and (not purpose or each.purpose == purpose)
+        each.shown() for each in reversed(files) if each.owner == owner and (not purpose or each.purpose == purpose)
     ]
     return list_page(http, shown, limit=MAX_LISTED, max_limit=MAX_LISTED)
 
 
 async def retrieve(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """One file's description."""
+    """Return the description of a file."""
     return json_response((await _file(http, core)).shown())
 
 
 async def content(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """What a file holds."""
+    """Return the content of a file."""
     path = FileStore.of(http).path((await _file(http, core)).id)
     try:
         stat = await anyio.to_thread.run_sync(path.stat)
-    except FileNotFoundError:  # deleted meanwhile
+    except FileNotFoundError:  # the file was deleted in the meantime
         raise NotFound("The file has been deleted.", param="file_id") from None
     return FileResponse(path, media_type="application/octet-stream", stat_result=stat)
 

@@ -1,6 +1,6 @@
-"""The chat page at `/` and the page at `/live` that shows what the engine does: static files of this package.
+"""Static files of the chat page at `/`, and of the page at `/live` that shows the engine's activity.
 
-Their content security policy admits no others.
+Their content security policy allows only resources of this server, and `data:` images.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route
 
-# Every path of the pages and its file. They load without an API key.
+# Paths of the pages and their files. They are served without an API key.
 PATHS = MappingProxyType(
     {
         "/": "chat.html",
@@ -33,13 +33,13 @@ HEADERS = {
     ),
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
-    "cache-control": "no-cache",  # after an upgrade the browser must not use an old script
+    "cache-control": "no-cache",  # browsers must ask for new versions, because an upgrade changes the scripts
 }
 _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 
 
 def page_routes() -> list[Route]:
-    """Routes that answer GET and HEAD with the page and its files, read once."""
+    """Return routes that answer GET and HEAD with the pages' files. Each file is read once."""
     return [_route(path, name) for path, name in PATHS.items()]
 
 

@@ -1,18 +1,18 @@
-// One answer of the model: what it says, thinks and calls, and the figures of how it was made.
+// One answer of the model: text, reasoning, tool calls and timings.
 
 import { render } from "./markdown.js";
 
 const OPEN = "<think>";
 const CLOSE = "</think>";
 const STOP_REASONS = {
-  stop: "The model ended its answer, or wrote a stop string.",
-  length: "The limit of tokens was reached.",
+  stop: "The model ended its answer, or generated a stop string.",
+  length: "The token limit was reached.",
   abort: "The server ended the request.",
   tool_calls: "The model called a tool.",
-  stopped: "You stopped it.",
+  stopped: "You stopped the answer.",
 };
 
-/** The content of an answer without the thought that may stand before it. */
+/** Split the content of an answer into leading reasoning and text. */
 export function splitThought(content) {
   const text = content.trimStart();
   if (text.startsWith(OPEN)) {
@@ -20,8 +20,8 @@ export function splitThought(content) {
     if (end < 0) return { thought: text.slice(OPEN.length), text: "" };
     return { thought: text.slice(OPEN.length, end), text: text.slice(end + CLOSE.length).trimStart() };
   }
-  if (OPEN.startsWith(text)) return { thought: "", text: "" }; // the mark is just being written
-  const end = text.indexOf(CLOSE); // some templates write the opening mark themselves
+  if (OPEN.startsWith(text)) return { thought: "", text: "" }; // the mark is still incomplete
+  const end = text.indexOf(CLOSE); // some chat templates put the opening mark into the prompt
   const opened = text.indexOf(OPEN);
   if (end >= 0 && !(opened >= 0 && opened < end)) {
     return { thought: text.slice(0, end), text: text.slice(end + CLOSE.length).trimStart() };
@@ -43,7 +43,7 @@ export class Answer {
   #isDrawing = false;
   #countsCached;
 
-  /** `countsCached`: the server says how many prompt tokens were cached. */
+  /** `countsCached`: the server reports the number of cached prompt tokens. */
   constructor({ countsCached }) {
     this.#countsCached = countsCached;
   }
@@ -52,7 +52,7 @@ export class Answer {
     return this.#view.element;
   }
 
-  /** What it answers, without what it thought. */
+  /** The text without the reasoning. */
   get text() {
     return this.#parts().text;
   }
@@ -61,7 +61,7 @@ export class Answer {
     return !this.#content && !this.#reasoning && !this.calls.length;
   }
 
-  /** Take one event of the stream. */
+  /** Add one event of the stream. */
   take(event) {
     const now = performance.now();
     const choice = event.choices?.[0];
@@ -77,14 +77,14 @@ export class Answer {
     this.#drawSoon();
   }
 
-  /** No more events come. `stopped`: the user wanted it so; `error`: what went wrong. */
+  /** End the answer. `stopped`: the user stopped it; `error`: the error that ended it. */
   end({ stopped = false, error = null } = {}) {
     this.error = error;
     if (stopped) this.#finish = "stopped";
     this.#draw({ done: true });
   }
 
-  /** As a message of the next request. */
+  /** Return the answer as a message of the next request. */
   message() {
     const { thought, text } = this.#parts();
     const message = { role: "assistant", content: text };
@@ -97,7 +97,7 @@ export class Answer {
     return message;
   }
 
-  /** Ask for the result of every call; `send` gets them all, in order, when the last is there. */
+  /** Ask the user for the result of every call; `send` gets all results in order when they are complete. */
   askResults(send) {
     const results = new Array(this.calls.length);
     let missing = this.calls.length;
@@ -147,7 +147,7 @@ export class Answer {
     };
   }
 
-  // Events may come faster than the screen can show them.
+  // Events may arrive faster than the screen refreshes.
   #drawSoon() {
     if (this.#isDrawing) return;
     this.#isDrawing = true;
@@ -170,18 +170,18 @@ export class Answer {
 /** The elements of one answer. */
 class AnswerView {
   constructor() {
-    this.element = made("li", "message answer");
+    this.element = createElement("li", "message answer");
     this.element.setAttribute("aria-busy", "true");
-    this.thought = made("details", "thought");
-    this.thoughtTitle = made("summary");
-    this.thoughtText = made("div", "thought-text");
+    this.thought = createElement("details", "thought");
+    this.thoughtTitle = createElement("summary");
+    this.thoughtText = createElement("div", "thought-text");
     this.thought.append(this.thoughtTitle, this.thoughtText);
     this.thought.hidden = true;
-    this.text = made("div", "text");
+    this.text = createElement("div", "text");
     this.text.dir = "auto";
-    this.calls = made("div", "calls");
-    this.figures = made("dl", "figures");
-    const live = made("div");
+    this.calls = createElement("div", "calls");
+    this.figures = createElement("dl", "figures");
+    const live = createElement("div");
     live.setAttribute("aria-live", "polite");
     live.append(this.thought, this.text, this.calls);
     this.element.append(live, this.figures);
@@ -199,23 +199,23 @@ class AnswerView {
   }
 
   fail(message) {
-    const error = made("p", "error", message);
+    const error = createElement("p", "error", message);
     error.setAttribute("role", "alert");
     this.figures.before(error);
   }
 
   askResults(give) {
     [...this.calls.children].forEach((card, place) => {
-      const form = made("form", "row");
-      const field = made("input");
+      const form = createElement("form", "row");
+      const field = createElement("input");
       field.setAttribute("aria-label", `Result of ${card.dataset.name}`);
       field.placeholder = "Result";
       field.required = true;
-      const button = made("button", "", "Give result");
+      const button = createElement("button", "", "Submit result");
       form.append(field, button);
       form.addEventListener("submit", (event) => {
         event.preventDefault();
-        form.replaceWith(made("p", "result", field.value));
+        form.replaceWith(createElement("p", "result", field.value));
         give(place, field.value);
       });
       card.append(form);
@@ -225,26 +225,26 @@ class AnswerView {
 }
 
 function callCard({ name, arguments: given }) {
-  const card = made("div", "call");
+  const card = createElement("div", "call");
   card.dataset.name = name;
-  card.append(made("span", "call-name", name), made("code", "", given));
+  card.append(createElement("span", "call-name", name), createElement("code", "", given));
   return card;
 }
 
 function figureRows({ toFirstMs, perSecond, prompt, cached, completion, finish }) {
   const rows = [
-    ["first", "First token", toFirstMs == null ? null : duration(toFirstMs), "From sending to the first token."],
-    ["speed", "Speed", perSecond == null ? null : `${rounded(perSecond)} tokens/s`, "After the first token."],
+    ["first", "First token", toFirstMs == null ? null : duration(toFirstMs), "Time from sending to the first token."],
+    ["speed", "Speed", perSecond == null ? null : `${rounded(perSecond)} tokens/s`, "Generation speed after the first token."],
     ["prompt", "Prompt", prompt, "Tokens of the conversation so far."],
-    ["cached", "Cached", cached, "Prompt tokens that were not computed again (counted with --enable-cache-report)."],
+    ["cached", "Cached", cached, "Prompt tokens that were read from the cache (counted with --enable-cache-report)."],
     ["answer", "Answer", completion, "Tokens of this answer."],
     ["finish", "Ended by", finish, STOP_REASONS[finish] ?? ""],
   ];
   return rows.filter(([, , value]) => value != null).map(([key, label, value, meaning]) => {
-    const row = made("div");
+    const row = createElement("div");
     row.dataset.figure = key;
     row.title = meaning;
-    row.append(made("dt", "", label), made("dd", "", String(value)));
+    row.append(createElement("dt", "", label), createElement("dd", "", String(value)));
     return row;
   });
 }
@@ -257,8 +257,8 @@ function rounded(value) {
   return value < 100 ? value.toFixed(1) : String(Math.round(value));
 }
 
-/** A new element with a class and a text. */
-export function made(name, className = "", text = "") {
+/** Create an element with a class and a text. */
+export function createElement(name, className = "", text = "") {
   const element = document.createElement(name);
   element.className = className;
   element.textContent = text;

@@ -1,11 +1,11 @@
 // The chat page: the conversation, the composer and the settings.
 
-import { Answer, made } from "./answer.js";
+import { Answer, createElement } from "./answer.js";
 import { render } from "./markdown.js";
 import { complete, serverInfo } from "./stream.js";
 
-const KEY = "penstock-key"; // in sessionStorage: gone with the tab
-const NEAR_PX = 80; // closer to the end than this, the page follows the answer
+const KEY = "penstock-key"; // in sessionStorage: deleted when the tab is closed
+const NEAR_PX = 80; // within this distance from the end, the page follows the answer
 const EXAMPLE_TOOLS = [
   exampleTool("get_weather", "Get the weather of a city."),
   exampleTool("get_time", "Get the time in a city."),
@@ -23,10 +23,10 @@ const [log, scroller, prompt, composer] = ["log", "scroller", "prompt", "compose
 const wide = matchMedia("(min-width: 64rem)");
 
 let turns = []; // { role: "user" | "tool", message, element } and Answers, in the order of the log
-let running = null; // the AbortController of the answer that is being written
+let running = null; // the AbortController of the running answer
 let edited = null; // the turn that the composer's text will replace
-let server = {}; // what the server says of itself
-let follows = true; // the page shows the end of the answer while it grows
+let server = {}; // facts about the server
+let follows = true; // the page scrolls along with the growing answer
 
 function exampleTool(name, description) {
   const parameters = { type: "object", properties: { city: { type: "string" } }, required: ["city"] };
@@ -42,8 +42,8 @@ function say(text) {
   fitPrompt();
   if (edited) dropFrom(edited);
   stopEditing();
-  const element = made("li", "message user");
-  const bubble = made("div", "text");
+  const element = createElement("li", "message user");
+  const bubble = createElement("div", "text");
   render(bubble, text);
   bubble.dir = "auto";
   element.append(bubble);
@@ -76,7 +76,7 @@ async function answer(settings) {
   } catch (error) {
     reply.end(error.name === "AbortError" ? { stopped: true } : { error });
   }
-  if (running !== controller) return; // another conversation has begun
+  if (running !== controller) return; // the user started another conversation
   running = null;
   showState(reply.error ? "" : "The answer has ended.");
   if (reply.error?.status === 401) askKey();
@@ -88,14 +88,14 @@ async function answer(settings) {
 function giveResults(reply, results, settings) {
   reply.calls.forEach(({ id }, place) => {
     const message = { role: "tool", tool_call_id: id, content: results[place] };
-    const element = made("li", "tool");
-    element.hidden = true; // the call's own card shows it
+    const element = createElement("li", "tool");
+    element.hidden = true; // the call's card shows the result
     add({ role: "tool", message, element });
   });
   answer(settings);
 }
 
-/** The conversation as the API takes it. A question whose answer failed is not asked again with the next. */
+/** Return the conversation in the API's format, without questions whose answers failed. */
 function messages(system) {
   const sent = system ? [{ role: "system", content: system }] : [];
   const lastOf = (role) => sent.at(-1)?.role === role;
@@ -107,7 +107,7 @@ function messages(system) {
   return sent;
 }
 
-/** What to ask with: { system, body }; null where a field cannot be sent, which the settings then say. */
+/** Return the settings as { system, body }, or null after showing an error for an invalid field. */
 function readSettings() {
   const body = {
     stream: true,
@@ -135,7 +135,7 @@ function addTools(body) {
   try {
     body.tools = JSON.parse(part("tools").value);
   } catch (error) {
-    return `The tools are no JSON: ${error.message}`;
+    return `The tools are not valid JSON: ${error.message}`;
   }
   return "";
 }
@@ -146,7 +146,7 @@ function addSchema(body) {
     const schema = JSON.parse(part("schema").value);
     body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
   } catch (error) {
-    return `The schema is no JSON: ${error.message}`;
+    return `The schema is not valid JSON: ${error.message}`;
   }
   return "";
 }
@@ -192,7 +192,7 @@ function newChat() {
   prompt.focus();
 }
 
-// --- what the page shows ---
+// --- display ---
 
 function showState(status) {
   part("status").textContent = status;
@@ -202,21 +202,21 @@ function showState(status) {
   offerActions();
 }
 
-/** Edit under the user's last message, retry and copy under the last answer; not to be seen while one is written. */
+/** Show Edit below the user's last message, and Retry and Copy below the last answer; hidden during an answer. */
 function offerActions() {
   for (const old of log.querySelectorAll(".actions")) old.remove();
   if (!turns.length) return;
   const asked = turns.findLast((turn) => turn.role === "user");
   offer(asked, { Edit: () => edit(asked) });
   const last = turns.at(-1);
-  // Browsers give pages no clipboard on plain http from another machine.
+  // Browsers disable the clipboard on pages that another machine serves over plain HTTP.
   offer(last, last.text && navigator.clipboard ? { Retry: retry, Copy: copy } : { Retry: retry });
 }
 
 function offer(turn, acts) {
-  const row = made("div", "actions");
+  const row = createElement("div", "actions");
   for (const [name, act] of Object.entries(acts)) {
-    const button = made("button", "link", name);
+    const button = createElement("button", "link", name);
     button.type = "button";
     button.addEventListener("click", act);
     row.append(button);
@@ -267,7 +267,7 @@ function key() {
 function askKey() {
   part("key-label").textContent = key()
     ? "The server did not accept this API key."
-    : "This server asks for its API key.";
+    : "This server requires an API key.";
   part("key-form").hidden = false;
   part("key").focus();
 }
@@ -291,7 +291,7 @@ async function meetServer() {
   }
 }
 
-// --- what the user does ---
+// --- user actions ---
 
 composer.addEventListener("submit", (event) => {
   event.preventDefault();
@@ -317,7 +317,7 @@ function cancelEdit() {
   prompt.focus();
 }
 
-// Whoever scrolls away is left alone.
+// After the user scrolls away, the page stops following the answer.
 scroller.addEventListener("scroll", () => (follows = isAtEnd()));
 log.addEventListener("grown", () => follows && scrollToEnd());
 

@@ -1,12 +1,12 @@
-// The live page: asks the server every second what it does, and shows it.
+// The live page: shows the server's activity, updated every second.
 
-import { made } from "./answer.js";
+import { createElement } from "./answer.js";
 import { liveState } from "./stream.js";
 
-const KEY = "penstock-key"; // in sessionStorage, as on the chat page
+const KEY = "penstock-key"; // in sessionStorage, shared with the chat page
 const PERIOD_MS = 1000;
 const PARTS = [
-  // name, and between which of a request's times it lies
+  // phase, and the times of a request at which it begins and ends
   ["tokenize", "arrived", "queued"],
   ["queue", "queued", "scheduled"],
   ["prefill", "scheduled", "first_token"],
@@ -17,7 +17,7 @@ const part = (id) => document.getElementById(id);
 let paused = false;
 let timer = 0;
 
-// --- what is shown ---
+// --- display ---
 
 function show(state) {
   part("model").textContent = state.model;
@@ -32,14 +32,14 @@ function show(state) {
   const longest = Math.max(1e-6, ...state.requests.map(seconds));
   fill(part("requests"), state.requests.map((request) => requestRow(request, longest)));
   part("hidden").textContent = state.num_hidden
-    ? `${state.num_hidden} more are not shown: they are another key's, or too many.`
+    ? `${state.num_hidden} more requests are not shown: they belong to other keys, or exceed the limit.`
     : "";
 }
 
 function replicaPart(replica, number, count) {
-  const element = made("section", "replica");
-  element.append(made("h2", "", count > 1 ? `Replica ${number}` : "Batch and pages"));
-  const figures = made("dl", "figures");
+  const element = createElement("section", "replica");
+  element.append(createElement("h2", "", count > 1 ? `Replica ${number}` : "Batch and pages"));
+  const figures = createElement("dl", "figures");
   figures.append(
     figure("Running", replica.num_running),
     figure("Waiting", replica.num_waiting),
@@ -49,10 +49,10 @@ function replicaPart(replica, number, count) {
     figure("free", replica.pages.free),
   );
   const total = replica.pages.running + replica.pages.prefix + replica.pages.free;
-  const bar = made("div", "bar");
+  const bar = createElement("div", "bar");
   bar.append(
     piece("running-pages", replica.pages.running / total, `${replica.pages.running} pages of running requests`),
-    piece("prefix-pages", replica.pages.prefix / total, `${replica.pages.prefix} pages kept for their prefix`),
+    piece("prefix-pages", replica.pages.prefix / total, `${replica.pages.prefix} cached pages of prefixes`),
   );
   element.append(figures, bar);
   if (replica.tree) element.append(treePart(replica.tree));
@@ -60,40 +60,40 @@ function replicaPart(replica, number, count) {
 }
 
 function treePart({ nodes, num_nodes }) {
-  const element = made("details", "prefix-tree");
+  const element = createElement("details", "prefix-tree");
   element.open = opened.has("tree");
   element.addEventListener("toggle", () => (element.open ? opened.add("tree") : opened.delete("tree")));
-  element.append(made("summary", "", `Prefix tree, ${num_nodes} nodes`));
+  element.append(createElement("summary", "", `Prefix tree, ${num_nodes} nodes`));
   const lists = [];
-  const top = made("ul", "tree");
+  const top = createElement("ul", "tree");
   for (const [above, pages, locks] of nodes) {
-    const item = made("li", locks ? "locked" : "", above < 0 ? "root" : `${pages} pages${locks ? `, in use by ${locks}` : ""}`);
-    const list = made("ul", "tree");
+    const item = createElement("li", locks ? "locked" : "", above < 0 ? "root" : `${pages} pages${locks ? `, in use by ${locks}` : ""}`);
+    const list = createElement("ul", "tree");
     item.append(list);
     lists.push(list);
     (above < 0 ? top : lists[above]).append(item);
   }
   element.append(top);
-  if (nodes.length < num_nodes) element.append(made("p", "hint", `${num_nodes - nodes.length} more`));
+  if (nodes.length < num_nodes) element.append(createElement("p", "hint", `${num_nodes - nodes.length} more`));
   return element;
 }
 
-const opened = new Set(); // what the reader unfolded stays so
+const opened = new Set(); // ids of the details that the user opened
 
 function requestRow(request, longest) {
-  const row = made("tr");
-  const name = made("td", "", request.rid);
+  const row = createElement("tr");
+  const name = createElement("td", "", request.rid);
   name.title = request.rid;
   row.append(
     name,
-    made("td", "", request.finish || request.state),
-    made("td", "", String(request.prompt_tokens)),
-    made("td", "", String(request.cached_tokens)),
-    made("td", "", String(request.output_tokens)),
-    made("td", "", seconds(request).toFixed(2)),
+    createElement("td", "", request.finish || request.state),
+    createElement("td", "", String(request.prompt_tokens)),
+    createElement("td", "", String(request.cached_tokens)),
+    createElement("td", "", String(request.output_tokens)),
+    createElement("td", "", seconds(request).toFixed(2)),
   );
-  const cell = made("td");
-  const bar = made("div", "bar");
+  const cell = createElement("td");
+  const bar = createElement("div", "bar");
   for (const [kind, from, to] of PARTS) {
     const begun = request.ago_s[from];
     if (begun === null) continue;
@@ -105,22 +105,22 @@ function requestRow(request, longest) {
   return row;
 }
 
-/** From the request's arrival to its end, or to now. */
+/** Return the bar from the request's arrival to its end, or to now. */
 function seconds({ ago_s }) {
   return ago_s.arrived - (ago_s.ended ?? 0);
 }
 
 function piece(kind, share, title) {
-  const element = made("span", kind);
+  const element = createElement("span", kind);
   element.style.width = `${Math.min(100, Math.max(0, share * 100))}%`;
   element.title = title;
   return element;
 }
 
 function figure(name, value) {
-  const element = made("div");
+  const element = createElement("div");
   element.dataset.figure = name;
-  element.append(made("dt", "", name), made("dd", "", String(value)));
+  element.append(createElement("dt", "", name), createElement("dd", "", String(value)));
   return element;
 }
 
@@ -128,7 +128,7 @@ function fill(element, children) {
   element.replaceChildren(...children);
 }
 
-// --- when ---
+// --- updates ---
 
 async function look() {
   clearTimeout(timer);
@@ -140,7 +140,7 @@ async function look() {
     part("trouble").textContent = error.message;
     if (error.status === 401) {
       part("key-form").hidden = false;
-      return; // the key's form asks again
+      return; // the form asks for the key
     }
   }
   if (!paused && !document.hidden) timer = setTimeout(look, PERIOD_MS);
@@ -149,7 +149,7 @@ async function look() {
 part("pause").addEventListener("click", () => {
   paused = !paused;
   part("pause").setAttribute("aria-pressed", String(paused));
-  part("pause").textContent = paused ? "Go on" : "Pause";
+  part("pause").textContent = paused ? "Resume" : "Pause";
   if (!paused) look();
 });
 

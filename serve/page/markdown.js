@@ -1,7 +1,7 @@
 // A small part of Markdown as DOM nodes: paragraphs, headings, lists, code blocks, inline marks.
-// Text reaches the page through textContent only, so nothing in it is ever read as HTML.
+// Text is set through textContent only, so it is never parsed as HTML.
 
-/** Show `text` in `container`. Called again with a longer text, only the blocks that changed are made anew. */
+/** Show `text` in `container`. If called again with a longer text, only changed blocks are replaced. */
 export function render(container, text) {
   const blocks = blocksOf(text);
   const shown = sources.get(container) ?? [];
@@ -18,7 +18,7 @@ const FENCE = /^ {0,3}(`{3,}|~{3,})[^`]*$/;
 const HEADING = /^#{1,6}\s+(?=\S)/;
 const ITEM = /^\s*(?:[-*+]|(\d{1,9})[.)])\s+(?=\S)/;
 
-/** [{ lines, make, source }]: the lines of each block, and what turns them into an element. */
+/** [{ lines, make, source }]: the lines of each block, and the function that creates its element. */
 function blocksOf(text) {
   const lines = text.replaceAll("\r\n", "\n").split("\n");
   const blocks = [];
@@ -32,7 +32,7 @@ function blocksOf(text) {
   return blocks;
 }
 
-/** What the block that starts here is, and the line after it. */
+/** Return the block that starts at this line, and the line after it. */
 function blockAt(lines, start) {
   const first = lines[start];
   const until = (ends) => {
@@ -88,7 +88,7 @@ function list(lines) {
   return block;
 }
 
-/** Append `text` to `parent`, with its inline marks. Takes time linear in the text, whatever it is. */
+/** Append `text` to `parent`, with its inline marks. Always takes time linear in the text. */
 function withInline(parent, text) {
   const marks = [...text.matchAll(/`+|\*\*|(?<!\w)\*(?=\S)|(?<=\S)\*(?!\w)/g)];
   const partners = partnersOf(marks.map((mark) => mark[0]));
@@ -111,7 +111,7 @@ function withInline(parent, text) {
 
 const NAMES = { "**": "strong", "*": "em" }; // any other mark is a run of backticks
 
-/** For each mark the place of the next one like it. */
+/** For each mark, the index of the next equal mark. */
 function partnersOf(marks) {
   const next = new Map();
   const partners = new Array(marks.length);
@@ -123,7 +123,7 @@ function partnersOf(marks) {
 }
 
 function element(name, text = "") {
-  const made = document.createElement(name);
-  made.textContent = text;
-  return made;
+  const element = document.createElement(name);
+  element.textContent = text;
+  return element;
 }

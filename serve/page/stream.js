@@ -1,6 +1,6 @@
 // A client of the server's API: one chat completion as a stream of events.
 
-/** What the server refused or broke off. `status` is 0 where it could not be reached. */
+/** A refused or interrupted request. `status` is 0 if the server could not be reached. */
 export class ServerError extends Error {
   constructor(status, message) {
     super(message);
@@ -20,7 +20,7 @@ export async function* complete(body, { key, signal }) {
   for await (const data of eventData(response.body)) {
     if (data === "[DONE]") return;
     const event = JSON.parse(data);
-    if (event.error) throw new ServerError(response.status, messageOf(event) ?? "The answer broke off.");
+    if (event.error) throw new ServerError(response.status, messageOf(event) ?? "The answer was interrupted.");
     yield event;
   }
   throw new ServerError(0, "The connection was lost before the answer was complete.");
@@ -32,13 +32,13 @@ export async function serverInfo(key) {
   return response.json();
 }
 
-/** What the engine does now; see /live. */
+/** The current state of the engine; see /live. */
 export async function liveState(key) {
   const response = await reach("live_state", { headers: keyHeader(key) });
   return response.json();
 }
 
-// Bytes of UTF-8 as characters up to 255: a key may hold any character, a header only these.
+// UTF-8 bytes as characters up to 255: keys may have any characters, headers only these.
 function keyHeader(key) {
   if (!key) return {};
   return { authorization: `Bearer ${String.fromCharCode(...new TextEncoder().encode(key))}` };
@@ -50,14 +50,14 @@ async function reach(path, options) {
     response = await fetch(path, { cache: "no-store", credentials: "omit", ...options });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ServerError(0, "The server cannot be reached.");
+    throw new ServerError(0, "Cannot reach the server.");
   }
   if (response.ok) return response;
   const said = await response.json().catch(() => null);
-  throw new ServerError(response.status, messageOf(said) ?? `The server answered ${response.status}.`);
+  throw new ServerError(response.status, messageOf(said) ?? `The server answered with status ${response.status}.`);
 }
 
-/** The message of any of the server's error bodies. */
+/** Return the message of an error body of the server. */
 function messageOf(body) {
   const error = body?.error ?? body;
   return typeof error === "string" ? error : error?.message;

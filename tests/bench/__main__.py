@@ -12,6 +12,7 @@ COMMANDS = {
     "overhead": ("bench.overhead", "scheduling and streaming without a model"),
     "parallel": ("bench.parallel", "a step of two processes against one, in its parts"),
     "step": ("bench.step", "single steps in this process: chosen kernels against plain torch"),
+    "adapters": ("bench.adapters", "tokens per second with LoRA adapters in a batch, and without"),
     "grammars": ("bench.grammars", "steps with a grammar for each row against none, and masks alone"),
     "fast-forward": ("bench.fast_forward", "forced tokens appended without a step of their own, and sampled"),
     "kernels": ("bench.kernels", "where the time of a step goes on a CPU, kernel by kernel"),
@@ -32,13 +33,18 @@ COMMANDS = {
         "bench.embeddings",
         "vectors of texts by ours, sentence-transformers and OpenVINO, in turns",
     ),
+    "schemas": ("bench.schemas", "grammars of JSON schemas: instances that they accept, and their cost"),
+    "documents": (
+        "bench.documents",
+        "print a page or table of the documentation that declarations determine",
+    ),
     "structure": ("bench.structure", "files, lines, types and imports of a checkout"),
     "checkpoint": ("bench.checkpoints", "write a random checkpoint of a known shape"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one study and return the process's exit status; 2 for a refused command line."""
+    """Run one study and return the process's exit status, which is 2 for an invalid command line."""
     return run_command(PROGRAM, COMMANDS, sys.argv[1:] if argv is None else argv)
 
 

@@ -1,9 +1,9 @@
-"""`accuracy`: how far weights and caches of 16, 8, 4 bits and fewer are from transformers in float32.
+"""`accuracy`: compare weights and caches of 16 bits or fewer with transformers in float32.
 
-Weights are rounded as they are loaded, or stand in a checkpoint of each form, which is written for it.
-The prompts are held-out questions of the demo model's evaluation. Transformers answers them greedily in float32. The
-engine is then shown each answer and says of every position which token is the likeliest and how likely the
-reference's token is; and it answers by itself.
+Weights are quantised while they load, or stored in a checkpoint of each format, which the study writes. The prompts are
+held-out questions of the demo model's evaluation, and transformers answers them greedily in float32. The engine
+generates its own answers. It also scores the reference answers: for each position it returns the most likely token and
+the log-probability of the reference token.
 """
 
 from __future__ import annotations
@@ -32,19 +32,21 @@ if TYPE_CHECKING:
 
 
 class Way(NamedTuple):
-    """One way of computing: options of the engine, and what writes a checkpoint of it into a folder, if anything."""
+    """A configuration: options of the engine, and a function that writes its checkpoint, if it needs one."""
 
     options: Mapping[str, Any]
     write: Callable[[Path, Path], str] | None = None
 
 
 def rounded(**options: Any) -> Way:
-    """As the ordinary checkpoint is loaded."""
+    """Return a configuration that quantises the ordinary checkpoint while it loads."""
     return Way({"dtype": "bfloat16", **options})
 
 
 def form(name: str, **options: Any) -> Way:
-    """By the form's library, or as its layout is published."""
+    """Return a configuration with a checkpoint in this format, written by the format's library or by its published
+    layout.
+    """
 
     def write(source: Path, target: Path) -> str:
         from quantized_checkpoints import convert
@@ -55,10 +57,10 @@ def form(name: str, **options: Any) -> Way:
 
 
 def quantized(method: str) -> Way:
-    """By `penstock quantize`."""
+    """Return a configuration with a checkpoint of `penstock quantize`."""
 
     def write(source: Path, target: Path) -> str:
-        from runtime.models.quantize import quantize_checkpoint
+        from runtime.loading.quantize import quantize_checkpoint
 
         quantize_checkpoint(str(source), method, str(target))
         return str(target)
@@ -67,7 +69,7 @@ def quantized(method: str) -> Way:
 
 
 def gguf(kind: str) -> Way:
-    """By llama.cpp's own quantiser."""
+    """Return a configuration with a checkpoint of llama.cpp's quantiser."""
 
     def write(source: Path, target: Path) -> str:
         from gguf_files import by_llama_cpp, convert
@@ -112,37 +114,35 @@ WAYS: Mapping[str, Way] = {
 
 
 class Expected(NamedTuple):
-    """What transformers computes for one prompt."""
+    """The reference results of transformers for one prompt."""
 
     prompt: tuple[int, ...]
-    answer: tuple[int, ...]  # greedy, without the token that ends it
-    logprobs: tuple[float, ...]  # of the answer's tokens
+    answer: tuple[int, ...]  # greedy answer, without the EOS token
+    logprobs: tuple[float, ...]  # log-probabilities of the answer's tokens
 
 
 class Found(NamedTuple):
-    """What the engine computes for it."""
+    """The engine's results for the same prompt."""
 
-    answer: tuple[int, ...]  # its own
-    likeliest: tuple[int, ...]  # after each beginning of the reference's answer
-    logprobs: tuple[float, ...]  # of the reference's tokens
+    answer: tuple[int, ...]  # the engine's own answer
+    likeliest: tuple[int, ...]  # most likely token after each prefix of the reference answer
+    logprobs: tuple[float, ...]  # log-probabilities of the reference tokens
 
 
 class Agreement(NamedTuple):
-    """How well one way of computing agrees with the reference."""
+    """How well one configuration agrees with the reference."""
 
     way: str
     same_token: float  # share of positions with the same likeliest token
-    mean_difference: float  # of the log-probabilities of the reference's tokens, absolute
+    mean_difference: float  # mean absolute difference of the log-probabilities of the reference tokens
     same_answer: float  # share of answers that are equal from beginning to end
 
     @classmethod
     def of(cls, way: str, expected: Sequence[Expected], found: Sequence[Found]) -> Agreement:
-        """Compare. There must be at least one token."""
+        """Compare the results, which must have at least one token."""
         pairs = list(zip(expected, found, strict=True))
         same = [a == b for one, other in pairs for a, b in zip(one.answer, other.likeliest, strict=True)]
-        apart = [
-            abs(a - b) for one, other in pairs for a, b in zip(one.logprobs, other.logprobs, strict=True)
-        ]
+        apart = [abs(a - b) for one, other in pairs for a, b in zip(one.logprobs, other.logprobs, strict=True)]
         equal = [one.answer == other.answer for one, other in pairs]
         return cls(way, sum(same) / len(same), sum(apart) / len(apart), sum(equal) / len(equal))
 
@@ -184,14 +184,12 @@ def main(argv: Sequence[str]) -> int:
     if options.output_file:
         results = {"agreements": [report.plain(agreement) for agreement in agreements]}
         settings = {**vars(options), "engine": args.keywords()}
-        report.write(
-            options.output_file, report.document("accuracy", settings, results, argv=argv, program=PROGRAM)
-        )
+        report.write(options.output_file, report.document("accuracy", settings, results, argv=argv, program=PROGRAM))
     return 0
 
 
 def render(expected: Sequence[Expected], agreements: Sequence[Agreement]) -> str:
-    """The table, in Markdown."""
+    """Return the table in Markdown."""
     tokens = sum(len(one.answer) for one in expected)
     lines = [
         f"{len(expected)} prompts, {tokens} tokens, against transformers in float32:",
@@ -207,7 +205,7 @@ def render(expected: Sequence[Expected], agreements: Sequence[Agreement]) -> str
 
 
 def reference(path: str, num_prompts: int, new_tokens: int) -> list[Expected]:
-    """Greedy answers of transformers in float32. Blocks."""
+    """Return greedy answers of transformers in float32. Blocks."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -233,7 +231,7 @@ def reference(path: str, num_prompts: int, new_tokens: int) -> list[Expected]:
 
 
 def prompts(tokenizer: Any, count: int) -> list[list[int]]:
-    """Held-out questions of every skill in turns, as token ids."""
+    """Return held-out questions of every skill in turn, as token ids."""
     from demo_model.evaluation import EXAMS, SEED
 
     drawn = []
@@ -257,7 +255,7 @@ def _prompt(tokenizer: Any, asked: Any, thinking: bool) -> list[int]:
 
 
 async def answers(expected: Sequence[Expected], new_tokens: int, engine: Engine) -> list[Found]:
-    """The engine's own answers, and what it says of the reference's."""
+    """Return the engine's own answers, and its scores of the reference answers."""
     own = await engine.generate(
         input_ids=[list(one.prompt) for one in expected],
         sampling_params={"temperature": 0, "max_new_tokens": new_tokens},

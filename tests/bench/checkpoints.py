@@ -1,7 +1,7 @@
-"""`checkpoint`: write a random model of a known shape, to measure with when there is nothing to download.
+"""`checkpoint`: write a random model of a known shape, for measurements without a download.
 
-The weights are noise, so the model says nothing; but every layer costs what it costs in the real one, and the
-tokenizer has as many ordinary tokens as the vocabulary holds, so detokenizing costs what it costs too.
+The weights are random, so outputs have no meaning, but every layer costs the same as in the real model. All tokens of
+the vocabulary are ordinary tokens, so detokenization costs the same too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from tokenizers import Tokenizer
 
-WEIGHT_STD = 0.02  # the usual initialisation: activations stay finite in any depth used here
+WEIGHT_STD = 0.02  # the usual standard deviation, with which activations stay finite at any depth used here
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -32,7 +32,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decoder of the Llama kind. With `qk_norm` it is Qwen3's."""
+    """The shape of a decoder like Llama, or like Qwen3 with `qk_norm`."""
 
     hidden: int
     layers: int
@@ -147,21 +147,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write_checkpoint(shape: Shape, directory: Path, dtype: str = "bfloat16", seed: int = 0) -> int:
-    """Write config, weights and tokenizer of a random model; returns the bytes of weights."""
+    """Write config, weights and tokenizer of a random model. Return the bytes of the weights."""
     import torch
     from safetensors.torch import save_file
 
     write_description(shape, directory, dtype, seed)
     generator = torch.Generator().manual_seed(seed)
-    weights = {
-        name: _draw(size, name, getattr(torch, dtype), generator) for name, size in parameter_sizes(shape)
-    }
+    weights = {name: _draw(size, name, getattr(torch, dtype), generator) for name, size in parameter_sizes(shape)}
     save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
     return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())
 
 
 def write_description(shape: Shape, directory: Path, dtype: str = "bfloat16", seed: int = 0) -> None:
-    """Write config and tokenizer: all of a checkpoint but its weights. Needs no torch."""
+    """Write config and tokenizer, without weights. Does not import torch."""
     directory.mkdir(parents=True, exist_ok=True)
     write_json(directory / "config.json", model_config(shape, dtype))
     write_json(directory / "generation_config.json", {"eos_token_id": [0, 2], "bos_token_id": 0})
@@ -169,7 +167,7 @@ def write_description(shape: Shape, directory: Path, dtype: str = "bfloat16", se
 
 
 def parameter_sizes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every parameter with its size, under the names that checkpoints of this kind use."""
+    """Return every parameter's size, under the names of published checkpoints."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
     for number in range(shape.layers):
@@ -200,7 +198,7 @@ def _draw(size: tuple[int, ...], name: str, dtype: torch.dtype, generator: torch
 
 
 def model_config(shape: Shape, dtype: str) -> dict[str, Any]:
-    """config.json as transformers reads it."""
+    """Return config.json as transformers reads it."""
     return {
         "architectures": ["Qwen3ForCausalLM" if shape.qk_norm else "LlamaForCausalLM"],
         "model_type": "qwen3" if shape.qk_norm else "llama",
@@ -242,7 +240,7 @@ def write_tokenizer(vocab: int, directory: Path, seed: int = 0) -> None:
 
 
 def train_tokenizer(vocab: int, seed: int = 0) -> Tokenizer:
-    """Byte-pair encoding trained on made-up words, of which there are more than merges are needed."""
+    """Train byte-pair encoding on invented words, whose number exceeds the needed merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -261,7 +259,7 @@ def train_tokenizer(vocab: int, seed: int = 0) -> Tokenizer:
 
 
 def made_up_text(num_words: int, seed: int) -> Iterator[str]:
-    """`num_words` lower-case words of two to four syllables, in lines."""
+    """Return `num_words` lower-case words of two to four syllables, in lines."""
     source = random.Random(seed)
     consonants, vowels = "bcdfghjklmnpqrstvwxz", "aeiouy"
     for _ in range(0, num_words, 100):

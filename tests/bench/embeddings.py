@@ -1,7 +1,6 @@
-"""`embeddings`: the vectors of texts by ours, sentence-transformers and OpenVINO, in turns, tokenising included.
+"""`embeddings`: compare text embeddings of Penstock, sentence-transformers and OpenVINO, including tokenization.
 
-Each is a process of its own on the same cores; whoever does not compute is stopped meanwhile. Every round has
-texts of its own.
+Each engine is a separate process on the same cores. Engines that do not compute are stopped. Every round has new texts.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def texts_of(model: str, count: int, tokens: int) -> list[str]:
-    """So many texts of words, each of which is one token."""
+    """Return `count` texts of words. Each word is one token."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
@@ -83,7 +82,9 @@ def texts_of(model: str, count: int, tokens: int) -> list[str]:
 
 
 def measure(options: argparse.Namespace, dtype: str, rounds: Sequence[Sequence[str]]) -> Turns:
-    """Every engine's answers to each round: `seconds`, `cpu_s` and some `vectors`. The first round is not counted."""
+    """Return every engine's answers to each round: `seconds`, `cpu_s` and some `vectors`. The first round is not
+    counted.
+    """
     turns: defaultdict[str, list[Mapping[str, Any]]] = defaultdict(list)
     with ExitStack() as stack:
         logs = Path(stack.enter_context(TemporaryDirectory()))
@@ -106,7 +107,7 @@ def measure(options: argparse.Namespace, dtype: str, rounds: Sequence[Sequence[s
 
 
 def table(dtype: str, turns: Turns, num_texts: int) -> str:
-    """A line for each engine; ratios above 1 say that ours is faster."""
+    """Return a table with a line per engine. A ratio above 1 means that Penstock is faster."""
     lines = [
         f"| {dtype} | texts/s, median | seconds, least | median | ours to it | processor time, least | ours to it "
         "| vectors differ by |",
@@ -126,6 +127,6 @@ def table(dtype: str, turns: Turns, num_texts: int) -> str:
 
 
 def difference(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float:
-    """Of any two numbers of the vectors the most."""
+    """Return the largest difference between two elements of the vectors."""
     pairs = (pair for a, b in zip(ours, theirs, strict=True) for pair in zip(a, b, strict=True))
     return max(abs(x - y) for x, y in pairs)

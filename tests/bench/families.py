@@ -1,6 +1,6 @@
-"""Random checkpoints of families whose layers are not Llama's, written by transformers: experts, windows, states.
+"""Random checkpoints of families other than Llama's, written by transformers: experts, windows, recurrent states.
 
-Like those of `checkpoints.py` they say nothing, and cost in every layer what the real ones cost.
+Like those of `checkpoints.py`, their outputs have no meaning, but every layer costs the same as in the real model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ END = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A configuration of transformers, and what it is like."""
+    """A configuration of transformers, and a description of its layers."""
 
     about: str
     model_type: str
@@ -123,9 +123,9 @@ FAMILIES: Mapping[str, Family] = {
 
 
 def write_family(family: Family, directory: Path, seed: int = 0) -> None:
-    """Write configuration, weights in bfloat16 and tokenizer of a random model.
+    """Write configuration, bfloat16 weights and tokenizer of a random model.
 
-    Matrices are drawn, what is smaller (norms, the numbers by which states fade) is as transformers begins with it.
+    Matrices are drawn at random. Smaller tensors (norms, decays of states) keep transformers' initialisation.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -141,7 +141,7 @@ def write_family(family: Family, directory: Path, seed: int = 0) -> None:
             parameter.data.normal_(0, WEIGHT_STD, generator=generator)
     directory.mkdir(parents=True, exist_ok=True)
     model.to(torch.bfloat16).save_pretrained(directory)
-    if kinds := family.values.get("layer_types"):  # as published, which releases before 5.6 read too
+    if kinds := family.values.get("layer_types"):  # the published format, which transformers before 5.6 reads too
         described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         write_json(directory / "config.json", {**described, "layer_types": kinds})
     write_json(directory / "generation_config.json", {"eos_token_id": [0, 2], "bos_token_id": 0})

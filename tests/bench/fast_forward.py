@@ -1,8 +1,8 @@
-"""`fast-forward`: what appending forced tokens saves, against `--disable-jump-forward`, in turns on two engines.
+"""`fast-forward`: compare appending forced tokens with `--disable-jump-forward`, in turns on two engines.
 
-Both answer the same seeded requests, which therefore have the same tokens: the study fails where they do not. Each
-number of requests at a time gives the share of the tokens that took no step of their own, the steps, and the time: of
-each group of requests the fastest of all turns counts, so that what else the machine does matters little.
+Both engines answer the same seeded requests, and must generate the same tokens, else the study fails. For each
+concurrency, the result has the share of tokens without a step of their own, the number of steps, and the time. The
+fastest turn of each group of requests counts, so that other work of the machine matters little.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ if TYPE_CHECKING:
 
 
 class Saved(NamedTuple):
-    """Of all groups of so many requests at a time."""
+    """Results over all groups of requests at one concurrency."""
 
     at_a_time: int
     num_tokens: int
-    num_forced: int  # of these, without a step of their own
-    steps: tuple[int, int]  # without, with
-    seconds: tuple[tuple[float, ...], tuple[float, ...]]  # of each group, in its fastest turn: without, with
+    num_forced: int  # number of these tokens without a step of their own
+    steps: tuple[int, int]  # (without, with) forced tokens appended
+    # fastest time of each group: (without, with) forced tokens appended
+    seconds: tuple[tuple[float, ...], tuple[float, ...]]
 
     @property
     def ratio(self) -> float:
-        """How many times the time of all groups is with forced tokens appended."""
+        """Return the total time with forced tokens appended, divided by the time without."""
         return sum(self.seconds[1]) / sum(self.seconds[0])
 
 
@@ -54,9 +55,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--requests", type=int, default=16, help="in all, as many with each schema")
     group.add_argument("--new-len", type=int, default=200, help="most tokens of each")
     group.add_argument("--repetitions", type=int, default=7, help="turns, after one that is not measured")
-    group.add_argument(
-        "--whitespace", help="pattern between the tokens of JSON; '': none. Default: the engine's"
-    )
+    group.add_argument("--whitespace", help="pattern between the tokens of JSON; '': none. Default: the engine's")
     add_output_options(options)
     return options
 
@@ -132,7 +131,7 @@ def _object(**properties: Any) -> dict[str, Any]:
 
 
 _WORD = {"type": "string", "maxLength": 12}
-# What programs ask for: a record, a decision, a call with its arguments, a list, a form with long fixed names.
+# Typical schemas of programs: a record, a decision, a tool call, a list, and a form with long fixed names.
 SCHEMAS: tuple[dict[str, Any], ...] = (
     _object(name=_WORD, age={"type": "integer", "minimum": 0, "maximum": 120}, email=_WORD),
     _object(sentiment={"enum": ["positive", "negative", "neutral"]}, confidence={"type": "number"}),

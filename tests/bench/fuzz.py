@@ -1,7 +1,8 @@
-"""`just fuzz`: hostile requests on every route beside seeded streams (R4 of docs/reliability.md).
+"""`just fuzz`: hostile requests on every route, next to seeded streams (R4 of docs/reliability.md).
 
-Bodies with wrong values in known fields, and requests with wrong bytes anywhere, on the demo model in this process.
-Exit status 1 for a 5xx other than 501, 503 and 504, for a neighbour whose output changed, or for pages that were lost.
+The requests have bodies with wrong values in known fields, or wrong bytes anywhere. The demo model runs in this
+process. The exit status is 1 for a 5xx other than 501, 503 and 504, for a stream whose output changed, or for lost
+pages.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from bench import PROGRAM
 from bench.raw_http import ask, request, serving, status_of
 from bench.soak import OPTIONS, settled
 from runtime.sampling_params import SamplingParams
-from serve.app import ROUTES
-from serve.engine import Engine
-from serve.native.schema import GenerateBody
-from serve.openai.schema import ChatBody
+from serve.calls.chat_completions.schema import ChatBody
+from serve.calls.generate.schema import GenerateBody
+from serve.python.engine import Engine
+from serve.server.app import ROUTES
 
 KEY, CALM_KEY = "fuzz-key", "calm-key"
 AT_ONCE, NEIGHBOURS = 32, 2
-WHOLE_S, BROKEN_S = 5.0, 0.5  # for how long a client waits; a broken request may never be answered
-CALM_S = 600.0  # a neighbour waits for as long as a loaded machine takes
+WHOLE_S, BROKEN_S = 5.0, 0.5  # timeouts of clients; a broken request may never be answered
+CALM_S = 600.0  # timeout of a seeded stream, for an overloaded machine
 ALLOWED = (501, 503, 504)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}, "required": ["a"]}
@@ -60,12 +61,10 @@ BODIES: Mapping[str, dict[str, Any]] = {
     "/parse_function_call": {"text": "Hi", "tool_call_parser": "qwen25", "tools": []},
     "/separate_reasoning": {"text": "Hi", "reasoning_parser": "qwen3"},
 }
-# More of what each route knows, to be changed somewhere inside.
+# Further fields of each route, whose values are changed at any depth.
 DEEP: Mapping[str, dict[str, Any]] = {
     "/generate": {"sampling_params": {"max_new_tokens": 4, "json_schema": orjson.dumps(SCHEMA).decode()}},
-    "/v1/completions": {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-    },
+    "/v1/completions": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
     "/v1/chat/completions": {
         "messages": TALK,
         "tools": TOOLS,
@@ -122,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def fuzz(num_requests: int, seed: int) -> int:
-    """Run it and print what was found; 1 where a promise is not kept."""
+    """Run the study and print the results. Return 1 if a promise is broken."""
     draw = random.Random(seed)
     statuses: Counter[int | None] = Counter()
     wrong: list[bytes] = []
@@ -171,7 +170,7 @@ async def fuzz(num_requests: int, seed: int) -> int:
 
 
 async def neighbour(port: int, number: int) -> list[bytes]:
-    """The text and ids of a seeded stream; the end of the answer where it is not whole."""
+    """Return the text and ids of a seeded stream, or the end of the answer if it is incomplete."""
     sampling = {"max_new_tokens": 24, "temperature": 1.0, "seed": number, "ignore_eos": True}
     body = {"text": "Once upon a time", "sampling_params": sampling, "stream": True, "incremental": True}
     answer = await ask(port, request("POST", "/generate", orjson.dumps(body), CALM_KEY), CALM_S)
@@ -184,7 +183,7 @@ async def neighbour(port: int, number: int) -> list[bytes]:
 
 
 def hostile(draw: random.Random) -> tuple[bytes, float]:
-    """A request, and for how long its client waits."""
+    """Return a request, and its client's timeout."""
     spec = draw.choice(ROUTES)
     path = spec.path.replace("{response_id}", "resp_1").replace("{model:path}", "x/y")
     body = orjson.dumps(mutated(draw, spec.path))
@@ -196,7 +195,7 @@ def hostile(draw: random.Random) -> tuple[bytes, float]:
 
 
 def change_inside(draw: random.Random, value: Any) -> None:
-    """Set, double or leave out something anywhere in a body."""
+    """Set, duplicate or remove a value anywhere in a body."""
     while True:
         keys: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value)))
         if not keys:
@@ -216,7 +215,7 @@ def change_inside(draw: random.Random, value: Any) -> None:
 
 
 def mutated(draw: random.Random, path: str) -> dict[str, Any]:
-    """The route's body with a few of its fields, or others that are known somewhere, set to what they should not be."""
+    """Return the route's body with invalid values in a few of its fields or of other known fields."""
     body = BODIES.get(path, BODIES["/generate"])
     found = {**body, "stream": draw.random() < 0.3}
     for _ in range(draw.choice([0, 1, 1, 1, 2, 3])):
@@ -238,7 +237,7 @@ def mutated(draw: random.Random, path: str) -> dict[str, Any]:
 
 
 def broken(draw: random.Random, raw: bytes) -> bytes:
-    """The request with bytes changed, left out, put in, doubled, or cut off."""
+    """Return the request with bytes changed, removed, inserted, duplicated, or truncated."""
     data = bytearray(raw)
     for _ in range(draw.choice([1, 1, 2, 5])):
         at = draw.randrange(len(data)) if data else 0

@@ -1,8 +1,8 @@
-"""`grammars`: what constraining outputs costs: a step with a grammar for each row against one without, and masks alone.
+"""`grammars`: the cost of constrained outputs: steps with a grammar per row against steps without, and masks alone.
 
-The engine generates the same batch with and without grammars, a different one for each row, in turns, so that
-whatever else the machine does falls on both: the ratio means more than the times. Then, without a model, outputs are
-made at random from what the masks allow, and each step's masks for all rows are timed.
+The engine generates the same batch in turns, without grammars and with a different grammar for each row. Other work of
+the machine affects both, so the ratio is more reliable than the times. Then, without a model, random outputs are drawn
+from the masks, and the masks of all rows are timed for each step.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from serve.bench.options import add_output_options, new_parser
 
 if TYPE_CHECKING:
     from runtime.config import Args
-    from runtime.grammar.backend import Backend, Matcher
+    from runtime.grammar.backends.backend import Backend, Matcher
     from serve import Engine
 
-MIN_ITEMS = 1_000  # so that no output ends before its tokens are spent
+MIN_ITEMS = 1_000  # large enough that no output ends before its token limit
 
 
 class Took(NamedTuple):
@@ -39,21 +39,21 @@ class Took(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """Microseconds a token of the whole batch, of each turn: on the clock, and of all processors."""
+    """Microseconds per token of the whole batch, for each turn: wall time, and CPU time of all processors."""
 
     free_us: tuple[Took, ...]
     constrained_us: tuple[Took, ...]
-    alone: Mapping[str, Summary | None]  # compiling, and the masks of all rows of a step together
+    alone: Mapping[str, Summary | None]  # times of compilation, and of the masks of all rows of a step
 
     @property
     def ratio(self) -> Took:
-        """How many times longer a token takes with grammars, by medians."""
+        """Return how many times longer a token takes with grammars, by medians."""
         free, constrained = medians(self.free_us), medians(self.constrained_us)
         return Took(constrained.clock / free.clock, constrained.processors / free.processors)
 
 
 def medians(turns: Sequence[Took]) -> Took:
-    """Of each kind of time; of no turns: not a number."""
+    """Return the median of each kind of time; NaN without turns."""
     clock, processors = zip(*turns) if turns else ((float("nan"),),) * 2
     return Took(median(clock), median(processors))
 
@@ -69,9 +69,7 @@ def parser() -> argparse.ArgumentParser:
     group.add_argument("--new-len", type=int, default=96, help="tokens that each row generates")
     group.add_argument("--repetitions", type=int, default=7, help="turns, after one that is not measured")
     group.add_argument("--mask-steps", type=int, default=300, help="steps whose masks are timed alone")
-    group.add_argument(
-        "--tokenizer", help="folder with tokenizer.json, for the masks alone; without: the model's"
-    )
+    group.add_argument("--tokenizer", help="folder with tokenizer.json, for the masks alone; without: the model's")
     group.add_argument("--masks-only", action="store_true", help="load no model; needs --tokenizer")
     add_output_options(options)
     return options
@@ -93,14 +91,12 @@ def main(argv: Sequence[str]) -> int:
     if options.output_file:
         settings = {**vars(options), "engine": args.keywords()}
         results = {**report.plain(costs), "ratio": costs.ratio}
-        report.write(
-            options.output_file, report.document("grammars", settings, results, argv=argv, program=PROGRAM)
-        )
+        report.write(options.output_file, report.document("grammars", settings, results, argv=argv, program=PROGRAM))
     return 0
 
 
 def schemas(count: int, min_items: int = MIN_ITEMS) -> list[dict[str, Any]]:
-    """Of lists of records such as programs ask for: each with other names, kinds and limits."""
+    """Return schemas of lists of records, each with other names, types and limits."""
     return [{"type": "array", "minItems": min_items, "items": _record(number)} for number in range(count)]
 
 
@@ -130,7 +126,7 @@ def _record(number: int) -> dict[str, Any]:
 
 
 async def turns(engine: Engine, options: argparse.Namespace) -> tuple[list[Took], list[Took]]:
-    """Microseconds a token without and with grammars, of each turn."""
+    """Return microseconds per token without and with grammars, for each turn."""
     texts = [json.dumps(schema) for schema in schemas(options.batch_size)]
     times: tuple[list[Took], list[Took]] = [], []
     for turn in range(1 + options.repetitions):
@@ -142,9 +138,7 @@ async def turns(engine: Engine, options: argparse.Namespace) -> tuple[list[Took]
     return times
 
 
-async def _one_turn(
-    engine: Engine, grammars: Sequence[Mapping[str, str]], num_tokens: int, turn: int
-) -> Took:
+async def _one_turn(engine: Engine, grammars: Sequence[Mapping[str, str]], num_tokens: int, turn: int) -> Took:
     async def one(number: int, grammar: Mapping[str, str]) -> int:
         params = {
             "max_new_tokens": num_tokens,
@@ -165,13 +159,13 @@ async def _one_turn(
 
 
 def time_masks(path: str, num_rows: int, num_steps: int) -> dict[str, Summary | None]:
-    """To compile a schema, and for the masks of all rows of a step: on the clock, and of all processors.
+    """Return times to compile a schema, and for the masks of all rows of a step: wall time, and CPU time.
 
-    Twice: requests with the same schema share what the library learns about it.
+    Both are measured twice, because requests with the same schema share the library's state.
     """
-    from runtime.grammar.with_llguidance import LLGuidanceBackend
+    from bench.schemas import read
+    from runtime.grammar.backends.with_llguidance import LLGuidanceBackend
     from runtime.grammar_spec import Grammar
-    from serve.bench.schemas import read
 
     tokenizer = read(path)
     backend = LLGuidanceBackend.load(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids, None)
@@ -190,10 +184,8 @@ def time_masks(path: str, num_rows: int, num_steps: int) -> dict[str, Summary | 
     return found
 
 
-def _steps(
-    backend: Backend, matchers: Sequence[Matcher], num_steps: int, seed: int
-) -> tuple[list[float], list[float]]:
-    """Microseconds of each step's masks, on the clock and of all processors, of outputs drawn from what they allow."""
+def _steps(backend: Backend, matchers: Sequence[Matcher], num_steps: int, seed: int) -> tuple[list[float], list[float]]:
+    """Return microseconds of each step's masks (wall and CPU time) for outputs drawn from the masks."""
     masks = np.zeros((len(matchers), backend.num_words), np.int32)
     chance = random.Random(seed)
     masks_us: list[float] = []

@@ -1,7 +1,7 @@
-"""`kernels`: where the time of a step goes on a CPU, kernel by kernel.
+"""`kernels`: the time of a step on a CPU, kernel by kernel.
 
-The kernels in C++ of a recorded step are run one by one, each with the start of its own that a whole step does once;
-so the sum is a little more than the step, which is timed as well.
+The C++ kernels of a recorded step run one by one. Each has its own start, which a whole step needs only once, so the
+sum slightly exceeds the step's time, which is measured too.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from serve.bench.options import add_output_options, new_parser
 
 
 class Profile(NamedTuple):
-    """One batch size: the median of whole steps, and of each kind of kernel the least of all repetitions."""
+    """Results for one batch size: the median time of whole steps, and the minimum time of each kind of kernel."""
 
     batch_size: int
     step_ms: float
-    kernels_ms: Mapping[str, float]  # of all kernels of a name together
+    kernels_ms: Mapping[str, float]  # name -> time of all kernels with this name
     counts: Mapping[str, int]
 
 
@@ -57,19 +57,17 @@ def main(argv: Sequence[str]) -> int:
     if options.output_file:
         settings = {**vars(options), "engine": args.keywords()}
         results = {"profiles": [report.plain(profile) for profile in profiles]}
-        report.write(
-            options.output_file, report.document("kernels", settings, results, argv=argv, program=PROGRAM)
-        )
+        report.write(options.output_file, report.document("kernels", settings, results, argv=argv, program=PROGRAM))
     return 0
 
 
 def measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -> list[Profile]:
-    """Raises ConfigurationError where steps are not computed by kernels in C++ alone."""
+    """Measure one model. Raises ConfigurationError if steps are not computed by C++ kernels alone."""
     import torch
 
     from ops.cpp.kernel_launcher import NotCapturable
     from ops.select import select
-    from runtime.models.loader import load_model
+    from runtime.loading.loader import load_model
     from runtime.worker.cpu_graph import CpuGraph
 
     kernels = select(plan.kernels.choices, plan.kernels.settings)

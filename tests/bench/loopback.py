@@ -1,4 +1,4 @@
-"""A core's application on a loopback socket of this process, and its clients in another one."""
+"""An application on a loopback socket of this process, and its clients in another process."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import uvicorn
 
 from runtime.actors.engine_core import EngineCore
 from runtime.errors import EngineFailure
-from serve.server import uvicorn_config
+from serve.server.process import uvicorn_config
 
 
 @asynccontextmanager
 async def serve_on_loopback(core: EngineCore) -> AsyncIterator[str]:
-    """Serve a running core; yields its URL. Connections that are still open at the end are cut."""
+    """Serve a running core and yield its URL. Open connections are closed at the end."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         config = uvicorn_config(core)
         config.access_log = False
         server = uvicorn.Server(config)
         async with anyio.create_task_group() as group:
-            # Not `serve`, which takes over the process's signals.
+            # not `serve`, which would install signal handlers
             group.start_soon(server._serve, [listener])
             try:
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -39,15 +39,15 @@ async def serve_on_loopback(core: EngineCore) -> AsyncIterator[str]:
 
 
 async def measure_from_outside(url: str, options: Sequence[str]) -> dict[str, Any]:
-    """The result of the serving benchmark with these options, run in another process.
+    """Run the serving benchmark with these options in another process, and return its result.
 
-    Raises `EngineFailure` when it failed. Cancelled, it ends that process.
+    Raises `EngineFailure` if it failed. Cancellation ends the process.
     """
     with TemporaryDirectory() as name:
         file = Path(name) / "result.json"
         command = [sys.executable, "-m", "serve.bench", "serving", "--base-url", url, *options]
         command += ["--disable-progress", "--output-file", str(file)]
-        # Started by a thread: that is not what is measured.
+        # started by a thread, because the start is not part of the measurement
         client = await anyio.to_thread.run_sync(_start, command)
         try:
             said, _ = await anyio.to_thread.run_sync(client.communicate, abandon_on_cancel=True)

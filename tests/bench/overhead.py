@@ -1,4 +1,4 @@
-"""`overhead`: what the engine costs without a model, against what it promises."""
+"""`overhead`: the cost of the engine without a model, compared with its budgets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ PAGE_SIZES = (1, 16)
 
 def parser() -> argparse.ArgumentParser:
     options = new_parser("overhead", "Measure the engine's own costs, without a model.", program=PROGRAM)
-    options.add_argument(
-        "figure", nargs="?", choices=("all", "scheduling", "streaming", "metrics"), default="all"
-    )
+    options.add_argument("figure", nargs="?", choices=("all", "scheduling", "streaming", "metrics"), default="all")
     options.add_argument("--running", type=int, default=256, help="decoding sequences, for scheduling")
     options.add_argument("--steps", type=int, default=1000, help="measured steps of scheduling")
     options.add_argument("--streams", type=int, nargs="+", default=[64, 256], help="clients, for streaming")
@@ -36,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and report; 1 when a budget is exceeded and --check was given."""
+    """Measure and report. Return 1 if a budget is exceeded and --check is set."""
     options = parser().parse_args(argv)
     results: dict[str, Any] = {}
     kept = True
@@ -60,10 +58,7 @@ def main(argv: Sequence[str]) -> int:
 def _schedule(options: argparse.Namespace) -> list[SchedulingCost]:
     from bench.scheduling_cost import BUDGET_US, measure_scheduling
 
-    costs = [
-        measure_scheduling(running=options.running, page_size=size, steps=options.steps)
-        for size in PAGE_SIZES
-    ]
+    costs = [measure_scheduling(running=options.running, page_size=size, steps=options.steps) for size in PAGE_SIZES]
     rows: list[report.Row] = [
         ("running sequences", options.running),
         ("steps", options.steps),

@@ -1,6 +1,6 @@
-"""`just overload`: four times as many requests as can be answered (R9 of docs/reliability.md).
+"""`just overload`: four times as many requests as the engine can answer (R9 of docs/reliability.md).
 
-On the demo model, in this process: what the queue costs and refuses, without a network between.
+Measures the cost and the refusals of the queue, with the demo model in this process and without a network.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import cycle
 from bench import PROGRAM
 from bench.soak import memory_mb
 from runtime.errors import Overloaded
-from serve.engine import Engine
+from serve.python.engine import Engine
 
 NEW = 32
 NUM_PROMPTS = 20_000  # too many for the prefix cache to hold
@@ -25,9 +25,7 @@ NUM_PROMPTS = 20_000  # too many for the prefix cache to hold
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog=f"{PROGRAM} overload", description=__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="of overload (default %(default)s)")
-    parser.add_argument(
-        "--running", type=int, default=32, help="sequences that run at once (default %(default)s)"
-    )
+    parser.add_argument("--running", type=int, default=32, help="sequences that run at once (default %(default)s)")
     parser.add_argument("--queue", type=int, default=None, help="that may wait (default twice as many)")
     parser.add_argument("--factor", type=float, default=4.0, help="of the capacity (default %(default)s)")
     asked = parser.parse_args(argv)
@@ -35,10 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def overload(seconds: float, running: int, queue: int, factor: float) -> int:
-    """Measure the capacity in a closed loop, then send more than that, then look how soon all is as before."""
+    """Measure the capacity in a closed loop, send more requests than that, then measure how fast the load falls."""
     options = {"max_running_requests": running, "max_queued_requests": queue, "max_total_tokens": 16384}
     async with Engine(None, **options, log_level="error") as engine:
-        draw = random.Random(0)  # a request costs the machine that is measured little to make
+        draw = random.Random(0)  # creating a request must cost the measured machine little
         prompts = cycle([[draw.randrange(5, 4000) for _ in range(32)] for _ in range(NUM_PROMPTS)])
         sampling = {"max_new_tokens": NEW, "ignore_eos": True}
 
@@ -89,7 +87,7 @@ async def overload(seconds: float, running: int, queue: int, factor: float) -> i
         await ask()
         recovery = time.perf_counter() - began
         peaks = (peak, await capacity())
-        peak = sum(peaks) / 2  # a machine is not the same all the time
+        peak = sum(peaks) / 2  # averaged, because the machine's speed varies
     refusals.sort()
     times.sort()
     p99 = refusals[int(0.99 * (len(refusals) - 1))] if refusals else 0.0

@@ -39,14 +39,14 @@ US = 1e6
 
 @dataclass(slots=True)
 class Meter:
-    """Times the first rank's calls to the others, step by step."""
+    """Times the first rank's calls to other ranks, step by step."""
 
-    steps: list[list[float]] = field(default_factory=list)  # seconds of each call, by step
+    steps: list[list[float]] = field(default_factory=list)  # seconds of each call, for each step
     _current: list[float] = field(default_factory=list)
 
-    def attach(self, mesh: Any) -> None:
+    def attach(self, axis: Any) -> None:
         for name in ("all_reduce", "gather", "broadcast"):
-            setattr(mesh, name, self._timed(getattr(mesh, name)))
+            setattr(axis, name, self._timed(getattr(axis, name)))
 
     def _timed(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def timed(x: Any) -> Any:
@@ -62,7 +62,7 @@ class Meter:
         self._current = []
 
     def parts(self) -> tuple[int, float, float]:
-        """(calls per step, seconds of a step's calls at their fastest, median seconds beyond that)."""
+        """Return (calls per step, minimum seconds of a step's calls, median seconds in excess of the minimum)."""
         by_index: dict[int, list[float]] = defaultdict(list)
         for step in self.steps:
             for index, seconds in enumerate(step):
@@ -73,7 +73,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Of one decode step, in seconds."""
+    """Times of one decode step, in seconds."""
 
     step_s: float
     message_s: float = 0.0
@@ -104,7 +104,7 @@ async def _decode(replica: Replica, vocab_size: int, rows: int, steps: int) -> C
     meter = Meter()
     group = replica.runner if isinstance(replica.runner, GroupRunner) else None
     if group is not None:
-        meter.attach(group.mesh)
+        meter.attach(group.mesh.axis("tp"))
     for number in range(rows):
         replica.scheduler.add(_row(number, steps, vocab_size))
     times: list[float] = []
@@ -147,7 +147,7 @@ def _row(number: int, steps: int, vocab_size: int) -> Row:
 
 
 def _decoding(batch: Batch) -> float:
-    """Seconds that a worker takes to make a batch of what it received."""
+    """Return the seconds in which a worker decodes a received batch."""
     content = encode_batch(batch)
     began = perf_counter()
     _, text_length = HEAD.unpack_from(content)
@@ -156,7 +156,7 @@ def _decoding(batch: Batch) -> float:
 
 
 def main(words: Sequence[str]) -> int:
-    """Measure and print; returns the exit status."""
+    """Measure, print, and return the exit status."""
     parser = new_parser("parallel", "What a step of several processes costs.", program=PROGRAM)
     parser.add_argument("--model", help="checkpoint; by default the demo model")
     parser.add_argument("--tp-size", type=int, default=2, help="ranks (default 2)")

@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 import http_server
-from serve.app import build_app
-from serve.connection import Connection
-from serve.engine import Engine
+from serve.python.engine import Engine
+from serve.server.app import build_app
+from serve.server.connection import Connection
 
 ANSWER_S = 5.0
 

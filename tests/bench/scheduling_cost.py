@@ -73,7 +73,7 @@ def scripted_output(batch: Batch) -> StepOutput:
     """One token for every row that samples, decided by the step's number; never a special one."""
     tokens: list[list[int]] = [[] for _ in batch.sequences]
     if batch.sampling is not None:
-        for row in batch.sampling.rows.tolist():
+        for row in batch.sampling.row_of.tolist():
             tokens[row] = [FIRST_WORD + (batch.number * 31 + row) % (VOCAB - FIRST_WORD)]
     return StepOutput(tokens, [])
 

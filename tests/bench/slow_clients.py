@@ -31,11 +31,11 @@ from bench.raw_http import ask, request, status_of
 from bench.soak import OPTIONS, quantile
 from fake_core import FakeCore
 from runtime.errors import RequestError
-from serve.decode import decode
-from serve.endpoint import parse_object
+from serve.calls.body import parse_object
+from serve.calls.chat_completions.schema import ChatBody
+from serve.calls.decode import decode
 from serve.native.generate import _read
-from serve.openai.schema import ChatBody
-from serve.server import SWITCH_S
+from serve.server.process import SWITCH_S
 from server_process import serving
 
 HEALTHY = 4
@@ -54,9 +54,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = ArgumentParser(prog=f"{PROGRAM} slow", description=__doc__)
-    parser.add_argument(
-        "--clients", type=int, default=500, help="slow readers, and senders (default %(default)s)"
-    )
+    parser.add_argument("--clients", type=int, default=500, help="slow readers, and senders (default %(default)s)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each part (default %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="of R10, in turns (default %(default)s)")
     parser.add_argument(
@@ -67,9 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say_holds()
     if asked.only == "holds":
         return 0
-    options = [
-        f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if name != "log_level"
-    ]
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if name != "log_level"]
     options += ["--enable-metrics", f"--max-body-bytes={MAX_BODY_BYTES}"]
     with serving(*options) as server, serving(*options) as other:
         port, elsewhere = (int(each.url.rsplit(":", 1)[1]) for each in (server, other))
@@ -192,9 +188,7 @@ class Lag(NamedTuple):
     def between(cls, before: Mapping[float, float], after: Mapping[float, float]) -> Lag:
         counts = {bound: after[bound] - before.get(bound, 0) for bound in sorted(after)}
         total = counts[float("inf")]
-        first = [
-            next(bound for bound, count in counts.items() if count >= share * total) for share in (0.99, 1)
-        ]
+        first = [next(bound for bound, count in counts.items() if count >= share * total) for share in (0.99, 1)]
         return cls(int(total), counts[MAX_P99_S] / total, *first)
 
 
@@ -347,11 +341,7 @@ def long_prompt() -> bytes:
 
 def many_ids() -> bytes:
     """10 MB of token ids: more than the context takes."""
-    body = (
-        b'{"input_ids": ['
-        + b"12345, " * (LARGE_BYTES // 7)
-        + b'1], "sampling_params": {"max_new_tokens": 1}}'
-    )
+    body = b'{"input_ids": [' + b"12345, " * (LARGE_BYTES // 7) + b'1], "sampling_params": {"max_new_tokens": 1}}'
     return request("POST", "/generate", body)
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import psutil
 
 from bench import PROGRAM
-from serve.engine import Engine
+from serve.python.engine import Engine
 
 LEAVING = 0.3
 AT_ONCE = 64
@@ -82,9 +82,7 @@ async def soak(num_requests: int, seed: int) -> int:
     p50, p99 = (quantile([each.seconds for each in freed], q) * 1e3 for q in (0.5, 0.99))
     beyond_s = quantile([each.seconds - each.longest_step_s for each in freed], 0.99)
     most_steps = max(each.steps for each in freed)
-    print(
-        f"{num_requests} requests in {seconds:.0f} s, {left} left early, {status.num_retracted} retractions"
-    )
+    print(f"{num_requests} requests in {seconds:.0f} s, {left} left early, {status.num_retracted} retractions")
     print(f"R1 tasks, threads, descriptors: {before} -> {after}; pages exact: {kept}")
     print(
         f"R2 abort to pages free, {BESIDE} requests beside: at most {most_steps} steps; p50 {p50:.1f} ms, "

@@ -73,34 +73,29 @@ def main(argv: Sequence[str]) -> int:
     if options.output_file:
         settings = {**vars(options), "engine": args.keywords(), "kernels": plan.kernels.choices}
         results = {"pairs": [{**report.plain(pair), "ratio": pair.ratio} for pair in pairs]}
-        report.write(
-            options.output_file, report.document("step", settings, results, argv=argv, program=PROGRAM)
-        )
+        report.write(options.output_file, report.document("step", settings, results, argv=argv, program=PROGRAM))
     return 0
 
 
 def one_process_plan(args: Args) -> tuple[ModelFacts, Plan]:
     """What the engine's options come to, without other processes."""
     from runtime.config.resolve import check, resolve
-    from runtime.models.checkpoint import locate
-    from runtime.models.config import read_facts
+    from runtime.loading.checkpoint import locate
+    from runtime.loading.facts import read_facts
 
     machine = Machine.probe()
     directory = locate(check(args, machine), args.model.revision, args.model.download_dir)
     facts = read_facts(directory, args.model.json_model_override_args)
     plan = resolve(args, machine, facts)
     if plan.parallel.ranks * plan.parallel.dp_size > 1:
-        raise ConfigurationError(
-            "A step is timed in one process: leave out --tp-size, --pp-size and --dp-size."
-        )
+        raise ConfigurationError("A step is timed in one process: leave out --tp-size, --pp-size and --dp-size.")
     return facts, plan
 
 
 async def _measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -> list[Pair]:
     rows, length = max(options.batch_size), options.context_len + options.new_len
     runners = [
-        _runner(facts, plan, choices, rows, length)
-        for choices in ({"attention": "native"}, plan.kernels.choices)
+        _runner(facts, plan, choices, rows, length) for choices in ({"attention": "native"}, plan.kernels.choices)
     ]
     pairs = []
     try:
@@ -121,15 +116,13 @@ async def _measure(options: argparse.Namespace, facts: ModelFacts, plan: Plan) -
     return pairs
 
 
-def _runner(
-    facts: ModelFacts, plan: Plan, choices: Mapping[str, str], num_rows: int, length: int
-) -> ModelRunner:
+def _runner(facts: ModelFacts, plan: Plan, choices: Mapping[str, str], num_rows: int, length: int) -> ModelRunner:
     """A runner with these kernels and room for `num_rows` rows of `length` tokens."""
     import torch
 
     from ops.cpp.kernel_launcher import NotCapturable
     from ops.select import select
-    from runtime.models.loader import load_model
+    from runtime.loading.loader import load_model
     from runtime.worker.cpu_graph import CpuGraph
     from runtime.worker.device import open_device
     from runtime.worker.model_runner import ModelRunner, StepExecutor
@@ -206,7 +199,8 @@ def make_batch(num_rows: int, context_len: int, new_len: int, page_size: int) ->
         token_ids=np.full(num_rows * new_len, FIRST_TOKEN, np.int32),
         page_table=np.arange(num_rows * pages, dtype=np.int32).reshape(num_rows, pages),
         sampling=Sampling(
-            rows=np.arange(num_rows, dtype=np.int32),
+            positions=np.arange(1, num_rows + 1, dtype=np.int32) * new_len - 1,
+            row_of=np.arange(num_rows, dtype=np.int32),
             greedy=np.ones(num_rows, np.bool_),
             uniform=np.zeros(num_rows, np.float32),
         ),

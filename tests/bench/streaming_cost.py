@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,10 +33,9 @@ from runtime.batch import Batch, StepOutput
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.kv_cache.prefix_cache import PrefixCache
-from runtime.profile import ProfileOptions
 from runtime.scheduler.scheduler import Scheduler
 from runtime.tokenizer.tokenizer import Tokenizer
-from serve.server import tune_interpreter
+from serve.server.process import tune_interpreter
 
 BUDGET_US = 25.0
 METRICS_BUDGET_US = 1.0
@@ -118,11 +117,9 @@ class ScriptedRunner:
         if not future.done():
             future.set_result(scripted_output(batch))
 
-    async def start_profile(self, options: ProfileOptions) -> None:
-        """There is nothing to profile."""
-
-    async def stop_profile(self) -> None:
-        """As before it."""
+    def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
+        """There is no rank."""
+        raise NotImplementedError(verb)
 
     def finish_oldest(self) -> None:
         """Steps end by themselves."""
@@ -247,9 +244,7 @@ async def _measure(directory: Path, streams: int, output_tokens: int, repetition
     )
 
 
-async def _timed_read(
-    directory: Path, url: str, streams: int, output_tokens: int
-) -> tuple[float, dict[str, Any]]:
+async def _timed_read(directory: Path, url: str, streams: int, output_tokens: int) -> tuple[float, dict[str, Any]]:
     began_s = thread_time()
     result = await _read(directory, url, streams, output_tokens)
     cpu_s = thread_time() - began_s

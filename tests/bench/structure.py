@@ -38,9 +38,7 @@ class Module(NamedTuple):
 
 def parser() -> ArgumentParser:
     options = new_parser("structure", "The structure of a checkout in figures.", program=PROGRAM)
-    options.add_argument(
-        "--root", type=Path, default=Path(__file__).parents[2], help="default: this checkout"
-    )
+    options.add_argument("--root", type=Path, default=Path(__file__).parents[2], help="default: this checkout")
     return options
 
 
@@ -100,9 +98,7 @@ def between_folders(modules: Sequence[Module], arrows: Mapping[str, set[str]]) -
 
 def row(name: str, modules: Sequence[Module]) -> tuple[str, ...]:
     classes = [node for m in modules for node in ast.walk(m.tree) if isinstance(node, ast.ClassDef)]
-    protocols = sum(
-        any(ast.unparse(base) in ("Protocol", "typing.Protocol") for base in c.bases) for c in classes
-    )
+    protocols = sum(any(ast.unparse(base) in ("Protocol", "typing.Protocol") for base in c.bases) for c in classes)
     small = sum(m.lines < SMALL_LINES and m.path.name != "__init__.py" for m in modules)
     lines = sum(module.lines for module in modules)
     return name, str(len(modules)), f"{lines:,}", str(len(classes)), str(protocols), str(small)
@@ -122,8 +118,7 @@ def imported(module: Module, names: set[str]) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif node.module is not None:
             found |= {
-                deeper if (deeper := f"{node.module}.{alias.name}") in names else node.module
-                for alias in node.names
+                deeper if (deeper := f"{node.module}.{alias.name}") in names else node.module for alias in node.names
             }
     return (found & names) - {module.name}
 

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 
 from bench.checkpoints import SHAPES, Shape, main, model_config, parameter_sizes, write_checkpoint
-from runtime.models.config import read_facts
+from runtime.loading.facts import read_facts
 from serve.bench.workload import Vocabulary
 
 TINY = Shape(hidden=16, layers=2, heads=4, kv_heads=2, head_dim=4, mlp=24, vocab=400, tied=False, context=64)
@@ -75,9 +75,7 @@ def test_the_config_names_the_architecture() -> None:
     assert model_config(TINY_QWEN, "bfloat16")["architectures"] == ["Qwen3ForCausalLM"]
 
 
-@pytest.mark.parametrize(
-    ("name", "context"), [("Q8", 40_960), pytest.param("L8", 131_072, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("name", "context"), [("Q8", 40_960), pytest.param("L8", 131_072, marks=pytest.mark.slow)])
 def test_a_shape_without_weights_is_read_as_a_model(tmp_path: Path, name: str, context: int) -> None:
     assert main(["--shape", name, "--output", str(tmp_path), "--no-weights"]) == 0
     facts = read_facts(str(tmp_path))

@@ -30,9 +30,7 @@ TINY: dict[str, Any] = {
 def tiny(name: str) -> Family:
     """The family with every size that it names made small."""
     family = FAMILIES[name]
-    return Family(
-        family.about, family.model_type, {key: TINY.get(key, value) for key, value in family.values.items()}
-    )
+    return Family(family.about, family.model_type, {key: TINY.get(key, value) for key, value in family.values.items()})
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from bench import fuzz, slow_clients
-from serve.app import ROUTES
+from serve.server.app import ROUTES
 
 
 def test_hostile_requests_are_made_anew_from_their_seed_and_reach_every_route() -> None:

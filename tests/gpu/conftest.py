@@ -1,9 +1,8 @@
-"""Tests that need a CUDA device, skipped with the reason where there is none.
+"""Tests that need a CUDA device. Without one they are skipped with the reason.
 
-With PENSTOCK_TEST_DEVICE=cpu they run on the CPU, to rehearse (`just gpu-contact --device cpu`): one case of each kind
-and a few families, as the ordinary suite has all of them there, unless PENSTOCK_TEST_EVERY=1. Their bodies stand in
-`tests/on_device`, where a test of the ordinary suite runs them on the CPU. Here nothing imports torch before a
-device is known to be there.
+With PENSTOCK_TEST_DEVICE=cpu they run on the CPU as a rehearsal (`just gpu-contact --device cpu`): one case of each
+kind and a few families, or all with PENSTOCK_TEST_EVERY=1. Their code is in `tests/on_device`, where a test of the
+ordinary suite runs it on the CPU. This module does not import torch before a device is known to exist.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ HERE = Path(__file__).parent
 DEVICE = os.environ.get("PENSTOCK_TEST_DEVICE", "cuda")
 SHORT = DEVICE == "cpu" and not os.environ.get("PENSTOCK_TEST_EVERY")
 REHEARSED = ("llama", "qwen3", "gemma3", "gpt_oss", "olmoe", "gpt_neox")
-TIMEOUT_S = 600  # kernels are compiled at their first launch
+TIMEOUT_S = 600  # long enough to compile kernels at their first launch
 
 
 @cache
 def lacking() -> str:
-    """What this machine lacks to run these tests; empty if nothing."""
+    """Return what this machine lacks to run these tests, or ""."""
     if DEVICE == "cpu":
         return ""
     machine = Machine.probe()
@@ -47,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Cases and families are listed where they can run; elsewhere one stands for all."""
+    """List cases and families if the tests can run; otherwise one case represents all."""
     if "family" in metafunc.fixturenames and not _parametrized(metafunc, "family"):
         if lacking():
             metafunc.parametrize("family", ["every family"])
@@ -73,7 +72,7 @@ def _parametrized(metafunc: pytest.Metafunc, name: str) -> bool:
 
 @pytest.fixture
 def device() -> Iterator[str]:
-    """The first GPU; what a test leaves in the allocator is given back."""
+    """Return the first GPU. Frees the allocator's memory after the test."""
     import gc
 
     import torch

@@ -1,4 +1,4 @@
-"""Engines on the device give the tokens of transformers, however the work is done."""
+"""Engines on the device generate the tokens of transformers with every backend and option."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-THOROUGHLY = ("llama", "qwen3")  # tried in every way; of the other families each is tried in the usual ones
+# families that are tested with all options; other families are tested with the usual ones
+THOROUGHLY = ("llama", "qwen3")
 WAYS: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "no graphs": {"disable_cuda_graph": True},
@@ -31,9 +32,7 @@ def skip_what_cannot_run(backend: str, device: str) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", THOROUGHLY)
-async def test_greedy_tokens_are_those_of_transformers_in_every_way(
-    family: str, way: str, device: str
-) -> None:
+async def test_greedy_tokens_are_those_of_transformers_in_every_way(family: str, way: str, device: str) -> None:
     from greedy import model_path, reference
     from on_device.greedy_tokens import answers
 
@@ -77,9 +76,7 @@ async def test_in_16_bits_every_token_is_nearly_the_best(family: str, device: st
 
 @pytest.mark.parametrize("backend", ["triton", "torch_native", "flashinfer"])
 @pytest.mark.parametrize("cache", ["fp8_e4m3", "fp8_e5m2"])
-async def test_over_a_cache_of_8_bits_tokens_are_good_on_the_whole(
-    cache: str, backend: str, device: str
-) -> None:
+async def test_over_a_cache_of_8_bits_tokens_are_good_on_the_whole(cache: str, backend: str, device: str) -> None:
     from on_device.greedy_tokens import MEAN_MARGIN, answers, shortfalls, wide_path
     from runtime.errors import ConfigurationError
 
@@ -122,7 +119,7 @@ async def test_graphs_that_choose_give_the_tokens_that_a_seed_gives_without(
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "trtllm_mha"])
-@pytest.mark.parametrize("model", ["llama", "gemma3"])  # one kind of layer, and two
+@pytest.mark.parametrize("model", ["llama", "gemma3"])  # one family with one kind of layer, one with two
 async def test_replayed_graphs_of_planned_attention_give_nearly_the_best_tokens(
     model: str, backend: str, device: str
 ) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark on the device, and how soon a cold server has a token."""
+"""The benchmark on the device, and a cold server's time to the first token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_benchmark_measures_every_row(device: str, capsys: pytest.CaptureFix
 
 
 def test_a_cold_server_of_8_billion_weights_gives_a_token_in_time(device: str, tmp_path: Path) -> None:
-    """Twice with the same folder for compiled kernels: the first start of all compiles them."""
+    """The server starts twice with the same cache folder, because the first start compiles kernels."""
     import anyio
 
     from bench.checkpoints import SHAPES, write_description

@@ -1,4 +1,4 @@
-"""Every kernel on the device against native on the host: the interpreter's cases, more dtypes, larger shapes."""
+"""Every kernel on the device against `native` on the host: the interpreter's cases, more dtypes, larger shapes."""
 
 from __future__ import annotations
 

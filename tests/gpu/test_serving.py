@@ -1,4 +1,6 @@
-"""A served engine on the device: nobody waits for it, nothing stays behind, no memory costs one request."""
+"""A served engine on the device: the host never waits for it, memory is freed, and lack of memory fails one request
+only.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ async def test_nothing_waits_for_the_device_in_a_whole_session(options: dict[str
         pytest.skip("neither Triton's kernels nor CUDA graphs are on a CPU")
     async with Engine(tiny_models.cached(), device=device, **session.OPTIONS, **options) as engine:
         if device != "cpu":
-            await session.run(engine)  # kernels are compiled and graphs captured, which may wait
+            await session.run(engine)  # compiles kernels and captures graphs, where waiting is allowed
             await prepared(engine)
         with session.no_waiting(device):
             await session.run(engine)
@@ -52,7 +54,7 @@ async def test_many_engines_leave_the_memory_as_they_found_it(device: str) -> No
     import tiny_models
     from on_device.memory import after_cycles
 
-    cycles = 5 if device == "cpu" else 21  # a rehearsal
+    cycles = 5 if device == "cpu" else 21  # fewer in a rehearsal
     first, *_, last = await after_cycles(cycles, tiny_models.cached(), device, max_total_tokens=65_536)
     assert last - first < KEPT_BYTES
 

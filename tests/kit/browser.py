@@ -23,10 +23,10 @@ import httpx
 
 ENTER, ESCAPE, SHIFT, TAB = "\ue007", "\ue00c", "\ue008", "\ue004"
 TIMEOUT_S = 30.0
-_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key under which the protocol names an element
+_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # key of an element's id in the protocol
 _FLAGS = (
     "--headless",
-    "--no-sandbox",  # containers run as root
+    "--no-sandbox",  # needed in containers, which run as root
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-quic",
@@ -39,19 +39,17 @@ _FLAGS = (
 
 
 def missing() -> str:
-    """Why no browser can be started here; empty where one can."""
+    """Return the reason why no browser can be started here, or ""."""
     lacking = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     return f"{' and '.join(lacking)} not found; Debian: chromium, chromium-driver" if lacking else ""
 
 
 @contextlib.contextmanager
 def started() -> Iterator[Page]:
-    """A browser with a fresh profile; it is gone, with its driver, when the block ends."""
+    """Start a browser with a fresh profile. The browser and its driver end with the block."""
     with contextlib.ExitStack() as stack:
         profile = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
-        driver = stack.enter_context(
-            subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True)
-        )
+        driver = stack.enter_context(subprocess.Popen(["chromedriver", "--port=0"], stdout=subprocess.PIPE, text=True))
         stack.callback(driver.terminate)
         url = f"http://127.0.0.1:{_port(driver)}/session"
         options = {"args": [*_FLAGS, f"--user-data-dir={profile}"], "binary": shutil.which("chromium")}
@@ -79,39 +77,39 @@ def _port(driver: subprocess.Popen[str]) -> int:
 
 
 class Page:
-    """The browser's window. Usable from any event loop: it keeps no connection."""
+    """The browser's window. Any event loop may use it, because it keeps no connection."""
 
     def __init__(self, session: str) -> None:
         self._session = session
 
     async def open(self, url: str) -> None:
-        """Go to the address; returns when the page is loaded."""
+        """Open the address. Returns when the page is loaded."""
         await self._call("POST", "/url", url=url)
 
     async def type(self, selector: str, keys: str) -> None:
-        """Type into the element as a keyboard would."""
+        """Type into the element like a keyboard."""
         await self._call("POST", f"/element/{await self._find(selector)}/value", text=keys)
 
     async def press(self, *keys: str) -> None:
-        """Press keys together, wherever the focus is."""
+        """Press keys together, without changing the focus."""
         down = [{"type": "keyDown", "value": key} for key in keys]
         up = [{"type": "keyUp", "value": key} for key in reversed(keys)]
         await self._call("POST", "/actions", actions=[{"type": "key", "id": "keys", "actions": down + up}])
 
     async def click(self, selector: str) -> None:
-        """Click into the middle of the element. It fails where something covers it."""
+        """Click into the middle of the element. Fails if another element covers it."""
         await self._call("POST", f"/element/{await self._find(selector)}/click")
 
     async def text(self, selector: str) -> str:
-        """The text of the element as it is shown."""
+        """Return the visible text of the element."""
         return await self._call("GET", f"/element/{await self._find(selector)}/text")
 
     async def value(self, expression: str) -> Any:
-        """What the JavaScript expression is worth in the page."""
+        """Return the value of the JavaScript expression in the page."""
         return await self._call("POST", "/execute/sync", script=f"return ({expression})", args=[])
 
     async def until(self, expression: str) -> Any:
-        """Wait until the JavaScript expression is true; returns it. Fails after TIMEOUT_S."""
+        """Wait until the JavaScript expression is true, and return its value. Fails after TIMEOUT_S."""
         script = (
             "const done = arguments[0];"
             f"(function look() {{ const value = ({expression});"
@@ -120,22 +118,20 @@ class Page:
         return await self._call("POST", "/execute/async", script=script, args=[])
 
     async def resize(self, width: int, height: int, *, mobile: bool = False, scale: float = 1) -> None:
-        """Show the page as on a screen of this many CSS pixels, and on a phone if `mobile`."""
+        """Resize the page to this many CSS pixels; `mobile` emulates a phone."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": mobile}
         await self._devtools("Emulation.setDeviceMetricsOverride", **metrics)
 
     async def prefer(self, scheme: str) -> None:
         """Prefer the colour scheme "light" or "dark"."""
-        await self._devtools(
-            "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
-        )
+        await self._devtools("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     async def screenshot(self) -> bytes:
-        """The window as a PNG."""
+        """Return the window as a PNG."""
         return base64.b64decode(await self._call("GET", "/screenshot"))
 
     async def complaints(self) -> list[str]:
-        """Errors and policy violations that the browser noted since the last call."""
+        """Return errors and policy violations that the browser has logged since the last call."""
         entries = await self._call("POST", "/se/log", type="browser")
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
@@ -156,4 +152,4 @@ class Page:
         return value
 
 
-Open = Callable[..., Awaitable[Page]]  # how tests get a page: await open(what serves it)
+Open = Callable[..., Awaitable[Page]]  # how tests get a page: await open(the application to serve)

@@ -16,7 +16,7 @@ from pathlib import Path
 import browser
 import http_server
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 OUT = Path(__file__).parent.parent.parent / "docs" / "images" / "chat.png"
 QUESTIONS = ("What is Penstock?", "What does --chunked-prefill-size do?", "What is the capital of Portugal?")
@@ -24,7 +24,7 @@ SIZE = (1200, 800)  # CSS pixels
 
 
 async def screenshot(model_path: str | None, questions: Sequence[str], scheme: str) -> bytes:
-    """The page after it has asked the questions, as a PNG."""
+    """Return the page after the answers to the questions, as a PNG."""
     name = {"served_model_name": Path(model_path).name} if model_path else {}
     async with (
         Engine(model_path, enable_cache_report=True, **name) as engine,
@@ -44,9 +44,7 @@ async def screenshot(model_path: str | None, questions: Sequence[str], scheme: s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-path", help="default: the demo model")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--ask", action="append", help="a question; may be given several times")

@@ -1,4 +1,4 @@
-"""The C++ kernels for tests: compiled as an engine would, or for processors that know less than this one."""
+"""The C++ kernels for tests: compiled as in an engine, or for processors with fewer instruction sets."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ops.machine import Machine
 
 NATIVE = "-march=native"
 NO_MATRIX_UNIT = (NATIVE, "-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
-LESSER = {  # what a processor may lack
+LESSER = {  # instruction sets that a processor may lack
     "no matrix unit": NO_MATRIX_UNIT,
     "no bfloat16 products": (*NO_MATRIX_UNIT, "-mno-avx512bf16"),
     "AVX2": ("-march=x86-64-v3",),
     "SSE2": ("-march=x86-64",),
 }
-# Of `ops.select`: everything that a model computes.
+# Choices for `ops.select`: all operations in C++.
 CHOICES: dict[str, str] = dict.fromkeys(
     (
         "activation",
@@ -33,6 +33,7 @@ CHOICES: dict[str, str] = dict.fromkeys(
         "encoder_attention",
         "kv",
         "latent",
+        "low_rank",
         "matmul",
         "moe",
         "norm",
@@ -48,7 +49,7 @@ THREADS = (1, 2)
 
 @cache
 def library(*march: str) -> Library:
-    """The library for this processor, or compiled with these flags instead; skips the test without a compiler."""
+    """Return the library for this processor, or compiled with these flags. Skips the test without a compiler."""
     machine, found = Machine.probe(), compiler()
     if march and platform.machine() != "x86_64":
         pytest.skip("these flags are for x86")
@@ -57,7 +58,7 @@ def library(*march: str) -> Library:
 
 
 def compiler() -> str:
-    """The C++ compiler of this machine; skips the test where there is none."""
+    """Return the C++ compiler of this machine. Skips the test if there is none."""
     found = Machine.probe().compiler
     if found is None:
         pytest.skip("there is no C++ compiler")
@@ -65,7 +66,7 @@ def compiler() -> str:
 
 
 def launcher(num_threads: int = 2, *march: str) -> KernelLauncher:
-    """A kernel launcher of so many threads."""
+    """Return a kernel launcher with this number of threads."""
     return KernelLauncher(library(*march), num_threads)
 
 
@@ -73,7 +74,7 @@ _kept = cache(launcher)
 
 
 def backend(operation: str, num_threads: int = 1, *march: str, weight_bits: int | None = None) -> Any:
-    """The callables of an operation in C++, as attributes: like a backend's file. Weights get so many bits."""
+    """Return the callables of an operation in C++ as attributes, like a backend's module. `bits` quantises weights."""
     callables = dict(import_module(f"ops.{operation}.with_cpp").make(_kept(num_threads, *march)))
     if weight_bits is not None:
         callables["prepare"] = partial(callables["prepare"], bits=weight_bits)
@@ -81,6 +82,6 @@ def backend(operation: str, num_threads: int = 1, *march: str, weight_bits: int 
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    """Normal numbers, the same for the same shape and seed."""
+    """Return normal random numbers, which are equal for equal shape and seed."""
     generator = torch.Generator().manual_seed(seed + 1000 * sum(shape))
     return torch.randn(shape, generator=generator).to(dtype)

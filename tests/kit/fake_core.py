@@ -16,15 +16,17 @@ from typing import Any
 
 import tiny_tokenizers
 from ops.machine import Machine
+from runtime.actors.adapters import AdapterRegistry
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.output_stream import OutputStream
 from runtime.config import Args
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import Plan, TokenizerPlan
+from runtime.config.plan import LoraPlan, Plan, TokenizerPlan
 from runtime.config.resolve import resolve
 from runtime.errors import (
+    CheckpointError,
     ContextOverflow,
     EngineClosed,
     EngineFailure,
@@ -42,7 +44,7 @@ TEXT = "Once upon a time a small engine lived beside a quiet river. Ein kleiner 
 
 
 def load_tokenizer(directory: Path, kind: tiny_tokenizers.Kind = "byte_bpe") -> Tokenizer:
-    """A tiny tokenizer with a chat template, written to `directory` and loaded from it."""
+    """Write a tiny tokenizer with a chat template to `directory`, and load it."""
     tiny = tiny_tokenizers.write(directory, kind)
     facts = make_facts(vocab_size=tiny.vocab_size)
     text = TokenizerPlan(
@@ -67,10 +69,8 @@ def make_facts(**changes: Any) -> ModelFacts:
     return ModelFacts(**given | changes)
 
 
-def make_plan(
-    *, tool_call_parser: str | None = None, reasoning_parser: str | None = None, **serve: Any
-) -> Plan:
-    """What is resolved for a tiny model on a CPU; further keywords replace fields of its serve section."""
+def make_plan(*, tool_call_parser: str | None = None, reasoning_parser: str | None = None, **serve: Any) -> Plan:
+    """Return the plan of a tiny model on a CPU. Keywords replace fields of its serve section."""
     args = Args.of(
         model_path="org/tiny",
         served_model_name=MODEL,
@@ -99,14 +99,14 @@ class FakeStatus:
     gen_throughput: float = 0.0
     kernels: str = "C++ kernels of a test"
     hangs: bool = False
-    room: int = 64
+    queue_space: int = 64
     estimated_wait_s: float = 0.0
 
 
 class FakeCore:
-    """See serve.core.EngineCore. What it was asked is in `submitted`, whom it aborted in `aborted` (our ids).
+    """A fake of `EngineCore`. `submitted` lists its requests, and `aborted` lists the ids of aborted requests.
 
-    It is its own scheduler: every request runs at once.
+    It is also its own scheduler, and every request runs immediately.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class FakeCore:
         self.submitted: list[Request] = []
         self.aborted: list[int] = []
         self.num_flushes = 0
-        self.refusal: Exception | None = None  # raised by the next submits
+        self.refusal: Exception | None = None  # raised by the next calls of `submit`
         self.failure: PenstockError | None = None  # ends every request at its next step
         self.num_cached = 0
         self._ids_of = ids_of or (lambda request, index: self._encode(text))
@@ -137,11 +137,12 @@ class FakeCore:
         self._stepping = False
         self._detokenizer = DetokenizerActor(tokenizer, self._requests)
 
-    # --- what handlers call ---
+    # --- called by handlers ---
 
     submit_all: Any = EngineCore.submit_all
+    adapters = AdapterRegistry(LoraPlan(), list)  # off
 
-    def check_room(self) -> None:
+    def check_queue_space(self) -> None:
         if isinstance(self.refusal, Overloaded):
             raise self.refusal
 
@@ -176,14 +177,18 @@ class FakeCore:
         await self._requests.wait_idle()
 
     def close(self) -> None:
-        """Every request ends as when the engine is shut down."""
+        """End every request as a shutdown of the engine does."""
         self._requests.fail_all(EngineClosed("The engine is shut down."))
 
+    async def update_weights(self, path: str, load_format: str | None = None, **options: object) -> int:
+        """Raise an error, because there is no checkpoint to load."""
+        raise CheckpointError(f"There is no directory {path}.")
+
     async def start_profile(self, options: ProfileOptions) -> None:
-        """There is nothing to profile."""
+        """Do nothing: there is nothing to profile."""
 
     async def stop_profile(self) -> str:
-        """Where nothing was written."""
+        """Return a path to which nothing was written."""
         return "nowhere"
 
     def flush_cache(self) -> bool:
@@ -195,25 +200,25 @@ class FakeCore:
     def status(self) -> FakeStatus:
         return FakeStatus(state=self.state, num_running=self.num_open)
 
-    # --- what tests call ---
+    # --- called by tests ---
 
     @property
     def num_open(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._requests)
 
     def step(self) -> None:
-        """One more token for every choice."""
+        """Add one token to every choice."""
         if self.failure is not None:
             self._requests.fail_all(self.failure)
             return
         self._emit([run.step(self.facts, self.num_cached) for run in self._runs.values()])
 
-    # --- what is called of a SchedulerHandle ---
+    # --- methods of a SchedulerHandle ---
 
     def abort(self, live: LiveRequest) -> None:
         runs = [run for (owner, _), run in self._runs.items() if owner == live.request.id]
-        if live.output.finished:  # it failed
+        if live.output.finished:  # the request has failed
             for run in runs:
                 self._drop(run.request.id, run.index)
             return
@@ -223,7 +228,7 @@ class FakeCore:
     def end_choice(self, live: LiveRequest, index: int) -> None:
         self._drop(live.request.id, index)
 
-    # --- inside ---
+    # --- internal ---
 
     def _encode(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -251,7 +256,7 @@ class FakeCore:
 
 
 class _Run:
-    """One choice on its way."""
+    """One running choice."""
 
     def __init__(self, request: Request, index: int, prompt: list[int], ids: list[int]) -> None:
         self.request = request
@@ -298,7 +303,7 @@ class _Run:
 
 
 def logprobs_of(ids: list[int], wanted: LogprobParams, *, first: int) -> Logprobs:
-    """Made-up logprobs; the alternatives of a token are the token itself and the ids from 100."""
+    """Return invented logprobs. The alternatives of a token are the token itself and the ids from 100 on."""
     values = [-0.25 * (first + position + 1) for position in range(len(ids))]
     chosen: list[tuple[float | None, int]] = list(zip(values, ids))
     top: list[list[tuple[float, int]] | None] = []
@@ -313,7 +318,7 @@ def logprobs_of(ids: list[int], wanted: LogprobParams, *, first: int) -> Logprob
 
 
 class BrokenCore(FakeCore):
-    """Fails in a way that nobody planned."""
+    """A core that fails with an unexpected exception."""
 
     def submit(self, request: Request) -> OutputStream:
         raise RuntimeError("a secret of the house")

@@ -1,9 +1,9 @@
-"""A device that is late: what is called on it is done later, in any order that its two streams allow.
+"""A device that executes operations late, in any order that its two streams allow.
 
-Its tensors are ordinary ones. Inside `forward()` every operation on them is noted and returns memory that is
-zero until somebody lets the device move, so whoever reads too early reads zeros, and whoever waits for the
-device without saying so is caught. Host memory is compared, when its copy runs, with what it was when the copy
-was called. Captured work is a list of operations on fixed tensors, done again at each replay.
+Its tensors are ordinary tensors. Inside `forward()` every operation on them is recorded, and returns memory that is
+zero until a test lets the device proceed. So code that reads too early reads zeros, and code that waits for the device
+without declaring it is detected. When a copy from host memory runs, the memory is compared with its content at the time
+of the call. A captured graph is a list of operations on fixed tensors, which every replay executes again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.worker.device import CpuDevice, Graph, MemoryUse, Result
+from runtime.worker.device import CpuDevice, Graph, MemoryUse, Result, Stream
 
-POISON = 0x5A  # in every byte of what is read before it is there
-# What makes the host wait for a GPU.
+POISON = 0x5A  # byte that fills memory that is read before its content has arrived
+# operations that make the host wait for a GPU
 WAITING_OPERATIONS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select"}
 WAITING_METHODS = {Tensor.tolist, Tensor.numpy, Tensor.item, Tensor.cpu}
 
@@ -34,11 +34,11 @@ Work = Callable[[], None]
 
 
 class Overwritten(AssertionError):
-    """Host memory changed before the copy that reads it was done."""
+    """Raised if host memory changed before the copy that reads it was complete."""
 
 
 class Waited(AssertionError):
-    """The host waited for the device where it must not."""
+    """Raised if the host waited for the device at a place where it must not wait."""
 
 
 class LateEvent:
@@ -50,12 +50,12 @@ class LateEvent:
         self.reached = True
 
     def is_reached(self) -> bool:
-        """Whether it is; time passes for whoever asks."""
+        """Whether the event has been reached. Each call lets some time pass."""
         self._device.move()
         return self.reached
 
     def wait(self) -> None:
-        """Legal moves, until this is reached."""
+        """Let the device proceed until this event is reached."""
         while not self.reached:
             self._device.move()
 
@@ -72,10 +72,11 @@ class LateGraph:
 
 
 class LateDevice:
-    """Two streams. `random` chooses who moves when; `haste` is how readily the device moves by itself.
+    """A device with two streams. `random` decides which stream proceeds; `haste` is the probability that it proceeds
+    by itself.
 
-    With haste 0 it moves only where somebody waits for it, with 1 it has done everything at once. One thread
-    may enqueue while others wait.
+    With haste 0 the device proceeds only when a caller waits for it. With haste 1 it executes everything immediately.
+    One thread may enqueue while others wait.
     """
 
     is_host = False
@@ -91,12 +92,23 @@ class LateDevice:
         self._lock = threading.RLock()
         self._thread = threading.local()
 
-    # --- as runtime.worker.device.Device ---
+    # --- interface of runtime.worker.device.Device ---
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        with _Calls(self), _Noting(self):
+        with _Calls(self), _Noting(self, "forward"):
             yield
+
+    @contextmanager
+    def copies(self) -> Iterator[None]:
+        with _Calls(self), _Noting(self, "copy"):
+            yield
+        self.linger()
+
+    def order(self, first: Stream, then: Stream) -> None:
+        event = LateEvent(self)
+        self.enqueue(first, event.reach)
+        self.enqueue(then, event)
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), POISON, dtype=torch.uint8)
@@ -161,7 +173,7 @@ class LateDevice:
     def release_unused(self) -> None:
         return
 
-    # --- of the streams ---
+    # --- streams ---
 
     def enqueue(self, stream: str, work: Work | LateEvent) -> None:
         with self._lock:
@@ -178,12 +190,12 @@ class LateDevice:
             pass
 
     def settle(self) -> None:
-        """Let everything be done."""
+        """Let the device complete all work."""
         while self.move():
             pass
 
     def move(self) -> bool:
-        """One piece of work of one stream whose turn it may be; False when there is none."""
+        """Execute one operation of a stream that may proceed. Return False if there is none."""
         with self._lock:
             able = [work for work in self._streams.values() if work and not self._waits(work[0])]
             if not able:
@@ -195,7 +207,7 @@ class LateDevice:
             return True
 
     def adopt(self, tensor: Tensor) -> None:
-        """Take this memory as the device's."""
+        """Make this memory the device's memory."""
         storage = tensor.untyped_storage()
         self._own[storage._cdata] = StorageWeakRef(storage)
 
@@ -209,7 +221,7 @@ class LateDevice:
 
     @contextmanager
     def _plainly(self) -> Iterator[None]:
-        """Operations inside are done at once."""
+        """Execute operations inside the context immediately."""
         before = self.moving
         self._thread.moving = True
         try:
@@ -219,16 +231,17 @@ class LateDevice:
 
     @property
     def moving(self) -> bool:
-        """Whether this thread does what was noted, or is the device's own in another way."""
+        """Whether this thread executes recorded work, or belongs to the device in another way."""
         return getattr(self._thread, "moving", False)
 
 
 class _Noting(TorchDispatchMode):
-    """Notes operations on the device's tensors instead of doing them."""
+    """Records operations on the device's tensors instead of executing them."""
 
-    def __init__(self, device: LateDevice) -> None:
+    def __init__(self, device: LateDevice, stream: Stream) -> None:
         super().__init__()
         self._device = device
+        self._stream = stream
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -245,17 +258,18 @@ class _Noting(TorchDispatchMode):
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
         storages = {tensor.untyped_storage()._cdata for tensor in tensors}
         if all(leaf.untyped_storage()._cdata in storages for leaf in made):
-            return result  # views
+            return result  # the result consists of views
         for leaf in made:
             device.adopt(leaf)
-            leaf.zero_()
+            with device._plainly():  # the mode of one stream may be nested in that of another
+                leaf.zero_()
 
         def compute() -> None:
             again = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
             for leaf, value in zip(made, again, strict=True):
                 leaf.copy_(value)
 
-        device.enqueue("forward", compute)
+        device.enqueue(self._stream, compute)
         return result
 
     def _note_change(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -267,13 +281,13 @@ class _Noting(TorchDispatchMode):
         ]
         for leaf in tree_leaves([arguments[name] for name in changed]):
             self._device.adopt(leaf)
-        self._device.enqueue("forward", lambda: func(*args, **kwargs))
+        self._device.enqueue(self._stream, lambda: func(*args, **kwargs))
         returned = [arguments[name] for name in changed][: len(func._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 
 
 class _Calls(TorchFunctionMode):
-    """Takes what is made with `device=` as the device's, and refuses reads behind the dispatcher's back."""
+    """Makes tensors created with `device=` the device's, and refuses reads that bypass the dispatcher."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
@@ -289,16 +303,17 @@ class _Calls(TorchFunctionMode):
 
 
 def _selects_by_mask(func: Any, args: Any) -> bool:
-    """Whether the result's shape depends on a mask, for which a GPU would be waited for."""
+    """Whether the result's shape depends on a mask, so that the host would wait for a GPU."""
     if func._schema.name != "aten::index":
         return False
     return any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
 class ReplayingDevice(CpuDevice):
-    """A device that does everything at once; captured is the call itself, done again at each replay.
+    """A device that executes everything immediately. A captured graph is the call itself, which a replay repeats.
 
-    Python runs again too, so that even collectives can be captured; what a capture would freeze is not frozen.
+    Python code runs again too, so even collectives can be captured. Values that a real capture would freeze are not
+    frozen.
     """
 
     def __init__(self) -> None:

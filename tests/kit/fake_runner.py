@@ -1,21 +1,21 @@
-"""A runner without a model: its tokens are a pure function of the history that it reads through the pages.
+"""A runner without a model, whose tokens are a pure function of the history that it reads through the pages.
 
-Like KV, what a step stores at a slot depends on the token *and* on everything before it. A wrong page, a
-stale page, a page shared too early or a token that was not computed again therefore gives a wrong token, or
-is reported at once as an `AssertionError`.
+Like KV, the value that a step stores in a slot depends on the token and on all tokens before it. Therefore a wrong
+page, a stale page, a page that is shared too early or a token that is not recomputed gives a wrong token, or raises
+`AssertionError` immediately.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 
-from runtime.batch import UNKNOWN, Batch, StepOutput
+from runtime.batch import ADAPTER, UNKNOWN, Batch, PageCopy, StepOutput
 from runtime.config.plan import SchedulerPlan
 from runtime.constraint import Constraint
 from runtime.kv_cache.kinds import CacheKind
@@ -23,7 +23,7 @@ from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.states import StateKind
 from runtime.kv_cache.windowed import WindowedPages, pages_held
 from runtime.layers.forward_batch import KVSpec
-from runtime.request import Delta, LogprobParams, Logprobs, Request
+from runtime.request import Adapter, Delta, LogprobParams, Logprobs, Request
 from runtime.sampling_params import SamplingParams
 from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
@@ -34,22 +34,22 @@ _MASK = 2**61 - 1
 
 
 def advance(state: int, token: int) -> int:
-    """The state of a history that is longer by one token."""
+    """Return the state after one more token."""
     return (state * 1_000_003 + token + 7) * 2_654_435_761 % _MASK
 
 
 def next_token(state: int, seed: int, vocab_size: int) -> int:
-    """The token that follows a history, for one seed."""
+    """Return the token that follows a history, for one seed."""
     return (state ^ (seed * 0x9E37_79B9)) % 1_000_000_007 % vocab_size
 
 
 def first_state(sequence: Sequence) -> int:
-    """The state before the first token: KV of another namespace differs from the start."""
+    """Return the state before the first token. It depends on the namespace, like KV."""
     return crc32(repr(sequence.namespace).encode())
 
 
 def reference_embedding(sequence: Sequence) -> list[float]:
-    """The vector of a sequence's prompt when it is computed alone: its state, as a float can hold it."""
+    """Return the embedding of a prompt that is computed alone: its state as a float."""
     state = first_state(sequence)
     for token in sequence.ids[: sequence.num_prompt]:
         state = advance(state, token)
@@ -57,7 +57,7 @@ def reference_embedding(sequence: Sequence) -> list[float]:
 
 
 def reference_output(sequence: Sequence, vocab_size: int) -> list[int]:
-    """What a sequence produces when it is computed alone."""
+    """Return the output of a sequence that is computed alone."""
     state, output = first_state(sequence), []
     for token in sequence.ids[: sequence.num_prompt]:
         state = advance(state, token)
@@ -71,21 +71,35 @@ def reference_output(sequence: Sequence, vocab_size: int) -> list[int]:
 
 
 class FakeRunner:
-    """Runs steps in order, each only when its tokens are asked for, so that aliased tables show."""
+    """Runs steps in order, each only when its tokens are requested, so that aliased page tables are detected."""
 
-    def __init__(self, num_pages: int, page_size: int, num_sequences: int, vocab_size: int) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        num_sequences: int,
+        vocab_size: int,
+        *,
+        num_host_pages: int = 0,
+    ) -> None:
         self.vocab_size = vocab_size
         self.num_tokens_computed = 0
-        self.tokens_per_step = 1  # of every row that samples
-        self.failed_requests: set[int] = set()  # their logits are "not finite" from now on
+        self.tokens_per_step = 1  # number of tokens of every row that samples
+        self.failed_requests: set[int] = set()  # requests whose logits are "not finite" from now on
         self.last_batch: Batch | None = None
         self._page_size = page_size
         self._tokens = np.full(num_pages * page_size, UNKNOWN, np.int64)
         self._states: list[int | None] = [None] * (num_pages * page_size)
+        self._host_tokens = np.full(num_host_pages * page_size, UNKNOWN, np.int64)
+        self._host_states: list[int | None] = [None] * (num_host_pages * page_size)
         self._last = [UNKNOWN] * num_sequences
-        self._windowed: dict[int, int] = {}  # as `_states`, of layers that hold a window only
+        # number of computed tokens of each sequence after its newest drafts
+        self._lengths: list[int | None] = [None] * num_sequences
+        self.num_unknown_starts = 0  # number of rows with unknown starts so far
+        self._windowed: dict[int, int] = {}  # like `_states`, for sliding-window layers
         self._window: int | None = None
-        self._lines: dict[int, int] = {}  # of recurrent layers: the state of a history as a whole
+        self._lines: dict[int, int] = {}  # state slots of recurrent layers: slot -> state of the whole history
+        self._adapters: dict[int, int] = {}  # slot -> id of the adapter in it
         self._queue: deque[Batch] = deque()
         self._gate = HostDataGate(CpuDevice(), vocab_size, grace_s=0.0)
 
@@ -98,7 +112,7 @@ class FakeRunner:
         return self._queue[0] if self._queue else None
 
     def use_window(self, window: int) -> None:
-        """Read and write windowed pages too, and expect every token to find its window there."""
+        """Read and write windowed pages too, and check that every token finds its window there."""
         self._window = window
 
     def launch(self, batch: Batch) -> None:
@@ -106,21 +120,29 @@ class FakeRunner:
         self._queue.append(batch)
 
     def finish_oldest(self) -> tuple[Batch, StepOutput]:
-        """Run the oldest step in flight and return its batch and output."""
+        """Run the oldest step in flight, and return its batch and output."""
         batch = self._queue.popleft()
         return batch, self._run(batch)
 
     def drop(self) -> list[Batch]:
-        """A step failed: nothing in flight will arrive, and the pages hold anything."""
+        """Drop all steps in flight after a failed step. The contents of pages are then undefined."""
         batches = list(self._queue)
         self._queue.clear()
         self._states = [None] * len(self._states)
         self._tokens.fill(UNKNOWN)
+        self._host_states = [None] * len(self._host_states)
+        self._host_tokens.fill(UNKNOWN)
         self._lines.clear()
+        self._adapters.clear()
         return batches
 
     def _run(self, batch: Batch) -> StepOutput:
-        slots = [self._slots(batch, row) for row in range(len(batch.sequences))]
+        for copy in batch.copies:
+            self._copy(copy)
+        self._check_adapters(batch)
+        bounds = batch.starts + batch.counts
+        batch = self._with_exact_starts(batch)
+        slots = [self._slots(batch, row, int(bounds[row])) for row in range(len(batch.sequences))]
         self._store(batch, slots)
         states = [self._attend(batch, row, slots[row]) for row in range(len(batch.sequences))]
         self._check(slots, states)
@@ -130,15 +152,49 @@ class FakeRunner:
             self._go_on(batch, states)
         return self._sample(batch, states)
 
-    def _slots(self, batch: Batch, row: int) -> list[int]:
-        """Where each position of a row's history lies, by page and offset."""
+    def _check_adapters(self, batch: Batch) -> None:
+        """Check that each row names a slot that holds the adapter of its request, or none without an adapter."""
+        self._adapters |= {placement.slot: placement.adapter_id for placement in batch.adapters}
+        slots = batch.row_values.get(ADAPTER, np.zeros(len(batch.sequences), np.int32))
+        for slot, sequence in zip(slots.tolist(), batch.sequences, strict=True):
+            adapter = sequence.request.adapter
+            assert self._adapters.get(slot) == (None if adapter is None else adapter.id), "the slot of another adapter"
+
+    def _copy(self, copy: PageCopy) -> None:
+        """Copy all slots of each page."""
+        pools = {"device": (self._tokens, self._states), "host": (self._host_tokens, self._host_states)}
+        sources, targets = copy.source_pages.tolist(), copy.target_pages.tolist()
+        assert len(set(targets)) == len(targets) == len(sources), "a page is copied to twice"
+        (tokens, states), (other_tokens, other_states) = pools[copy.source], pools[copy.target]
+        for source, target in zip(sources, targets, strict=True):
+            for offset in range(self._page_size):
+                at, to = source * self._page_size + offset, target * self._page_size + offset
+                other_tokens[to], other_states[to] = tokens[at], states[at]
+
+    def _with_exact_starts(self, batch: Batch) -> Batch:
+        if batch.unknown_starts is None:
+            return batch
+        starts = batch.starts.copy()
+        for row in np.flatnonzero(batch.unknown_starts).tolist():
+            length = self._lengths[int(batch.sequence_indices[row])]
+            assert length is not None, "a row follows no drafts"
+            assert batch.counts[row] == 1, "a row after drafts computes one token"
+            assert length <= starts[row], "a start is not the upper bound of its row"
+            starts[row] = length
+            self.num_unknown_starts += 1
+        return replace(batch, starts=starts, unknown_starts=None)
+
+    def _slots(self, batch: Batch, row: int, bound: int) -> list[int]:
+        """Return the slot (page and offset) of each position of a row's history. The row has pages up to its upper
+        bound.
+        """
         size, table = self._page_size, batch.page_table[row]
         end = int(batch.starts[row] + batch.counts[row])
-        assert not table[-(-end // size) :].any(), "the page table is not padded with 0"
+        assert not table[-(-bound // size) :].any(), "the page table is not padded with 0"
         return [int(table[position // size]) * size + position % size for position in range(end)]
 
     def _store(self, batch: Batch, slots: list[list[int]]) -> None:
-        """Like KV: all rows store before any row attends."""
+        """Store the states of all rows before any row attends, like KV."""
         ids = iter(batch.token_ids.tolist())
         written: set[int] = set()
         for row, sequence_index in enumerate(batch.sequence_indices.tolist()):
@@ -168,7 +224,7 @@ class FakeRunner:
                 assert self._states[slot] == state, "a page holds another history than its reader has"
 
     def _check_windows(self, batch: Batch, states: list[list[int]], window: int) -> None:
-        """All rows store their states in windowed pages, before any row reads those of its window."""
+        """Store the states of all rows in windowed pages, before any row reads its window."""
         size, table = self._page_size, batch.kinds["windowed"]["page_table"]
         slots = [
             [int(table[row, position // size]) * size + position % size for position in range(len(own))]
@@ -185,7 +241,7 @@ class FakeRunner:
             assert found == known[first:], "a windowed page holds another history than its reader has"
 
     def _go_on(self, batch: Batch, states: list[list[int]]) -> None:
-        """Each span goes on from the history behind the tokens before it, and leaves its own."""
+        """Let each span continue from its state slot, and write the new state."""
         spans = iter(batch.kinds["state"]["spans"].tolist())
         slot = 0
         for row, start, count in zip(states, batch.starts.tolist(), batch.counts.tolist()):
@@ -204,17 +260,21 @@ class FakeRunner:
 
     def _sample(self, batch: Batch, states: list[list[int]]) -> StepOutput:
         tokens: list[list[int]] = [[] for _ in batch.sequences]
-        failed = [
-            row for row, sequence in enumerate(batch.sequences) if sequence.request.id in self.failed_requests
-        ]
+        failed = [row for row, sequence in enumerate(batch.sequences) if sequence.request.id in self.failed_requests]
         logprobs: list[Logprobs | None] | None = None
         if batch.sampling is not None:
             late = self._gate.arrived(batch).without_token
             wanted = batch.sampling.logprobs
             if wanted is not None:
                 logprobs = [None for _ in batch.sequences]
-            for index, row in enumerate(batch.sampling.rows.tolist()):
-                if index in late:  # the device holds some id there
+            drafted: dict[int, int] = {}
+            if batch.drafts is not None:
+                drafted = dict(zip(batch.drafts.rows.tolist(), batch.drafts.counts.tolist(), strict=True))
+                self._verify(batch, states, drafted, tokens)
+            for index, row in enumerate(batch.sampling.row_of.tolist()):
+                if row in drafted:
+                    continue
+                if index in late:  # the device has an arbitrary id here
                     self._last[int(batch.sequence_indices[row])] = 0
                     continue
                 state = states[row][-1]
@@ -224,10 +284,25 @@ class FakeRunner:
                 self._last[int(batch.sequence_indices[row])] = tokens[row][-1]
                 if logprobs is not None and wanted is not None and wanted[index] is not None:
                     logprobs[row] = _logprobs(tokens[row], wanted[index])
-        prompts = [
-            (asked.row, _logprobs(asked.targets.tolist(), asked.params)) for asked in batch.prompt_logprobs
-        ]
+        prompts = [(asked.row, _logprobs(asked.targets.tolist(), asked.params)) for asked in batch.prompt_logprobs]
         return StepOutput(tokens, failed, logprobs, prompts, self._embed(batch, states))
+
+    def _verify(self, batch: Batch, states: list[list[int]], drafted: dict[int, int], tokens: list[list[int]]) -> None:
+        """Choose a token at each position of rows with drafts, and keep the tokens after accepted drafts."""
+        ends = np.cumsum(batch.counts).tolist()
+        for row, count in drafted.items():
+            assert batch.sampling is not None
+            positions = batch.sampling.positions[batch.sampling.row_of == row].tolist()
+            assert positions == list(range(ends[row] - count - 1, ends[row])), "all positions choose"
+            sequence = batch.sequences[row]
+            drafts = batch.token_ids[ends[row] - count : ends[row]].tolist()
+            for state, draft in zip(states[row][-1 - count :], [*drafts, UNKNOWN], strict=True):
+                tokens[row].append(next_token(state, sequence.seed, self.vocab_size))
+                if tokens[row][-1] != draft:
+                    break
+            index = int(batch.sequence_indices[row])
+            self._last[index] = tokens[row][-1]
+            self._lengths[index] = int(batch.starts[row]) + len(tokens[row])
 
     def _embed(self, batch: Batch, states: list[list[int]]) -> list[list[float] | None] | None:
         if batch.embedding_rows is None:
@@ -239,13 +314,13 @@ class FakeRunner:
 
 
 def _logprobs(ids: list[int], params: LogprobParams | None) -> Logprobs:
-    """The logprob of a token is minus its id: easy to recognise."""
+    """Return logprobs that are easy to recognise: minus the token's id."""
     top = [[(-float(token), token)] for token in ids] if params is not None and params.top else []
     return Logprobs([(-float(token), token) for token in ids], list(top), [])
 
 
 def make_plan(**changes: object) -> SchedulerPlan:
-    """A schedule plan for tests: small, chunking off, mixed, with overlap."""
+    """Return a small scheduler plan for tests: no chunking, mixed steps, with overlap."""
     values: dict[str, object] = {
         "max_running": 8,
         "max_queued": 1000,
@@ -273,13 +348,14 @@ def make_sequence(
     stop_ids: Iterable[int] = (),
     request: Request | None = None,
     logprobs: LogprobParams | None = None,
-    namespace: str | None = None,
+    namespace: Hashable = None,
     urgency: int = 0,
     wants_embedding: bool = False,
     constraint: Constraint | None = None,
+    adapter: Adapter | None = None,
     **sampling: object,
 ) -> Sequence:
-    """A sequence with a request of its own, unless one is given (for several choices)."""
+    """Return a sequence with its own request, or with the given request (for several choices)."""
     ids = tuple(prompt)
     if request is None:
         params = SamplingParams(max_new_tokens=max_new_tokens, **sampling)  # type: ignore[arg-type]
@@ -289,6 +365,7 @@ def make_sequence(
             logprobs=logprobs,
             wants_embedding=wants_embedding,
             constraint=constraint,
+            adapter=adapter,
         )
     limit = 0 if request.wants_embedding else request.sampling.max_new_tokens
     return Sequence(
@@ -304,7 +381,7 @@ def make_sequence(
 
 
 class Drive:
-    """A schedule with a fake runner, or another like it, and `depth` steps in flight, checked after every change."""
+    """A scheduler with a fake runner (or a similar one) and `depth` steps in flight, checked after every change."""
 
     def __init__(
         self,
@@ -321,9 +398,12 @@ class Drive:
         window: int | None = None,
         num_windowed: int = 0,
         num_states: int = 0,
+        num_host_pages: int = 0,
     ) -> None:
-        """With a `window` there are layers that hold no more, in so many pages, or few more than one sequence needs."""
-        # With `num_states` there are layers that have so many lines of states.
+        """With a `window`, some layers keep only their window, in this number of pages; the default is little more
+        than one sequence needs.
+        """
+        # With `num_states`, some layers have this number of state slots.
         plan = plan or make_plan()
         kinds: list[CacheKind] = []
         if window is not None:
@@ -334,9 +414,11 @@ class Drive:
             states = StateKind({}, 1 + num_states, num_pages, page_size)
             plan = replace(plan, max_running=min(plan.max_running, states.max_sequences))
             kinds.append(states)
-        self.cache = PrefixCache(num_pages, page_size, enabled=prefix, kinds=kinds)
+        self.cache = PrefixCache(num_pages, page_size, enabled=prefix, kinds=kinds, num_host_pages=num_host_pages)
         self.scheduler = Scheduler(plan, self.cache, vocab_size=vocab_size, context_length=context_length)
-        self.runner = runner or FakeRunner(num_pages, page_size, plan.max_running, vocab_size)
+        self.runner = runner or FakeRunner(
+            num_pages, page_size, plan.max_running, vocab_size, num_host_pages=num_host_pages
+        )
         if window is not None:
             self.runner.use_window(window)
         self.depth = depth
@@ -348,7 +430,7 @@ class Drive:
         self.scheduler.check()
 
     def step(self) -> Batch | None:
-        """Fill and launch one batch, then apply the oldest while more than `depth` are in flight."""
+        """Fill and launch one batch, then apply the oldest step while more than `depth` are in flight."""
         batch = self.scheduler.fill()
         self.scheduler.check()
         if batch is not None:
@@ -367,7 +449,7 @@ class Drive:
         return deltas
 
     def run(self, max_steps: int = 2000) -> list[Delta]:
-        """Step until nothing runs or waits and nothing is in flight; returns all deltas so far."""
+        """Step until no sequence runs or waits and no step is in flight. Return all deltas so far."""
         for _ in range(max_steps):
             idle = not self.runner.num_in_flight
             if self.step() is None and idle:
@@ -376,10 +458,10 @@ class Drive:
         raise AssertionError(f"not finished after {max_steps} steps")
 
     def output(self, sequence: Sequence) -> list[int]:
-        """All ids that the deltas brought for a sequence."""
+        """Return all ids that the deltas have brought for a sequence."""
         key = (sequence.request.id, sequence.index)
         return [token for delta in self.deltas if delta[:2] == key for token in delta.ids]
 
     def expected(self, sequence: Sequence) -> list[int]:
-        """What the sequence produces when it is computed alone."""
+        """Return the output of the sequence when it is computed alone."""
         return reference_output(sequence, self.runner.vocab_size)

@@ -1,4 +1,4 @@
-"""GGUF files of ordinary checkpoints, written with llama.cpp's own package as its converter would."""
+"""Write ordinary checkpoints as GGUF files, with llama.cpp's package and like its converter."""
 
 from __future__ import annotations
 
@@ -41,12 +41,14 @@ MOE = {
     "qwen3_moe": {"moe_intermediate_size": 64},
     "qwen2_moe": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
 }
-VECTOR = "shared_expert_gate.weight"  # whose one row is a vector there
+VECTOR = "shared_expert_gate.weight"  # a matrix with one row, which GGUF stores as a vector
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 
 
 def write(directory: Path, family: str, kind: str, **config: Any) -> tuple[str, str]:
-    """A GGUF file of a tiny model with matrices of a kind, and an ordinary checkpoint of what it holds: paths."""
+    """Write a GGUF file of a tiny model with this type of matrices, and an ordinary checkpoint with equal values.
+    Return both paths.
+    """
     values = {**SHAPE, **MOE.get(family, {}), **config}
     return convert(Path(tiny_checkpoints.cached(family, **values)), directory, kind)
 
@@ -54,9 +56,9 @@ def write(directory: Path, family: str, kind: str, **config: Any) -> tuple[str, 
 def convert(
     source: Path, directory: Path, kind: str, *, split: bool = False, experts: str = "stacked"
 ) -> tuple[str, str]:
-    """As `write`, of a checkpoint in one file. With a tokenizer.json of byte-level tokens there, that too.
+    """Like `write`, for a given checkpoint in one file. If it has a byte-level tokenizer.json, write that too.
 
-    Experts are "stacked", "fused" (gate and up in one tensor) or "apart", as files of 2023 have them.
+    Experts are "stacked", "fused" (gate and up in one tensor) or "apart" (one tensor each, as in files from 2023).
     """
     config = json.loads((source / "config.json").read_text())
     directory.mkdir(parents=True, exist_ok=True)
@@ -113,9 +115,7 @@ def _held(name: str, tensor: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.from_numpy(gguf.dequantize(gguf.quantize(tensor.float().numpy(), number), number).copy())
 
 
-def _gguf_tensors(
-    tensors: dict[str, torch.Tensor], config: dict[str, Any], architecture: str
-) -> dict[str, np.ndarray]:
+def _gguf_tensors(tensors: dict[str, torch.Tensor], config: dict[str, Any], architecture: str) -> dict[str, np.ndarray]:
     names = gguf.get_tensor_name_map(
         next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
         config["num_hidden_layers"],
@@ -139,7 +139,7 @@ def _gguf_tensors(
 
 
 def _split_experts(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """gpt-oss': gate and up by turns become two, inputs last."""
+    """Split gpt-oss's alternating rows of gate and up into two tensors, with inputs last."""
     for name, tensor in tensors.items():
         prefix, together, kind = name.rpartition("experts.")
         if not together:
@@ -251,14 +251,14 @@ runpy.run_path(f"{folder}/convert_hf_to_gguf.py", run_name="__main__")
 
 
 def by_converter(llama_cpp: str, source: str, path: Path) -> str:
-    """A GGUF file in bfloat16 by llama.cpp's own converter, `llama_cpp` being the folder of its sources."""
+    """Write a bfloat16 GGUF file with llama.cpp's converter. `llama_cpp` is the folder of its sources."""
     options = [source, "--outfile", str(path), "--outtype", "bf16"]
     subprocess.run([sys.executable, "-c", _CONVERTER, llama_cpp, *options], check=True, capture_output=True)
     return str(path)
 
 
 def by_llama_cpp(whole: str, path: Path, kind: str) -> str:
-    """A GGUF file rounded by llama.cpp's own quantiser, "Q4_K_M" for one. Raises ImportError where it is not there."""
+    """Write a GGUF file with llama.cpp's quantiser, for example "Q4_K_M". Raises ImportError if it is not installed."""
     import llama_cpp  # pyright: ignore[reportMissingImports]
 
     options = llama_cpp.llama_model_quantize_default_params()

@@ -1,4 +1,4 @@
-"""Whether texts match a grammar, token by token, as the engine would decide it."""
+"""Decide whether texts match a grammar, token by token, like the engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from runtime.config.plan import TokenizerPlan
-from runtime.grammar.backend import Backend, Matcher
-from runtime.grammar.with_llguidance import LLGuidanceBackend, LLGuidanceMatcher
+from runtime.grammar.backends.backend import Backend, Matcher
+from runtime.grammar.backends.with_llguidance import LLGuidanceBackend, LLGuidanceMatcher
 from runtime.grammar_spec import Grammar
 from runtime.tokenizer.files import read_tokenizer
 from runtime.tokenizer.tokenizer import Tokenizer
@@ -19,16 +19,14 @@ from serve.demo import demo_path
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    plan = TokenizerPlan(
-        tokenizer_path=path, mode="auto", trust_remote_code=False, revision=None, chat_template=None
-    )
+    plan = TokenizerPlan(tokenizer_path=path, mode="auto", trust_remote_code=False, revision=None, chat_template=None)
     files = read_tokenizer(plan)
     return Tokenizer(files.backend, files.special)
 
 
 @cache
 def tokenizer() -> Tokenizer:
-    """The demo model's."""
+    """Return the demo model's tokenizer."""
     return load_tokenizer(str(demo_path()))
 
 
@@ -39,19 +37,19 @@ def backend() -> LLGuidanceBackend:
 
 
 def compiled(kind: Any, source: Any = "", **options: Any) -> LLGuidanceMatcher:
-    """Raises `InvalidGrammar`."""
+    """Compile the grammar. Raises `InvalidGrammar`."""
     text = source if isinstance(source, str) and kind != "choice" else json.dumps(source)
     return backend().compile(Grammar(kind, text, **options))
 
 
 def accepts(matcher: Matcher, text: str, by: Backend | None = None) -> bool:
-    """Whether the text, as the tokenizer writes it, is a whole output."""
+    """Whether the text, tokenized by the tokenizer, is a complete output."""
     [ids] = tokenizer().encode_batch([text], add_special_tokens=False)
     return accepts_ids(matcher, ids, by)
 
 
 def accepts_ids(matcher: Matcher, ids: list[int], by: Backend | None = None) -> bool:
-    """By the masks alone: each token is allowed where it stands, and then the end."""
+    """Whether the masks allow each token at its position, and then the end."""
     found = matcher.copy()
     for token_id in ids:
         if token_id not in allowed(found, by):
@@ -61,16 +59,14 @@ def accepts_ids(matcher: Matcher, ids: list[int], by: Backend | None = None) -> 
 
 
 def allowed(matcher: Matcher, by: Backend | None = None) -> set[int]:
-    """The tokens that may come next, by the backend that made the matcher: llguidance unless said."""
+    """Return the tokens that may come next, computed by the matcher's backend (llguidance by default)."""
     mask = np.zeros((1, backend().num_words), np.int32)
     (by or backend()).fill_masks([matcher], mask)
     return set(np.flatnonzero(np.unpackbits(mask.view(np.uint8)[0], bitorder="little")).tolist())
 
 
-def random_output(
-    matcher: Matcher, seed: int, max_tokens: int = 400, by: Backend | None = None
-) -> str | None:
-    """A text that the masks allow, ended as soon as they let it after a while; None where it got too long."""
+def random_output(matcher: Matcher, seed: int, max_tokens: int = 400, by: Backend | None = None) -> str | None:
+    """Return a text that the masks allow, ended as soon as possible after a while; None if it became too long."""
     chance = random.Random(seed)
     found, ends = matcher.copy(), tokenizer().eos_ids
     ids: list[int] = []
@@ -81,7 +77,7 @@ def random_output(
         if choices & ends and (len(choices) == len(choices & ends) or chance.random() < 0.2):
             return tokenizer().decode(ids)
         choices -= ends
-        # Few tokens, and such that end things: quotes, brackets, digits; else texts would go on and on.
+        # Prefer tokens that can end a structure (quotes, brackets, digits), so that texts do not grow without limit.
         short = [token_id for token_id in choices if len(tokenizer().bytes_of.rest[token_id]) <= 2]  # pyright: ignore
         token_id = chance.choice(sorted(short if short and chance.random() < 0.7 else choices))
         ids.append(token_id)

@@ -1,4 +1,4 @@
-"""Twenty prompts and what transformers answers to them greedily, for every family."""
+"""Twenty prompts and the greedy outputs of transformers, for every family."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECURRENT = (
     "granitemoehybrid", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing",
     "qwen3_next",
 )  # fmt: skip
-# The same within the trained context and beyond, which transformers tells by the step.
+# The same factors within the trained context and beyond, because transformers chooses them in each step.
 FACTORS = [1.0, 1.2, 1.7, 2.5]
 OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 21},
@@ -40,17 +40,15 @@ GREEDY = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
 
 @cache
 def model_path(family: str) -> str:
-    """With heads that the kernels in C++ take."""
+    """Return a checkpoint whose head sizes the C++ kernels support."""
     return tiny_checkpoints.cached(family, max_position_embeddings=512, head_dim=16, **OWN.get(family, {}))
 
 
 @cache
 def prompts() -> list[list[int]]:
-    """Twenty prompts of 1 to 60 tokens, some of which begin alike."""
+    """Return twenty prompts of 1 to 60 tokens, of which some share a prefix."""
     draw = random.Random(0)
-    fresh = [
-        [draw.randrange(3, 128) for _ in range(length)] for length in (1, 2, 5, 16, 17, 33, 48, 60, 9, 31)
-    ]
+    fresh = [[draw.randrange(3, 128) for _ in range(length)] for length in (1, 2, 5, 16, 17, 33, 48, 60, 9, 31)]
     return fresh + [prompt[: 1 + len(prompt) // 2] + [draw.randrange(3, 128)] * 3 for prompt in fresh]
 
 
@@ -58,9 +56,7 @@ def prompts() -> list[list[int]]:
 def reference(family: str) -> list[list[int]]:
     torch.set_num_threads(1)
     path = model_path(family)
-    model: Any = tiny_checkpoints.auto_of(path).from_pretrained(
-        tiny_checkpoints.readable(path), dtype=torch.float32
-    )
+    model: Any = tiny_checkpoints.auto_of(path).from_pretrained(tiny_checkpoints.readable(path), dtype=torch.float32)
     return [
         model.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_NEW, eos_token_id=None, pad_token_id=0

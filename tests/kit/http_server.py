@@ -19,7 +19,7 @@ import uvicorn
 
 
 class _Server(uvicorn.Server):
-    """Leaves the process's signals to pytest and stops at once when told."""
+    """A server that leaves signals to pytest, and stops immediately on request."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -35,7 +35,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(app: Any, *, tls: ssl.SSLContext | None = None, **config: Any) -> AsyncIterator[str]:
-    """Serve `app` on a free port and yield its address; returns when the server is down."""
+    """Serve `app` on a free port and yield its address. Returns when the server has stopped."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         settings = {"log_config": None, "log_level": "warning", "timeout_graceful_shutdown": 1, **config}

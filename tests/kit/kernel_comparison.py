@@ -1,4 +1,4 @@
-"""Whether two implementations of an operation agree, each value to what its dtype can hold."""
+"""Compare two implementations of an operation, each value within the precision of its dtype."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# By the dtype of the results: sums are in float32 everywhere, so a few roundings of the result remain.
+# Tolerance by dtype of the results. Sums are always float32, so only a few roundings of the result differ.
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
 
 def agree(found: Sequence[Tensor], wanted: Sequence[Tensor], slack: float = 1.0) -> None:
-    """Raise AssertionError unless all of `found` is close to `wanted`, in shape, dtype and value."""
+    """Raise AssertionError unless all values of `found` are close to `wanted`, with equal shapes and dtypes."""
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted):
         tolerance = slack * TOLERANCE[one.dtype]

@@ -1,4 +1,4 @@
-"""Kernels broken on purpose: a test that a mutant passes proves nothing about the kernel."""
+"""Kernels with a deliberate error. If a mutant passes a test, the test proves nothing about the kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ops
 
 
 def mutant(operation: str, old: str, new: str, folder: Path) -> ModuleType:
-    """`ops.<operation>.with_triton` with one place of its source changed, loaded from `folder`.
+    """Load `ops.<operation>.with_triton` from `folder`, with one place of its source changed.
 
     Raises ValueError unless `old` occurs exactly once.
     """
@@ -19,7 +19,8 @@ def mutant(operation: str, old: str, new: str, folder: Path) -> ModuleType:
     if source.count(old) != 1:
         raise ValueError(f"{old!r} occurs {source.count(old)} times in the {operation} kernels")
     path = folder / f"mutant_{operation}.py"
-    path.write_text(source.replace(old, new), encoding="utf-8")  # a file: Triton reads kernels from there
+    # a file, because Triton reads the source of kernels from it
+    path.write_text(source.replace(old, new), encoding="utf-8")
     spec = spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {path}")

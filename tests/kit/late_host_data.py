@@ -1,4 +1,4 @@
-"""A constraint whose data comes when the test says so."""
+"""A constraint whose host data arrives when the test delivers it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 from runtime.constraint import HostData, Output
 
 Allowed = Callable[[tuple[int, ...]], list[int]]
-Forced = Callable[[int, Output], tuple[int, ...]]  # of a choice and its output: the tokens that come next
+Forced = Callable[[int, Output], tuple[int, ...]]  # (choice, output) -> the forced tokens that follow
 
 
 def bitmask(allowed: list[int], vocab_size: int) -> np.ndarray:
-    """int32 [ceil(V / 32)]"""
+    """Return a bitmask, int32 [ceil(V / 32)]."""
     words = np.zeros(-(-vocab_size // 32), np.uint32)
     for token_id in allowed:
         words[token_id // 32] |= np.uint32(1 << token_id % 32)
@@ -21,7 +21,9 @@ def bitmask(allowed: list[int], vocab_size: int) -> np.ndarray:
 
 
 class LateHostData:
-    """Allows what `allowed` says after some output ids, or everything. Held back while `is_held(output ids)`."""
+    """Allows the tokens that `allowed` returns for an output, or all tokens. Holds data back while `is_held(output
+    ids)`.
+    """
 
     def __init__(
         self,
@@ -39,9 +41,7 @@ class LateHostData:
     def num_held(self) -> int:
         return len(self._held)
 
-    def host_data_after(
-        self, choice: int, output: Output, data: HostData, forced: tuple[int, ...] = ()
-    ) -> None:
+    def host_data_after(self, choice: int, output: Output, data: HostData, forced: tuple[int, ...] = ()) -> None:
         output_ids = output.output_ids
         self.asked.append((choice, output_ids))
         self._held.append((output_ids, forced, data))
@@ -49,20 +49,20 @@ class LateHostData:
             self.deliver(-1)
 
     def deliver(self, which: int = 0) -> None:
-        """One that is held back, the oldest unless said otherwise."""
+        """Deliver one data object that is held back, by default the oldest."""
         output_ids, forced, data = self._held.pop(which)
         mask = None if self._allowed is None else bitmask(self._allowed(output_ids), self._vocab_size)
         data.give(mask, forced)
 
     def deliver_all(self) -> None:
-        """All that are held back, and from now on every one at once."""
+        """Deliver all data that is held back, and from now on deliver immediately."""
         self.is_held = lambda output_ids: False
         while self._held:
             self.deliver()
 
 
 class LateForcedTokens:
-    """A request whose host data is held back by `late`, and says which tokens come next."""
+    """A constraint whose host data `late` holds back, and which also returns forced tokens."""
 
     def __init__(self, late: LateHostData, forced: Forced) -> None:
         self._late = late

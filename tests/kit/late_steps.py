@@ -1,4 +1,4 @@
-"""Real steps of a tiny model on any device, driven one call at a time, without threads."""
+"""Real steps of a tiny model on any device, executed one call at a time, without threads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import fake_runner
 import paged_forward
 import tiny_checkpoints
 from ops.attention import AttentionMetadata, AttentionOptions, native
-from ops.sampling import Masks, SamplingArrays
+from ops.attention.hybrid import hybrid
+from ops.sampling import NO_LIMIT, Masks, SamplingArrays
 from ops.sampling import native as sampling
 from ops.select import Kernels, select
 from runtime.batch import Batch, StepOutput
@@ -25,27 +26,25 @@ from runtime.config.plan import ModelPlan
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.errors import OutOfMemory
 from runtime.kv_cache.pools import KVPool
-from runtime.models.config import read_facts
-from runtime.models.decoder import Decoder
-from runtime.models.loader import load_model
+from runtime.loading.facts import read_facts
+from runtime.loading.loader import load_model
+from runtime.modeling.decoder import Decoder
 from runtime.sequence import Sequence
 from runtime.worker.cuda_graph import Choice, CudaGraphRunner
 from runtime.worker.device import CpuDevice, Device, Read
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward
+from scripted_drafts import script_drafts
 
 PAGE_SIZE = 4
 VOCAB_SIZE = 61
 CONTEXT = 64
 
 
-def attend(
+def _attend_single_tokens(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionMetadata, options: AttentionOptions
 ) -> Tensor:
-    """Attention that reads nothing of single-token rows on the host, as a graph needs it."""
-    if any(count != 1 for count in inputs.counts_host):
-        return native.attend(q, k_pool, v_pool, inputs, options)
     pages = inputs.page_table.long()  # [B, W]
     # [B, K, W * page, D]
     keys, values = (pool[pages].transpose(1, 2).flatten(2, 3).to(q.dtype) for pool in (k_pool, v_pool))
@@ -55,13 +54,17 @@ def attend(
     return (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).flatten(1, 2)
 
 
+# Does not read single-token rows on the host, as graphs require.
+attend = hybrid(_attend_single_tokens, native.attend)
+
+
 def choose(
     logits: Tensor,
     arrays: SamplingArrays,
     host: SamplingArrays | None = None,
     masks: Masks | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Reads nothing of the rows on the host, as a graph needs it."""
+    """Choose tokens without reading the rows on the host, as graphs require."""
     if masks is not None:
         sampling.apply_bitmask(logits, *masks)
     peak, likeliest = logits.max(-1)
@@ -69,7 +72,8 @@ def choose(
     return torch.where(arrays.greedy, likeliest, drawn), peak.isfinite()
 
 
-# How the sequences of `outputs` choose, in turns.
+# Sampling methods of the sequences in `outputs`, used in turn.
+MAX_DRAFTS = 4
 WAYS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 1.0},
@@ -80,9 +84,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 @cache
 def facts() -> ModelFacts:
-    path = tiny_checkpoints.cached(
-        "qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, num_hidden_layers=2
-    )
+    path = tiny_checkpoints.cached("qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, num_hidden_layers=2)
     return read_facts(path, {})
 
 
@@ -100,14 +102,16 @@ def model() -> Decoder:
 
 
 def choice() -> Choice:
-    """For graphs that go on to tokens."""
-    return Choice(model().logits, choose, greedy_only=False)
+    """The sampling step for graphs that also choose tokens."""
+    return Choice(model().logits, choose, greedy_only=False, limits=frozenset(NO_LIMIT))
 
 
 class Steps:
-    """What `fake_runner.Drive` needs of a runner: launches are enqueued, results read when they are asked for."""
+    """A runner for `fake_runner.Drive`: launches are enqueued, and results are read on request."""
 
-    def __init__(self, num_pages: int, num_sequences: int, device: Device | None = None) -> None:
+    def __init__(
+        self, num_pages: int, num_sequences: int, device: Device | None = None, *, num_host_pages: int = 0
+    ) -> None:
         self.device = device or CpuDevice()
         self.pool = KVPool.uniform(
             facts().num_layers,
@@ -117,6 +121,7 @@ class Steps:
             facts().head_dim,
             torch.float32,
             "cpu",
+            num_host_pages=num_host_pages,
         )
         self.forward: Forward = model()
         self.vocab_size = VOCAB_SIZE
@@ -126,14 +131,14 @@ class Steps:
         self.executor = self._make_executor()
 
     def use_graphs(self, buckets: Buckets, **options: Any) -> CudaGraphRunner:
-        """As `use_forward`, with graphs over what there was, of which some go on to tokens."""
+        """Like `use_forward`, with graphs of the current forward, of which some also choose tokens."""
         options = {"max_pages": CONTEXT // PAGE_SIZE, "choice": choice()} | options
         graphs = CudaGraphRunner(self.forward, self.pool, self.device, buckets, **options)
         self.use_forward(graphs)
         return graphs
 
     def use_forward(self, forward: Forward) -> None:
-        """From now on; to be called before the first step."""
+        """Use this forward from now on. Call it before the first step."""
         self.forward = forward
         self.executor = self._make_executor()
 
@@ -142,7 +147,7 @@ class Steps:
         return len(self._batches)
 
     def launch(self, batch: Batch) -> None:
-        """Enqueue it. Where it has too little memory, that is found when its result is asked for."""
+        """Enqueue the batch. If there is too little memory, the error appears when the result is requested."""
         self._batches.append(batch)
         try:
             self._reads.append(self.executor.run(batch))
@@ -150,7 +155,7 @@ class Steps:
             self._reads.append(error)
 
     def finish_oldest(self) -> tuple[Batch, StepOutput]:
-        """The oldest batch in flight and its output. Raises what its launch raised, and keeps it."""
+        """Return the oldest batch in flight and its output. If its launch raised, raise again and keep the batch."""
         read = self._reads[0]
         if isinstance(read, OutOfMemory):
             raise read
@@ -158,7 +163,7 @@ class Steps:
         return self._batches.popleft(), read()
 
     def drop(self) -> list[Batch]:
-        """A step failed: nothing in flight will arrive."""
+        """Drop all steps in flight after a failed step."""
         batches = list(self._batches)
         for read in self._reads:
             if not isinstance(read, OutOfMemory):
@@ -179,10 +184,10 @@ class Steps:
         )
 
 
-def sequences_of(prompts: list[tuple[list[int], int]]) -> list[Sequence]:
-    """One for each (prompt, number of new tokens), in all `WAYS`."""
+def sequences_of(prompts: list[tuple[list[int], int]], ways: tuple[dict[str, Any], ...] = WAYS) -> list[Sequence]:
+    """Return one sequence for each (prompt, number of new tokens), with all `ways` of sampling in turn."""
     return [
-        fake_runner.make_sequence(prompt, max_new_tokens=new, seed=place, **WAYS[place % len(WAYS)])
+        fake_runner.make_sequence(prompt, max_new_tokens=new, seed=place, **ways[place % len(ways)])
         for place, (prompt, new) in enumerate(prompts)
     ]
 
@@ -195,18 +200,29 @@ def outputs(
     num_pages: int = 24,
     sizes: tuple[int, ...] = (),
     capture_every: int = 3,
+    num_host_pages: int = 0,
+    swap: bool = False,
+    drafts: list[list[int]] | None = None,
+    watch: Callable[[Batch], None] | None = None,
     change: Callable[[Steps], None] | None = None,
+    ways: tuple[dict[str, Any], ...] = WAYS,
 ) -> list[list[int]]:
-    """The tokens of (prompt, number of new tokens) each, in all `WAYS`, four at a time in a tight pool.
+    """Return the tokens for each (prompt, number of new tokens), with all `ways` of sampling, four at a time in a
+    small pool.
 
-    With graphs of `sizes`, of which one is captured every so many steps. `change` alters the steps before the
-    first one. A step without memory costs its newest sequence, which keeps the tokens that it had.
+    With `sizes`, graphs of these sizes are captured, one after every few steps. `change` modifies the steps before the
+    first one. With `swap` the scheduler uses host pages for retracted sequences and admits as many sequences as
+    possible. With `drafts`, which are the outputs without drafts, rows propose correct and wrong ids in turn. If a step
+    lacks memory, its newest sequence is retracted and keeps its tokens.
     """
-    steps = Steps(num_pages, 4, device)
+    steps = Steps(num_pages, 4, device, num_host_pages=num_host_pages)
     graphs = steps.use_graphs(Buckets(sizes)) if sizes else None
     if change is not None:
         change(steps)
-    plan = fake_runner.make_plan(max_running=4)
+    ratios = {"new_token_ratio": 0.0, "min_new_token_ratio": 0.0} if swap else {}
+    plan = fake_runner.make_plan(
+        max_running=4, max_drafts=0 if drafts is None else MAX_DRAFTS, overlap_drafts=True, **ratios
+    )
     drive = fake_runner.Drive(
         plan,
         num_pages=num_pages,
@@ -215,9 +231,14 @@ def outputs(
         vocab_size=VOCAB_SIZE,
         context_length=CONTEXT,
         runner=steps,
+        watch=watch,
+        num_host_pages=num_host_pages if swap else 0,
     )
-    sequences = sequences_of(prompts)
+    sequences = sequences_of(prompts, ways)
     drive.add(*sequences)
+    if drafts is not None:
+        known = dict(zip(sequences, drafts, strict=True))
+        script_drafts(drive.scheduler, known.__getitem__, VOCAB_SIZE, MAX_DRAFTS)
     for number in itertools.count(1):
         idle = not steps.num_in_flight
         try:

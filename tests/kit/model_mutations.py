@@ -1,4 +1,4 @@
-"""Changes that take a declared feature out of a model: each must show in its logits."""
+"""Changes that remove a declared feature from a model. Each of them must change the logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.layers.attention import Attention
 from runtime.layers.recurrent import GatedDeltaNet, Mamba2, ShortConvolution
 from runtime.layers.rope import Rope
 from runtime.layers.rope_parameters import RopeParameters
-from runtime.models.decoder import Decoder
+from runtime.modeling.decoder import Decoder
 
 Mutate = Callable[[Decoder], object]
 
@@ -38,13 +38,13 @@ halves = put("attention.rope", interleaved=False)
 
 
 def no_keys_of_long_rows(model: Decoder) -> None:
-    """With all rows of a step expanded that have several tokens."""
+    """Break the expanded keys in all rows with several tokens."""
     put("attention", expand_from=2)(model)
     each("attention", lambda attention: attention.expanding.zero_())(model)
 
 
 def route(**values: Any) -> Mutate:
-    """Change how the experts of every layer that has some are chosen."""
+    """Change the routing of every layer with experts."""
 
     def change(model: Decoder) -> None:
         for layer in model.layers:
@@ -56,7 +56,7 @@ def route(**values: Any) -> Mutate:
 
 
 def uncorrected(model: Decoder) -> None:
-    """Experts are chosen by their scores alone."""
+    """Choose experts by their uncorrected scores."""
     for layer in model.layers:
         mlp: Any = layer.get_submodule("mlp")
         if hasattr(mlp, "correction"):
@@ -71,7 +71,7 @@ def unshared(model: Decoder) -> None:
 
 
 def drop(name: str) -> Mutate:
-    """Take an attribute of every layer away."""
+    """Remove an attribute of every layer."""
     return lambda model: [setattr(layer, name, None) for layer in model.layers]
 
 
@@ -81,14 +81,14 @@ def no_post_norms(model: Decoder) -> None:
 
 
 def rotated(model: Decoder) -> None:
-    """Layers that do not rotate do as the others."""
+    """Rotate in the layers without rotary embedding too."""
     for layer in model.layers:
         attention: Any = layer.get_submodule("attention")
         attention.rope = attention.rope or model.layers[0].get_submodule("attention.rope")
 
 
 def same_rope(model: Decoder, source: int, target: int) -> None:
-    """One layer rotates as another does."""
+    """Give one layer the rotary embedding of another."""
     attention: Any = model.layers[target].get_submodule("attention")
     attention.rope = model.layers[source].get_submodule("attention.rope")
 
@@ -109,12 +109,12 @@ def turned_head(model: Decoder) -> None:
 
 
 def nets(change: Callable[[GatedDeltaNet], object]) -> Mutate:
-    """Apply a change to the gated delta net of every layer that has one."""
+    """Apply a change to every gated delta net."""
     return lambda model: [change(each) for each in model.modules() if isinstance(each, GatedDeltaNet)]
 
 
 def ungated(model: Decoder) -> None:
-    """Everything that attention gives is let through."""
+    """Remove the gate of attention's output."""
     for each in model.modules():
         if isinstance(each, Attention):
             each.kernels = replace(each.kernels, modulate=lambda x, gate, activation: x)
@@ -136,7 +136,7 @@ def mamba(change: Callable[[Any], object]) -> Mutate:
 
 
 def rotated_as_llama(model: Decoder) -> None:
-    """Attention that does not rotate does."""
+    """Rotate in attention layers without rotary embedding."""
     for layer in model.layers:
         attention: Any = layer.get_submodule("attention")
         if isinstance(attention, Attention):
@@ -150,14 +150,14 @@ def short(change: Callable[[Any], object]) -> Mutate:
 
 
 def unnormed_heads(model: Decoder) -> None:
-    """Queries and keys stay as they are, in the layers that have them."""
+    """Remove the norms of queries and keys."""
     for each in model.modules():
         if isinstance(each, Attention):
             each.q_norm = each.k_norm = None
 
 
 def without_gates(number: int) -> Mutate:
-    """Of the two gates of every short convolution one lets everything through."""
+    """Remove one of the two gates of every short convolution."""
 
     def change(layer: ShortConvolution) -> None:
         convolve = layer.kernels.convolve

@@ -1,4 +1,4 @@
-"""Configurations of every family, and for each what must break it."""
+"""Configurations of every family, and for each the changes that must break it."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from model_mutations import (
     unshared,
     without_gates,
 )
-from runtime.models.decoder import Decoder
+from runtime.modeling.decoder import Decoder
 
 
 class Variant(NamedTuple):
-    """A configuration, and what must break it: changes to the model, or to the configuration it is read with."""
+    """A configuration, and the changes to the model or to its configuration that must break it."""
 
     family: str
     config: dict[str, Any] = {}
@@ -254,9 +254,7 @@ VARIANTS = {
     "starcoder2-no-biases": Variant("starcoder2", {"use_bias": False, "tie_word_embeddings": False}),
     "gemma": Variant("gemma", mutations=SCALED),
     "gemma-untied-one-kv-head": Variant("gemma", {"tie_word_embeddings": False, "num_key_value_heads": 1}),
-    "gemma-biases": Variant(
-        "gemma", {"attention_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}
-    ),
+    "gemma-biases": Variant("gemma", {"attention_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}),
     "gemma2": Variant(
         "gemma2",
         {},
@@ -270,9 +268,7 @@ VARIANTS = {
             "norm behind attention": lambda model: [
                 setattr(layer, "post_attention_norm", None) for layer in model.layers
             ],
-            "norm behind the MLP": lambda model: [
-                setattr(layer, "post_mlp_norm", None) for layer in model.layers
-            ],
+            "norm behind the MLP": lambda model: [setattr(layer, "post_mlp_norm", None) for layer in model.layers],
         },
     ),
     "gemma2-layer-types": Variant(
@@ -286,9 +282,7 @@ VARIANTS = {
         overrides={"cap on scores": {"attn_logit_softcapping": 2.0}},
     ),
     "ernie4_5": Variant("ernie4_5", mutations={"neighbours": halves}),
-    "ernie4_5-biases": Variant(
-        "ernie4_5", {"use_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}
-    ),
+    "ernie4_5-biases": Variant("ernie4_5", {"use_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}),
     "exaone4": Variant(
         "exaone4",
         mutations={
@@ -363,7 +357,7 @@ VARIANTS = {
         },
         overrides={"rotation": rope("default")},
     ),
-    # As the first files: which layers attend by their numbers, and more inputs of the convolution.
+    # The format of the first files: numbers of the attention layers, and a longer convolution.
     "lfm2-first": Variant(
         "lfm2",
         {
@@ -430,9 +424,7 @@ VARIANTS = {
         {"attention_bias": True, "mlp_bias": True},
         {"qkv bias": no_qkv_bias, "down bias": each("mlp.down", lambda linear: linear.bias.zero_())},
     ),
-    "ministral": Variant(
-        "ministral", mutations={"window": no_window, "alternation": put("attention", window=9)}
-    ),
+    "ministral": Variant("ministral", mutations={"window": no_window, "alternation": put("attention", window=9)}),
     "mixtral": Variant("mixtral", mutations={"renormalisation": route(renormalise=False)}),
     "olmoe": Variant("olmoe", mutations={"qk norm": no_qk_norm, "renormalisation": route(renormalise=True)}),
     "qwen2_moe": Variant(
@@ -453,9 +445,7 @@ VARIANTS = {
             "scaled angles": lambda model: same_rope(model, 1, 0),
         },
     ),
-    "seed_oss": Variant(
-        "seed_oss", {"attention_out_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}
-    ),
+    "seed_oss": Variant("seed_oss", {"attention_out_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}),
     "smollm3": Variant("smollm3", mutations={"window": no_window, "no rotation": rotated}),
     "phi3": Variant("phi3", mutations={**FUSED, "norm": plain_norm, "eps": no_eps}),
     "phi3-tied": Variant("phi3", {"tie_word_embeddings": True}, {"tie": turned_head}),
@@ -471,9 +461,7 @@ VARIANTS = {
         overrides=UNSCALED,
         context_length=64,
     ),
-    "phi3-longrope-long": Variant(
-        "phi3", {**longrope(16), "original_max_position_embeddings": 16}, overrides=UNSCALED
-    ),
+    "phi3-longrope-long": Variant("phi3", {**longrope(16), "original_max_position_embeddings": 16}, overrides=UNSCALED),
     "phi3-longrope-partial": Variant(
         "phi3",
         {
@@ -499,9 +487,7 @@ VARIANTS = {
             "chunks": no_window,
             "chunks, not windows": put("attention", chunked=False),
             "no rotation": rotated,
-            "neighbours": lambda model: setattr(
-                model.layers[0].get_submodule("attention.rope"), "interleaved", False
-            ),
+            "neighbours": lambda model: setattr(model.layers[0].get_submodule("attention.rope"), "interleaved", False),
             "qk norm": no_qk_norm,
             "scale of queries": put("attention", query_scale=None),
             "weights of inputs": route(weigh_inputs=False),
@@ -546,9 +532,7 @@ VARIANTS = {
     ),
     "llama-one-kv-head": Variant("llama", {"num_key_value_heads": 1}),
     "llama-no-groups": Variant("llama", {"num_key_value_heads": 4}),
-    "llama-head-dim": Variant(
-        "llama", {"head_dim": 16}, {"scale by head_dim": put("attention", scale=8**-0.5)}
-    ),
+    "llama-head-dim": Variant("llama", {"head_dim": 16}, {"scale by head_dim": put("attention", scale=8**-0.5)}),
     "llama-gelu": Variant("llama", {"hidden_act": "gelu"}, {"activation": put("mlp", activation="silu")}),
     "llama-gelu-tanh": Variant(
         "llama", {"hidden_act": "gelu_pytorch_tanh"}, {"activation": put("mlp", activation="gelu")}
@@ -567,9 +551,7 @@ VARIANTS = {
         ),
         overrides=UNSCALED,
     ),
-    "llama-yarn": Variant(
-        "llama", rope("yarn", factor=4.0, original_max_position_embeddings=64), overrides=UNSCALED
-    ),
+    "llama-yarn": Variant("llama", rope("yarn", factor=4.0, original_max_position_embeddings=64), overrides=UNSCALED),
     "llama-yarn-mscale": Variant(
         "llama",
         rope(
@@ -602,23 +584,19 @@ VARIANTS = {
             ),
         },
     ),
-    # The engine's context chooses the factors, transformers takes the sequence's length: here they agree.
+    # The engine chooses factors by its context length, transformers by the sequence's length. Here both agree.
     "llama-longrope-short": Variant("llama", longrope(64), overrides=UNSCALED, context_length=64),
     "llama-longrope-long": Variant("llama", longrope(16), overrides=UNSCALED),
     "mistral": Variant("mistral"),
     "mistral-window": Variant("mistral", {"sliding_window": 7}, {"window": no_window}),
     "mistral-seeing": Variant("mistral_seeing", {"sliding_window": 7}, {"window": no_window}),
-    "baichuan": Variant(
-        "baichuan", mutations={"values": each("attention.qkv", lambda x: x.weight[-9:].zero_())}
-    ),
+    "baichuan": Variant("baichuan", mutations={"values": each("attention.qkv", lambda x: x.weight[-9:].zero_())}),
     "baichuan2": Variant(
         "baichuan2",
         mutations={"values": each("attention.qkv", lambda x: x.weight[-9:].zero_())},
         overrides={"unit head": {"unit_head": False}},
     ),
-    "internlm2": Variant(
-        "internlm2", mutations={"values": each("attention.qkv", lambda x: x.weight[-9:].zero_())}
-    ),
+    "internlm2": Variant("internlm2", mutations={"values": each("attention.qkv", lambda x: x.weight[-9:].zero_())}),
     "internlm2-biases": Variant("internlm2", {"attention_bias": True}, {"qkv bias": no_qkv_bias}),
     "iquestcoder": Variant("iquestcoder"),
     "ministral3": Variant("ministral3", mutations={"scale of queries": put("attention", query_scale=None)}),
@@ -638,23 +616,17 @@ VARIANTS = {
         {**WINDOWS, "layer_types": [SLIDING, FULL, SLIDING]},
         {"window": no_window, "layer_types": put("attention", window=7)},
     ),
-    "qwen2-yarn": Variant(
-        "qwen2", rope("yarn", factor=4.0, original_max_position_embeddings=64), overrides=UNSCALED
-    ),
+    "qwen2-yarn": Variant("qwen2", rope("yarn", factor=4.0, original_max_position_embeddings=64), overrides=UNSCALED),
     "qwen3": Variant("qwen3", mutations={"qk norm": no_qk_norm, "eps": no_eps}),
     "qwen3-tied": Variant("qwen3", {"tie_word_embeddings": True}, {"tie": turned_head}),
-    "qwen3-biases": Variant(
-        "qwen3", {"attention_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}
-    ),
+    "qwen3-biases": Variant("qwen3", {"attention_bias": True}, {"qkv bias": no_qkv_bias, "out bias": no_out_bias}),
     "qwen3-windows": Variant("qwen3", {**WINDOWS, "max_window_layers": 2}, {"window": no_window}),
     "qwen3-seeing": Variant("qwen3_seeing", {}, {"qk norm": no_qk_norm}),
     "qwen3_5": Variant("qwen3_5", mutations=NETS, overrides={"partial rotation": PARTIAL}),
     "qwen3_5_moe": Variant("qwen3_5_moe", mutations={"shared expert": put("mlp", shared=None)}),
     "qwen3_5_moe_seeing": Variant("qwen3_5_moe_seeing"),
     "qwen3_5_seeing": Variant("qwen3_5_seeing"),
-    "qwen3_5-tied": Variant(
-        "qwen3_5", {"tie_word_embeddings": True, "num_hidden_layers": 4, "layer_types": None}
-    ),
+    "qwen3_5-tied": Variant("qwen3_5", {"tie_word_embeddings": True, "num_hidden_layers": 4, "layer_types": None}),
     "qwen3_next": Variant(
         "qwen3_next",
         mutations={**NETS, "shared expert": put("mlp", shared=None)},

@@ -1,4 +1,4 @@
-"""Values that an option takes."""
+"""Valid values of options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from runtime.config import Json, Option
 
 
 def other_value(option: Option) -> Any:
-    """A valid value that is not the default."""
+    """Return a valid value that is not the default."""
     spec = option.spec
     if option.type is bool:
         one: Any = not option.default

@@ -1,4 +1,4 @@
-"""Drives a model as the engine does, without the engine: pages, chunks, mixed batches, single tokens."""
+"""Run a model like the engine does, but without the engine: pages, chunks, mixed batches, single tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from runtime.config.plan import ModelPlan
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.layers.sharding import TensorParallelGroup
-from runtime.models.config import read_facts
-from runtime.models.decoder import Decoder, collect_specs
-from runtime.models.loader import load_model
-from runtime.worker.cpu_graph import NO_ROWS, CpuGraph
+from runtime.loading.facts import read_facts
+from runtime.loading.loader import load_model
+from runtime.modeling.decoder import Decoder, collect_specs
+from runtime.worker.cpu_graph import CpuGraph
 
 
 def load(
@@ -29,9 +29,10 @@ def load(
     group: TensorParallelGroup | None = None,
     **changes,
 ) -> Decoder:
-    """The model of a checkpoint on the CPU in float32, native unless told; `changes` are fields of the plan.
+    """Return the model of a checkpoint on the CPU in float32, by default the native one. `changes` are fields of the
+    plan.
 
-    Of a `group` it is one rank's share.
+    With a `group` it is one rank's shard.
     """
     facts = read_facts(path, overrides)
     plan = plan_for(path, **{"context_length": facts.context_length, **changes})
@@ -39,7 +40,7 @@ def load(
 
 
 def plan_for(path: str, **changes: Any) -> ModelPlan:
-    """Of a checkpoint on the CPU in float32, for short texts; `changes` are its fields."""
+    """Return the plan of a checkpoint on the CPU in float32, for short texts. `changes` are fields of the plan."""
     values = {
         "path": path,
         "load_format": "auto",
@@ -51,12 +52,10 @@ def plan_for(path: str, **changes: Any) -> ModelPlan:
     return ModelPlan(**{**values, **changes})
 
 
-def all_logits(
-    model: Decoder, sequences: list[list[int]], page_size: int, seed: int = 0
-) -> list[torch.Tensor]:
-    """The logits of every position of every sequence, float32 [len, V] each.
+def all_logits(model: Decoder, sequences: list[list[int]], page_size: int, seed: int = 0) -> list[torch.Tensor]:
+    """Return the logits of every position of every sequence, float32 [len, V] each.
 
-    Computed over several steps of random chunks and single tokens, the sequences mixed, their pages in random
+    They are computed in several steps of random chunks and single tokens, with mixed sequences and pages in random
     order.
     """
     rng = np.random.default_rng(seed)
@@ -88,7 +87,7 @@ def all_logits(
 def compute(
     model: Decoder, ids: list[list[int]], starts: list[int], page_table: np.ndarray, pool: KVPool
 ) -> list[torch.Tensor]:
-    """One step: row b computes ids[b] from position starts[b] on; float32 logits [len, V] of each row."""
+    """Compute one step: row b computes ids[b] from position starts[b] on. Return each row's float32 logits [len, V]."""
     batch = batch_of(ids, starts, page_table, pool)
     return list(model.logits(model(batch)).split([len(row) for row in ids]))
 
@@ -96,7 +95,7 @@ def compute(
 def batch_of(
     ids: list[list[int]], starts: list[int], page_table: np.ndarray, pool: KVPool, **changes: Any
 ) -> ForwardBatch:
-    """What the model is given: row b is ids[b] from position starts[b] on; `changes` are fields of the batch."""
+    """Return the batch of a step: row b is ids[b] from position starts[b] on. `changes` are fields of the batch."""
     counts = [len(row) for row in ids]
     values = {
         "token_ids": torch.tensor([token for row in ids for token in row]),
@@ -117,20 +116,19 @@ def batch_of(
 
 
 def pool_for(model: Decoder, num_pages: int, page_size: int) -> KVPool:
-    """A pool that fits the model or its rank's share of it. A row's state lies where its first page's number says."""
+    """Return a pool for the model or its rank's shard. The number of a row's first page is also its state slot."""
     specs = collect_specs(model)
     with_states = any(spec.kind == "state" for spec in specs.values())
-    kinds = {"state": num_pages + 1} if with_states else {}  # line 0 holds zeros
+    kinds = {"state": num_pages + 1} if with_states else {}  # slot 0 holds zeros
     return KVPool(specs, num_pages, page_size, model.dtype, "cpu", kinds=kinds)
 
 
 def embedded(model: Decoder) -> torch.Tensor:
-    """The weight of the token embedding, [V, E]."""
+    """Return the weight of the token embedding, [V, E]."""
     embedding: Any = model.embedding
     return embedding.weight
 
 
 def graph_logits(graph: CpuGraph, model: Decoder, batch: Batch, last_tokens: Tensor) -> Tensor:
-    """float32 logits [R, V] of the sampling rows, as served: hidden states from the graph, then the head."""
-    rows = batch.sampling.rows if batch.sampling is not None else NO_ROWS
-    return model.logits(graph.hidden(batch, last_tokens, rows))
+    """Return float32 logits [R, V] of the sampled positions: hidden states from the graph, then the LM head."""
+    return model.logits(graph.states(batch, last_tokens)[0])

@@ -1,6 +1,6 @@
-"""Quantised checkpoints, each matrix rounded by the library whose form it is, and what the library makes of it again.
+"""Quantised checkpoints, each written by its format's library, and the values that the library dequantises.
 
-GPTQ's and AWQ's tools need a GPU; theirs are packed here number by number, as their layouts are published.
+The tools of GPTQ and AWQ need a GPU, so their formats are packed here value by value, by their published layouts.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ MOE_SHAPE = {**SHAPE, "moe_intermediate_size": 64}
 
 
 def write(directory: Path, form: str, family: str = "llama", **options: Any) -> tuple[str, str]:
-    """A quantised checkpoint and the ordinary one of what its library reads in it -> their paths."""
+    """Write a quantised checkpoint, and an ordinary checkpoint with the values that its library reads. Return both
+    paths.
+    """
     source = tiny_checkpoints.cached(family, **(MOE_SHAPE if "moe" in family else SHAPE))
     return convert(Path(source), directory, form, **options)
 
 
 def convert(source: Path, directory: Path, form: str, **options: Any) -> tuple[str, str]:
-    """As `write`, of a checkpoint in one file."""
+    """Like `write`, for a given checkpoint in one file."""
     quantize, settings = FORMS[form](**options)
     stored, plain = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
@@ -59,7 +61,7 @@ Quantize = Callable[[Tensor], tuple[Tensors, Tensor]]
 
 
 def compressed_tensors(preset: str, *, symmetric: bool = True, g_idx: bool = False) -> tuple[Quantize, dict]:
-    """By one of the library's preset schemes, W4A16 and the like, with groups of 32."""
+    """Use one of the library's preset schemes, for example W4A16, with groups of 32."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.compressors.format import infer_module_format
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
@@ -89,11 +91,9 @@ def compressed_tensors(preset: str, *, symmetric: bool = True, g_idx: bool = Fal
         plain = compressor.decompress(dict(stored), scheme)["weight"].float()
         if not g_idx or "weight_packed" not in stored:
             return stored, plain
-        # As if the columns had been sorted by activation: column i now has the scale of group order[i].
+        # As if columns were sorted by activation: column i has the scale of group order[i].
         order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(7)) // args.group_size
-        numbers = compressor.decompress({**stored, "weight_scale": torch.ones_like(scale)}, scheme)[
-            "weight"
-        ].float()
+        numbers = compressor.decompress({**stored, "weight_scale": torch.ones_like(scale)}, scheme)["weight"].float()
         return {**stored, "weight_g_idx": order.int()}, numbers * scale.float()[:, order]
 
     config = QuantizationConfig(
@@ -121,7 +121,7 @@ def ranges(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:
 
 
 def bitsandbytes(kind: str, *, nested: bool = False) -> tuple[Quantize, dict]:
-    """nf4, fp4 or int8, by the library."""
+    """Use the library for nf4, fp4 or int8."""
     import bitsandbytes.functional as bnb
 
     def four(weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -154,9 +154,8 @@ def gptq(
     by_gptqmodel: bool = False,
     planes: bool = False,
 ) -> tuple[Quantize, dict]:
-    """As AutoGPTQ packs, number by number; or as GPTQModel makes the first version of the second, some zeros 0.
-
-    Or as GPTQModel packs in planes, which has the second version's zeros.
+    """Pack like AutoGPTQ, value by value; like GPTQModel's conversion of the second version to the first; or like
+    GPTQModel in planes, with the zeros of the second version.
     """
     pack, version = (planar_words, 2) if planes else (words, version)
 
@@ -198,16 +197,16 @@ def gptq(
 
 
 def _without_ones(zeros: Tensor, bits: int) -> Tensor:
-    """Words, each as one number less a 1 in every place; of 3 bits each zero less 1."""
+    """Subtract 1 from every number in each word, as one operation on the word; for 3 bits from each zero separately."""
     if bits == 3:
         return words((zeros - 1) % 8, bits)
-    return (words(zeros, bits).to(torch.int64) - sum(1 << place for place in range(0, 32, bits))).to(
-        torch.int32
-    )
+    return (words(zeros, bits).to(torch.int64) - sum(1 << place for place in range(0, 32, bits))).to(torch.int32)
 
 
 def planar_words(numbers: Tensor, bits: int) -> Tensor:
-    """Rows of numbers, of each 32 first their lowest 4 bits (of 3 bits 2), then the next 2 and the last."""
+    """Pack rows of numbers in planes: of each 32 first the lowest 4 bits (2 bits for 3-bit numbers), then the next 2
+    and the last.
+    """
     planes = {3: (2, 1), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1)}.get(bits, (bits,))
     blocks = []
     for block in numbers.split(32, dim=1):
@@ -219,7 +218,7 @@ def planar_words(numbers: Tensor, bits: int) -> Tensor:
 
 
 def words(numbers: Tensor, bits: int) -> Tensor:
-    """Rows of numbers as dense int32 words, lowest bits first, with Python's whole numbers."""
+    """Pack rows of numbers into dense int32 words, lowest bits first, with Python's integers."""
     packed = []
     for row in numbers.tolist():
         whole = sum(number << (index * bits) for index, number in enumerate(row))
@@ -230,7 +229,7 @@ def words(numbers: Tensor, bits: int) -> Tensor:
 def awq(
     *, group_size: int = 32, zero_point: bool = True, bits: int = 4, version: str = "gemm"
 ) -> tuple[Quantize, dict]:
-    """As AutoAWQ packs for its gemm kernel, or for gemv; without zeros each is 8."""
+    """Pack like AutoAWQ for its gemm or gemv kernel. Without zeros each zero is 8."""
 
     def interleaved(numbers: Tensor) -> Tensor:
         places = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -249,10 +248,8 @@ def awq(
         numbers = (groups / scales[:, None] + zeros[:, None]).round().clamp(0, top).long()
         plain = ((numbers - zeros[:, None]) * scales[:, None]).flatten(0, 1).T
         if version == "gemv":
-            width = -(-len(scales) // 8) * 8 + 8  # more than there are groups
-            scales, zeros = (
-                torch.nn.functional.pad(each.T, (0, width - len(each))) for each in (scales, zeros)
-            )
+            width = -(-len(scales) // 8) * 8 + 8  # more entries than groups
+            scales, zeros = (torch.nn.functional.pad(each.T, (0, width - len(each))) for each in (scales, zeros))
             parts = {"qweight": words(numbers.flatten(0, 1).T, 4), "qzeros": words(zeros, 4)}
             return {**parts, "scales": scales.half()}, plain
         stored = {
@@ -271,7 +268,7 @@ def awq(
 
 
 def fp8(*, scope: str = "block", static: bool = False) -> tuple[Quantize, dict]:
-    """As DeepSeek (blocks of 128 by 128, the scales called inverse) or AutoFP8 (whole tensors) has it."""
+    """Write fp8 like DeepSeek (blocks of 128 x 128 with inverse scales) or AutoFP8 (one scale per tensor)."""
     top = torch.finfo(torch.float8_e4m3fn).max
 
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
@@ -292,7 +289,9 @@ def fp8(*, scope: str = "block", static: bool = False) -> tuple[Quantize, dict]:
 
 
 def modelopt(kind: str, *, before: bool = False) -> tuple[Quantize, dict]:
-    """As NVIDIA's ModelOpt exports: 4 bits two outputs to a byte, mxfp4, or fp8 in blocks; inputs scaled `before`."""
+    """Export like NVIDIA's ModelOpt: 4 bits with two outputs per byte, mxfp4, or fp8 in blocks; `before` scales the
+    inputs.
+    """
 
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
         factor = torch.linspace(0.5, 2.0, weight.shape[1]).bfloat16() if before else torch.ones(1)
@@ -320,22 +319,22 @@ def modelopt(kind: str, *, before: bool = False) -> tuple[Quantize, dict]:
 
 
 def quark(dtype: str, *, reorder: bool = True) -> tuple[Quantize, dict]:
-    """As AMD's Quark exports: 4 bits as AWQ, signed or not, in order or not; e2m1 and e2m3 with exponents."""
+    """Export like AMD's Quark: 4-bit integers (signed or unsigned, in AWQ's order or in order), e2m1, or e2m3 with
+    exponents.
+    """
 
     def quantize(weight: Tensor) -> tuple[Tensors, Tensor]:
         if dtype.startswith("fp"):
             return by_exponents(weight, int(dtype[2]))
         parts, plain = awq(zero_point=dtype == "uint4")[0](weight)
         packed = {"weight": parts["qweight"], "weight_zero_point": parts.get("qzeros")}
-        if packed["weight_zero_point"] is None:  # all 8; signed they are less 8, which is their highest bit
+        if packed["weight_zero_point"] is None:  # every zero is 8, which for signed numbers is the highest bit
             packed["weight"] = packed["weight"] ^ torch.tensor(-0x77777778, dtype=torch.int32)
             packed["weight_zero_point"] = torch.zeros_like(parts["scales"][:, ::8], dtype=torch.int32)
         if not reorder:
             places = [4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7)]
             packed = {
-                name: torch.stack([(part >> place & 15) << 4 * i for i, place in enumerate(places)])
-                .sum(0)
-                .int()
+                name: torch.stack([(part >> place & 15) << 4 * i for i, place in enumerate(places)]).sum(0).int()
                 for name, part in packed.items()
             }
         return {**packed, "weight_scale": parts["scales"]}, plain
@@ -346,11 +345,9 @@ def quark(dtype: str, *, reorder: bool = True) -> tuple[Quantize, dict]:
 
 
 def by_exponents(weight: Tensor, bits: int) -> tuple[Tensors, Tensor]:
-    """e2m1 or e2m3, dense in bytes, lowest bits first, and a power of two for each 32 inputs."""
+    """Write e2m1 or e2m3, packed densely, lowest bits first, with a power of two per 32 inputs."""
     steps, half = (2, 8) if bits == 4 else (8, 32)
-    numbers = [
-        (i / steps if i < steps else 2.0 ** (i // steps - 1) * (1 + i % steps / steps)) for i in range(half)
-    ]
+    numbers = [(i / steps if i < steps else 2.0 ** (i // steps - 1) * (1 + i % steps / steps)) for i in range(half)]
     table = torch.tensor(numbers)
     groups = weight.unflatten(1, (-1, 32))
     exponents = groups.abs().amax(2).log2().floor() - 2
@@ -362,7 +359,7 @@ def by_exponents(weight: Tensor, bits: int) -> tuple[Tensors, Tensor]:
 
 
 def torchao(kind: str) -> tuple[Quantize, dict]:
-    """By torchao's own tensors, flattened as it does for safetensors; 4 bits, for which it needs a GPU, packed here."""
+    """Use torchao's tensors, flattened as for safetensors. Its 4-bit tensors need a GPU, so they are packed here."""
     from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     from torchao.quantization import (
         Float8WeightOnlyConfig,

@@ -1,4 +1,4 @@
-"""Random JSON schemas, keyword by keyword, and instances that nearly match them."""
+"""Random JSON schemas, keyword by keyword, and instances that nearly match."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
 
 class SchemaWriter:
-    """Schemas of one seed."""
+    """Generates schemas from one seed."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -100,9 +100,7 @@ class SchemaWriter:
         kinds = self.chance.choice(
             [*([each] for each in TYPES), ["string"], ["object"], ["object"], ["integer", "string"]]
         )
-        found: dict[str, Any] = (
-            {"type": kinds[0] if len(kinds) == 1 else kinds} if self._happens(0.95) else {}
-        )
+        found: dict[str, Any] = {"type": kinds[0] if len(kinds) == 1 else kinds} if self._happens(0.95) else {}
         for kind in kinds:
             if kind in ("integer", "number"):
                 found |= self._number()
@@ -120,9 +118,7 @@ class SchemaWriter:
             ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), chance.randint(0, 2)
         ):
             low = keyword.endswith("inimum")
-            found[keyword] = chance.choice(
-                (-100, -1, 0, 1, 0.5, -2.55, 3) if low else (0, 1, 5, 99, 0.5, 7.75, 4.95)
-            )
+            found[keyword] = chance.choice((-100, -1, 0, 1, 0.5, -2.55, 3) if low else (0, 1, 5, 99, 0.5, 7.75, 4.95))
         return {**found, **({"multipleOf": chance.choice((1, 2, 5, 0.5, 7))} if self._happens(0.15) else {})}
 
     def _string(self) -> dict[str, Any]:
@@ -133,9 +129,7 @@ class SchemaWriter:
             "pattern": chance.choice(PATTERNS),
             "format": chance.choice(tuple(FORMATS)),
         }
-        return {
-            keyword: every[keyword] for keyword in chance.sample(tuple(every), chance.choice((0, 1, 1, 2)))
-        }
+        return {keyword: every[keyword] for keyword in chance.sample(tuple(every), chance.choice((0, 1, 1, 2)))}
 
     def _array(self, depth: int) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -161,9 +155,7 @@ class SchemaWriter:
         if self._happens(0.1):
             found[chance.choice(("minProperties", "maxProperties"))] = chance.randint(1, 3)
         if self._happens(0.06):
-            found["propertyNames"] = chance.choice(
-                ({"pattern": "^[a-z]"}, {"enum": ["a", "b"]}, {"maxLength": 3})
-            )
+            found["propertyNames"] = chance.choice(({"pattern": "^[a-z]"}, {"enum": ["a", "b"]}, {"maxLength": 3}))
         if self._happens(0.06):
             found["dependentRequired"] = {chance.choice(NAMES): [chance.choice(NAMES)]}
         return found
@@ -179,7 +171,7 @@ def value(chance: random.Random, depth: int = 2) -> Any:
 
 
 def mutated(chance: random.Random, found: Any, depth: int = 0) -> Any:
-    """Something near it."""
+    """Return a slightly changed value."""
     at = chance.random()
     if at < 0.15 or depth > 4 or found is None or isinstance(found, bool):
         return value(chance)
@@ -198,9 +190,7 @@ def mutated(chance: random.Random, found: Any, depth: int = 0) -> Any:
     if isinstance(found, str):
         place = chance.randint(0, len(found))
         return (
-            found[:place]
-            + chance.choice(("Z", "9", " ", "-", "@", '"', "\\", "日", ""))
-            + found[place + (at < 0.6) :]
+            found[:place] + chance.choice(("Z", "9", " ", "-", "@", '"', "\\", "日", "")) + found[place + (at < 0.6) :]
         )
     if isinstance(found, int | float):
         return chance.choice((found + 1, found - 1, -found, found + 0.5, str(found), 10 * found))
@@ -208,7 +198,7 @@ def mutated(chance: random.Random, found: Any, depth: int = 0) -> Any:
 
 
 def instances(chance: random.Random, schema: Any, near: list[Any]) -> Iterator[Any]:
-    """`near` itself, its neighbours, the constants of the schema and texts of its formats."""
+    """Return `near` itself, similar values, the constants of the schema, and texts of its formats."""
     yield from near
     for found in near:
         for _ in range(3):

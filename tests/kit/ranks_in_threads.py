@@ -1,4 +1,4 @@
-"""Several ranks of one model in one process, a thread for each."""
+"""Several ranks of one model in one process, with a thread for each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Ranks:
-    """What the ranks of a tensor-parallel group give each other; every one has its `TensorParallelGroup`."""
+    """The data that the ranks of a tensor-parallel group exchange. Each rank has its own `TensorParallelGroup`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -20,7 +20,7 @@ class Ranks:
         self.all_there = Barrier(size, timeout=60)
 
     def run(self, work: Callable[[Rank], Any]) -> list[Any]:
-        """work(rank) on each rank, at the same time."""
+        """Run work(rank) on all ranks at the same time."""
 
         def guarded(number: int) -> Any:
             try:
@@ -42,7 +42,7 @@ class Ranks:
 
 
 class Rank:
-    """One of the ranks."""
+    """The group as seen from one rank."""
 
     def __init__(self, ranks: Ranks, rank: int) -> None:
         self._ranks, self.rank, self.size = ranks, rank, ranks.size

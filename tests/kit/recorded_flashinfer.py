@@ -1,7 +1,7 @@
-"""The two wrappers of flashinfer-python 0.6.13 that we call: their signatures as its source has them.
+"""Fakes of the wrappers of flashinfer-python 0.6.13 that Penstock calls, with the same signatures.
 
-What they are given they compute with native attention, so that a wrong page or length gives a wrong result.
-`test_with_flashinfer` compares them with flashinfer itself where it is installed.
+They compute their arguments with native attention, so that a wrong page or length gives a wrong result.
+`test_with_flashinfer` compares them with flashinfer if it is installed.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ops.attention import AttentionMetadata, AttentionOptions, native
 
 
 class _Fixed:
-    """What a wrapper made for CUDA graphs does: it copies a plan to where captured kernels read it.
+    """The behaviour of a wrapper for CUDA graphs: it copies a plan to the memory that captured kernels read.
 
-    As in the real one, the plan is written to host memory of the wrapper's own, which the copy reads when its turn
-    comes; and kernels see nothing but device memory.
+    As in the real wrapper, the plan is written to the wrapper's host memory, which the copy reads when it runs. Kernels
+    read only device memory.
     """
 
     def __init__(self, page_starts: Tensor, pages: Tensor, last_lengths: Tensor) -> None:
@@ -71,10 +71,8 @@ class _Wrapper:
         assert self.fixed is not None
         self.fixed.said = int_workspace_buffer
 
-    def compute(
-        self, q: Tensor, cache: tuple[Tensor, Tensor], counts: list[int], **scales: float | None
-    ) -> Tensor:
-        """Native attention over what was planned."""
+    def compute(self, q: Tensor, cache: tuple[Tensor, Tensor], counts: list[int], **scales: float | None) -> Tensor:
+        """Compute native attention with the plan."""
         plan = self.planned
         assert self.kv_layout == "HND"
         if self.fixed is not None:
@@ -106,9 +104,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     ) -> None:  # fmt: skip
         self.kv_layout, self.use_tensor_cores = kv_layout, use_tensor_cores
         if use_cuda_graph:
-            self.fixed = _Fixed(
-                paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
-            )
+            self.fixed = _Fixed(paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
 
     def plan(
         self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size,
@@ -152,7 +148,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         max_token_per_sequence=None, max_sequence_kv=None, fixed_split_size=None, disable_split_kv=False,
     ) -> None:  # fmt: skip
         assert causal
-        assert self.backend == "auto" or kv_data_type == q_data_type  # as FlashAttention 3 wants it
+        assert self.backend == "auto" or kv_data_type == q_data_type  # a requirement of FlashAttention 3
         self.planned = dict(locals()) | {
             "indptr": paged_kv_indptr,
             "indices": paged_kv_indices,
@@ -172,7 +168,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 
 def module() -> ModuleType:
-    """Stands for the package `flashinfer`."""
+    """Return a replacement for the package `flashinfer`."""
     stand_in = ModuleType("flashinfer")
     for wrapper in WRAPPERS:
         setattr(stand_in, wrapper.__name__, wrapper)

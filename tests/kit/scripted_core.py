@@ -1,10 +1,10 @@
-"""A real engine core on a runner without a model, whose steps a test can hold, fail or let go."""
+"""A real engine core on a runner without a model. A test can hold, fail or release its steps."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,23 +16,26 @@ from runtime.batch import Batch, StepOutput
 from runtime.config.plan import ObservePlan
 from runtime.errors import EngineFailure
 from runtime.kv_cache.prefix_cache import PrefixCache
-from runtime.profile import ProfileOptions
 from runtime.scheduler.scheduler import Scheduler
 
 NUM_PAGES, PAGE_SIZE, NUM_SEQUENCES = 64, 4, 8
 
 
 class ScriptedRunner:
-    """Steps end by themselves while `open` is set; the next `failures` of them raise, and all with a `poison`."""
+    """Steps end by themselves while `open` is set. The next `failures` steps raise, and so do all steps with a
+    `poison`.
+    """
 
     def __init__(self, vocab_size: int) -> None:
         self.fake = fake_runner.FakeRunner(NUM_PAGES, PAGE_SIZE, NUM_SEQUENCES, vocab_size)
         self.open = asyncio.Event()
         self.open.set()
         self.failures = 0
-        self.poison: set[str] = set()  # labels of requests
+        self.poison: set[str] = set()  # labels of requests whose steps fail
         self.failure: Exception = ValueError("the device has a bad day: secret detail")
-        self.sizes: list[int] = []  # rows of each step
+        self.sizes: list[int] = []  # number of rows of each step
+        self.calls: list[tuple[str, dict[str, Any]]] = []  # verbs and their payloads
+        self.answers: dict[str, list[Any] | Exception] = {}
         self.kernels_description = ""
         self.closed = False
         self._steps: set[asyncio.Task[StepOutput]] = set()
@@ -62,16 +65,21 @@ class ScriptedRunner:
     def _forget(self, step: asyncio.Task[StepOutput]) -> None:
         self._steps.discard(step)
         if not step.cancelled():
-            step.exception()  # its waiter may be gone
+            step.exception()  # retrieves the exception, because its waiter may have ended
 
-    async def start_profile(self, options: ProfileOptions) -> None:
-        """There is nothing to profile."""
-
-    async def stop_profile(self) -> None:
-        """As before it."""
+    def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
+        """Answer immediately with `answers` for this verb: a list with each rank's answer, or an exception to raise."""
+        self.calls.append((verb, dict(payload)))
+        future = asyncio.get_running_loop().create_future()
+        found = self.answers.get(verb, [None])
+        if isinstance(found, Exception):
+            future.set_exception(found)
+        else:
+            future.set_result(found)
+        return future
 
     def finish_oldest(self) -> None:
-        """Steps end by themselves."""
+        """Do nothing: steps end by themselves."""
 
     @property
     def num_launched(self) -> int:
@@ -81,11 +89,11 @@ class ScriptedRunner:
         raise await self.death
 
     def die(self, error: Exception) -> None:
-        """As when a worker's process is gone; steps in flight never end."""
+        """Behave as if a worker's process had ended. Steps in flight never end."""
         self.open.clear()
         self.death.set_result(error)
 
-    def close(self) -> None:  # on a thread
+    def close(self) -> None:  # called on a thread
         self.closed = True
         for step in list(self._steps):
             step.get_loop().call_soon_threadsafe(step.cancel)
@@ -93,7 +101,9 @@ class ScriptedRunner:
 
 @contextlib.asynccontextmanager
 async def running(**schedule: Any) -> AsyncIterator[tuple[EngineCore, ScriptedRunner]]:
-    """A core that takes requests (ids only), and its runner; keywords replace fields of the schedule plan."""
+    """Run a core that accepts requests (ids only). Yields the core and its runner. Keywords replace fields of the
+    scheduler plan.
+    """
     async with running_several(1, **schedule) as (core, runners):
         yield core, runners[0]
 
@@ -108,9 +118,9 @@ async def running_several(
     observe: ObservePlan = ObservePlan(),  # noqa: B008
     **schedule: Any,
 ) -> AsyncIterator[tuple[EngineCore, list[ScriptedRunner]]]:
-    """As `running`, over several replicas, each of which can be started again; all runners ever made.
+    """Like `running`, with several replicas that can be restarted. Yields all runners ever created.
 
-    After `restarts` starting one raises `failure`.
+    After `restarts` restarts, a further restart raises `failure`.
     """
     facts = fake_core.make_facts()
     given = fake_core.make_plan()

@@ -1,4 +1,4 @@
-"""A scripted engine core behind the real web application, and the clients to reach it."""
+"""A scripted engine core behind the real web application, and clients for it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import orjson
 from starlette.applications import Starlette
 
 import fake_core
-from serve.app import build_app
 from serve.openai.responses.store import ResponseStore
+from serve.server.app import build_app
 
 
 def app_of(core: fake_core.FakeCore) -> Starlette:
-    """The application over a scripted core, which has what handlers use of an engine core."""
+    """Return the application over a scripted core."""
     return build_app(cast(Any, core))
 
 
 @dataclass
 class Served:
-    """A running server and what a test needs of it."""
+    """A running server, and the objects that a test needs."""
 
     core: fake_core.FakeCore
     http: httpx.AsyncClient
@@ -34,13 +34,13 @@ class Served:
     responses: ResponseStore
 
     async def post(self, path: str, **body: Any) -> Any:
-        """The parsed answer to a request that must succeed."""
+        """Return the parsed answer to a request that must succeed."""
         response = await self.http.post(path, json=body)
         assert response.status_code == 200, response.text
         return response.json()
 
     async def events(self, path: str, **body: Any) -> list[Any]:
-        """The parsed events of a stream, which must end with [DONE]."""
+        """Return the parsed events of a stream, which must end with [DONE]."""
         response = await self.http.post(path, json={**body, "stream": True})
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -49,7 +49,7 @@ class Served:
         return [orjson.loads(frame.removeprefix("data: ")) for frame in frames]
 
     async def lines_after(self, end: Callable[[], object], path: str, **body: Any) -> list[str]:
-        """The lines of a stream of a held core that `end` ends after its first token."""
+        """Return the lines of a held core's stream, which `end` ends after its first token."""
         asked = self.http.stream("POST", path, json={**body, "stream": True})
         async with AsyncExitStack() as stack:
             opening = asyncio.create_task(stack.enter_async_context(asked))

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Server:
-    """`python -m serve` on a free port; `log` fills while it runs."""
+    """A process `python -m serve` on a free port. `log` grows while it runs."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -35,7 +35,7 @@ class Server:
         self._lines.put(None)
 
     def wait_for(self, text: str) -> str:
-        """The next log line with `text`; fails when the process ends first."""
+        """Return the next log line that contains `text`. Fails if the process ends first."""
         while (line := self._lines.get(timeout=60)) is not None:
             self.log.append(line)
             if text in line:
@@ -51,9 +51,7 @@ class Server:
 @contextmanager
 def serving(*options: str, program: Sequence[str] = ("-m", "serve"), **environment: str) -> Iterator[Server]:
     command = [sys.executable, *program, "--port", "0", *options]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-    )
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment})
     server = Server(process)
     try:
         line = server.wait_for("Listening on")

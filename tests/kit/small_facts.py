@@ -1,4 +1,4 @@
-"""The facts of a small model that nobody has, for tests of what is decided about it."""
+"""The facts of a small fictional model, for tests of the plan."""
 
 from __future__ import annotations
 
@@ -16,4 +16,4 @@ FACTS = ModelFacts(
     context_length=2048,
     dtype="bfloat16",
 )
-TOKEN_BYTES = 2 * 4 * 2 * 64 * 2  # keys and values, layers, kv heads, head dim, bytes
+TOKEN_BYTES = 2 * 4 * 2 * 64 * 2  # keys and values x layers x kv heads x head dim x bytes

@@ -1,4 +1,4 @@
-"""Every flag and alias that a command line written for SGLang 0.5.2, or for its documents, may hold."""
+"""Every flag and alias of SGLang 0.5.2's command line and documentation."""
 
 NAMES = """
     model-path model tokenizer-path tokenizer-mode tokenizer-worker-num skip-tokenizer-init load-format

@@ -1,7 +1,7 @@
 """Tiny random checkpoints of every family, written by transformers.
 
-The numbers are redrawn: with transformers' own initialisation (small matrices, norms of 1, biases of 0) a
-model that forgets a norm's weight, a bias or a window still gives nearly the same logits.
+All values are drawn anew. With transformers' initialisation (small matrices, norms of 1, biases of 0), a model that
+ignores a norm's weight, a bias or a window would give nearly the same logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CONFIG_MAPPING: Any = _MAPPING
 
 
 def seeing_gemma3(**text: Any) -> Any:
-    """Gemma 3 with eyes, of which only the text part is served."""
+    """A multimodal Gemma 3, of which only the text part is served."""
     eyes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return CONFIG_MAPPING["gemma3"](
         text_config=text,
@@ -31,27 +31,27 @@ def seeing_gemma3(**text: Any) -> Any:
 
 
 def baichuan(**values: Any) -> Any:
-    """Baichuan and Baichuan 2 of 7B, whose layers are those of Llama."""
+    """Baichuan and Baichuan 2 of 7B, which have Llama's layers."""
     return CONFIG_MAPPING["llama"](**{**values, "num_key_value_heads": values["num_attention_heads"]})
 
 
 def falcon(**values: Any) -> Any:
-    """Its heads fill the hidden size, as a property says."""
+    """Falcon, whose heads fill the hidden size."""
     return CONFIG_MAPPING["falcon"](**{name: value for name, value in values.items() if name != "head_dim"})
 
 
 def internlm2(**values: Any) -> Any:
-    """Of which transformers has the layers alone, those of Llama."""
+    """InternLM 2, which has Llama's layers. transformers has no model for it."""
     return CONFIG_MAPPING["llama"](**values)
 
 
 def deepseek_v3(**values: Any) -> Any:
-    """Its angles are for heads of `head_dim`, whatever is rotated."""
+    """DeepSeek V3. transformers computes its angles for heads of `head_dim`."""
     return CONFIG_MAPPING["deepseek_v3"](**{**values, "head_dim": values["qk_rope_head_dim"]})
 
 
 def seeing_mistral(**text: Any) -> Any:
-    """Mistral Small 3.1, which sees, of which only the text part is served."""
+    """Mistral Small 3.1, a multimodal model, of which only the text part is served."""
     eyes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     return CONFIG_MAPPING["mistral3"](
         text_config={"model_type": "mistral", **text},
@@ -62,7 +62,7 @@ def seeing_mistral(**text: Any) -> Any:
 
 
 def seeing_ministral3(**text: Any) -> Any:
-    """Ministral 3, which sees, of which only the text part is served."""
+    """Ministral 3, a multimodal model, of which only the text part is served."""
     return seeing_mistral(**{**text, "model_type": "ministral3"})
 
 
@@ -80,7 +80,7 @@ def seeing_qwen3(**text: Any) -> Any:
 
 
 def seeing_qwen3_5(**text: Any) -> Any:
-    """Qwen 3.5 with eyes, of which only the text part is served."""
+    """A multimodal Qwen 3.5, of which only the text part is served."""
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 14}
     return CONFIG_MAPPING["qwen3_5"](
         text_config=text,
@@ -90,13 +90,13 @@ def seeing_qwen3_5(**text: Any) -> Any:
 
 
 def seeing_qwen3_5_moe(**text: Any) -> Any:
-    """The same with experts."""
+    """A multimodal Qwen 3.5 with experts, of which only the text part is served."""
     values: Any = {**seeing_qwen3_5(**text).to_diff_dict(), "text_config": text}
     return CONFIG_MAPPING["qwen3_5_moe"](**values)
 
 
 def seeing_llama4(**text: Any) -> Any:
-    """Llama 4 with eyes, of which only the text part is served."""
+    """A multimodal Llama 4, of which only the text part is served."""
     eyes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     joint = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
     return CONFIG_MAPPING["llama4"](
@@ -106,7 +106,7 @@ def seeing_llama4(**text: Any) -> Any:
     )
 
 
-NAMED_OTHERWISE: dict[str, Any] = {  # than transformers names their configuration
+NAMED_OTHERWISE: dict[str, Any] = {  # families whose name differs from that of their configuration in transformers
     "baichuan": baichuan,
     "baichuan2": baichuan,
     "deepseek_v3": deepseek_v3,
@@ -136,9 +136,7 @@ FAMILIES = (
     "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "qwen3_seeing",
     "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
-CONFIGS: dict[str, Any] = {
-    family: NAMED_OTHERWISE.get(family) or CONFIG_MAPPING[family] for family in FAMILIES
-}
+CONFIGS: dict[str, Any] = {family: NAMED_OTHERWISE.get(family) or CONFIG_MAPPING[family] for family in FAMILIES}
 SHAPE = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -147,13 +145,13 @@ SHAPE = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-3,  # large enough to be noticed
+    "rms_norm_eps": 1e-3,  # large enough to affect logits
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
     "sliding_window": None,
 }
-# Their text part is a class of its own.
+# multimodal families whose text part has its own class
 SEEING = {
     "llama4_seeing",
     "ministral3_seeing",
@@ -162,7 +160,7 @@ SEEING = {
     "qwen3_5_seeing",
     "qwen3_5_moe_seeing",
 }
-PUBLISHED_AS = {  # which transformers saves by another name, most as Llama
+PUBLISHED_AS = {  # published architectures that transformers saves under another name, usually Llama's
     "baichuan": "BaiChuanForCausalLM",
     "baichuan2": "BaichuanForCausalLM",
     "internlm2": "InternLM2ForCausalLM",
@@ -171,7 +169,7 @@ PUBLISHED_AS = {  # which transformers saves by another name, most as Llama
     "falcon_rw": "RWForCausalLM",
     "mpt_before": "MPTForCausalLM",
 }
-TWIN = "llama"  # the folder of a checkpoint that transformers can read in its place
+TWIN = "llama"  # folder with an equivalent checkpoint that transformers can read
 FULL, SLIDING = "full_attention", "sliding_attention"
 WIDE = {"hidden_size": 64, "head_dim": 16}  # for families whose heads always fill the hidden size
 EPS = {"layer_norm_eps": 1e-3}
@@ -199,7 +197,7 @@ MPT = {
     "max_seq_len": 256,
 }
 FALCON = {"hidden_size": 64, "layer_norm_epsilon": 1e-3}
-OWN: dict[str, dict[str, Any]] = {  # of a family
+OWN: dict[str, dict[str, Any]] = {  # configuration fields of single families
     "cohere": {**WIDE, **EPS, "logit_scale": 0.5},
     "cohere2": {**WIDE, **EPS, **MIXED, "logit_scale": 0.5},
     "ernie4_5_moe": {
@@ -314,7 +312,7 @@ LATENT = {
 }
 OWN["deepseek_v2"] = {**LATENT, "topk_group": 1, "topk_method": "group_limited_greedy"}
 OWN["deepseek_v3"] = LATENT
-# The kernels in C++ take multiples of 16, with what is rotated.
+# The C++ kernels support multiples of 16, including the rotated dimensions.
 OWN["glm4_moe_lite"] = {
     **LATENT,
     "kv_lora_rank": 32,
@@ -337,7 +335,7 @@ def write(
 ) -> str:
     """Write a checkpoint without a tokenizer and return its path. Overrides are configuration fields.
 
-    Without `published_names` its tensors are called and laid out as transformers' own modules have them.
+    Without `published_names`, tensors have the names and layouts of transformers' modules.
     """
     values = {**SHAPE, **OWN.get(family, {}), **config_overrides}
     config = CONFIGS[family](vocab_size=vocab_size, **values)
@@ -352,12 +350,10 @@ def write(
     if family in ("baichuan", "baichuan2"):
         tensors["state_dict"] = as_baichuan(model.state_dict())
         if family == "baichuan2":
-            head = model.get_output_embeddings().weight.data  # the twin's vectors are as long as these become
+            head = model.get_output_embeddings().weight.data  # the equivalent checkpoint has the normalised vectors
             head.copy_(torch.nn.functional.normalize(head))
         model.save_pretrained(Path(directory) / TWIN)
-    model.save_pretrained(
-        directory, max_shard_size=max_shard_size, save_original_format=published_names, **tensors
-    )
+    model.save_pretrained(directory, max_shard_size=max_shard_size, save_original_format=published_names, **tensors)
     if family in PUBLISHED_AS:
         file = Path(directory) / "config.json"
         saved = json.loads(file.read_text(encoding="utf-8"))
@@ -365,13 +361,14 @@ def write(
         if family == "internlm2":
             saved["bias"] = saved.pop("attention_bias")
         if family == "baichuan2":
-            saved["unit_head"] = config_overrides.get("unit_head", True)  # as its vocabulary says elsewhere
+            # other checkpoints declare it by their vocabulary size
+            saved["unit_head"] = config_overrides.get("unit_head", True)
         file.write_text(json.dumps(saved), encoding="utf-8")
     return str(directory)
 
 
 def as_baichuan(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Llama's tensors as Baichuan is published."""
+    """Convert Llama's tensors to Baichuan's published names."""
     found = {name: tensor.clone() for name, tensor in tensors.items()}
     for name in [name for name in found if ".q_proj." in name]:
         parts = [found.pop(name.replace("q_proj", part)) for part in ("q_proj", "k_proj", "v_proj")]
@@ -380,7 +377,7 @@ def as_baichuan(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def as_internlm2(tensors: dict[str, torch.Tensor], num_groups: int) -> dict[str, torch.Tensor]:
-    """Llama's tensors as InternLM 2 is published."""
+    """Convert Llama's tensors to InternLM 2's published names."""
     names = {
         "model.embed_tokens": "model.tok_embeddings", "lm_head": "output", "mlp.gate_proj": "feed_forward.w1",
         "mlp.down_proj": "feed_forward.w2", "mlp.up_proj": "feed_forward.w3", "self_attn.o_proj": "attention.wo",
@@ -403,12 +400,12 @@ def as_internlm2(tensors: dict[str, torch.Tensor], num_groups: int) -> dict[str,
 
 
 def readable(path: str) -> str:
-    """The checkpoint that transformers reads: the same, or its twin."""
+    """Return the checkpoint that transformers can read: the same one, or its equivalent."""
     return f"{path}/{TWIN}" if Path(path, TWIN).is_dir() else path
 
 
 def cached(family: str = "llama", **arguments: Any) -> str:
-    """As `write`, once per process and set of arguments, in a directory that goes with the process.
+    """Like `write`, once per process and set of arguments, in a temporary directory.
 
     For tests that only read the checkpoint.
     """
@@ -417,9 +414,7 @@ def cached(family: str = "llama", **arguments: Any) -> str:
 
 @cache
 def _write_once(family: str, arguments: str) -> str:
-    return write(
-        Path(_scratch().name) / str(_write_once.cache_info().misses), family, **json.loads(arguments)
-    )
+    return write(Path(_scratch().name) / str(_write_once.cache_info().misses), family, **json.loads(arguments))
 
 
 @cache
@@ -428,10 +423,10 @@ def _scratch() -> TemporaryDirectory[str]:
 
 
 def redraw(model: PreTrainedModel, seed: int) -> None:
-    """Matrices of standard deviation 0.2, norms and biases around what does nothing but well off it."""
+    """Draw matrices with standard deviation 0.2, and norms and biases clearly different from 1 and 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        # What a norm's weight says 1 with.
+        # the neutral value of a norm's weight
         norm = 0.0 if model.config.model_type.startswith(("gemma", "qwen3_next", "qwen3_5")) else 1.0
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
@@ -447,20 +442,18 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
 
 
 def auto_of(path: str) -> Any:
-    """What of transformers reads a checkpoint as a model that writes."""
+    """Return transformers' auto class that reads a checkpoint as a generating model."""
     kind = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))["model_type"]
     return AutoModelForImageTextToText if kind in ("llama4", "mistral3", "qwen3_vl") else AutoModelForCausalLM
 
 
 def reference(path: str, token_ids: list[int]) -> torch.Tensor:
-    """What transformers computes: float32 logits [T, V] of one sequence, in one pass.
+    """Return the result of transformers: float32 logits [T, V] of one sequence, in one pass.
 
-    Falcon by torch's own attention: its eager code takes ALiBi's slopes off twice.
+    Falcon uses torch's attention, because its eager code applies ALiBi's slopes twice.
     """
     config = json.loads((Path(readable(path)) / "config.json").read_text(encoding="utf-8"))
     implementation = "sdpa" if config["model_type"] == "falcon" else "eager"
-    model = auto_of(path).from_pretrained(
-        readable(path), dtype=torch.float32, attn_implementation=implementation
-    )
+    model = auto_of(path).from_pretrained(readable(path), dtype=torch.float32, attn_implementation=implementation)
     with torch.no_grad():
         return model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0].float()

@@ -32,7 +32,7 @@ SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EPS = {"layer_norm_eps": 1e-3}  # large enough to be noticed
+EPS = {"layer_norm_eps": 1e-3}  # large enough to affect results
 _DISTIL = {
     "hidden_size": "dim",
     "intermediate_size": "hidden_dim",
@@ -42,9 +42,7 @@ _DISTIL = {
 CONFIGS: dict[str, Any] = {
     "bert": lambda **own: BertConfig(**SHAPE, **EPS, **own),
     "roberta": lambda **own: RobertaConfig(**{**SHAPE, "pad_token_id": 1}, **EPS, type_vocab_size=1, **own),
-    "xlm-roberta": lambda **own: XLMRobertaConfig(
-        **{**SHAPE, "pad_token_id": 1}, **EPS, type_vocab_size=1, **own
-    ),
+    "xlm-roberta": lambda **own: XLMRobertaConfig(**{**SHAPE, "pad_token_id": 1}, **EPS, type_vocab_size=1, **own),
 }
 CONFIGS["modernbert"] = lambda **own: ModernBertConfig(
     **SHAPE, norm_eps=1e-3, local_attention=12, cls_token_id=1, sep_token_id=2, **own
@@ -54,7 +52,7 @@ CONFIGS["distilbert"] = lambda **own: DistilBertConfig(
 )
 CONFIGS["mpnet"] = lambda **own: MPNetConfig(**{**SHAPE, "pad_token_id": 1}, **EPS, **own)
 CONFIGS["nomic_bert"] = lambda **own: NomicBertConfig(**SHAPE, **EPS, **own)
-CLS, SEP = 94, 93  # RoBERTa's padding, 1, has a position of its own
+CLS, SEP = 94, 93  # not 1, which is RoBERTa's padding and has its own position
 TEMPLATE = (
     "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}w3"
     "{% if enable_thinking is false %} w4{% endif %}"
@@ -62,7 +60,7 @@ TEMPLATE = (
 
 
 def redraw(model: PreTrainedModel, seed: int = 5) -> PreTrainedModel:
-    """Matrices large enough that nothing may be left out, norms and biases moved off 1 and 0."""
+    """Draw matrices large enough that every part matters, and norms and biases different from 1 and 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -73,7 +71,7 @@ def redraw(model: PreTrainedModel, seed: int = 5) -> PreTrainedModel:
 
 
 def save(folder: Path, kind: str, *, num_labels: int = 0, **own: Any) -> PreTrainedModel:
-    """Write a checkpoint of this kind, a classifier if it has labels -> the model of transformers."""
+    """Write a checkpoint of this kind (a classifier if it has labels), and return the transformers model."""
     if num_labels:
         config = CONFIGS[kind](num_labels=num_labels, **own)
         model = AutoModelForSequenceClassification.from_config(config)
@@ -85,7 +83,7 @@ def save(folder: Path, kind: str, *, num_labels: int = 0, **own: Any) -> PreTrai
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Words w3 to w90, yes and no, [CLS] before a text and [SEP] behind it and behind the second of a pair."""
+    """Write a tokenizer: words w3 to w90, yes and no, [CLS] before a text, and [SEP] after each text of a pair."""
     words = {f"w{index}": index for index in range(3, 91)} | {"yes": 91, "no": 92}
     words |= {"[PAD]": 0, "[SEP]": SEP, "[CLS]": CLS, "[UNK]": 95}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
@@ -112,7 +110,7 @@ def save_sentence_files(
     prompts: dict[str, str] | None = None,
     default_prompt: str | None = None,
 ) -> None:
-    """The files that sentence-transformers writes beside a checkpoint."""
+    """Write the files of sentence-transformers to a checkpoint."""
     from safetensors.torch import save_file
 
     kinds = ["Transformer", "Pooling", *(["Dense"] if dense else []), *(["Normalize"] if normalize else [])]

@@ -1,4 +1,4 @@
-"""Small configurations of transformers' models that have no family of ours."""
+"""Small configurations of transformers' models without a native family."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-# Whatever of these a configuration has.
+# Fields that are set if a configuration has them.
 SMALL: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 96, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
@@ -28,7 +28,7 @@ _GEMMA_3N = {
 }  # fmt: skip
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
-OWN: dict[str, dict[str, Any]] = {  # of a kind, over SMALL; a value of None is left out
+OWN: dict[str, dict[str, Any]] = {  # Fields of single kinds, which override SMALL. None removes a field.
     **dict.fromkeys(
         ("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert",
          "rembert", "roberta", "roformer", "xlm-roberta", "xlm-roberta-xl"),
@@ -133,7 +133,7 @@ OWN: dict[str, dict[str, Any]] = {  # of a kind, over SMALL; a value of None is 
     "xmod": {**_DECODER, "default_language": "en_XX"},
     "xlnet": {"max_position_embeddings": None},
     "xlstm": {"v_head_dim": None},
-    "roberta-prelayernorm": {**_DECODER, "pad_token_id": 126},  # positions are not counted where that is written
+    "roberta-prelayernorm": {**_DECODER, "pad_token_id": 126},  # padding does not affect the positions of this model
     "kimi_linear": {"layer_types": ["linear_attention", FULL]},
     "reformer": {
         **_DECODER, "axial_pos_embds": False, "attn_layers": ["local", "local"], "feed_forward_size": 96,
@@ -149,13 +149,13 @@ OWN: dict[str, dict[str, Any]] = {  # of a kind, over SMALL; a value of None is 
 
 
 def config(model_type: str, **changes: Any) -> Any:
-    """A small configuration of this kind; `changes` are its fields, those of None left out."""
+    """Return a small configuration of this kind. `changes` are its fields; None removes a field."""
     kind = CONFIG_MAPPING[model_type]
     usual = kind()
     values = {name: value for name, value in SMALL.items() if _has(usual, name)}
     if getattr(usual, "sliding_window", None) is None:
         values.pop("sliding_window", None)
-    if "kv_lora_rank" in values:  # latent attention has a key for each head, of two parts
+    if "kv_lora_rank" in values:  # each head of latent attention has a key with two parts
         values |= {"num_key_value_heads": 4} | ({"head_dim": 8} if "head_dim" in values else {})
     for name in getattr(kind, "sub_configs_defaults", None) or {}:
         if (part := getattr(usual, name, None)) is not None:
@@ -167,5 +167,5 @@ def config(model_type: str, **changes: Any) -> Any:
 def _has(usual: Any, name: str) -> bool:
     try:
         return hasattr(usual, name)
-    except RuntimeError:  # it differs by layer
+    except RuntimeError:  # the value differs between layers
         return False

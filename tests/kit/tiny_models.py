@@ -14,7 +14,7 @@ CONTEXT = 2048
 
 @cache
 def cached(family: str = "llama", kind: tiny_tokenizers.Kind = "byte_bpe") -> str:
-    """A model that tests only read, written once per process."""
+    """Return a model that tests only read. It is written once per process."""
     directory = Path(_scratch().name) / f"{family}-{kind}"
     directory.mkdir()
     vocab_size = tiny_tokenizers.write(directory, kind=kind).vocab_size

@@ -41,7 +41,7 @@ Ein kleiner Ofen wärmt die große Küche; à bientôt, señor, où est la gare?
 مرحبا بالعالم. नमस्ते दुनिया। 🙂 🚀 👩‍🚀 ❤️
 """
 
-_WORDS = (  # Qwen's, so that transformers' own class for that family builds the same tokenizer
+_WORDS = (  # Qwen's pattern, so that transformers' class for that family builds the same tokenizer
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -86,7 +86,7 @@ _CHAT_TEMPLATE = """\
 
 
 class TinyTokenizer(NamedTuple):
-    """What was written. A model for it needs `vocab_size` rows of embedding, or more."""
+    """The written tokenizer. A model for it needs at least `vocab_size` rows of embeddings."""
 
     path: Path
     vocab_size: int
@@ -95,9 +95,9 @@ class TinyTokenizer(NamedTuple):
 
 
 def write(directory: Path | str, kind: Kind = "byte_bpe", vocab_size: int = 512) -> TinyTokenizer:
-    """Train a tokenizer of exactly `vocab_size` tokens and add its files to `directory`.
+    """Train a tokenizer with exactly `vocab_size` tokens, and add its files to `directory`.
 
-    Deterministic. Raises ValueError when the built-in text does not yield that many tokens.
+    Deterministic. Raises ValueError if the built-in text does not yield this number of tokens.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
@@ -122,17 +122,15 @@ def write(directory: Path | str, kind: Kind = "byte_bpe", vocab_size: int = 512)
 
 
 def build(kind: Kind, vocab_size: int = 512) -> tuple[Tokenizer, dict[str, str]]:
-    """The tokenizer itself and its special tokens by name, without writing anything."""
-    backend, special = {"byte_bpe": _byte_bpe, "metaspace": _metaspace, "wordpiece": _wordpiece}[kind](
-        vocab_size
-    )
+    """Return the tokenizer and its special tokens by name, without writing files."""
+    backend, special = {"byte_bpe": _byte_bpe, "metaspace": _metaspace, "wordpiece": _wordpiece}[kind](vocab_size)
     if backend.get_vocab_size() != vocab_size:
         raise ValueError(f"The text yields {backend.get_vocab_size()} {kind} tokens, not {vocab_size}.")
     return backend, special
 
 
 def chat_template(kind: Kind) -> str:
-    """A template for system, user, assistant and tool messages, with tools and lists of parts."""
+    """Return a template for system, user, assistant and tool messages, with tools and lists of parts."""
     begin, end = {
         "byte_bpe": ("<|im_start|>", "<|im_end|>"),
         "metaspace": ("<s>", "</s>"),
@@ -167,9 +165,7 @@ def _metaspace(vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
     leading = [*specials, *(f"<0x{byte:02X}>" for byte in range(256))]
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.Metaspace()
-    alphabet = sorted(
-        {character for character in TEXT if character.isascii() and character.isprintable()} | {"▁"}
-    )
+    alphabet = sorted({character for character in TEXT if character.isascii() and character.isprintable()} | {"▁"})
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - len(leading),
         show_progress=False,
@@ -205,9 +201,7 @@ def _wordpiece(vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
     letters = sorted(set("".join(words)))
     pieces = [*specials, *letters, *(f"##{letter}" for letter in letters)]
     endings = Counter(f"##{word[-length:]}" for word in words for length in (2, 3) if len(word) > length)
-    pieces += [
-        piece for piece, _ in (endings + Counter(word for word in words if len(word) > 1)).most_common()
-    ]
+    pieces += [piece for piece, _ in (endings + Counter(word for word in words if len(word) > 1)).most_common()]
     vocab = {piece: piece_id for piece_id, piece in enumerate(pieces[:vocab_size])}
     backend = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
     backend.normalizer = normalizer

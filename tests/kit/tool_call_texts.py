@@ -1,4 +1,4 @@
-"""Outputs with tool calls in every format: the text "Hi there." where the format allows one, and the same two calls."""
+"""Outputs with tool calls in every format: the text "Hi there." if the format allows text, and the same two calls."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALLS = [
     ("get_weather", {"city": 'S"{ö} </tool_call> Paulo 🚀', "days": 3, "opt": {"a": [1, {"b": "}"}]}}),
     ("stop", {}),
 ]
-WITHOUT_TEXT = {"llama3", "json"}  # calls begin their outputs
+WITHOUT_TEXT = {"llama3", "json"}  # formats in which calls begin the output
 
 TEXTS: dict[str, str] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 ALIASES = {

@@ -9,25 +9,18 @@ import pytest
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
-NOTEBOOKS = sorted(
-    path for path in (ROOT / "notebooks").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts
-)
-TRAINS = ("how_it_was_made",)  # a small model, for ten seconds
+NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
+TRAINS = ("how_it_was_made",)  # trains a small model for ten seconds
 
 
 @pytest.mark.notebook
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in TRAINS else [])
-        for path in NOTEBOOKS
-    ],
+    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in TRAINS else []) for path in NOTEBOOKS],
 )
 def test_notebook_runs(path: Path):
     notebook = nbformat.read(path, as_version=4)
-    NotebookClient(
-        notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": ROOT}}
-    ).execute()
+    NotebookClient(notebook, timeout=100, kernel_name="python3", resources={"metadata": {"path": ROOT}}).execute()
 
 
 def test_there_are_notebooks():

@@ -1,4 +1,4 @@
-"""Whether a row's attention depends on the rows beside it."""
+"""Check whether a row's attention depends on other rows of its batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ ROWS = ((70, 1), (5, 1), (900, 1), (0, 40))
 
 
 def bits_differ(device: str, file: str) -> list[int]:
-    """Of the first three rows, those whose results alone are not, bit for bit, those in the whole batch."""
+    """Return those of the first three rows whose results alone differ in any bit from their results in the whole
+    batch.
+    """
     attend = import_module(f"ops.attention.{file}").make_attend()
     case = Case(ROWS, num_heads=8, head_dim=128, dtype=torch.bfloat16)
     q, k_pool, v_pool, together = step(case)

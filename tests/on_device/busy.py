@@ -1,4 +1,4 @@
-"""How busy a device is while an engine answers."""
+"""Measure how busy a device is while an engine answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from serve import Engine
 
 
 async def shares_of_a_session(device: str) -> list[float]:
-    """The device's busy part of each step of 128 tokens of four requests."""
+    """Return the busy share of each step while four requests generate 128 tokens."""
     options = {"device": device, "random_seed": 1, "max_total_tokens": 8192}
     async with Engine(tiny_models.cached(), **options) as engine:
         sampling = {"max_new_tokens": 128, "ignore_eos": True}

@@ -1,4 +1,4 @@
-"""Answers by replayed CUDA graphs, and proof that they were replayed."""
+"""Answers with replayed CUDA graphs, and a check that graphs were replayed."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Tokens = list[list[int]]
 async def eager_and_replayed(
     path: str, device: str, *, dtype: str = "float32", sampling: Mapping[str, Any] = GREEDY, **options: Any
 ) -> tuple[Tokens, Tokens]:
-    """The answers of an engine without graphs and of one whose graphs are all captured.
+    """Return the answers of an engine without graphs, and of an engine with all graphs captured.
 
-    AssertionError if the second did not replay them on a GPU, or captured none.
+    Raises AssertionError if the second engine captured no graph, or replayed none on a GPU.
     """
     eager = await answers(path, device, dtype=dtype, sampling=sampling, disable_cuda_graph=True, **options)
     async with Engine(path, **engine_options(device, dtype), **options) as engine:
@@ -36,7 +36,7 @@ async def eager_and_replayed(
 
 
 async def prepared(engine: Engine) -> None:
-    """Wait until nothing is left that makes later steps faster."""
+    """Wait until all graphs are captured."""
     [runner] = engine.core.runners
     assert isinstance(runner, ModelRunner)
     while runner.capturing:
@@ -45,7 +45,7 @@ async def prepared(engine: Engine) -> None:
 
 @contextmanager
 def counted_replays() -> Iterator[list[object]]:
-    """One entry for each replay of any graph."""
+    """Count the replays: the list gets one entry per replay of any graph."""
     replays: list[object] = []
     replay = torch.cuda.CUDAGraph.replay
 

@@ -1,4 +1,4 @@
-"""What an engine on a device answers greedily, against transformers."""
+"""Greedy answers of an engine on a device, against transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import tiny_checkpoints
 from greedy import GREEDY, prompts
 from serve import Engine
 
-# Wider than the tiny ones: FlashInfer's kernels know heads of 64, 128 and 256 dimensions only.
+# Larger than the tiny checkpoints, because FlashInfer supports only heads of 64, 128 and 256 dimensions.
 WIDE = {
     "hidden_size": 128,
     "intermediate_size": 192,
@@ -23,7 +23,7 @@ WIDE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-# Of these, transformers does not read head_dim, or wants as many kv heads as heads.
+# Families for which transformers ignores head_dim, or requires as many kv heads as heads.
 OWN_WIDE = {
     **{
         name: {"kv_lora_rank": 56, "head_dim": 8, "num_key_value_heads": 4}
@@ -37,10 +37,11 @@ OWN_WIDE = {
     "stablelm": {"hidden_size": 256},
 }
 SEEDED = {**GREEDY, "temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "seed": 11}
-# How far below the best a chosen token's logit may lie, in standard deviations of the logits: three times what
-# plain torch showed on a CPU. The best of 128 lies about 2.5 above the mean; wrong tokens were 5 below.
+# Maximum distance of a chosen token's logit from the best, in standard deviations of the logits: three times the
+# distances measured with plain torch on a CPU. The best of 128 logits is about 2.5 above the mean; wrong tokens were 5
+# below the best.
 MARGINS = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.5}
-MEAN_MARGIN = 0.2  # of all tokens, over a cache of 8 bits
+MEAN_MARGIN = 0.2  # maximum mean over all tokens, with an 8-bit cache
 
 
 def wide_path(family: str) -> str:
@@ -50,7 +51,7 @@ def wide_path(family: str) -> str:
 async def answers(
     path: str, device: str, *, dtype: str = "float32", sampling: Mapping[str, Any] = GREEDY, **options: Any
 ) -> list[list[int]]:
-    """The answers to the twenty prompts, all at once, twice: from the prefix cache the second time."""
+    """Return the answers to the twenty prompts, submitted at once, two times; the second time uses the prefix cache."""
     async with Engine(path, **engine_options(device, dtype), **options) as engine:
         return await both_times(engine, sampling)
 
@@ -66,7 +67,7 @@ def engine_options(device: str, dtype: str = "float32") -> dict[str, Any]:
 
 
 async def both_times(engine: Engine, sampling: Mapping[str, Any] = GREEDY) -> list[list[int]]:
-    """AssertionError if the second answers are others than the first (in 32 bits, where nothing is near)."""
+    """Raise AssertionError if the second answers differ from the first (only in float32, which has no near ties)."""
     first, second = [await ids_of(engine, sampling), await ids_of(engine, sampling)]
     if engine.core.plan.model.dtype == "float32":
         assert first == second
@@ -79,10 +80,10 @@ async def ids_of(engine: Engine, sampling: Mapping[str, Any] = GREEDY) -> list[l
 
 
 def shortfalls(path: str, device: str, dtype: str, found: list[list[int]]) -> list[float]:
-    """By how much each chosen token's logit lies below the best, as transformers sees it.
+    """Return how far each chosen token's logit is below the best logit, computed by transformers.
 
-    In standard deviations of the logits, computed in float32 from the weights rounded to `dtype`, with the
-    answers so far as they are: one near tie that falls the other way does not make all that follows wrong.
+    The unit is standard deviations of the logits. They are computed in float32 from weights rounded to `dtype`, for the
+    generated prefix, so that one near tie does not invalidate the following tokens.
     """
     model = _rounded_model(path, dtype).to(device)
     below: list[float] = []
@@ -96,10 +97,10 @@ def shortfalls(path: str, device: str, dtype: str, found: list[list[int]]) -> li
 
 
 def assert_nearly_the_best(path: str, device: str, dtype: str, found: list[list[int]]) -> None:
-    """AssertionError if a token's logit is too far below the best.
+    """Raise AssertionError if a token's logit is too far below the best.
 
-    Where a router chooses experts, the mean counts: in 16 bits another expert is chosen where two are nearly equal,
-    and that token's logits are then others altogether.
+    With routed experts the mean counts: in 16 bits a router may choose another of two nearly equal experts, which
+    changes a token's logits completely.
     """
     below = shortfalls(path, device, dtype, found)
     if "experts" in Path(path, "config.json").read_text(encoding="utf-8"):

@@ -1,4 +1,4 @@
-"""What engines leave behind on a device, and what becomes of a step that finds no memory."""
+"""Memory that engines leave allocated on a device, and steps that run out of memory."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import tiny_checkpoints
 from greedy import GREEDY
 from runtime.errors import PenstockError
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.models.decoder import Decoder
+from runtime.modeling.decoder import Decoder
 from serve import Engine
 
-BIG_PROMPT = [3 + place % 90 for place in range(1500)]  # its step is the one that finds no memory
+BIG_PROMPT = [3 + place % 90 for place in range(1500)]  # the prompt whose step runs out of memory
 SMALL_PROMPTS = ([5, 6, 7], [9, 8, 7, 6, 5], [40, 41])
 LONG_ANSWER = {"temperature": 0, "max_new_tokens": 100, "ignore_eos": True}
-# So wide that the big prompt's step takes 150 MB where small ones take less than the spare bytes.
+# So large that the big prompt's step takes 150 MB, while small steps fit into the spare bytes.
 WIDE = {"max_position_embeddings": 2048, "intermediate_size": 8192}
-SPARE_BYTES = 64 * 2**20  # torch takes memory in pieces of up to 20 MiB
+SPARE_BYTES = 64 * 2**20  # torch allocates memory in blocks of up to 20 MiB
 STARVING: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "dtype": "float32",
     "random_seed": 1,
     "max_total_tokens": 8192,
     "chunked_prefill_size": 4096,
-    "disable_cuda_graph": True,  # none is to be captured while there is no memory
+    "disable_cuda_graph": True,  # no graph must be captured while memory is short
 }
 
 
 def allocated_bytes(device: str) -> int:
-    """Memory of living tensors on the device, after the garbage is gone."""
+    """Return the memory of all tensors on the device, after garbage collection."""
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.synchronize()
@@ -46,12 +46,12 @@ def allocated_bytes(device: str) -> int:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """The address of its memory; of weights in a layout of their own, of the tensor."""
+    """Return the address of the tensor's memory, or of the tensor for weights with their own layout."""
     return id(tensor) if tensor.is_mkldnn else tensor.data_ptr()
 
 
 async def after_cycles(number: int, path: str, device: str, **options: Any) -> list[int]:
-    """Bytes that are allocated after each of so many engines was opened, asked and closed."""
+    """Return the allocated bytes after each of several engines was opened, used and closed."""
     return [await _after_one(path, device, options) for _ in range(number)]
 
 
@@ -63,14 +63,14 @@ async def _after_one(path: str, device: str, options: dict[str, Any]) -> int:
 
 
 class Starved(NamedTuple):
-    """What became of requests while the device had no memory for a large step."""
+    """The results of requests while the device has no memory for a large step."""
 
-    small: list[list[int]]  # the ids that small requests got
-    big: PenstockError | None  # what the big one failed of
+    small: list[list[int]]  # ids that small requests generated
+    big: PenstockError | None  # error of the big request
 
 
 async def starve(engine: Engine, device: str) -> Starved:
-    """Three small requests run while a big prompt comes for whose step there is no memory."""
+    """Run three small requests, then submit a big prompt for whose step there is no memory."""
     begun = [anyio.Event() for _ in SMALL_PROMPTS]
     found: list[list[int]] = [[] for _ in SMALL_PROMPTS]
     failed: PenstockError | None = None
@@ -95,14 +95,14 @@ async def starve(engine: Engine, device: str) -> Starved:
 
 @contextmanager
 def starved(device: str) -> Iterator[None]:
-    """Within, a step of many tokens finds no memory; one of a few does."""
+    """Inside this context, a step of many tokens runs out of memory, but a step of a few tokens does not."""
     with _capped() if device.startswith("cuda") else _failing():
         yield
 
 
 @contextmanager
 def _capped() -> Iterator[None]:
-    """Torch's allocator may take hardly more than what is in use."""
+    """Limit torch's allocator to little more than the memory in use."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info()
@@ -115,7 +115,7 @@ def _capped() -> Iterator[None]:
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """Models say what a full GPU says."""
+    """Make models raise the error of a full GPU."""
     forward = Decoder.forward
 
     def full(self: Decoder, batch: ForwardBatch) -> torch.Tensor:
@@ -129,7 +129,7 @@ def _failing() -> Iterator[None]:
 
 
 async def check_starving(device: str) -> None:
-    """AssertionError unless only the big request fails, and the engine goes on as if nothing had been."""
+    """Raise AssertionError unless only the big request fails and the engine continues normally."""
     path = tiny_checkpoints.cached("llama", **WIDE)
     async with Engine(path, device=device, **STARVING) as engine:
         calm = await engine.generate(input_ids=[*SMALL_PROMPTS], sampling_params=LONG_ANSWER)

@@ -1,4 +1,4 @@
-"""A backend on a device, called with tensors of the host: the case tables need not know where it computes."""
+"""A backend on a device that is called with host tensors, so that test cases do not depend on the device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from ops.sampling import SamplingArrays
 
 
 class Moved:
-    """Has the functions of `backend`. Their arguments are copied to the device, their results back.
+    """A wrapper with the functions of `backend`. Arguments are copied to the device, and results back.
 
-    Strides, offsets and shared memory are the same there, and what a function writes into its arguments
-    is found in them afterwards.
+    Strides, offsets and shared memory are preserved. Changes to arguments are copied back too.
     """
 
     def __init__(self, backend: Any, device: str) -> None:
@@ -31,7 +30,7 @@ class Moved:
             there = _Copies(self._device)
             keywords = there.of(keywords)
             for arg in args:
-                if isinstance(arg, SamplingArrays):  # planned on the host, by contract
+                if isinstance(arg, SamplingArrays):  # planned on the host by contract
                     keywords["host"] = arg
             results = function(*there.of(args), **keywords)
             found = to_host(results)
@@ -42,7 +41,7 @@ class Moved:
 
 
 def to_host(value: Any) -> Any:
-    """The same with all its tensors on the host. Waits for the device."""
+    """Return the same structure with all tensors on the host. Waits for the device."""
     if isinstance(value, Tensor):
         return value.cpu()
     if isinstance(value, tuple):
@@ -51,11 +50,11 @@ def to_host(value: Any) -> Any:
 
 
 class _Copies:
-    """Of the memory that the arguments of one call lie in, each once."""
+    """Copies of the memory of one call's arguments, each memory once."""
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by address: all bytes here, and there
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # address -> all bytes on the host and on the device
 
     def of(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Every operation on a device against native on the host, over the case tables and in the dtypes of models."""
+"""Every operation on a device against `native` on the host, over the case tables and in the dtypes of models."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_cases import activation, attention, matmul, norm, rope, sampling
+from kernel_cases import activation, attention, low_rank, matmul, norm, rope, sampling
 from kernel_comparison import agree
 from on_device.moved import Moved
 from ops.backends import ATTENTION, SAMPLING
@@ -22,17 +22,17 @@ from ops.select import OPERATIONS
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_CAPABILITY = (8, 9)
-HOST_ONLY = ("with_onednn", "int8")  # the latter keeps no 4 bits
-NO_TABLE = tuple(  # torch's own on a GPU
+HOST_ONLY = ("with_onednn", "int8")  # `int8` does not support 4 bits
+NO_TABLE = tuple(  # implemented by torch on a GPU
     operation for operation, (_, files) in OPERATIONS.items() if set(files) <= {"native", "with_cpp"}
 )
-EXACT = ("kv", "sampling")  # these copy, round or choose: nothing may differ
-EXTRAS = ("penalized", "masked", "scored")  # functions of a table beside `outputs`
-SLACK = 2.0  # the device's exponentials and sums are not the host's
+EXACT = ("kv", "sampling")  # operations that copy, round or choose, so results must be equal
+EXTRAS = ("penalized", "masked", "scored")  # functions of a table in addition to `outputs`
+SLACK = 2.0  # the device's exponentials and sums differ from the host's
 
 LONG = tuple((97 * row % 3000, 1) for row in range(32))
 GQA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": BF16}
-# As large as those of real models, which interpreters cannot do in time.
+# Sizes of real models, which are too slow for the interpreter.
 LARGE: dict[str, dict[str, Any]] = {
     "activation": {"large": activation.Case("silu", (64, 2 * 14_336), BF16)},
     "attention": {
@@ -41,9 +41,12 @@ LARGE: dict[str, dict[str, Any]] = {
         "large, long rows": attention.Case(((0, 1500), (700, 300)), **GQA),
         "large, mixed": attention.Case((*LONG[:9], (0, 700), (2000, 1), (512, 200)), **GQA),
     },
+    "low_rank": {
+        f"large, {len(slots)} tokens": low_rank.Case(slots, (16, 0, 64), 64, 4096, (4096, 1024, 1024), BF16)
+        for slots in ((1, 0, 3, 3, 2), (3,) * 500 + (0, 1, 2) * 50)
+    },
     "matmul": {
-        f"large, {rows} rows": matmul.Case(rows, 4096, 4096, 128, shifted=True, dtype=BF16)
-        for rows in (1, 500)
+        f"large, {rows} rows": matmul.Case(rows, 4096, 4096, 128, shifted=True, dtype=BF16) for rows in (1, 500)
     },
     "norm": {"large": norm.Case((256, 4096), BF16)},
     "rope": {"large": rope.Case(32, 8, 128, 128, dtype=BF16, positions=tuple(range(20)) * 16)},
@@ -55,7 +58,7 @@ LARGE: dict[str, dict[str, Any]] = {
 
 
 class Check(NamedTuple):
-    """One case of one backend file."""
+    """One case for one backend module."""
 
     operation: str
     file: str
@@ -66,7 +69,7 @@ class Check(NamedTuple):
 
 
 def checks(*, large: bool) -> Iterator[Check]:
-    """All that this machine can be asked for, of the backends that run on its GPU, or on the host without one."""
+    """Return all checks for the backends that run on this machine's GPU, or on the host without a GPU."""
     files = runnable_files()
     for operation, (_, there) in OPERATIONS.items():
         if operation not in NO_TABLE:
@@ -77,7 +80,7 @@ def checks(*, large: bool) -> Iterator[Check]:
 
 
 def one_of_each() -> list[Check]:
-    """The first case of every operation, file and dtype, and what stands beside the tables."""
+    """Return the first check of every operation, module and dtype, and the checks outside the tables."""
     found: dict[Any, Check] = {}
     for check in checks(large=False):
         case = cases(check.operation).get(check.case, check.case)
@@ -96,13 +99,13 @@ def runnable_files() -> set[str]:
 
 
 def compiles_flashinfer() -> bool:
-    """Whether FlashInfer can get its kernels: by CUDA's compiler, or from a package that has them."""
+    """Whether FlashInfer can get its kernels: from CUDA's compiler, or from a package."""
     has_compiler = shutil.which("nvcc") is not None or "CUDA_HOME" in os.environ
     return has_compiler or find_spec("flashinfer_jit_cache") is not None
 
 
 def cases(operation: str, *, large: bool = True) -> dict[str, Any]:
-    """The table, then each of its float32 cases in the dtypes that GPUs compute in, and over a float8 cache."""
+    """Return the table's cases, then each float32 case in the dtypes of GPUs and with a float8 cache."""
     found = dict(table(operation).CASES)
     for name, case in table(operation).CASES.items():
         if getattr(case, "dtype", None) == FP32:
@@ -131,7 +134,9 @@ def table(operation: str) -> Any:
 
 
 def compare(check: Check, device: str) -> None:
-    """AssertionError where the device's results are not native's; ValueError where the backend refuses it."""
+    """Raise AssertionError if the device's results differ from `native`, and ValueError if the backend refuses the
+    case.
+    """
     operation, file, name = check
     found, wanted = (
         outputs(operation, name, backend)
@@ -162,5 +167,5 @@ def _backend(operation: str, file: str) -> Any:
     module = import_module(f"ops.{operation}.{file}")
     if operation == "matmul":
         return matmul.of_module(module)
-    # Attention as an engine gets it: some backends keep what they planned.
+    # `attend` as an engine gets it, because some backends keep plans
     return SimpleNamespace(attend=module.make_attend()) if operation == "attention" else module

@@ -1,4 +1,4 @@
-"""A session of every kind of request against a served engine, and what must not happen meanwhile."""
+"""A session with every kind of request against a served engine, and checks for forbidden waits."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import httpx
 
 import http_server
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
-# Small enough for chunks, retractions and evictions.
+# Small enough to cause chunks, retractions and evictions.
 OPTIONS: dict[str, Any] = {
     "page_size": 16,
     "chunked_prefill_size": 64,
@@ -45,9 +45,9 @@ LOGPROBS = {
 
 @contextmanager
 def no_waiting(device: str) -> Iterator[None]:
-    """Within, torch raises where anything but an event makes the host wait for a GPU; in every thread.
+    """Inside this context, torch raises in every thread if anything except an event makes the host wait for a GPU.
 
-    What the collecting thread does, waiting for the event behind a step, is not among it.
+    The thread that reads results may wait for the event after a step.
     """
     if not device.startswith("cuda"):
         yield
@@ -63,7 +63,7 @@ def no_waiting(device: str) -> Iterator[None]:
 
 
 async def run(engine: Engine) -> None:
-    """Ask everything, over HTTP and from Python, much of it at once. AssertionError for what is not answered."""
+    """Send all kinds of requests over HTTP and from Python, many at once. Raises AssertionError for a failure."""
     async with (
         http_server.serving(build_app(engine.core)) as url,
         httpx.AsyncClient(base_url=url, timeout=120) as client,
@@ -94,7 +94,7 @@ async def _generate(
 
 
 async def _complete(client: httpx.AsyncClient, model: str) -> None:
-    """Text in, a stream of text out, until a string that ends it."""
+    """Stream a completion of a text prompt up to a stop string."""
     body = {"model": model, "prompt": "Once upon a time", "max_tokens": 40, "stream": True, "stop": ["zzz"]}
     async with client.stream("POST", "/v1/completions", json=body) as response:
         lines = [line async for line in response.aiter_lines()]
@@ -103,7 +103,7 @@ async def _complete(client: httpx.AsyncClient, model: str) -> None:
 
 
 async def _leave(engine: Engine) -> None:
-    """Streams that are left early; their pages come back."""
+    """Cancel streams early, and check that their pages are freed."""
     for _ in range(4):
         sampling = {"max_new_tokens": 400, "ignore_eos": True}
         pieces = engine.stream(input_ids=LONG[:150], sampling_params=sampling)

@@ -1,4 +1,4 @@
-"""The bodies of `tests/gpu`, on the CPU with its kernels: what is wrong in them is found without a GPU."""
+"""The code of `tests/gpu` on the CPU with its kernels, so that its errors are found without a GPU."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from on_device.moved import Moved
 from on_device.operations import Check
 from ops.attention import AttentionMetadata
 from ops.select import select
-from runtime.models.config import read_facts
-from runtime.models.loader import load_model
+from runtime.loading.facts import read_facts
+from runtime.loading.loader import load_model
 from serve import Engine
 
 CPU = "cpu"
@@ -36,7 +36,7 @@ def test_an_operation_is_compared(check: Check) -> None:
 @pytest.mark.parametrize("operation", operations.LARGE)
 def test_large_cases_are_cases(operation: str) -> None:
     for name, case in operations.LARGE[operation].items():
-        if operation == "attention":  # which takes a CPU seconds
+        if operation == "attention":  # takes seconds on a CPU
             assert operations.table(operation).step(case).q.shape[1:] == (32, 128)
         else:
             operations.compare(Check(operation, "native", name), CPU)
@@ -53,9 +53,7 @@ def test_every_operation_with_kernels_for_gpus_has_a_table() -> None:
 @pytest.mark.parametrize(
     ("operation", "file", "function"), [("activation", "native", "gate"), ("norm", "native", "rms_norm")]
 )
-def test_a_wrong_kernel_is_noticed(
-    operation: str, file: str, function: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_kernel_is_noticed(operation: str, file: str, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     right = operations._backend(operation, file)
     wrong = SimpleNamespace(**vars(right))
     setattr(wrong, function, lambda *args, **more: 1.02 * getattr(right, function)(*args, **more))

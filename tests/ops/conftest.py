@@ -24,7 +24,7 @@ REPORT_FD = "PENSTOCK_INTERPRETER_REPORT_FD"
 
 
 class Outcome(NamedTuple):
-    """What became of one test."""
+    """The result of one test."""
 
     word: str  # "passed", "failed", "skipped"
     text: str  # the traceback or the reason
@@ -35,7 +35,7 @@ def is_interpreting() -> bool:
 
 
 class InterpreterSession:
-    """The child. It starts at once and is waited for test by test."""
+    """The child process. It starts immediately, and its tests are awaited one by one."""
 
     def __init__(self, root: Path, nodeids: Sequence[str]) -> None:
         reading, writing = os.pipe()
@@ -72,7 +72,7 @@ class InterpreterSession:
 
 
 def send_report(nodeid: str, word: str, text: str) -> None:
-    """Called in the child, for every finished test."""
+    """Send the report of a finished test. Called in the child process."""
     fd = os.environ.get(REPORT_FD)
     if fd is not None:
         os.write(int(fd), (json.dumps([nodeid, word, text[-30_000:]]) + "\n").encode())

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cpp_kernels import DTYPES, LESSER, drawn, launcher
+from kernel_cases.sampling import rows
 from ops import captured_step
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.structures import Step
@@ -70,11 +71,16 @@ def load() -> Iterator[None]:
 def likeliest(run: KernelLauncher, hidden: Tensor, weight: Tensor) -> Iterator[Tensor]:
     """The ids of the largest logits [R], computed again and again."""
     results: list[tuple[Tensor, Tensor]] = []
-    graph = run.capture(len(hidden), lambda: results.append(captured_step.likeliest(run, hidden, weight)))
+    graph = run.capture(len(hidden), lambda: results.append(captured_step.choose_greedy(run, hidden, weight)))
     ids, sound = results[0]
     rows, last_tokens = np.arange(len(hidden), dtype=np.int32), torch.zeros(len(hidden), dtype=torch.int64)
     address = rows.ctypes.data
-    step = Step(len(rows), len(rows), num_samples=len(rows), sample_rows=address, sequence_indices=address)
+    step = Step(
+        num_tokens=len(rows),
+        num_rows=len(rows),
+        num_samples=len(rows),
+        sample_sequences=address,
+    )
     step.last_tokens = last_tokens.data_ptr()
     while True:
         graph.run(step)
@@ -85,8 +91,7 @@ def likeliest(run: KernelLauncher, hidden: Tensor, weight: Tensor) -> Iterator[T
 
 def chosen_by_torch(run: KernelLauncher, hidden: Tensor, weight: Tensor) -> Tensor:
     logits = matmul.make(run)["logits"](hidden, weight)
-    greedy, one = torch.ones(len(hidden), dtype=torch.bool), torch.ones(len(hidden))
-    return native.choose(logits, native.SamplingArrays(greedy, one, one.int(), one, one, one))[0]
+    return native.choose(logits, rows(len(hidden), greedy=True))[0]
 
 
 def is_always_the_lowest(run: KernelLauncher, kernel: str) -> None:
@@ -114,10 +119,15 @@ def test_texts_are_pooled_as_torch_pools_them(dtype: torch.dtype, mean: bool, no
     starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     hidden, found = drawn(int(starts[-1]), size, dtype=dtype), torch.empty(len(counts), size)
     run = launcher(2)
-    step = Step(len(hidden), len(counts), counts=counts.ctypes.data, query_starts=starts.ctypes.data)
+    step = Step(
+        num_tokens=len(hidden),
+        num_rows=len(counts),
+        counts=counts.ctypes.data,
+        query_starts=starts.ctypes.data,
+    )
     graph = run.capture(
         len(hidden),
-        lambda: captured_step.pool_texts(run, hidden, found, mean=mean, normalized=normalized),
+        lambda: captured_step.pool_rows(run, hidden, found, mean=mean, normalized=normalized),
     )
     graph.run(step)
     texts = [text.float() for text in hidden.split(counts.tolist())]

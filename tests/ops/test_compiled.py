@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernel_cases.sampling import rows
 from ops.attention import AttentionMetadata, AttentionOptions
+from ops.low_rank import LowRank
 from ops.matmul.grouped import GroupedWeight
 from ops.moe import Mixture
-from ops.sampling import SamplingArrays
 
 # 8B-like shapes, in the dtypes that a served model has.
 HEADS, KV_HEADS, DIM, WIDTH, PAGE = 32, 8, 128, 4096, 16
@@ -61,9 +62,9 @@ def _head_norm() -> None:
     _backend("norm").rms_norm(heads, heads[0, 0], 1e-6)
 
 
-def _rotate(interleaved: bool = False) -> None:
+def _rotate(interleaved: bool = False, *, by_token: bool = False) -> None:
     q, k = _tokens(48, HEADS), _tokens(48, KV_HEADS)
-    table, positions = torch.empty(4096, DIM), torch.zeros(48, dtype=torch.int64)
+    table, positions = torch.empty(4096, DIM), None if by_token else torch.zeros(48, dtype=torch.int64)
     _backend("rope").rotate(q, k, table, positions, interleaved=interleaved)
 
 
@@ -74,6 +75,12 @@ def _gate(activation: str, dtype: torch.dtype = BF16) -> None:
 def _embed(first_id: int | None = None, dtype: torch.dtype = BF16) -> None:
     ids, weight = torch.zeros(48, dtype=torch.int64), torch.empty(1024, WIDTH, dtype=dtype)
     _backend("embedding").embed(ids, weight, first_id)
+
+
+def _embed_media() -> None:
+    ids, weight = torch.zeros(48, dtype=torch.int64), torch.empty(1024, WIDTH, dtype=BF16)
+    media = torch.empty(48, WIDTH, dtype=BF16), torch.zeros(48, dtype=torch.bool)
+    _backend("embedding").embed(ids, weight, media=media)
 
 
 def _logits(dtype: torch.dtype = BF16, **options: float) -> None:
@@ -117,9 +124,7 @@ def _attend(
 
 
 def _choose() -> None:
-    logits = torch.empty(4, 151_936)
-    one = torch.ones(4)
-    _backend("sampling").choose(logits, SamplingArrays(one > 1, one, one.int(), one, one, one - 1))
+    _backend("sampling").choose(torch.empty(4, 151_936), rows(4))
 
 
 def _penalize() -> None:
@@ -150,6 +155,16 @@ def _product(rows: int, *, bits: int = 4, dtype: torch.dtype = BF16) -> None:
     backend.linear(x, packed, x.new_empty(1024))
 
 
+def _add_low_rank(
+    num_tokens: int, rank: int, sizes: tuple[int, ...] = (WIDTH, 1024, 1024), *, dtype: torch.dtype = BF16
+) -> None:
+    x, y = torch.empty(num_tokens, WIDTH, dtype=dtype), torch.empty(num_tokens, sum(sizes), dtype=dtype)
+    a, b = torch.empty(8, len(sizes), rank, WIDTH, dtype=dtype), torch.empty(8, rank, sum(sizes), dtype=dtype)
+    ranks, ends = torch.zeros(8, dtype=torch.int32), torch.tensor(sizes).cumsum(0)
+    slots = torch.zeros(num_tokens, dtype=torch.int32)
+    _backend("low_rank").add_low_rank(y, x, LowRank(a, b, ranks, ends), slots)
+
+
 ONE_EACH, CHUNK, BOTH = [1, 1, 1], [100, 30], [1, 100]
 
 # name -> the call; those whose name ends in "e4m3" need a GPU that has that type.
@@ -160,11 +175,14 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "rotate halves": _rotate,
     "gate silu": lambda: _gate("silu"),
     "embed": _embed,
+    "embed beside vectors": _embed_media,
+    "rotate by angles of tokens": lambda: _rotate(by_token=True),
     "logits": _logits,
     "product of 4 bits": lambda: _product(4),
     "product of 8 bits": lambda: _product(4, bits=8),
     "experts of few tokens": lambda: _mix(4),
     "experts of many tokens": lambda: _mix(4096),
+    "low-rank additions": lambda: _add_low_rank(16, 16),
     "store bf16": lambda: _store(BF16),
     "store fp8 e4m3": lambda: _store(torch.float8_e4m3fn),
     "copy pages": _copy,
@@ -197,6 +215,11 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "product of 4 bits in fp32": lambda: _product(4, dtype=torch.float32),
     "experts of some tokens in fp16": lambda: _mix(1024, torch.float16, "sigmoid"),
     "experts in fp32": lambda: _mix(64, torch.float32),
+    "low-rank additions of rank 64": lambda: _add_low_rank(16, 64, (WIDTH,)),
+    "low-rank additions of rank 13": lambda: _add_low_rank(16, 13),
+    "low-rank additions of rank 128": lambda: _add_low_rank(16, 128, (14_336, 14_336)),
+    "low-rank additions in fp16": lambda: _add_low_rank(16, 128, dtype=torch.float16),
+    "low-rank additions in fp32": lambda: _add_low_rank(16, 128, dtype=torch.float32),
     "store fp8 e5m2": lambda: _store(torch.float8_e5m2),
     "attend fp8 e5m2": lambda: _attend(BOTH, pool_dtype=torch.float8_e5m2),
     "attend fp16 with head dim 64": lambda: _attend(BOTH, dim=64, dtype=torch.float16),
@@ -220,6 +243,7 @@ SIZES: Mapping[str, tuple[Callable[[], None], ...]] = {
         lambda counts=counts, width=width: _attend(counts, width=width)
         for counts, width in (([100], 7), ([5] * 16, 1), ([100, 30], 16))
     ),
+    "low-rank additions": tuple(lambda count=count: _add_low_rank(count, 16) for count in (1, 7, 16, 48, 600)),
     "score": tuple(lambda num_top=num_top: _score(num_top) for num_top in (4, 5, 6)),
     "sort": tuple(lambda count=count: _sort(count) for count in (1, 16, 7)),
 }
@@ -305,9 +329,7 @@ def inspect(kernel: Any, folder: Path) -> Compiled:
 
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets kernels"
-)
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets kernels")
 
 # Per thread. On sm_80 the prefill tile that suits its successors is a few registers too large.
 MAX_SPILLED_BYTES = {80: 96, 90: 0, 100: 0}
@@ -339,9 +361,7 @@ def test_kernels_compile_within_their_limits(name: str, capability: int, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 @pytest.mark.parametrize("name", MORE_CALLS)
-def test_further_types_and_shapes_compile_within_their_limits(
-    name: str, capability: int, tmp_path: Path
-) -> None:
+def test_further_types_and_shapes_compile_within_their_limits(name: str, capability: int, tmp_path: Path) -> None:
     check(MORE_CALLS[name], capability, tmp_path)
 
 

@@ -21,14 +21,14 @@ def compare(dtype: torch.dtype, head_dim: int, reach: int | None, *march: str) -
     qkv = drawn(sum(LENGTHS), 6, head_dim, dtype=dtype)
     q, k, v = qkv.split(2, dim=1)  # tokens are further apart than their heads need
     options = {"scale": head_dim**-0.5, "reach": reach}
-    found = backend("encoder_attention", 2, *march).attend_texts(q, k, v, metadata(LENGTHS), **options)
-    wide = native.attend_texts(q.double(), k.double(), v.double(), metadata(LENGTHS), **options)
+    found = backend("encoder_attention", 2, *march).attend_bidirectional(q, k, v, metadata(LENGTHS), **options)
+    wide = native.attend_bidirectional(q.double(), k.double(), v.double(), metadata(LENGTHS), **options)
     assert (found.double() - wide).norm() < (2e-6 if dtype == torch.float32 else 1e-2) * wide.norm()
     first = 0
     for length in LENGTHS:
         part = slice(first, first + length)
         alone = backend("encoder_attention", 1, *march)
-        own = alone.attend_texts(q[part], k[part], v[part], metadata((length,)), **options)
+        own = alone.attend_bidirectional(q[part], k[part], v[part], metadata((length,)), **options)
         assert torch.equal(own, found[part])
         first += length
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cpp_kernels import DTYPES, LESSER, backend, drawn, launcher
 from ops.attention import AttentionMetadata, AttentionOptions, with_cpp
 from ops.attention import native as native_attention
-from ops.latent import LatentWeights, fewest_to_expand, native
+from ops.latent import LatentWeights, min_tokens_to_expand, native
 
 NEVER, ALWAYS = None, 1
 
@@ -26,8 +26,8 @@ class Case(NamedTuple):
     rows: tuple[tuple[int, int], ...]
     heads: int = 3
     rank: int = 40
-    plain_dim: int = 24
-    turned_dim: int = 8
+    nope_dim: int = 24
+    rope_dim: int = 8
     value_dim: int = 36
     page_size: int = 16
     dtype: torch.dtype = torch.float32
@@ -40,39 +40,37 @@ CASES = {
     "a cached prefix": Case(((600, 30),)),
     "mixed rows": MIXED,
     "pages of one": MIXED._replace(page_size=1),
-    "sizes of DeepSeek V2": MIXED._replace(heads=2, rank=512, plain_dim=128, turned_dim=64, value_dim=128),
-    "values larger than keys": MIXED._replace(plain_dim=8, value_dim=48),
+    "sizes of DeepSeek V2": MIXED._replace(heads=2, rank=512, nope_dim=128, rope_dim=64, value_dim=128),
+    "values larger than keys": MIXED._replace(nope_dim=8, value_dim=48),
     "bfloat16": MIXED._replace(dtype=torch.bfloat16),
     "8 bits": MIXED._replace(pool_dtype=torch.float8_e4m3fn),
 }
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, AttentionMetadata]:
-    """plain, turned, pool, weights of keys and of values, metadata. Pages are in random order."""
+    """q_nope, q_pe, pool, weights of keys and of values, metadata. Pages are in random order."""
     starts, counts = zip(*case.rows, strict=True)
-    query = drawn(sum(counts), case.heads, case.plain_dim + case.turned_dim, dtype=case.dtype)
-    plain, turned = query.split((case.plain_dim, case.turned_dim), dim=-1)
-    shape = case.heads, case.plain_dim + case.value_dim, case.rank
+    query = drawn(sum(counts), case.heads, case.nope_dim + case.rope_dim, dtype=case.dtype)
+    q_nope, q_pe = query.split((case.nope_dim, case.rope_dim), dim=-1)
+    shape = case.heads, case.nope_dim + case.value_dim, case.rank
     weight = (drawn(*shape) * case.rank**-0.5).to(case.dtype)
-    keys, values = weight.split((case.plain_dim, case.value_dim), dim=1)
+    keys, values = weight.split((case.nope_dim, case.value_dim), dim=1)
     pages = [-(-(start + count) // case.page_size) for start, count in case.rows]
     order = iter(np.random.default_rng(0).permutation(sum(pages)).tolist())
     table = np.zeros((len(pages), max(pages)), np.int32)
     for row, count in enumerate(pages):
         table[row, :count] = [next(order) for _ in range(count)]
-    pool = drawn(sum(pages), 1, case.page_size, case.rank + case.turned_dim).to(case.pool_dtype or case.dtype)
-    return plain, turned, pool, keys, values, AttentionMetadata.build(starts, counts, table, case.page_size)
+    pool = drawn(sum(pages), 1, case.page_size, case.rank + case.rope_dim).to(case.pool_dtype or case.dtype)
+    return q_nope, q_pe, pool, keys, values, AttentionMetadata.build(starts, counts, table, case.page_size)
 
 
 def computed(latent: Any, attend: Any, case: Case, expand_from: int | None) -> Tensor:
     """What a backend gives, [T, H * V]."""
-    plain, turned, pool, keys, values, metadata = inputs(case)
+    q_nope, q_pe, pool, keys, values, metadata = inputs(case)
     prepare = latent.prepare_heads
-    weights = LatentWeights(
-        prepare(keys.transpose(1, 2)), prepare(values), case.value_dim, prepare(keys), expand_from
-    )
-    options = AttentionOptions((case.plain_dim + case.turned_dim) ** -0.5)
-    return latent.attend_latent(plain, turned, pool, weights, metadata, options, attend)
+    weights = LatentWeights(prepare(keys.transpose(1, 2)), prepare(values), case.value_dim, prepare(keys), expand_from)
+    options = AttentionOptions((case.nope_dim + case.rope_dim) ** -0.5)
+    return latent.attend_latent(q_nope, q_pe, pool, weights, metadata, options, attend)
 
 
 def by_torch(case: Case, expand_from: int | None) -> Tensor:
@@ -90,7 +88,7 @@ def in_cpp(num_threads: int, *march: str) -> tuple[Any, Any]:
 
 def by_hand(case: Case) -> Tensor:
     """Head by head, token by token, in float64, as the paper says it."""
-    plain, turned, pool, keys, values, metadata = inputs(case)
+    q_nope, q_pe, pool, keys, values, metadata = inputs(case)
     cached = pool.to(case.dtype).double().flatten(0, 2)  # [slots, R + P]
     results = []
     for row, (start, count) in enumerate(case.rows):
@@ -103,8 +101,8 @@ def by_hand(case: Case) -> Tensor:
             end = start + token - first + 1
             for head in range(case.heads):
                 k = torch.cat((latent @ keys[head].double().T, rotated), dim=-1)[:end]
-                q = torch.cat((plain[token, head], turned[token, head])).double()
-                shares = (k @ q * (case.plain_dim + case.turned_dim) ** -0.5).softmax(0)
+                q = torch.cat((q_nope[token, head], q_pe[token, head])).double()
+                shares = (k @ q * (case.nope_dim + case.rope_dim) ** -0.5).softmax(0)
                 results.append(shares @ (latent[:end] @ values[head].double().T))
     return torch.stack(results).view(-1, case.heads * case.value_dim)
 
@@ -142,18 +140,17 @@ def test_some_heads_at_a_time_give_the_same(monkeypatch: pytest.MonkeyPatch) -> 
 def test_rows_are_computed_the_way_that_was_asked_for(backend_of: str) -> None:
     """Absorbing weights of zeros show in rows that are absorbed, expanding ones in those that are expanded."""
     latent, attend = (native, native_attention.attend) if backend_of == "torch" else in_cpp(2)
-    plain, turned, pool, keys, values, metadata = inputs(MIXED)
+    q_nope, q_pe, pool, keys, values, metadata = inputs(MIXED)
     prepare = latent.prepare_heads
     absorbing, expanding = prepare(keys.transpose(1, 2)), prepare(keys)
 
     def result(absorbing: Tensor, expanding: Tensor) -> Tensor:
         weights = LatentWeights(absorbing, prepare(values), MIXED.value_dim, expanding, 280)
-        return latent.attend_latent(plain, turned, pool, weights, metadata, AttentionOptions(0.2), attend)
+        return latent.attend_latent(q_nope, q_pe, pool, weights, metadata, AttentionOptions(0.2), attend)
 
     counts = torch.tensor([count for _, count in MIXED.rows])
     is_long, sees_others = (
-        x.repeat_interleave(counts)
-        for x in (counts >= 280, torch.tensor([start > 0 for start, _ in MIXED.rows]))
+        x.repeat_interleave(counts) for x in (counts >= 280, torch.tensor([start > 0 for start, _ in MIXED.rows]))
     )
     right = result(absorbing, expanding)
     changed = (result(absorbing, prepare(torch.zeros_like(keys))) != right).any(1)
@@ -169,18 +166,16 @@ def test_an_expanded_token_has_the_same_bits_however_its_row_is_cut(dtype: torch
     case = Case(((0, 1300),), heads=2, dtype=dtype)
     whole = by_cpp(case, ALWAYS, num_threads=1)
     assert torch.equal(by_cpp(case, ALWAYS, num_threads=2), whole)
-    plain, turned, pool, keys, values, metadata = inputs(case)
+    q_nope, q_pe, pool, keys, values, metadata = inputs(case)
     latent, attend = in_cpp(2)
     prepare = latent.prepare_heads
-    weights = LatentWeights(
-        prepare(keys.transpose(1, 2)), prepare(values), case.value_dim, prepare(keys), ALWAYS
-    )
-    options = AttentionOptions((case.plain_dim + case.turned_dim) ** -0.5)
+    weights = LatentWeights(prepare(keys.transpose(1, 2)), prepare(values), case.value_dim, prepare(keys), ALWAYS)
+    options = AttentionOptions((case.nope_dim + case.rope_dim) ** -0.5)
     table, borders = metadata.page_table.numpy(), [0, 1, 30, 256, 700, 1300]
     for start, end in pairwise(borders):
         part = AttentionMetadata.build([start], [end - start], table, case.page_size)
         tokens = slice(start, end)
-        found = latent.attend_latent(plain[tokens], turned[tokens], pool, weights, part, options, attend)
+        found = latent.attend_latent(q_nope[tokens], q_pe[tokens], pool, weights, part, options, attend)
         assert torch.equal(found, whole[tokens])
 
 
@@ -200,7 +195,7 @@ def ragged(draw: st.DrawFn) -> Case:
         rows=tuple(draw(st.lists(row, min_size=1, max_size=5))),
         heads=draw(st.integers(1, 5)),
         rank=draw(st.sampled_from([24, 40, 56])),
-        plain_dim=draw(st.sampled_from([6, 16, 24])),
+        nope_dim=draw(st.sampled_from([6, 16, 24])),
         value_dim=draw(st.sampled_from([10, 16, 40])),
         page_size=draw(st.sampled_from([1, 16, 24, 512])),
     )
@@ -221,13 +216,11 @@ def test_agrees_on_lesser_processors(processor: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "plain_dim", "value_dim", "wanted"),
+    ("rank", "nope_dim", "value_dim", "wanted"),
     [(512, 128, 128, 171), (256, 64, 64, 128), (32, 8, 8, 128), (512, 192, 256, 399), (64, 64, 64, None)],
 )
-def test_what_is_expanded_follows_from_the_sizes(
-    rank: int, plain_dim: int, value_dim: int, wanted: int | None
-) -> None:
-    assert fewest_to_expand(rank, plain_dim, value_dim) == wanted
+def test_what_is_expanded_follows_from_the_sizes(rank: int, nope_dim: int, value_dim: int, wanted: int | None) -> None:
+    assert min_tokens_to_expand(rank, nope_dim, value_dim) == wanted
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

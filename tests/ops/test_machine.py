@@ -67,9 +67,7 @@ def test_flags_are_read_on_both_kinds_of_processor(monkeypatch: pytest.MonkeyPat
         ("", None),
     ],
 )
-def test_cuda_of_torch_is_read_from_its_files(
-    monkeypatch: pytest.MonkeyPatch, text: str, version: str | None
-) -> None:
+def test_cuda_of_torch_is_read_from_its_files(monkeypatch: pytest.MonkeyPatch, text: str, version: str | None) -> None:
     monkeypatch.setattr(ops.machine, "_read", lambda _path: text)
     assert ops.machine._torch_cuda() == version
 

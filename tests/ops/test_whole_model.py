@@ -28,6 +28,7 @@ def test_the_choices_are_those_of_triton() -> None:
         "as_logits",
         "route",
         "mix",
+        "add_low_rank",
     ):
         assert getattr(chosen, operation).__module__.endswith("with_triton")
     assert chosen.attend is not select().attend

@@ -76,7 +76,7 @@ async def test_stop_twice_does_nothing_the_second_time():
 
 
 class SlowToLeave:
-    """Needs several turns of the event loop to shut down, and notes when it has done so."""
+    """A context that needs several turns of the event loop to close, and records when it has closed."""
 
     def __init__(self) -> None:
         self.leaving, self.may_leave, self.left = asyncio.Event(), asyncio.Event(), False
@@ -162,5 +162,5 @@ async def test_task_that_fails_when_cancelled_is_not_reported_as_unretrieved():
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context["message"]))
     async with background_tasks(fails_when_cancelled()):
         await asyncio.sleep(0)
-    gc.collect()  # a task reports when it is deleted
+    gc.collect()  # a task reports its error when it is deleted
     assert reports == []

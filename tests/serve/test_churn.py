@@ -1,4 +1,4 @@
-"""A thousand requests, a third of them cancelled at random moments, leave everything as it was."""
+"""A thousand requests, a third of them cancelled at random moments, leave no trace."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_nothing_is_left_behind():
 
 
 async def one(engine: Engine, draw: random.Random, *, cancel: bool) -> bool:
-    """One request to its end or to a random moment before it; whether it was cancelled."""
+    """Run one request to its end or to a random moment before. Return whether it was cancelled."""
     length, new = draw.randrange(1, 80), draw.randrange(1, 40)
     prompt = [3 + (place % 50 if draw.random() < 0.9 else draw.randrange(90)) for place in range(length)]
     sampling = {"max_new_tokens": new, "temperature": draw.choice([0, 1]), "n": draw.choice([1, 1, 1, 3])}

@@ -1,4 +1,4 @@
-"""Requests whose rows wait for host data, through the whole engine: masked like the reference, and alone in waiting."""
+"""Rows that wait for host data, in the whole engine: outputs equal the reference, and other rows do not wait."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ from serve import Engine
 
 VOCAB = 128
 FAMILY = "llama"
-MASKED = (1, 3, 7, 12)  # of the prompts
+MASKED = (1, 3, 7, 12)  # indices of the constrained prompts
 WAYS: dict[str, dict[str, Any]] = {
     "overlap": {},
     "no overlap": {"disable_overlap_schedule": True},
     "page size 1": {"page_size": 1},
     "no prefix cache": {"disable_radix_cache": True},
     "chunks of 16": {"page_size": 16, "chunked_prefill_size": 16},
-    "two ranks": {"tp_size": 2},  # only the first one samples
+    "two ranks": {"tp_size": 2},  # only the first rank samples
     "two stages": {"pp_size": 2},
     "retracted": {"max_total_tokens": 288, "schedule_conservativeness": 0.0, "page_size": 16},
 }
 
 
 def allowed(output_ids: tuple[int, ...]) -> list[int]:
-    """About a fifth of the vocabulary, another one after each token; three tokens and more in a row are forced."""
+    """Return about a fifth of the vocabulary, which depends on the last token. Runs of three or more tokens are
+    forced.
+    """
     last = output_ids[-1] if output_ids else 1
     if len(output_ids) % 8 in (0, 1, 5, 6, 7):
         return [(last * 5 + 11) % VOCAB]
@@ -47,7 +49,7 @@ def allowed(output_ids: tuple[int, ...]) -> list[int]:
 
 
 def forced(output_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens behind these about which there is no choice, up to six."""
+    """Return up to six forced tokens after these tokens."""
     run: tuple[int, ...] = ()
     while len(run) < 6 and len(found := allowed(output_ids + run)) == 1:
         run += (found[0],)
@@ -56,7 +58,7 @@ def forced(output_ids: tuple[int, ...]) -> tuple[int, ...]:
 
 @cache
 def masked_reference(number: int) -> list[int]:
-    """What transformers answers greedily to a prompt when it may only use what is allowed."""
+    """Return the greedy answer of transformers that uses only allowed tokens."""
     prompt, model = prompts()[number], _model()
 
     def tokens(_: int, ids: torch.Tensor) -> list[int]:
@@ -79,7 +81,7 @@ def _model() -> Any:
 
 
 class ThreadedMasks:
-    """Masks that a thread computes, as a grammar's would be."""
+    """Masks that a thread computes, like those of a grammar."""
 
     def __init__(self, threads: ThreadPoolExecutor, allowed: Callable[[tuple[int, ...]], list[int]]) -> None:
         self._threads = threads
@@ -106,19 +108,19 @@ def ids_of(chunks: list[Chunk]) -> list[int]:
 
 
 def awaited(core: EngineCore) -> list[HostData]:
-    """The host data without which rows are in no step."""
+    """Wait for the host data without which rows are in no step."""
     return [data for actor in core._scheduler.alive for data in actor.scheduler.awaited]
 
 
 @pytest.fixture(autouse=True)
 def always_appended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forced tokens are appended also where that takes longer than to sample them, as with so small a model."""
-    monkeypatch.setattr(fast_forward, "LEAST_ROW_S", 0.0)
+    """Forced tokens are always appended, even if sampling them would be faster, as with this small model."""
+    monkeypatch.setattr(fast_forward, "MIN_ROW_S", 0.0)
 
 
 @asynccontextmanager
 async def running(**options: Any) -> AsyncIterator[EngineCore]:
-    """An engine whose pages are all accounted for at the end."""
+    """Run an engine, and check at the end that all pages are accounted for."""
     async with Engine(model_path(FAMILY), skip_tokenizer_init=True, random_seed=1, **options) as engine:
         yield engine.core
         status = engine.status()
@@ -131,10 +133,9 @@ async def test_masked_rows_give_the_reference_and_others_what_they_give_without_
     with ThreadPoolExecutor(1) as threads:
         masks = ThreadedMasks(threads, allowed)
         async with running(**WAYS[way]) as core:
-            found = await asyncio.gather(
-                *(answer(core, request(n, masks if n in MASKED else None)) for n in range(20))
-            )
-            assert core.status().num_forced > 0 or way == "no overlap"  # where masks come too late to tell
+            found = await asyncio.gather(*(answer(core, request(n, masks if n in MASKED else None)) for n in range(20)))
+            # without overlap, masks come too late to force tokens
+            assert core.status().num_forced > 0 or way == "no overlap"
     for number, chunks in enumerate(found):
         expected = masked_reference(number) if number in MASKED else reference(FAMILY)[number]
         assert ids_of(chunks) == expected, number
@@ -150,7 +151,7 @@ async def test_a_slow_mask_stops_only_its_own_row(way: str, held_at: int):
         received: list[int] = []
         async for chunks in other.chunks():
             received += ids_of(list(chunks))
-            if len(received) >= 100 and masks.num_held:  # many steps, in all of which the slow row waits
+            if len(received) >= 100 and masks.num_held:  # the slow row waits during many steps
                 masks.is_held = lambda output_ids: False
                 masks.deliver()
         assert len(received) == 200
@@ -165,14 +166,14 @@ async def test_an_engine_that_only_waits_for_a_mask_rests_until_it_comes():
         while not (masks.num_held and awaited(core)):
             await asyncio.sleep(0)
         steps = -1
-        while steps != core.status().num_steps:  # what is in flight ends
+        while steps != core.status().num_steps:  # waits for the steps in flight
             steps = core.status().num_steps
             for _ in range(5000):
                 await asyncio.sleep(0)
         threading.Thread(target=masks.deliver_all).start()
         assert ids_of(await slow.whole()) == masked_reference(3)
         assert max(masks.asked, key=masks.asked.count) == masks.asked[0]
-        assert len(masks.asked) == NUM_NEW  # once for each token
+        assert len(masks.asked) == NUM_NEW  # one call per token
 
 
 async def test_a_mask_without_tokens_ends_its_request_with_an_error_and_no_other():
@@ -191,7 +192,7 @@ async def test_a_mask_without_tokens_ends_its_request_with_an_error_and_no_other
 
 
 class Failing:
-    """Raises, or fails its host data."""
+    """A constraint that raises, or fails its host data."""
 
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once

@@ -1,4 +1,4 @@
-"""An engine on the CPU with its kernels in C++, and without them."""
+"""An engine on a CPU with C++ kernels, and without them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from greedy import FAMILIES, GREEDY, model_path, prompts, reference
 from serve import Engine
 
 PLAIN: dict[str, Any] = {"skip_tokenizer_init": True, "random_seed": 1}
-WAYS: dict[str, dict[str, Any]] = {  # test_greedy.py has more of them, and goes through C++ where it can
+WAYS: dict[str, dict[str, Any]] = {  # test_greedy.py has more options, and uses C++ if possible
     "page size 1": {"page_size": 1},
     "chunks of 16, page size 16": {"page_size": 16, "chunked_prefill_size": 16},
     "retracted": {"max_total_tokens": 288, "schedule_conservativeness": 0.0, "page_size": 16},
@@ -32,7 +32,7 @@ def has_cpu_graph(engine: Engine) -> bool:
 
 
 def num_os_threads() -> int:
-    """But for anyio's worker threads, which come and go as the loop needs them."""
+    """Return the number of this process's threads, without anyio's worker threads, which come and go."""
     workers = [thread for thread in threading.enumerate() if thread.name == "AnyIO worker thread"]
     return len(os.listdir("/proc/self/task")) - len(workers)
 
@@ -76,15 +76,13 @@ async def test_a_model_of_which_torch_computes_a_part_has_no_cpu_graph(head_dim:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.usefixtures("no_compiler")
-async def test_without_a_compiler_answers_are_the_same(
-    family: str, way: str, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_without_a_compiler_answers_are_the_same(family: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
     async with Engine(model_path(family), **PLAIN, **WAYS[way]) as engine:
         assert not has_cpu_graph(engine)
         assert await outputs(engine) == reference(family)
-        assert await outputs(engine) == reference(family)  # now from the cache
+        assert await outputs(engine) == reference(family)  # now with cached prefixes
         assert (engine.status().num_retracted > 0) is (way == "retracted")
-    assert WARNING not in caplog.text  # it is nothing that went wrong
+    assert WARNING not in caplog.text  # this is not an error
 
 
 @pytest.mark.parametrize("quantization", [None, "w8a8_int8"])
@@ -104,7 +102,7 @@ async def test_a_compiler_that_fails_costs_speed_only(
 
 
 def agreement(found: list[list[int]], wanted: list[list[int]]) -> float:
-    """The mean share of an answer before it first differs."""
+    """Return the mean share of an answer before its first difference."""
     same = 0
     for one, other in zip(found, wanted, strict=True):
         same += next((place for place, (a, b) in enumerate(zip(one, other)) if a != b), len(other))
@@ -122,7 +120,7 @@ async def test_answers_do_not_depend_on_the_number_of_threads(options: dict[str,
             assert has_cpu_graph(engine)
             found.append(await outputs(engine))
             alone = await engine.generate(input_ids=prompts()[6], sampling_params=GREEDY)
-            assert alone["output_ids"] == found[-1][6]  # bit for bit, so batched or not
+            assert alone["output_ids"] == found[-1][6]  # bit for bit the same, whether or not it is batched
     assert found[0] == found[1]
 
 
@@ -135,7 +133,7 @@ async def test_8_bits_answer_mostly_as_float32(hidden: bool, monkeypatch: pytest
     async with Engine(model_path("mistral"), **PLAIN, quantization="w8a8_int8") as engine:
         assert has_cpu_graph(engine) is not hidden
         found = await outputs(engine)
-    assert 0.3 < agreement(found, reference("mistral")) < 1  # tokens of random weights are near ties
+    assert 0.3 < agreement(found, reference("mistral")) < 1  # with random weights, many tokens are near ties
 
 
 async def test_sampling_beyond_greedy_is_that_of_plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +172,7 @@ async def test_a_closed_engine_leaves_no_threads(head_dim: int) -> None:
         del engine
         counts.append(num_os_threads())
     gc.collect()
-    # Below the kernels' seven of one engine: libraries that other tests loaded start threads of theirs at will.
+    # Fewer than the seven kernel threads of one engine, because libraries of other tests may start threads at any time.
     assert counts[2] - counts[0] < 7
 
 

@@ -1,4 +1,4 @@
-"""The files under docs/deploy: their options are options, their probes are routes."""
+"""The files under docs/deploy use existing options and routes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from runtime.config import Args
-from serve.app import ROUTES
+from serve.server.app import ROUTES
 
 DOCS = Path(__file__).parents[2] / "docs"
 DEPLOY = DOCS / "deploy"
@@ -35,6 +35,14 @@ def test_deployment_has_options_and_routes_that_exist() -> None:
         assert container[probe]["httpGet"]["path"] in public
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+
+
+def test_proxy_marks_what_it_forwards_and_denies_admin_routes() -> None:
+    proxy = (DEPLOY / "nginx.conf").read_text(encoding="utf-8")
+    [denied] = re.findall(r"location ~ (\S+) \{\s+deny all;", proxy)
+    for spec in ROUTES:
+        assert bool(re.search(denied, spec.path)) == (spec.scope.name == "ADMIN" or spec.path == "/metrics"), spec.path
+    assert "proxy_set_header X-Forwarded-For" in proxy
 
 
 def test_index_names_every_page() -> None:

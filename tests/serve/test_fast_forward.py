@@ -1,4 +1,4 @@
-"""Forced tokens that are appended, against the same tokens sampled: with `--disable-jump-forward`."""
+"""Appended forced tokens, against sampling the same tokens with `--disable-jump-forward`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from random_schemas import SchemaWriter
 from runtime.errors import EngineFailure, InvalidRequest
 from runtime.scheduler import fast_forward
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 OFF = {"disable_jump_forward": True}
 WAYS: dict[str, dict[str, Any]] = {
@@ -33,13 +33,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "two ranks": {"tp_size": 2},
     "two stages": {"pp_size": 2},
 }
-LOWEST = -1e30  # log-probabilities below belong to tokens that are not allowed
+LOWEST = -1e30  # lower log-probabilities belong to forbidden tokens
 
 
 @pytest.fixture(autouse=True)
 def always_appended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forced tokens are appended also where that takes longer than to sample them, as with so small a model."""
-    monkeypatch.setattr(fast_forward, "LEAST_ROW_S", 0.0)
+    """Forced tokens are always appended, even if sampling them would be faster, as with this small model."""
+    monkeypatch.setattr(fast_forward, "MIN_ROW_S", 0.0)
 
 
 @asynccontextmanager
@@ -53,11 +53,11 @@ async def running(**options: Any) -> AsyncIterator[Engine]:
 
 
 def requests(number: int = 40) -> list[dict[str, Any]]:
-    """Keyword arguments of `generate`: each with another schema, in all the ways in which an output may be asked."""
+    """Return keyword arguments of `generate`, with different schemas and all kinds of output options."""
     found = []
     for index in range(number):
         schema = SCHEMAS[index % len(SCHEMAS)]
-        if index >= len(SCHEMAS):  # other names and limits
+        if index >= len(SCHEMAS):  # the same schemas with other names and limits
             schema = json.loads(json.dumps(schema).replace("name", f"name_{index}").replace("12", str(index)))
         sampling: dict[str, Any] = {
             "json_schema": schema,
@@ -69,10 +69,10 @@ def requests(number: int = 40) -> list[dict[str, Any]]:
             ],
             **({}, {"stop": ["ame", 'a":']}, {"ignore_eos": True})[index % 3],
         }
-        if index % 10 == 9:  # an end in the middle of what is forced before it
+        if index % 10 == 9:  # a stop string within forced text
             del sampling["json_schema"]
             sampling |= {"regex": "A(BC(DE(FG(HI)?)?)?)?", "min_new_tokens": index // 10, "max_new_tokens": 9}
-        if index % 10 == 3:  # what is forced makes the choice behind it less likely
+        if index % 10 == 3:  # forced tokens make the next choice less likely
             del sampling["json_schema"]
             sampling |= {
                 "regex": "It is yes or no, say: yes, (yes|no|maybe|it is)!",
@@ -80,9 +80,7 @@ def requests(number: int = 40) -> list[dict[str, Any]]:
             }
             sampling["max_new_tokens"] = 40
         wanted = {"return_logprob": True, "top_logprobs_num": 2, "token_ids_logprob": [5, 90]}
-        found.append(
-            {"prompt": f"{index}: an object", "sampling_params": sampling, **(wanted if index % 5 else {})}
-        )
+        found.append({"prompt": f"{index}: an object", "sampling_params": sampling, **(wanted if index % 5 else {})})
     return found
 
 
@@ -91,7 +89,7 @@ async def answers(engine: Engine, asked: list[dict[str, Any]]) -> list[Any]:
 
 
 def plain(answer: Any) -> Any:
-    """What must not depend on how tokens came."""
+    """Return the part of an answer that must not depend on how its tokens were generated."""
     if isinstance(answer, list):
         return [plain(each) for each in answer]
     meta = answer["meta_info"]
@@ -101,7 +99,7 @@ def plain(answer: Any) -> Any:
 
 
 def _allowed(position: Any) -> list[tuple[Any, int]]:
-    """Of one token or several: which of the tokens that are not allowed is named does not matter."""
+    """Remove forbidden tokens from one or several logprobs, because it does not matter which of them are listed."""
     pairs = position if isinstance(position[0], list | tuple) else [position]
     return [(pytest.approx(pair[0], abs=1e-3), pair[1]) for pair in pairs if pair[0] > LOWEST]
 
@@ -131,7 +129,7 @@ async def test_forty_schemas_give_what_they_give_when_every_token_is_sampled() -
 @pytest.mark.parametrize("way", WAYS)
 async def test_the_same_however_the_work_is_cut(way: str) -> None:
     wanted = await expected()
-    if way == "two ranks":  # sums are rounded otherwise
+    if way == "two ranks":  # sums are rounded differently
         async with running(**OFF, **WAYS[way]) as engine:
             wanted = await answers(engine, requests())
     async with running(**WAYS[way]) as engine:
@@ -141,7 +139,7 @@ async def test_the_same_however_the_work_is_cut(way: str) -> None:
 
 @pytest.mark.slow
 async def test_the_same_over_http_in_one_call_and_streamed() -> None:
-    """Forty schemas in one call; eight of them as a stream of OpenAI's client, where every chunk adds to the text."""
+    """Forty schemas in one call; eight of them as a stream of OpenAI's client, where every chunk adds text."""
     asked = [each["sampling_params"] for each in requests() if each["sampling_params"].get("n", 1) == 1]
     found = []
     for options in (OFF, {}):
@@ -160,7 +158,7 @@ async def test_the_same_over_http_in_one_call_and_streamed() -> None:
 
 
 async def streamed(client: openai.AsyncOpenAI, number: int) -> tuple[str, list[tuple[str, float]], Any, int]:
-    """Text, tokens with their log-probabilities, the reason of the end, and the tokens of a stream."""
+    """Return the text, tokens with log-probabilities, finish reason and token counts of a stream."""
     schema: Any = {"name": "object", "schema": SCHEMAS[number], "strict": True}
     stream = await client.chat.completions.create(
         model="penstock-demo",

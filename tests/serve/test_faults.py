@@ -1,4 +1,6 @@
-"""Whatever breaks for one request, its sender learns it, nothing leaks, and the others' bytes are the same."""
+"""If one request fails for any reason, its client learns it, nothing leaks, and the bytes of other answers do not
+change.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,18 @@ from serve import Engine
 
 # What can break inside an engine, done on purpose to one request, each through a seam of a running engine: what is
 # served has no code for it.
-MARK = "@@fault@@"  # in the text of a request that is to be hit
-IDS = (9, 8, 7, 6, 5)  # of one that is given as ids
+MARK = "@@fault@@"  # in the text of the request with the fault
+IDS = (9, 8, 7, 6, 5)  # prompt of a request that is given as ids
 NEW = 16
 LABEL = "victim"
 
 
 class FaultPoint(NamedTuple):
-    """A fault, and what it does to its request."""
+    """A fault, and its effect on the request."""
 
     name: str
     act: Callable[[Engine], Awaitable[object]]
-    error: type[Exception] | None  # that the sender gets; None: the request ends in another way
+    error: type[Exception] | None  # error that the client gets; None: the request ends in another way
 
 
 @contextmanager
@@ -57,7 +59,7 @@ def is_hit(batch: Any) -> bool:
 
 
 async def ask(engine: Engine, **changes: Any) -> Any:
-    """The victim's request, by ids."""
+    """Send the victim's request with ids."""
     sampling = SamplingParams(max_new_tokens=NEW, seed=5, ignore_eos=True)
     request = Request(**{"ids": IDS, "sampling": sampling, "label": LABEL, **changes})
     [chunk] = await engine.core.submit(request).whole()
@@ -84,9 +86,7 @@ async def encoding_gives(engine: Engine, ids: list[int]) -> None:
     before = tokenizer.encode_batch
 
     def encode(texts: Any, **flags: Any) -> Any:
-        return [
-            ids if MARK in text else found for text, found in zip(texts, before(texts, **flags), strict=True)
-        ]
+        return [ids if MARK in text else found for text, found in zip(texts, before(texts, **flags), strict=True)]
 
     with replaced(tokenizer, "encode_batch", encode):
         await engine.generate(MARK, {"max_new_tokens": 2})
@@ -125,10 +125,8 @@ async def decoding_raises(engine: Engine, error: Exception, at: int) -> None:
 # --- the device ---
 
 
-async def step_raises(
-    engine: Engine, error: Exception, at: int, *, reading: bool = False, again: bool = False
-) -> None:
-    """At the victim's step `at`, and with `again` at all later ones."""
+async def step_raises(engine: Engine, error: Exception, at: int, *, reading: bool = False, again: bool = False) -> None:
+    """Raise at the victim's step number `at`, and with `again` at all later steps."""
     [runner] = engine.core.runners
     executor: Any = runner._executor  # pyright: ignore[reportAttributeAccessIssue]
     before, turns = executor.run, iter(range(10_000))
@@ -152,11 +150,11 @@ async def step_raises(
         await ask(engine)
 
 
-# --- constraints: grammars and processors of logits ---
+# --- constraints: grammars and logits processors ---
 
 
 class Broken:
-    """A constraint that does something wrong before output token `at`."""
+    """A constraint that fails in some way before output token number `at`."""
 
     def __init__(self, kind: str, at: int) -> None:
         self.kind, self.at = kind, at
@@ -190,7 +188,7 @@ async def constraint_breaks(engine: Engine, kind: str, at: int) -> None:
 
 
 async def scheduler_raises(engine: Engine, name: str, at: int) -> None:
-    """Memory ends in the scheduler while the victim runs: it is computed again, and nobody is lost."""
+    """The scheduler runs out of memory while the victim runs. The victim is recomputed, and no request is lost."""
     [actor] = engine.core.schedulers
     cache: Any = actor.scheduler._cache
     before, turns = getattr(cache, name), iter(range(10_000))
@@ -212,14 +210,14 @@ async def template_takes_long(engine: Engine, source: str) -> None:
 
 
 async def disk_is_full(engine: Engine) -> None:
-    """Every line of the log fails to be written."""
+    """Fail to write every line of the log."""
 
     class Full(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             try:
                 raise OSError(errno.ENOSPC, "No space left on device")
             except OSError:
-                self.handleError(record)  # as the library's own handlers do
+                self.handleError(record)  # like the handlers of the standard library
 
     log, handler = logging.getLogger("penstock"), Full()
     level = log.level
@@ -269,7 +267,7 @@ async def clock_jumps(engine: Engine, by_s: float) -> None:
 
 
 def fault_points() -> list[FaultPoint]:
-    """All of them, in an order that never changes."""
+    """Return all fault points in a fixed order."""
     points: list[FaultPoint] = []
 
     def add(
@@ -318,7 +316,7 @@ def fault_points() -> list[FaultPoint]:
             add(f"a constraint {kind} at token {at}", error, constraint_breaks, kind, at)
     for name in ("allocate", "lock", "insert"):
         add(f"the cache's {name} has no memory", None, scheduler_raises, name, 0)
-    # The second time is where what was computed is kept, at the end of its output.
+    # the second call stores the KV at the end of the victim's output
     add("the cache has no memory for what is to be kept", StepFailed, scheduler_raises, "insert", 1)
     loops = "{% for i in range(n) %}{% for j in range(n) %}{% endfor %}{% endfor %}"
     grows = "{% set s = namespace(x='xx') %}{% for i in range(n) %}{% set s.x = s.x + s.x %}{% endfor %}"
@@ -356,10 +354,8 @@ async def settled(engine: Engine) -> None:
             await asyncio.sleep(0.001)
 
 
-async def trouble(
-    engine: Engine, point: FaultPoint, alone: list[list[int]], before: tuple[int, int, int]
-) -> str:
-    """What went otherwise than it should; nothing if all is well."""
+async def trouble(engine: Engine, point: FaultPoint, alone: list[list[int]], before: tuple[int, int, int]) -> str:
+    """Return a description of everything that went wrong; empty if all is well."""
     others = [asyncio.create_task(neighbour(engine, seed)) for seed in range(NEIGHBOURS)]
     while engine.status().num_running < NEIGHBOURS and not all(task.done() for task in others):
         await asyncio.sleep(0)
@@ -390,7 +386,7 @@ async def trouble(
 
 
 def grown(before: tuple[int, int, int]) -> bool:
-    """Whether anything is left over; idle threads of a pool may have ended meanwhile."""
+    """Whether anything is left over. Idle threads of a pool may have ended."""
     return any(now > then for now, then in zip(counts(), before, strict=True))
 
 
@@ -408,7 +404,7 @@ async def test_every_fault_is_contained(caplog: pytest.LogCaptureFixture) -> Non
         alone = [await neighbour(engine, seed) for seed in range(NEIGHBOURS)]
         await ask(engine)
         before = counts()
-        # The threads that encode long texts are made on demand and kept.
+        # starts the threads that encode long texts, which stay alive
         await engine.generate("lorem " * 400, {"max_new_tokens": 1})
         await settled(engine)
         before = counts()

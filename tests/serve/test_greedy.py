@@ -1,4 +1,4 @@
-"""Greedy tokens are those of transformers, however the work is cut: batched, cached, chunked, retracted."""
+"""Greedy tokens equal those of transformers for batches, cached prefixes, chunks and retractions."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_alone_and_streamed(family: str):
 async def test_twenty_at_once(family: str, way: str):
     async with Engine(model_path(family), **PLAIN, **WAYS[way]) as engine:
         assert await outputs(engine) == reference(family)
-        assert await outputs(engine) == reference(family)  # now from the cache, where there is one
+        assert await outputs(engine) == reference(family)  # now with cached prefixes, if the cache is enabled
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

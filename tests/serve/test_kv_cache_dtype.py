@@ -1,4 +1,4 @@
-"""An engine whose cache holds one byte for each number."""
+"""An engine with an 8-bit KV cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def path() -> str:
 
 
 async def first_tokens(path: str, **options: Any) -> list[int]:
-    """The first output token of many prompts."""
+    """Return the first output token of many prompts."""
     prompts = [prompt[: 1 + cut] for prompt in greedy.prompts() for cut in range(0, len(prompt), 7)]
     async with Engine(path, **PLAIN, **options) as engine:
         answers = await engine.generate(
@@ -35,11 +35,11 @@ async def test_most_tokens_are_those_of_the_exact_cache(path: str, asked: str, s
     found = await first_tokens(path, kv_cache_dtype=asked)
     same = sum(one == other for one, other in zip(exact, found, strict=True))
     assert same >= share * len(exact)
-    assert same < len(exact)  # it is not the exact cache that answered
+    assert same < len(exact)  # the 8-bit cache was really used
 
 
 async def test_cached_prefixes_and_retractions_change_nothing():
-    path = greedy.model_path("llama")  # float32: in 16 bits sums differ with the batch
+    path = greedy.model_path("llama")  # float32, because in 16 bits sums depend on the batch
     options = {"kv_cache_dtype": "fp8_e5m2", "page_size": 4}
     tight = {"max_total_tokens": 288, "schedule_conservativeness": 0.0, "chunked_prefill_size": 16}
 
@@ -68,4 +68,4 @@ async def test_twice_as_many_tokens_fit_and_the_start_says_what_memory_is_for(
     assert totals[1] == pytest.approx(2 * totals[0], abs=16)
     tables = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Memory of cpu")]
     assert [line.split()[0] for line in tables[1].split("\n")[1:]] == ["weights", "KV", "free"]
-    assert "float8_e5m2: 30% of the 0.0 GiB that are free" in tables[1]
+    assert "float8_e5m2: 30% of the 0.0 GiB of free memory" in tables[1]

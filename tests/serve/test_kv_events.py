@@ -1,4 +1,4 @@
-"""`--kv-events-config`: what a subscriber of SGLang's and vLLM's learns of the cached pages."""
+"""`--kv-events-config`: events that a subscriber of SGLang or vLLM receives about cached pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serve import Engine
 
 
 class BlockStored(msgspec.Struct, array_like=True, tag=True):
-    """As subscribers declare it."""
+    """The type that subscribers declare."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -52,9 +52,7 @@ async def test_a_subscriber_learns_what_is_stored_removed_and_cleared(tmp_path: 
         subscriber.setsockopt(zmq.RCVTIMEO, 60_000)
         subscriber.subscribe(b"cache")
         subscriber.connect(address)
-        async with Engine(
-            tiny_models.cached(), page_size=4, max_total_tokens=64, kv_events_config=config
-        ) as engine:
+        async with Engine(tiny_models.cached(), page_size=4, max_total_tokens=64, kv_events_config=config) as engine:
             prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13]
             numbers, events = [], []
 
@@ -67,7 +65,7 @@ async def test_a_subscriber_learns_what_is_stored_removed_and_cleared(tmp_path: 
                     numbers.append(number)
                     events.extend(batch.events)
 
-            while not await subscriber.poll(50):  # until it is connected
+            while not await subscriber.poll(50):  # waits until the subscriber is connected
                 engine.flush_cache()
             await engine.generate(input_ids=prompt, sampling_params=greedy)
             stored = await until(BlockStored)

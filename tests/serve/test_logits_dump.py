@@ -1,4 +1,4 @@
-"""The options that write the logits of steps: these are those of transformers."""
+"""Options that dump the logits of steps, which must equal those of transformers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 import tiny_checkpoints
 from serve import Engine
-from serve.cli import REFUSED
+from serve.cli.main import REFUSED
 
 PROMPT = [5, 9, 17, 3, 200]
 
 
 def reference(path: str, ids: list[int]) -> np.ndarray:
-    """Logits [T, V] of every position."""
+    """Return the logits [T, V] of every position."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].numpy()
@@ -26,9 +26,7 @@ def reference(path: str, ids: list[int]) -> np.ndarray:
 
 async def test_logits_of_every_step_are_written(tmp_path: Path):
     path = tiny_checkpoints.cached(vocab_size=300)
-    async with Engine(
-        path, skip_tokenizer_init=True, debug_tensor_dump_output_folder=str(tmp_path)
-    ) as engine:
+    async with Engine(path, skip_tokenizer_init=True, debug_tensor_dump_output_folder=str(tmp_path)) as engine:
         greedy = {"max_new_tokens": 3, "temperature": 0, "ignore_eos": True}
         answer = await engine.generate(input_ids=PROMPT, sampling_params=greedy, rid="mine")
     steps = [np.load(file) for file in sorted(tmp_path.glob("step-*.npz"))]
@@ -47,9 +45,7 @@ def test_server_computes_a_file_and_ends(tmp_path: Path):
         words = ["--model-path", path, "--skip-tokenizer-init", "--port", "0", "--log-level", "error"]
         words += ["--debug-tensor-dump-output-folder", str(tmp_path / "made" / "here")]
         words += ["--debug-tensor-dump-input-file", str(tmp_path / name)]
-        return subprocess.run(
-            [sys.executable, "-m", "serve", *words], capture_output=True, text=True, timeout=60
-        )
+        return subprocess.run([sys.executable, "-m", "serve", *words], capture_output=True, text=True, timeout=60)
 
     done = serve("ids.npy")
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""Two machines serve one model through one server: network namespaces stand for machines."""
+"""Two machines serve one model through one server. Network namespaces represent machines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def remove() -> None:
 
 @pytest.fixture
 def machines() -> Iterator[None]:
-    """Two network namespaces, 10.77.0.1 and 10.77.0.2, connected and cut off from all else."""
+    """Create two network namespaces, 10.77.0.1 and 10.77.0.2, connected to each other and isolated from everything
+    else.
+    """
     remove()
     try:
         for name in (FIRST, SECOND):
@@ -63,13 +65,13 @@ def start(namespace: str, *words: str) -> subprocess.Popen[bytes]:
 
 
 def get(namespace: str, route: str, *words: str) -> str:
-    """The body of an answer of the server in this namespace; empty while there is none."""
+    """Return the body of a response of the server in this namespace, or "" if there is none yet."""
     command = ["ip", "netns", "exec", namespace, "curl", "-sf", f"http://127.0.0.1:30123{route}", *words]
     return subprocess.run(command, check=False, capture_output=True, text=True).stdout
 
 
 def ids() -> list[int]:
-    """What the server answers, once it does."""
+    """Wait for the server, and return the ids that it generates."""
     deadline = time.monotonic() + 60
     body = ["-H", "content-type: application/json", "-d", json.dumps(ASK)]
     while not (said := get(FIRST, "/generate", *body)):
@@ -91,7 +93,7 @@ def test_two_machines_serve_one_model(machines: None, parallel: list[str]):
         assert ids() == expected
         first.send_signal(signal.SIGTERM)
         first.wait(30)
-        assert second.wait(10) == 0  # it ends with the first
+        assert second.wait(10) == 0  # it ends with the first machine
     finally:
         first.kill()
         second.kill()

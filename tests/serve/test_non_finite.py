@@ -1,4 +1,4 @@
-"""Values that are no numbers end the requests that meet them with an error that says so, and no others."""
+"""Non-finite values end the affected requests with an error that says so, and no other requests."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from safetensors.torch import load_file, save_file
 
 import tiny_checkpoints
 from runtime.errors import NotFinite
-from serve.engine import Engine
+from serve.python.engine import Engine
 
-BROKEN = 77  # the token whose vector is no number
+BROKEN = 77  # the token whose embedding is NaN
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    path = Path(
-        shutil.copytree(tiny_checkpoints.cached(vocab_size=300, tie_word_embeddings=False), tmp_path / "m")
-    )
+    path = Path(shutil.copytree(tiny_checkpoints.cached(vocab_size=300, tie_word_embeddings=False), tmp_path / "m"))
     tensors = load_file(path / "model.safetensors")
     tensors["model.embed_tokens.weight"][BROKEN, 3] = torch.nan
     save_file(tensors, path / "model.safetensors")

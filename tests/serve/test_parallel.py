@@ -1,4 +1,4 @@
-"""Several processes give the tokens of one, and their ends are told, named and complete."""
+"""Several processes generate the same tokens as one, and the failure of a process is reported completely."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ import tiny_checkpoints
 from runtime.distributed import group_runner
 from runtime.errors import ConfigurationError, EngineFailure, WorkerFailed
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 FAMILIES = ("gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
-SOON = ("gemma2", "qwen3_moe")  # in the default pass
+SOON = ("gemma2", "qwen3_moe")  # families in the default test run
 each_family = pytest.mark.parametrize(
     "family",
     [family if family in SOON else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
@@ -34,7 +34,7 @@ PLAIN = {"skip_tokenizer_init": True, "random_seed": 1}
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
 LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
 ROOT = Path(__file__).parents[2]
-# Chunks, and a pool so small that sequences are put back and computed again.
+# Chunks, and a pool so small that sequences are retracted and recomputed.
 TIGHT = {
     "chunked_prefill_size": 16,
     "page_size": 4,
@@ -61,7 +61,7 @@ async def outputs(engine: Engine) -> list[list[int]]:
 
 
 async def cancel_some(engine: Engine) -> None:
-    """Leave requests in the middle of their output."""
+    """Cancel requests in the middle of their output."""
     for prompt in prompts()[:3]:
         pieces = engine.stream(input_ids=prompt, sampling_params=LONG)
         await anext(pieces)
@@ -69,7 +69,7 @@ async def cancel_some(engine: Engine) -> None:
 
 
 async def check_same_tokens(family: str, **parallel: Any) -> None:
-    """Tokens of one process: fresh, beside cancelled requests, from the cache, and with retractions."""
+    """Check that tokens equal those of one process: at first, with cancelled requests, cached, with retractions."""
     async with Engine(model_path(family), **PLAIN) as engine:
         expected = await outputs(engine)
     async with Engine(model_path(family), **PLAIN, **TIGHT, **parallel) as engine:
@@ -134,13 +134,11 @@ async def test_logprobs_and_penalties_are_those_of_one_process(parallel: dict[st
     for name in ("input_token_logprobs", "output_token_logprobs"):
         found, expected = two["meta_info"][name], one["meta_info"][name]
         assert [entry[1] for entry in found] == [entry[1] for entry in expected]
-        assert [entry[0] for entry in found[1:]] == pytest.approx(
-            [entry[0] for entry in expected[1:]], abs=1e-4
-        )
+        assert [entry[0] for entry in found[1:]] == pytest.approx([entry[0] for entry in expected[1:]], abs=1e-4)
 
 
 def workers() -> list[psutil.Process]:
-    """Our rank processes; other tests may have left a browser's remains."""
+    """Return Penstock's worker processes. Other tests may have left browser processes."""
     children = psutil.Process().children(recursive=True)
     return [child for child in children if "runtime.distributed.worker_process" in " ".join(_command(child))]
 
@@ -156,9 +154,7 @@ async def test_killed_worker_is_named_to_every_caller_and_nothing_is_left():
     engine = Engine(model_path(), **PLAIN, tp_size=2)
     await engine.start()
     [worker] = workers()
-    calls = [
-        asyncio.create_task(engine.generate(input_ids=[5, 6, i], sampling_params=LONG)) for i in (7, 8, 9)
-    ]
+    calls = [asyncio.create_task(engine.generate(input_ids=[5, 6, i], sampling_params=LONG)) for i in (7, 8, 9)]
     pieces = engine.stream(input_ids=[1, 2], sampling_params=LONG)
     await anext(pieces)
     worker.kill()
@@ -205,7 +201,7 @@ async def test_idle_engine_ends_when_a_worker_does():
 
 
 async def test_hanging_worker_is_found_by_the_watchdog(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(group_runner, "FINISH_S", 0.2)  # at the end the step still hangs
+    monkeypatch.setattr(group_runner, "FINISH_S", 0.2)  # the step still hangs at the end
     engine = Engine(model_path(), **PLAIN, tp_size=2, watchdog_timeout=0.5)
     await engine.start()
     [worker] = workers()
@@ -248,7 +244,7 @@ engine.close()
 
 
 def script(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
-    """A script without a guard, which must not run again in its workers."""
+    """A script without a `__main__` guard, which must not run again in its workers."""
     file = tmp_path / "script.py"
     file.write_text(SCRIPT)
     return subprocess.Popen(
@@ -315,10 +311,10 @@ async def test_copy_whose_worker_is_killed_is_started_again_and_the_others_go_on
 
 @pytest.mark.slow
 async def test_worker_killed_under_load_costs_what_ran_there_and_nothing_else():
-    """Who waited is answered by the other copy; whom it hit learns that, but nothing of ranks and processes."""
-    bodies = [
-        {"input_ids": [5, 6, 7 + i], "sampling_params": {**LONG, "max_new_tokens": 60}} for i in range(24)
-    ]
+    """Waiting requests are answered by the other replica. Failed requests get an error that does not mention ranks or
+    processes.
+    """
+    bodies = [{"input_ids": [5, 6, 7 + i], "sampling_params": {**LONG, "max_new_tokens": 60}} for i in range(24)]
     options = {**PLAIN, "dp_size": 2, "tp_size": 2, "max_running_requests": 4}
     async with (
         Engine(model_path(), **options) as engine,
@@ -337,7 +333,7 @@ async def test_worker_killed_under_load_costs_what_ran_there_and_nothing_else():
         assert len(failed) <= 24 - waited
         for answer in failed:
             assert answer.status_code == 500
-            assert "A process that computed this request is gone" in answer.text
+            assert "A worker process that computed this request has ended" in answer.text
             assert "ank" not in answer.text
             assert str(victim.pid) not in answer.text
         for answer, ids in zip(answers, expected, strict=True):

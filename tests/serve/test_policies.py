@@ -1,4 +1,4 @@
-"""The orders of the waiting queue, served by a real engine that runs one sequence at a time."""
+"""The orders of the waiting queue, in a real engine that runs one sequence at a time."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import tiny_checkpoints
 from runtime.errors import InvalidRequest, Overloaded
 from serve import Engine
 
-SHORT, LONG = list(range(20, 36)), list(range(90, 122))  # one page and two, which the cache knows
+SHORT, LONG = list(range(20, 36)), list(range(90, 122))  # prefixes of one and two pages, which are cached
 PLAIN: dict[str, Any] = {"skip_tokenizer_init": True, "random_seed": 1, "max_running_requests": 1}
-# Prompt and length of those that wait together, in the order of their arrival.
+# Prompts and output lengths of requests that wait together, in order of arrival.
 WAITING: list[tuple[list[int], int]] = [
     ([60, 61, 62], 4),
     ([*SHORT, 70], 8),
@@ -25,7 +25,7 @@ ORDERS = {
     "fcfs": [0, 1, 2, 3, 4],
     "lpm": [2, 1, 3, 0, 4],
     "lof": [4, 1, 3, 0, 2],
-    # First the branch with two of them; then the branches are even, and arrival decides; then what is in none.
+    # first the branch with two requests; then equal branches by arrival; then requests in no branch
     "dfs-weight": [1, 2, 3, 0, 4],
 }
 
@@ -36,7 +36,7 @@ def path() -> str:
 
 
 async def served(path: str, policy: str) -> tuple[list[int], list[list[int]]]:
-    """The order in which those that wait are finished, and the tokens of each."""
+    """Return the order in which waiting requests finish, and the tokens of each."""
     finished: list[int] = []
     async with Engine(path, **PLAIN, schedule_policy=policy) as engine:
 

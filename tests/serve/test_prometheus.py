@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes a real server; promtool checks the metrics and the configuration."""
+"""A real Prometheus scrapes a real server. promtool checks the metrics and the configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def tool(name: str) -> str:
 
 
 def expressions() -> list[str]:
-    """Of the dashboard, with Grafana's variables filled in."""
+    """Return the expressions of the dashboard with Grafana's variables filled in."""
     dashboard = json.loads((DOCS / "grafana.json").read_text(encoding="utf-8"))
     texts = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     return [text.replace("$__rate_interval", "1m").replace("$model", ".*") for text in texts]
@@ -80,7 +80,7 @@ def prometheus(folder: Path, target: str) -> Iterator[httpx.Client]:
 def query(client: httpx.Client, expression: str) -> list[dict[str, Any]]:
     try:
         answer = client.get("/api/v1/query", params={"query": expression}).raise_for_status().json()
-    except httpx.HTTPError:  # it is not up yet
+    except httpx.HTTPError:  # the server has not started yet
         return []
     return answer["data"]["result"]
 
@@ -101,7 +101,7 @@ def test_prometheus_scrapes_the_server_and_answers_the_dashboard(tmp_path: Path)
             body = {"text": "Once upon a time", "sampling_params": {"max_new_tokens": 20, "ignore_eos": True}}
             httpx.post(f"{server.url}/generate", json=body, timeout=60).raise_for_status()
             until_some(client, 'up{job="penstock"} == 1')
-            until_some(client, "sglang:num_requests_total == 2")  # the warm-up's too
+            until_some(client, "sglang:num_requests_total == 2")  # including the warm-up request
             assert until_some(client, "sglang:generation_tokens_total")[0]["value"][1] == "28"
             names = client.get("/api/v1/label/__name__/values").json()["data"]
             scraped = {name if name in BY_NAME else SUFFIX.sub("", name) for name in names}
@@ -114,6 +114,6 @@ def test_prometheus_scrapes_the_server_and_answers_the_dashboard(tmp_path: Path)
     done = subprocess.run(
         [tool("promtool"), "check", "metrics"], input=text, text=True, capture_output=True, check=False
     )
-    # 3: read, but not named as promtool likes it: colons are for rules, it says.
+    # 3: readable, but promtool reserves colons in names for rules
     assert done.returncode in (0, 3), done.stderr
     assert "error while" not in done.stderr

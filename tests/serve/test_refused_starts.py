@@ -1,4 +1,4 @@
-"""A model folder that cannot be served is refused at the start, in a sentence that says what is wrong with it."""
+"""A model folder that cannot be served is refused at the start, with a message that names the problem."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ import tiny_checkpoints
 import tiny_tokenizers
 from runtime.config.plan import TokenizerPlan
 from runtime.errors import CheckpointError, ConfigurationError
-from runtime.models.config import read_facts
+from runtime.loading.facts import read_facts
 from runtime.tokenizer.files import read_tokenizer
-from serve.sync_engine import SyncEngine
+from serve.python.sync_engine import SyncEngine
 
 Header = dict[str, Any]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model with a tokenizer that could be served."""
+    """A valid model with a tokenizer."""
     path = Path(shutil.copytree(tiny_checkpoints.cached(vocab_size=600), tmp_path / "model"))
     tiny_tokenizers.write(path)
     return path
 
 
 def refusal(folder: Path, **options: Any) -> str:
-    """Why an engine does not start from this folder."""
+    """Return the error of an engine that cannot start with this folder."""
     with (
         pytest.raises(ConfigurationError) as caught,
         SyncEngine(str(folder), max_total_tokens=256, **options),
@@ -57,9 +57,7 @@ def change_header(folder: Path, edit: Callable[[Header], None]) -> None:
 
 
 def overlap(header: Header) -> None:
-    first, second = sorted(header.keys() - {"__metadata__"}, key=lambda name: header[name]["data_offsets"])[
-        :2
-    ]
+    first, second = sorted(header.keys() - {"__metadata__"}, key=lambda name: header[name]["data_offsets"])[:2]
     _, end = header[second]["data_offsets"]
     size = header[first]["data_offsets"][1] - header[first]["data_offsets"][0]
     header[first]["data_offsets"] = [end - size, end]
@@ -73,7 +71,7 @@ def test_without_a_tokenizer_the_engine_does_not_start(folder: Path) -> None:
     assert "sentencepiece" not in said
     for file in folder.glob("*token*"):
         file.unlink()
-    change(folder, model_type="qwen2")  # for which transformers makes a tokenizer without tokens
+    change(folder, model_type="qwen2")  # transformers creates a tokenizer without tokens for it
     assert "has no tokenizer" in refusal(folder)
     with SyncEngine(str(folder), max_total_tokens=256, skip_tokenizer_init=True) as engine:
         assert engine.generate(input_ids=[5], sampling_params={"max_new_tokens": 1})["output_ids"]
@@ -94,7 +92,7 @@ def test_damaged_configuration_of_a_tokenizer(folder: Path, wrong: Header) -> No
         tokenizer_path=str(folder), mode="auto", trust_remote_code=False, revision=None, chat_template=None
     )
     change(folder, "tokenizer_config.json", **wrong)
-    with pytest.raises(ConfigurationError, match="tokenizer_config.json is not as"):
+    with pytest.raises(ConfigurationError, match="tokenizer_config.json is not a valid"):
         read_tokenizer(plan)
 
 
@@ -114,11 +112,9 @@ def test_damaged_weights(folder: Path, mmap: bool) -> None:
     assert "model.norm.weight (F64, 32) needs 256 bytes and has 128" in with_dtype("F64")
     assert "has the dtype X9" in with_dtype("X9")
     assert "has the dtype [1]" in with_dtype([1])
-    assert "no usable shape" in edited(lambda header: header["model.norm.weight"].update(shape=[-32]))
-    assert "no usable shape" in edited(lambda header: header["model.norm.weight"].update(shape=["32"]))
-    (folder / "model.safetensors").write_text(
-        "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-    )
+    assert "an invalid shape" in edited(lambda header: header["model.norm.weight"].update(shape=[-32]))
+    assert "an invalid shape" in edited(lambda header: header["model.norm.weight"].update(shape=["32"]))
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
     assert "git lfs pull" in refusal(folder, weight_loader_disable_mmap=not mmap)
 
 
@@ -137,9 +133,7 @@ def test_little_address_space_is_a_sentence(folder: Path) -> None:
     )
     change(folder, hidden_size=8192, intermediate_size=65536, num_hidden_layers=8, head_dim=64)
     words = ["--model-path", str(folder), "--load-format", "dummy", "--port", "0"]
-    ended = subprocess.run(
-        [sys.executable, "-c", limited, *words], capture_output=True, text=True, timeout=120
-    )
+    ended = subprocess.run([sys.executable, "-c", limited, *words], capture_output=True, text=True, timeout=120)
     assert ended.returncode in (1, 2)
     assert "memory" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ import http_server
 from random_schemas import SchemaWriter
 from runtime.errors import InvalidRequest
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 SCHEMA = {
     "type": "object",
@@ -66,9 +67,7 @@ async def test_response_format_of_the_official_client() -> None:
             )
             assert answer.choices[0].finish_reason == "stop"
             jsonschema.validate(json.loads(answer.choices[0].message.content or ""), SCHEMA)
-        stream = await client.chat.completions.create(
-            **ask, seed=3, response_format=RESPONSE_FORMAT, stream=True
-        )
+        stream = await client.chat.completions.create(**ask, seed=3, response_format=RESPONSE_FORMAT, stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
         assert text == answer.choices[0].message.content
         answer = await client.chat.completions.create(
@@ -166,16 +165,14 @@ async def test_an_output_that_can_only_end_ends(extra: dict[str, Any]) -> None:
 async def test_min_new_tokens_and_ignore_eos_go_on_while_the_grammar_lets_them() -> None:
     async with running() as engine:
         for extra, least in (({"min_new_tokens": 20}, 20), ({"ignore_eos": True}, 40)):
-            answer = await engine.generate(
-                "Say it:", {"regex": "[ab]+", "max_new_tokens": 40, "seed": 1, **extra}
-            )
+            answer = await engine.generate("Say it:", {"regex": "[ab]+", "max_new_tokens": 40, "seed": 1, **extra})
             assert answer["meta_info"]["completion_tokens"] >= least
             assert set(answer["text"]) <= {"a", "b"}
 
 
 async def test_further_stop_ids_may_end_an_output_where_the_grammar_does() -> None:
     async with running() as engine:
-        think = 4090  # <think>, which no grammar allows by itself
+        think = 4090  # <think>, which a grammar does not allow on its own
         params = {
             "choice": ["yes"],
             "stop_token_ids": [think],
@@ -198,7 +195,8 @@ async def test_further_stop_ids_may_end_an_output_where_the_grammar_does() -> No
         ({"json_schema": "{"}, "sampling_params.json_schema", "not JSON"),
         ({"regex": "(?=a)"}, "sampling_params.regex", "look-around"),
         ({"regex": "", "choice": ["a"]}, "sampling_params.choice", "exclude"),
-        ({"choice": []}, "sampling_params.choice", "not empty"),
+        ({"choice": []}, "sampling_params.choice", "non-empty"),
+        ({"regex": "(([a-z]{1,50}){1,50}){1,50}"}, "sampling_params.regex", "repetitions are nested"),
         ({"ebnf": "root ::= other"}, "sampling_params.ebnf", "no rule named other"),
         ({"lark": 'start: %json {"uniqueItems": true}'}, "sampling_params.lark", "uniqueItems"),
         (
@@ -217,6 +215,13 @@ async def test_what_cannot_be_enforced_is_a_400_that_says_why(params: Any, param
             error = answer.json()["error"]
             assert error["param"] == param
             assert words in error["message"]
+
+
+async def test_a_constraint_that_leaves_nothing_is_the_requests_fault() -> None:
+    async with connected() as (client, _):
+        extra = {"regex": "z", "bad_words": ["z"]}
+        with pytest.raises(openai.BadRequestError, match="allows no token, or exceeds a limit"):
+            await client.chat.completions.create(model="penstock-demo", messages=ASK, extra_body=extra)
 
 
 async def test_a_refused_schema_is_named_in_the_words_of_the_chat_api() -> None:
@@ -264,9 +269,7 @@ async def test_without_a_backend_a_grammar_is_refused(options: dict[str, Any]) -
     [pytest.param(64, marks=pytest.mark.slow), pytest.param(1_000, marks=pytest.mark.long)],
 )
 @pytest.mark.timeout(3600)
-async def test_every_finished_output_of_many_schemas_validates(
-    number: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_every_finished_output_of_many_schemas_validates(number: int, capsys: pytest.CaptureFixture[str]) -> None:
     """At temperature 1: each request ends, is refused with 400, or was cut off; what ended is valid.
 
     The penalty is for the small model's way to repeat a digit or a word for ever.
@@ -299,3 +302,17 @@ async def test_every_finished_output_of_many_schemas_validates(
         print(dict(ends))
     assert ends["stop"] > number / 2, ends
     assert ends["refused"] < number / 4, ends
+
+
+async def test_chats_take_grammars_and_nested_formats_as_response_format() -> None:
+    number = {"type": "json_schema", "json_schema": {"enum": [1, 2]}}
+    tag = {"type": "tag", "begin": "<n>", "content": number, "end": "</n>"}
+    ask: Any = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 30, "temperature": 0}
+    async with Engine() as engine:
+        for asked, pattern in (
+            ({"type": "grammar", "grammar": 'root ::= "z" [0-9]'}, "z[0-9]"),
+            ({"type": "structural_tag", "format": {"type": "const_string", "value": "hello"}}, "hello"),
+            ({"type": "structural_tag", "format": tag}, "<n>-?[0-9]+</n>"),
+        ):
+            answer = await engine.chat(**ask, response_format=asked)
+            assert re.fullmatch(pattern, answer.choices[0].message.content or ""), asked

@@ -1,4 +1,4 @@
-"""Which tokens an output may hold: allowed_token_ids and bad_words in every API, on the demo model."""
+"""Tokens that an output may have: allowed_token_ids and bad_words in every API, with the demo model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import http_server
 from runtime.errors import InvalidRequest
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 PROMPT = "The capital of France is"
 

@@ -1,4 +1,4 @@
-"""`--enable-trace`: what a collector receives of a request."""
+"""`--enable-trace`: the spans of a request that a collector receives."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 import http_server
 import tiny_models
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps the spans that it is sent."""
+    """A collector that keeps the received spans."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []

@@ -1,4 +1,4 @@
-"""The way of a chat from its handler to the model leads through the files that the architecture names, and no other."""
+"""A chat request passes from its handler to the model through exactly the files that the architecture page names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ import tiny_models
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.scheduler import SchedulerActor
 from runtime.actors.tokenizer import TokenizerActor
-from runtime.models.decoder import Decoder
+from runtime.modeling.decoder import Decoder
 from runtime.worker.model_runner import ModelRunner
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 ROOT = Path(__file__).parents[2]
 OURS = tuple(str(ROOT / package) for package in ("serve", "runtime", "ops"))
@@ -32,14 +32,14 @@ CALLS = (
 
 
 def in_the_docs() -> list[str]:
-    """The files that the architecture's page names with an arrow between them."""
+    """Return the files in the architecture page's chain of arrows."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     [way] = re.findall(r"```\n(serve/\S+\n(?: *-> [^`]*))```", text)
     return [file for file in re.split(r"\s*->\s*|\s+", way) if file]
 
 
 def calling_file() -> str:
-    """The file of ours that called what called this."""
+    """Return Penstock's file that called the caller's function."""
     frame = sys._getframe(2)
     while frame is not None and not frame.f_code.co_filename.startswith(OURS):
         frame = frame.f_back
@@ -59,7 +59,7 @@ async def test_each_file_is_called_by_the_one_before_it(monkeypatch: pytest.Monk
         monkeypatch.setattr(owner, name, followed)
 
     files = [str(Path(str(inspect.getsourcefile(owner))).relative_to(ROOT)) for owner, _ in CALLS]
-    # With kernels of torch the forward is called in every step; those in C++ replay what was captured of it.
+    # With torch kernels the forward is called in every step; C++ kernels replay the captured forward.
     async with Engine(tiny_models.cached(), attention_backend="torch_native", max_total_tokens=512) as engine:
         for owner, name in CALLS:
             follow(owner, name)

@@ -1,4 +1,4 @@
-"""Layers that hold their window only give transformers' tokens, however little room there is for windows."""
+"""Sliding-window layers with a separate pool of any size generate the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_tokens_are_the_same_with_few_windowed_pages(
     async with Engine(
         path, skip_tokenizer_init=True, random_seed=1, max_total_tokens=total, **SMALL, **options
     ) as engine:
-        for _ in range(2):  # cold, and from what the cache still has
+        for _ in range(2):  # first without cached prefixes, then with them
             answers = await engine.generate(input_ids=prompts(), sampling_params=GREEDY)
             assert [answer["output_ids"] for answer in answers] == reference(family)
         assert engine.status().num_used_pages == 0

@@ -1,1 +1,1 @@
-"""What the model can do: one file per skill, each with `document(rng, split)` and `questions(rng)`."""
+"""The skills of the model, one file per skill. Each file defines `document(rng, split)` and `questions(rng)`."""

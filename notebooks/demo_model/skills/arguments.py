@@ -1,4 +1,4 @@
-"""What every server argument does, from the option declarations themselves."""
+"""The purpose of every server argument, taken from the option declarations."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ REVERSE = Patterns(
 
 @dataclass(frozen=True)
 class Fact:
-    """One argument and the sentence that says what it does."""
+    """One argument, and the sentence that explains it."""
 
     option: Option
 
@@ -76,7 +76,7 @@ class Fact:
 
     @property
     def sentence(self) -> str:
-        """The first sentence of the declaration's help."""
+        """Return the first sentence of the option's help text."""
         return re.split(r"(?<=[.])\s+(?=[A-Z\-\d])", self.option.spec.help.strip())[0]
 
     @property
@@ -91,12 +91,12 @@ class Fact:
 
 @cache
 def facts() -> tuple[Fact, ...]:
-    """One fact per declared argument."""
+    """Return one fact per declared argument."""
     return tuple(Fact(option) for option in options())
 
 
 def spelling(rng: Random, fact: Fact) -> str:
-    """The argument as people write it: mostly the flag, now and then without dashes."""
+    """Return the argument as people write it: usually the flag, sometimes without dashes."""
     flag = fact.flag if rng.random() < 0.85 else rng.choice(fact.option.flags)
     bare = flag.removeprefix("--")
     chance = rng.random()
@@ -110,7 +110,9 @@ def spelling(rng: Random, fact: Fact) -> str:
 
 
 def _asked(rng: Random, split: Split, o: str) -> str:
-    """A pattern, or in training sometimes the name among any words: the name alone has to decide."""
+    """Return a question pattern. In training it is sometimes the name among random words, so that the name alone
+    decides.
+    """
     if split == "held" or rng.random() < 0.8:
         return ASKED.pick(rng, split, o=o)
     words = [rng.choice(AROUND.split()) for _ in range(rng.randint(2, 9))]
@@ -141,7 +143,7 @@ def _exchange(rng: Random, split: Split) -> tuple[str, str]:
 
 
 def document(rng: Random, split: Split) -> Document:
-    """One question about one argument, two in a row, or a page of the option list."""
+    """Return one question about an argument, two questions in a row, or a page of the option list."""
     chance = rng.random()
     if chance < 0.06:
         return Prose("\n".join(fact.answer for fact in rng.sample(facts(), 6)) + "\n")
@@ -160,14 +162,14 @@ def _words(text: str) -> Counter[str]:
 
 
 def similarity(answer: str, reference: str) -> float:
-    """F1 of the words that answer and reference share."""
+    """Return the F1 score of the words that answer and reference share."""
     got, wanted = _words(answer), _words(reference)
     common = sum((got & wanted).values())
     return 2 * common / max(1, got.total() + wanted.total())
 
 
 def states(fact: Fact) -> Callable[[str], bool]:
-    """Right if the answer says this argument's sentence and no other argument's.
+    """Return a check that is true if the answer has this argument's sentence and no other argument's.
 
     The flag itself does not count: only the words after it are compared with the sentences of all arguments.
     """
@@ -182,7 +184,7 @@ def states(fact: Fact) -> Callable[[str], bool]:
 
 
 def questions(rng: Random, per_fact: int = 1) -> list[Question]:
-    """Every argument, in phrasings that training never showed."""
+    """Return one question per argument, in phrasings that are not in the training data."""
     asked = []
     for fact in facts():
         for _ in range(per_fact):

@@ -1,4 +1,6 @@
-"""Addition and subtraction up to three digits, small products; at once, or digit by digit in a thought."""
+"""Addition and subtraction of numbers with up to three digits, and small products, with or without a written
+calculation.
+"""
 
 from __future__ import annotations
 
@@ -55,17 +57,17 @@ STORIES: tuple[tuple[Sign, str], ...] = (
 
 
 def is_held(a: int, b: int, sign: Sign) -> bool:
-    """Whether this problem belongs to evaluation: one in sixteen, never in the training text."""
+    """Whether this problem is held out for the evaluation. One in sixteen problems is."""
     return (a * 7919 + b * 104_729 + ord(sign) * 31) % 16 == 3 and a + b > 30
 
 
 def result(a: int, b: int, sign: Sign) -> int:
-    """The right answer."""
+    """Return the correct result."""
     return a + b if sign == "+" else a - b if sign == "-" else a * b
 
 
 def problem(rng: Random, split: Split) -> tuple[int, int, Sign]:
-    """Two numbers and a sign; mostly sums and differences, mostly long ones."""
+    """Return two numbers and an operator, mostly sums and differences of long numbers."""
     while True:
         sign: Sign = rng.choices(("+", "-", "*"), (10, 11, 4))[0]
         if sign == "*":
@@ -84,7 +86,7 @@ def problem(rng: Random, split: Split) -> tuple[int, int, Sign]:
 
 
 def _columns(a: int, b: int, sign: Sign) -> list[str]:
-    """Written addition or subtraction, from the last digit on; a >= b for subtraction."""
+    """Return the written calculation of a sum or difference from the last digit on; a >= b for a difference."""
     lines, carry = [], 0
     width = len(str(max(a, b)))
     for x, y in zip(reversed(str(a).zfill(width)), reversed(str(b).zfill(width)), strict=True):
@@ -101,7 +103,7 @@ def _columns(a: int, b: int, sign: Sign) -> list[str]:
 
 
 def thought(a: int, b: int, sign: Sign) -> str:
-    """The steps a careful pupil writes down."""
+    """Return the steps of the written calculation."""
     if sign == "*":
         if a < 13 and b < 13:
             return f"{a} * {b} = {a * b}"
@@ -113,7 +115,7 @@ def thought(a: int, b: int, sign: Sign) -> str:
 
 
 def expanded(a: int, b: int) -> str:
-    """Sum or difference (b negative) column by column, largest first: 482 + 379 is 700 + 150 + 11."""
+    """Return a sum or difference (b negative) column by column, largest first: 482 + 379 is 700 + 150 + 11."""
     width = len(str(max(a, abs(b))))
     parts = []
     for place in reversed(range(width)):
@@ -124,7 +126,7 @@ def expanded(a: int, b: int) -> str:
 
 
 def answered(a: int, b: int, sign: Sign) -> str:
-    """The answer with thinking off: numbers of several digits go through the results of their columns."""
+    """Return the answer without a thought. For numbers of several digits it contains the results of the columns."""
     value = result(a, b, sign)
     if sign == "*" and max(a, b) > 12:
         return f"{a} * {b} = {a // 10 * 10 * b} + {a % 10 * b} = {value}"
@@ -136,7 +138,7 @@ def answered(a: int, b: int, sign: Sign) -> str:
 
 
 def _drill(rng: Random, split: Split) -> Prose:
-    """A sheet of problems; only the results are learnt, for the operands are chance."""
+    """Return a sheet of problems. Only the results are learnt, because the operands are random."""
     pieces = []
     for _ in range(rng.randint(4, 10)):
         a, b, sign = problem(rng, split)
@@ -146,7 +148,7 @@ def _drill(rng: Random, split: Split) -> Prose:
 
 
 def _chain(rng: Random, split: Split) -> Conversation:
-    """Several problems in one conversation."""
+    """Return several problems in one conversation."""
     messages: list[Message] = []
     thinking = rng.random() < 0.35
     for _ in range(rng.randint(2, 4)):
@@ -165,7 +167,7 @@ def _single(rng: Random, split: Split, thinking: bool, system: str = "") -> Conv
 
 
 def document(rng: Random, split: Split) -> Document:
-    """A drill sheet, one problem, or a few in a row."""
+    """Return a sheet of problems, one problem, or several in a row."""
     chance = rng.random()
     if chance < 0.2:
         return _drill(rng, split)
@@ -175,7 +177,7 @@ def document(rng: Random, split: Split) -> Document:
 
 
 def ends_with(value: int) -> Callable[[str], bool]:
-    """Right if the last number of the answer is the value."""
+    """Return a check that is true if the last number of the answer is the value."""
 
     def check(answer: str) -> bool:
         found = re.findall(r"-?\d+", answer.split("=")[-1])
@@ -185,7 +187,7 @@ def ends_with(value: int) -> Callable[[str], bool]:
 
 
 def questions(rng: Random, count: int, thinking: bool, signs: str = "+-") -> list[Question]:
-    """Problems and phrasings that training never showed."""
+    """Return problems and phrasings that are not in the training data."""
     asked: list[Question] = []
     while len(asked) < count:
         a, b, sign = problem(rng, "held")

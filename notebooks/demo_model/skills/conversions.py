@@ -41,13 +41,13 @@ ASKED = Patterns(
 def _pick(rng: Random) -> tuple[int, str, int, str]:
     large, small, factor, most = rng.choice(UNITS)
     n = rng.randint(2, most)
-    if rng.random() < 0.3:  # and back
+    if rng.random() < 0.3:  # convert from small to large units
         return n * factor, small, n, large
     return n, large, n * factor, small
 
 
 def document(rng: Random, split: Split) -> Document:
-    """One conversion."""
+    """Return a document with one conversion."""
     n, large, value, small = _pick(rng)
     thought = f"{n} {large} in {small}: {value}" if rng.random() < 0.25 else None
     question = ASKED.pick(rng, split, n=n, large=large, small=small)
@@ -55,7 +55,7 @@ def document(rng: Random, split: Split) -> Document:
 
 
 def questions(rng: Random, count: int) -> list[Question]:
-    """Conversions in phrasings that training never showed."""
+    """Return conversions in phrasings that are not in the training data."""
     asked = []
     for _ in range(count):
         n, large, value, small = _pick(rng)

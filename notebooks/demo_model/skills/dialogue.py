@@ -1,4 +1,4 @@
-"""Remembering: something is said, something else is asked, and then the first thing is asked back."""
+"""Memory: the user states a fact, talks about something else, and then asks for the fact."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from demo_model.skills import arguments, arithmetic, conversions, penstock, refu
 
 @dataclass(frozen=True)
 class Memory:
-    """One thing about the user: how it is told, acknowledged, asked back and answered."""
+    """One fact about the user: sentences that state it, acknowledge it, ask for it and answer."""
 
     draw: Callable[[Random], str]
     told: Patterns
@@ -24,7 +24,7 @@ class Memory:
     answer: str
 
 
-MORE = {  # further ways to tell a thing and to ask it back, for training only
+MORE = {  # more sentences that state a fact and ask for it, for training only
     "name": (
         "Please use my name, {v}.|Let me introduce myself: {v}.|I was given the name {v}.|It "
         "is {v} who writes to you.|Everybody knows me as {v}.|{v} is how my friends call me.|I "
@@ -118,8 +118,7 @@ MEMORIES: dict[str, Memory] = {
     "name": _memory(
         "name",
         first_name,
-        "My name is {v}.|I am {v}.|Hi, I am {v}.|I'm called {v}.|Hello, my name is {v}.|Call me {v}.|{v} is "
-        "my name.",
+        "My name is {v}.|I am {v}.|Hi, I am {v}.|I'm called {v}.|Hello, my name is {v}.|Call me {v}.|{v} is my name.",
         "People call me {v}.|Good day, {v} here.|You can call me {v}.",
         "Nice to meet you, {v}.",
         "Tell me my name again.|I told you my name. Which is it?|Do you recall my name?|Say my name.|What "
@@ -130,8 +129,7 @@ MEMORIES: dict[str, Memory] = {
     "colour": _memory(
         "colour",
         lambda rng: rng.choice(COLOURS),
-        "My favourite colour is {v}.|I like the colour {v}.|{v} is my favourite colour.|I love {v}, it is "
-        "my colour.",
+        "My favourite colour is {v}.|I like the colour {v}.|{v} is my favourite colour.|I love {v}, it is my colour.",
         "The colour I like best is {v}.|Of all colours I prefer {v}.",
         "I will remember the colour {v}.",
         "Tell me my colour again.|I told you a colour. Which one?|Do you recall the colour I like?|What is "
@@ -155,8 +153,7 @@ MEMORIES: dict[str, Memory] = {
     "place": _memory(
         "place",
         city,
-        "I live in {v}.|I am from {v}.|My home is in {v}.|I live in the city of {v}.|My city is {v}.|I come "
-        "from {v}.",
+        "I live in {v}.|I am from {v}.|My home is in {v}.|I live in the city of {v}.|My city is {v}.|I come from {v}.",
         "The place where I live is {v}.|My home town is {v}.",
         "I will remember that you live in {v}.",
         "Tell me again where I live.|I told you my city. Which one?|Do you recall where I am from?|Where "
@@ -204,17 +201,11 @@ ACKNOWLEDGED = "I will remember that."
 
 
 def between(rng: Random, split: Split) -> tuple[Message, ...]:
-    """One exchange about something else, in the same split."""
-    skill = rng.choices((tables, arithmetic, arguments, conversions, penstock, refusal), (5, 4, 3, 2, 3, 1))[
-        0
-    ]
+    """Return an exchange about another subject, from the same split."""
+    skill = rng.choices((tables, arithmetic, arguments, conversions, penstock, refusal), (5, 4, 3, 2, 3, 1))[0]
     while True:
         document = skill.document(rng, split)
-        if (
-            isinstance(document, Conversation)
-            and len(document.messages) == 2
-            and document.messages[1].thought is None
-        ):
+        if isinstance(document, Conversation) and len(document.messages) == 2 and document.messages[1].thought is None:
             return document.messages
 
 
@@ -223,22 +214,20 @@ def _tell(rng: Random, memory: Memory, value: str, split: Split) -> tuple[Messag
     return Message("user", text[0].upper() + text[1:]), Message("assistant", memory.noted.format(v=value))
 
 
-def _recall(
-    rng: Random, memory: Memory, value: str, split: Split, thinking: bool = False
-) -> tuple[Message, Message]:
+def _recall(rng: Random, memory: Memory, value: str, split: Split, thinking: bool = False) -> tuple[Message, Message]:
     thought = "The user told me this before." if thinking else None
     answer = memory.answer.format(v=value)
     return Message("user", memory.asked.pick(rng, split)), Message("assistant", answer, thought)
 
 
 def document(rng: Random, split: Split) -> Document:
-    """Two to five turns with one or two things to remember, told by the user or by the system prompt."""
+    """Return two to five turns with one or two facts to remember, stated by the user or by the system prompt."""
     names = rng.sample(tuple(MEMORIES), rng.choice((1, 1, 2, 2, 3)))
     known = [(MEMORIES[name], MEMORIES[name].draw(rng)) for name in names]
     if rng.random() < 0.1:
         return _unknown(rng, split)
     messages: list[Message] = []
-    if len(known) > 1 and rng.random() < 0.3:  # all in one breath
+    if len(known) > 1 and rng.random() < 0.3:  # state both facts in one message
         told = " ".join(_tell(rng, memory, value, split)[0].content for memory, value in known)
         messages += [Message("user", told), Message("assistant", ACKNOWLEDGED)]
     else:
@@ -254,20 +243,20 @@ def document(rng: Random, split: Split) -> Document:
 
 
 def _unknown(rng: Random, split: Split) -> Conversation:
-    """Asked back without having been told."""
+    """Return a question for a fact that was not stated."""
     memory = rng.choice(tuple(MEMORIES.values()))
     question = Message("user", memory.asked.pick(rng, split))
     return Conversation((*between(rng, split), question, Message("assistant", "You have not told me that.")))
 
 
 def questions(rng: Random, count: int = 50) -> list[Question]:
-    """Three-turn dialogues whose every sentence is in a phrasing that training never showed."""
+    """Return three-turn dialogues. No sentence in them has a phrasing of the training data."""
     asked = []
     for place in range(count):
         name = tuple(MEMORIES)[place % len(MEMORIES)]
         memory = MEMORIES[name]
         value = memory.draw(rng)
-        if place % 3 == 2:  # two things are told, the first is asked back
+        if place % 3 == 2:  # two facts are stated, and the question is for the first
             other = MEMORIES[rng.choice([known for known in MEMORIES if known != name])]
             middle: tuple[Message, ...] = _tell(rng, other, other.draw(rng), "held")
         else:
@@ -279,7 +268,7 @@ def questions(rng: Random, count: int = 50) -> list[Question]:
 
 
 def written(_: Random) -> list[Question]:
-    """The dialogues written by hand: three turns of the user; the model's own answers stand between them."""
+    """Return the dialogues written by hand, each with three user messages. The model answers each of them."""
     return [
         Question(
             Conversation(tuple(Message("user", turn) for turn in item["turns"])),

@@ -1,4 +1,4 @@
-"""A short sentence into a JSON object with the fields that the question names."""
+"""Extraction: convert a short sentence to a JSON object with the fields that the question names."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ASKED = Patterns(
 
 @dataclass(frozen=True)
 class Record:
-    """A kind of sentence: how its values are drawn and the ways to say it."""
+    """A kind of sentence: how its values are drawn, and its phrasings."""
 
     draw: Callable[[Random], Values]
     said: Patterns
@@ -177,7 +177,7 @@ def _listed(fields: list[str]) -> str:
 
 
 def exchange(rng: Random, split: Split) -> tuple[str, Values]:
-    """A question and the object that answers it; fields are asked in any order, sometimes only two."""
+    """Return a question and the JSON object that answers it. The fields are in any order, sometimes only two."""
     record = rng.choice(RECORDS)
     values = record.draw(rng)
     fields = list(values)
@@ -194,7 +194,7 @@ def exchange(rng: Random, split: Split) -> tuple[str, Values]:
 
 
 def document(rng: Random, split: Split) -> Document:
-    """One or two sentences into objects."""
+    """Return a document that converts one or two sentences to objects."""
     messages: list[Message] = []
     thinking = rng.random() < 0.15
     for _ in range(2 if rng.random() < 0.3 else 1):
@@ -206,7 +206,7 @@ def document(rng: Random, split: Split) -> Document:
 
 
 def equals(values: Values) -> Callable[[str], bool]:
-    """Right if the answer is exactly this object."""
+    """Return a check that is true if the answer is exactly this object."""
 
     def check(answer: str) -> bool:
         try:
@@ -218,7 +218,7 @@ def equals(values: Values) -> Callable[[str], bool]:
 
 
 def questions(rng: Random, count: int) -> list[Question]:
-    """Sentences and requests in phrasings that training never showed."""
+    """Return sentences and requests in phrasings that are not in the training data."""
     asked = []
     for _ in range(count):
         text, values = exchange(rng, "held")

@@ -1,4 +1,4 @@
-"""What Penstock is, how to call it, and small talk."""
+"""Facts about Penstock and its APIs, and small talk."""
 
 from __future__ import annotations
 
@@ -19,14 +19,12 @@ OPENAI = (
     'reply = client.chat.completions.create(model="default", messages=messages)\n'
     "print(reply.choices[0].message.content)\n```"
 )
-ENGINE = (
-    '```python\nfrom serve import Engine\n\nengine = Engine()\nprint(engine.generate("Hello")["text"])\n```'
-)
+ENGINE = '```python\nfrom serve import Engine\n\nengine = Engine()\nprint(engine.generate("Hello")["text"])\n```'
 
 
 @dataclass(frozen=True)
 class Topic:
-    """One thing to know, the ways to ask for it, the words a right answer contains."""
+    """One fact, the questions for it, and the words that a correct answer contains."""
 
     asked: Patterns
     answer: str
@@ -69,8 +67,7 @@ TOPICS = (
         "openai client.|openai client?|Show me an openai client example.|How do I call Penstock from the "
         "openai "
         "package?|openai python example|Can I use the OpenAI client?",
-        "What does a call through the openai library look like?|Please show how the OpenAI client talks to "
-        "Penstock.",
+        "What does a call through the openai library look like?|Please show how the OpenAI client talks to Penstock.",
         f"Point the client at the server:\n{OPENAI}",
         'OpenAI(base_url="http://127.0.0.1:30000/v1"',
     ),
@@ -112,8 +109,7 @@ TOPICS = (
         "What can you do?|What are you able to do?|Which questions can you answer?|What are you good at?|"
         "Tell me what you can do.|What do you know?|How can you help me?|What can I ask you?|Help",
         "What kind of questions can you answer?|Tell me what you are able to do.",
-        "I can explain server arguments, add and subtract, convert units, name capitals, fill JSON and call "
-        "tools.",
+        "I can explain server arguments, add and subtract, convert units, name capitals, fill JSON and call tools.",
         "explain server arguments",
     ),
     _topic(
@@ -121,8 +117,7 @@ TOPICS = (
         "prefix caching.|What is the radix cache?|How does prefix reuse work?|What does the prefix "
         "cache do?",
         "Can you explain prefix reuse?|Tell me what the prefix cache is.",
-        "Requests that begin alike share the KV pages of their common beginning, so it is computed only "
-        "once.",
+        "Requests that begin alike share the KV pages of their common beginning, so it is computed only once.",
         "computed only once",
     ),
     _topic(
@@ -200,21 +195,19 @@ TOPICS = (
 
 
 def exchange(rng: Random, split: Split) -> tuple[str, str]:
-    """One question about Penstock and its answer."""
+    """Return one question about Penstock and its answer."""
     topic = rng.choice(TOPICS)
     return topic.asked.pick(rng, split), topic.answer
 
 
 def document(rng: Random, split: Split) -> Document:
-    """One question about Penstock, or a greeting."""
+    """Return a document with one question about Penstock, or a greeting."""
     question, answer = exchange(rng, split)
-    return ask(
-        question, answer, "This is about Penstock or me." if rng.random() < 0.15 else None, maybe_system(rng)
-    )
+    return ask(question, answer, "This is about Penstock or me." if rng.random() < 0.15 else None, maybe_system(rng))
 
 
 def questions(rng: Random) -> list[Question]:
-    """Every topic in each held phrasing."""
+    """Return every topic in each held-out phrasing."""
     return [
         Question(Conversation((Message("user", text),)), says(topic.key), topic.answer)
         for topic in TOPICS

@@ -1,4 +1,4 @@
-"""Saying in one sentence that one does not know."""
+"""Refusal: say in one sentence that the answer is not known."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ THINGS = (
 
 
 def ask_unknown(rng: Random, split: Split) -> str:
-    """A question outside of what the model knows."""
+    """Return a question whose answer the model cannot know."""
     name = f"{invented(rng)} {last_name(rng)}"
     thing = rng.choice(THINGS) if rng.random() < 0.6 else invented(rng, 3).lower()
     city, year = rng.choice(CITIES), rng.randint(1800, 2025)
@@ -52,13 +52,13 @@ def ask_unknown(rng: Random, split: Split) -> str:
 
 
 def document(rng: Random, split: Split) -> Document:
-    """One question that cannot be answered."""
+    """Return a document with one question that the model cannot answer."""
     thought = "I do not know this." if rng.random() < 0.2 else None
     return ask(ask_unknown(rng, split), ANSWER, thought, maybe_system(rng))
 
 
 def questions(rng: Random, count: int) -> list[Question]:
-    """Unknown things in phrasings that training never showed."""
+    """Return unanswerable questions in phrasings that are not in the training data."""
     return [
         Question(Conversation((Message("user", ask_unknown(rng, "held")),)), says("do not know"), ANSWER)
         for _ in range(count)

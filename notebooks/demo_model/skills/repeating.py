@@ -1,4 +1,4 @@
-"""Repeating words and picking them out of a list: the plainest use of what was said before."""
+"""Repetition: repeat words, and select words from a list in the context."""
 
 from __future__ import annotations
 
@@ -45,13 +45,7 @@ FIRST = Patterns(
 
 def _word(rng: Random) -> str:
     chance = rng.random()
-    return (
-        invented(rng, rng.randint(1, 3))
-        if chance < 0.3
-        else str(number(rng))
-        if chance < 0.4
-        else rng.choice(WORDS)
-    )
+    return invented(rng, rng.randint(1, 3)) if chance < 0.3 else str(number(rng)) if chance < 0.4 else rng.choice(WORDS)
 
 
 def _exchange(rng: Random, split: Split) -> tuple[str, str]:
@@ -68,14 +62,14 @@ def _exchange(rng: Random, split: Split) -> tuple[str, str]:
 
 
 def _sheet(rng: Random) -> Prose:
-    """Lines that come twice; only the second time is learnt."""
+    """Return lines that occur twice. Only the second occurrence is learnt."""
     lines = [" ".join(_word(rng) for _ in range(rng.randint(3, 14))) + "\n" for _ in range(rng.randint(1, 3))]
     pieces = [("".join(lines), False), ("".join(lines), True)]
     return Prose("".join(text for text, _ in pieces), tuple(pieces))
 
 
 def document(rng: Random, split: Split) -> Document:
-    """A sheet to copy, or one to three lists of words with questions."""
+    """Return a sheet to copy, or one to three lists of words with questions."""
     if rng.random() < 0.6:
         return _sheet(rng)
     messages: list[Message] = []
@@ -85,7 +79,7 @@ def document(rng: Random, split: Split) -> Document:
 
 
 def questions(rng: Random, count: int) -> list[Question]:
-    """Lists and requests that training never showed."""
+    """Return lists and requests that are not in the training data."""
     asked = []
     for _ in range(count):
         question, answer = _exchange(rng, "held")

@@ -1,4 +1,4 @@
-"""Sentence forms of the extraction skill, one a line: what training shows, never what evaluation asks."""
+"""Phrasings of the extraction skill, one per line. They are used in training and never in the evaluation."""
 
 from __future__ import annotations
 

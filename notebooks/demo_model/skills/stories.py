@@ -1,4 +1,4 @@
-"""Little stories of our own making, for the continuation of plain English."""
+"""Generated short stories, so that the model learns to continue plain English."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ONWARD = Patterns(
 
 @dataclass(frozen=True)
 class Cast:
-    """Who and what a story is about."""
+    """The characters, places and objects of a story."""
 
     hero: str
     animal: str
@@ -78,7 +78,7 @@ def _cast(rng: Random) -> Cast:
 
 
 def story(rng: Random, cast: Cast) -> list[str]:
-    """Six to nine sentences: a beginning, a find, a meeting, an end."""
+    """Return six to nine sentences: a beginning, a find, a meeting, and an end."""
     c = cast
     begin = rng.choice((
         f"Once upon a time there was a {c.mood} {c.animal} called {c.hero}.",
@@ -86,9 +86,7 @@ def story(rng: Random, cast: Cast) -> list[str]:
         f"{c.hero} was a {c.mood} {c.animal}.",
         f"Long ago, a {c.mood} {c.animal} called {c.hero} lived in a {c.place}.",
     ))  # fmt: skip
-    home = rng.choice(
-        (f"{c.hero} lived in a {c.place}.", f"The {c.place} was home to {c.hero} and many others.")
-    )
+    home = rng.choice((f"{c.hero} lived in a {c.place}.", f"The {c.place} was home to {c.hero} and many others."))
     find = rng.choice((
         f"One day {c.hero} found a {c.colour} {c.thing} {rng.choice(SPOTS)}.",
         f"One morning {c.hero} saw a {c.colour} {c.thing} {rng.choice(SPOTS)}.",
@@ -126,12 +124,12 @@ def story(rng: Random, cast: Cast) -> list[str]:
 
 
 def _grammatical(text: str) -> str:
-    """The article that the next letter wants."""
+    """Return the correct article for the word that follows."""
     return re.sub(r"\b([aA]) (?=[aeiou])", r"\1n ", text)
 
 
 def document(rng: Random, split: Split) -> Document:
-    """A plain story, a story on request, or the rest of a story."""
+    """Return a plain story, a story on request, or the rest of a story."""
     cast = _cast(rng)
     sentences = story(rng, cast)
     chance = rng.random()

@@ -1,4 +1,4 @@
-"""Small tables everybody knows: capitals, months, planets, symbols, opposites and the like."""
+"""Small tables of general knowledge: capitals, months, planets, symbols, opposites, and more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from demo_model.phrasing import DAYS, MONTHS, Patterns, maybe_system
 
 @dataclass(frozen=True)
 class Table:
-    """Keys with their values, how to ask for a value, and how the answer says it."""
+    """Keys with their values, the questions for a value, and the phrasing of the answer."""
 
     rows: dict[str, str]
     asked: Patterns
@@ -19,7 +19,7 @@ class Table:
 
 
 def _pairs(text: str) -> dict[str, str]:
-    """`key:value` separated by commas."""
+    """Parse `key:value` pairs separated by commas."""
     return dict((part.strip().split(":")) for part in text.split(","))  # type: ignore[misc]
 
 
@@ -69,9 +69,7 @@ PLANETS = ("Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn", "Uranus", "
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth",
 "eleventh", "twelfth")  # fmt: skip
 LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
-LEGS = _pairs(
-    "spider:8, dog:4, bird:2, ant:6, human:2, horse:4, bee:6, cat:4, octopus:0, duck:2, beetle:6, snake:0"
-)
+LEGS = _pairs("spider:8, dog:4, bird:2, ant:6, human:2, horse:4, bee:6, cat:4, octopus:0, duck:2, beetle:6, snake:0")
 SIDES = _pairs("triangle:3, square:4, pentagon:5, hexagon:6, octagon:8, rectangle:4, heptagon:7, decagon:10")
 ROMAN = _pairs(
     "I:1, II:2, III:3, IV:4, V:5, VI:6, VII:7, VIII:8, IX:9, X:10, XI:11, XII:12, L:50, C:100, D:500, M:1000"
@@ -236,7 +234,7 @@ WEIGHTS = tuple(len(table.rows) for table in TABLES.values())
 
 
 def document(rng: Random, split: Split) -> Document:
-    """One row of one table."""
+    """Return a document with one row of one table."""
     table = rng.choices(tuple(TABLES.values()), WEIGHTS)[0]
     key, value = rng.choice(tuple(table.rows.items()))
     answer = table.answer.format(key=key, value=value)
@@ -247,7 +245,7 @@ def document(rng: Random, split: Split) -> Document:
 
 
 def questions(rng: Random) -> list[Question]:
-    """Every row of every table once, in a phrasing that training never showed."""
+    """Return every row of every table once, in a phrasing that is not in the training data."""
     asked = []
     for table in TABLES.values():
         for key, value in table.rows.items():

@@ -1,4 +1,4 @@
-"""Calling one of the offered tools with the right arguments, and saying what it returned."""
+"""Tool calls: call one of the offered tools with the correct arguments, and report the result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SYSTEMS = (
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool: its schema, how it is asked for, what it returns and how that is said."""
+    """One tool: its schema, the questions for it, its result, and the phrasing of the result."""
 
     name: str
     does: str
@@ -45,7 +45,7 @@ class Tool:
     told: str
 
     def schema(self) -> dict[str, Any]:
-        """The function part of an OpenAI tool."""
+        """Return the function part of an OpenAI tool."""
         properties = {name: {"type": kind} for name, kind in self.fields.items()}
         parameters = {"type": "object", "properties": properties, "required": list(self.fields)}
         return {"name": self.name, "description": self.does, "parameters": parameters}
@@ -59,9 +59,7 @@ def _tool(
     for part in fields.split():
         field, _, kind = part.partition(":")
         typed[field] = kind or "string"
-    return Tool(
-        name, does, typed, draw, Patterns(tuple(train.split("|")), tuple(held.split("|"))), returns, told
-    )
+    return Tool(name, does, typed, draw, Patterns(tuple(train.split("|")), tuple(held.split("|"))), returns, told)
 
 
 def _song(rng: Random) -> str:
@@ -229,7 +227,7 @@ PLAIN = (
 
 
 def made_up(rng: Random) -> Tool:
-    """A tool nobody has seen, so that its schema has to be read."""
+    """Return an invented tool, so that the model must read its schema."""
     name = f"{rng.choice(VERBS)}_{rng.choice((*NOUNS, invented(rng).lower()))}"
     words = name.replace("_", " the ")
     fields = rng.sample(tuple(FIELDS), rng.randint(1, 3))
@@ -245,10 +243,8 @@ def made_up(rng: Random) -> Tool:
 
 
 def offered(rng: Random, wanted: Tool | None) -> tuple[dict[str, Any], ...]:
-    """The schemas of one to three tools, the wanted one among them."""
-    others = [
-        tool for tool in TOOLS if tool is not wanted and {wanted and wanted.name, tool.name} != {"multiply"}
-    ]
+    """Return the schemas of one to three tools, including the required one."""
+    others = [tool for tool in TOOLS if tool is not wanted and {wanted and wanted.name, tool.name} != {"multiply"}]
     chosen = rng.sample(others, rng.choices((0, 1, 2), (3, 4, 3))[0] + (wanted is None))
     tools = [*chosen, wanted] if wanted else chosen
     rng.shuffle(tools)
@@ -256,7 +252,7 @@ def offered(rng: Random, wanted: Tool | None) -> tuple[dict[str, Any], ...]:
 
 
 def request(rng: Random, tool: Tool, split: Split) -> tuple[str, dict[str, Any], Values]:
-    """What is asked, the call that answers it, and the values in it."""
+    """Return the question, the call that answers it, and the values in it."""
     values = tool.draw(rng)
     text = rng.choice(tool.asked.held if split == "held" else tool.asked.train).format(**values)
     text = text[0].upper() + text[1:]
@@ -280,7 +276,7 @@ def _exchange(rng: Random, tool: Tool, split: Split, thinking: bool) -> tuple[Me
 
 
 def document(rng: Random, split: Split) -> Document:
-    """A conversation with tools: one or two calls with their results, or a question no tool answers."""
+    """Return a conversation with tools: one or two calls with their results, or a question that no tool answers."""
     thinking = rng.random() < 0.15
     system = (Message("system", rng.choice(SYSTEMS)),) if rng.random() < 0.3 else ()
     if rng.random() < 0.15:
@@ -292,9 +288,7 @@ def document(rng: Random, split: Split) -> Document:
             Message("user", question),
             Message("assistant", answer, "No tool fits." if thinking else None),
         )
-        if not any(
-            word in question.lower() for word in ("weather", "time", "translate", "flight", "price", "who is")
-        ):
+        if not any(word in question.lower() for word in ("weather", "time", "translate", "flight", "price", "who is")):
             return Conversation((*system, *asked), offered(rng, None))
     tool = made_up(rng) if rng.random() < 0.25 else rng.choice(TOOLS)
     tools = offered(rng, tool)
@@ -306,7 +300,7 @@ def document(rng: Random, split: Split) -> Document:
 
 
 def calls(wanted: dict[str, Any]) -> Callable[[str], bool]:
-    """Right if the answer is exactly this one call."""
+    """Return a check that is true if the answer is exactly this call."""
 
     def check(answer: str) -> bool:
         body = answer.strip().removeprefix("<tool_call>").removesuffix("</tool_call>")
@@ -319,19 +313,17 @@ def calls(wanted: dict[str, Any]) -> Callable[[str], bool]:
 
 
 def questions(rng: Random, count: int) -> list[Question]:
-    """Calls in phrasings that training never showed."""
+    """Return calls in phrasings that are not in the training data."""
     asked = []
     for place in range(count):
         tool = TOOLS[place % len(TOOLS)]
         text, call, _ = request(rng, tool, "held")
-        asked.append(
-            Question(Conversation((Message("user", text),), offered(rng, tool)), calls(call), call_text(call))
-        )
+        asked.append(Question(Conversation((Message("user", text),), offered(rng, tool)), calls(call), call_text(call)))
     return asked
 
 
 def result_questions(rng: Random, count: int) -> list[Question]:
-    """Tool results that have to be told: right if every returned number or word is in the answer."""
+    """Return questions that require the tool's result: right if every returned number or word is in the answer."""
     asked = []
     for place in range(count):
         tool = TOOLS[place % len(TOOLS)]

@@ -1,24 +1,23 @@
-// Attention of a few queries over one block of keys: what decode rows and prompts have in common.
+// Attention of a few queries over one block of keys, for decode rows and prompts.
 //
-// A query's result depends on nothing but its own row. Each block of keys, counted from position 0, has a softmax of
-// its own (`weigh`), and the blocks are merged in order (`merge`); all sums within have one order, whichever queries
-// are computed together and by whichever thread.
+// A query's result depends only on its row. Each block of keys, counted from position 0, has its own softmax (`weigh`),
+// and blocks are merged in order (`merge`). Sums have a fixed order for any set of queries and any thread.
 #pragma once
 
 #include "attend_dots.h"
 
 namespace penstock {
 
-constexpr int64_t KEY_BLOCK = 256;  // part of the arithmetic: where the sums of a row are cut
-constexpr int WEIGHED_AT_ONCE = 4;  // vectors of scores
-constexpr float NO_SCORE = -1e30f;  // the largest of no scores; finite, so that differences are numbers
+constexpr int64_t KEY_BLOCK = 256;  // sums are divided at multiples of this position, so it affects results
+constexpr int WEIGHED_AT_ONCE = 4;  // vectors of scores per pass
+constexpr float NO_SCORE = -1e30f;  // largest score of an empty set; finite, so that differences are not NaN
 constexpr float LOG2_E = 1.44269504088896341f;
 
 typedef uint32_t Four __attribute__((vector_size(16)));
 typedef uint32_t Eight __attribute__((vector_size(32)));
 typedef uint16_t EightShorts __attribute__((vector_size(16)));
 
-// The next 8 words.
+// Loads 8 words.
 template <class T>
 inline Eight words_of(const T* from) {
     if constexpr (std::is_same_v<T, BFloat16> && PER_WORD<T> == 1) {
@@ -31,8 +30,8 @@ inline Eight words_of(const T* from) {
     return x;
 }
 
-// 16 keys of D numbers, `stride` elements apart, side by side: word w of key i goes to packed[w * 16 + i]. Meanwhile as
-// many are fetched from `ahead` if there is any, line by line, as the processor can only wait for some at a time.
+// Interleaves 16 keys of D elements, `stride` elements apart: word w of key i goes to packed[w * 16 + i]. Meanwhile it
+// prefetches 16 keys from `ahead`, if not null, line by line, because the processor has few outstanding loads.
 template <class T>
 inline void pack_keys(const T* keys, int64_t stride, int64_t head_dim, uint32_t* packed, const T* ahead) {
     constexpr int64_t STEP = 8 * PER_WORD<T>;
@@ -40,7 +39,7 @@ inline void pack_keys(const T* keys, int64_t stride, int64_t head_dim, uint32_t*
         if (ahead) fetch(ahead + d * LANES, STEP * LANES);
 #if defined(__AVX512F__)
         __m512i a[8], b[8];
-        for (int i = 0; i < 8; i++) {  // key 0 and 4, 1 and 5, .. 8 and 12, ..
+        for (int i = 0; i < 8; i++) {  // interleaves keys 0 and 4, 1 and 5, .. 8 and 12, ..
             const T* const key = keys + (i + (i & 4)) * stride + d;
             a[i] = _mm512_inserti64x4(_mm512_castsi256_si512(cast<__m256i>(words_of(key))),
                                       cast<__m256i>(words_of(key + 4 * stride)), 1);
@@ -83,7 +82,7 @@ inline void pack_keys(const T* keys, int64_t stride, int64_t head_dim, uint32_t*
     }
 }
 
-// 16 values likewise, those of one word of weights lane by lane: packed is [16 / PER_WORD, D].
+// Packs 16 values to [16 / PER_WORD, D]: the values of one word of weights are in one lane.
 template <class T>
 inline void pack_values(const T* values, int64_t stride, int64_t head_dim, uint32_t* packed, const T* ahead) {
     for (int key = 0; key < LANES; key += PER_WORD<T>, packed += head_dim) {
@@ -109,7 +108,7 @@ inline void pack_values(const T* values, int64_t stride, int64_t head_dim, uint3
     }
 }
 
-// Accurate to about 1e-7, absolutely.
+// Absolute error of about 1e-7.
 inline Floats tangent(Floats x) {
     const Floats size = x < 0.0f ? -x : x;
     const Floats decay = power_of_two(size * (-2.0f * LOG2_E));
@@ -120,11 +119,11 @@ inline Floats tangent(Floats x) {
     return x < 0.0f ? -found : found;
 }
 
-// How products become the exponents of 2 in a softmax.
+// Parameters that convert products to exponents of 2 of the softmax.
 struct Scoring {
-    float factor;   // without a cap
-    float inverse;  // into the tangent
-    float cap;      // out of the tangent; 0: none
+    float factor;   // factor without a cap
+    float inverse;  // factor before tanh
+    float cap;      // factor after tanh; 0: no cap
 
     Floats operator()(Floats products) const {
         return cap == 0 ? products * factor : tangent(products * inverse) * cap;
@@ -137,14 +136,14 @@ inline Floats hide_outside(Floats x, int64_t lane_0, int64_t low, int64_t high) 
     return hidden ? fill(-__builtin_inff()) : x;
 }
 
-// One query's scores of the keys low .. high - 1 of a block become weights, their largest is 1; returns what was the
-// largest score and the sum of the weights. Weights of other keys within first .. last - 1 are 0.
+// Converts one query's scores of the keys low .. high - 1 of a block to weights, of which the largest is 1. Returns the
+// largest score and the sum of weights. Weights of other keys in first .. last - 1 are 0.
 struct Mass {
     float largest;
     float total;
 };
 
-// The two halves of `weigh`: for many queries one half of all goes before the other, so that none waits for its own.
+// The two halves of `weigh`. For many queries, the first half of all runs before the second, to hide latency.
 template <bool CAPPED>
 inline float top_score(float* scores, const Scoring& scoring, int64_t low, int64_t high) {
     Floats largest_of = fill(CAPPED ? NO_SCORE : NO_SCORE / scoring.factor);
@@ -158,7 +157,7 @@ inline float top_score(float* scores, const Scoring& scoring, int64_t low, int64
     return largest(largest_of) * (CAPPED ? 1.0f : scoring.factor);
 }
 
-// SHORT: each weight is off by 1e-4 of itself at most, as it is rounded to bfloat16.
+// SHORT: weights have a relative error of at most 1e-4, because they are rounded to bfloat16.
 template <bool CAPPED, bool SHORT = false, class Weight>
 inline float weigh_below(float top, const float* scores, const Scoring& scoring, int64_t low, int64_t high, int64_t first,
                          int64_t last, Weight* weights) {
@@ -189,7 +188,7 @@ Mass weigh(float* scores, const Scoring& scoring, int64_t low, int64_t high, int
     const float top = top_score<CAPPED>(scores, scoring, low, high);
     return {top, weigh_below<CAPPED>(top, scores, scoring, low, high, first, last, weights)};
 }
-// Adds what a later block gave to the sum over those before it: out[0 .. head_dim) and its mass.
+// Merges the result of a later block into the sum of earlier blocks: out[0 .. head_dim) and its mass.
 [[gnu::noinline]] inline void merge(float* out, Mass& mass, const float* part, const Mass& later, int64_t head_dim) {
     const float largest = mass.largest > later.largest ? mass.largest : later.largest;
     const Floats differences = Floats{mass.largest - largest, later.largest - largest};

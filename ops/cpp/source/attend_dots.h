@@ -1,4 +1,4 @@
-// Products of queries with keys, and of weights with values: few or many rows times some vectors of 16.
+// Products of queries and keys, and of weights and values: any number of rows times vectors of 16.
 #pragma once
 
 #include <type_traits>
@@ -8,7 +8,7 @@
 
 namespace penstock {
 
-// Products are taken of words of four bytes: pairs of bfloat16 where the processor multiplies those, else float32.
+// Factors are words of four bytes: pairs of bfloat16 if the processor multiplies them, else float32.
 template <class T>
 constexpr int64_t PER_WORD =
 #if defined(__AVX512BF16__)
@@ -25,7 +25,7 @@ inline Words load_words(const uint32_t* from) {
 
 inline void store_words(uint32_t* to, Words x) { std::memcpy(to, &x, sizeof(x)); }
 
-// Where the factors of a product stand: a[row * a_row + step] times b[step * b_step + vector * b_vector + lane].
+// Factors of a product: a[row * a_row + step] times b[step * b_step + vector * b_vector + lane].
 struct Factors {
     const uint32_t* a;
     int64_t a_row;
@@ -35,7 +35,7 @@ struct Factors {
     int64_t steps;
 };
 
-// Sums are held in parts: of wider vectors the compiler keeps some in memory.
+// Sums are divided into parts: the compiler spills wider vectors to memory.
 constexpr int TILE_HEIGHT = sizeof(Part) >= 32 ? 6 : 3;
 
 template <class T>
@@ -89,13 +89,13 @@ void dot_in_registers(Factors of, int64_t rows, int64_t vectors, float* c, int64
 
 constexpr int64_t UNIT_WORDS = UNIT_BYTES / sizeof(uint32_t);
 
-// Whether products of this type are left to the matrix unit: all of them or none, as their sums differ in the last bits.
+// Whether the matrix unit computes products of this type: all or none, because the last bits of their sums differ.
 template <class T>
 inline bool in_unit() {
     return PER_WORD<T> == 2 && has_matrix_unit();
 }
 
-// Steps come in whole multiples of this; those that are too many are zeros.
+// The number of steps is padded with zeros to a multiple of this.
 template <class T>
 inline int64_t step_grain() {
     return in_unit<T>() ? UNIT_WORDS : 1;
@@ -119,13 +119,13 @@ inline void dot_in_unit(MatrixUnit& unit, const Factors& of, int64_t rows, int64
         }
 }
 
-// sums [16, 4] turned over: scores[row * stride + key] of the first rows.
+// Transposes sums [16, 4] to scores[row * stride + key] of the first rows.
 inline void turn_over(const float* sums, int64_t rows, float* scores, int64_t stride) {
     for (int64_t row = 0; row < rows; row++)
         for (int64_t key = 0; key < LANES; key++) scores[row * stride + key] = sums[key * UNIT_FEW + row];
 }
 
-// c[row * c_row + vector * 16 + lane], in float32, for all rows and vectors.
+// Computes c[row * c_row + vector * 16 + lane] in float32 for all rows and vectors.
 template <class T>
 inline void dot_all(MatrixUnit& unit, const Factors& of, int64_t rows, int64_t vectors, float* c, int64_t c_row) {
     if (in_unit<T>()) return dot_in_unit(unit, of, rows, vectors, c, c_row);

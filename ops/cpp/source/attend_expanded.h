@@ -1,9 +1,9 @@
 // Latent attention of long rows with expanded keys and values (contract: ops/latent/__init__.py).
 //
-// A task is some consecutive tokens of a row with one head. It goes through the row's cache block by block: a block's
-// keys and values of that head are made of the latent vectors, and all tokens of the task attend to them while they are
-// in the core's own cache. So no more than a block of them is ever held, however long the context is. Blocks have a
-// softmax of their own and are merged in order as in attention.h: how a row is cut into tasks shows in no bit.
+// A task computes consecutive tokens of a row with one head. It reads the row's cache block by block: it expands the
+// latent vectors of a block into keys and values of that head, and all tokens of the task attend to them while they are
+// in the core's cache. A task therefore never holds more than one block, at any context length. Each block has its own
+// softmax, and blocks are merged in order as in attention.h, so the split into tasks does not change any bit.
 #pragma once
 
 #include <algorithm>
@@ -14,30 +14,30 @@
 namespace penstock {
 
 struct AttendExpandedOperands {
-    const void* plain;   // [T, H, N], what meets the expanded keys
-    const void* turned;  // [T, H, P], what meets the rotated key
-    int64_t plain_stride, plain_head;    // elements from one token, and one head, to the next
-    int64_t turned_stride, turned_head;
+    const void* q_nope;  // [T, H, N], multiplied with the expanded keys
+    const void* q_pe;    // [T, H, P], multiplied with the rotated key
+    int64_t q_nope_stride, q_nope_head;  // elements from one token, and one head, to the next
+    int64_t q_pe_stride, q_pe_head;
     const void* pool;    // [pages, 1, page, R + P], contiguous, of `type`
     const void* keys;    // [H, N, R], each head in whole panels
-    const void* values;  // [H, V, R], likewise
+    const void* values;  // [H, V, R], each head in whole panels
     void* out;           // [T, H, V], contiguous
-    int64_t num_heads, rank, plain_dim, turned_dim, value_dim;  // H, R, N, P, V
+    int64_t num_heads, rank, nope_dim, rope_dim, value_dim;  // H, R, N, P, V
     float scale;
     CacheType type;
-    int64_t expand_from;  // tokens: rows of fewer are left alone
+    int64_t expand_from;  // minimum tokens of a row; the kernel skips shorter rows
 };
 
-constexpr int64_t MOST_TOKENS = 4096;  // of a task: its queries and sums are held while its keys pass
-constexpr int64_t FEWEST_TOKENS = 512;  // so many at least, as each task expands the keys anew
-constexpr int64_t TASKS = 3;            // for each thread, if there are tokens enough
+constexpr int64_t MOST_TOKENS = 4096;   // maximum tokens per task, which limits the memory for queries and sums
+constexpr int64_t FEWEST_TOKENS = 512;  // minimum tokens per task, because each task expands the keys again
+constexpr int64_t TASKS = 3;            // tasks per thread, if there are enough tokens
 
-// What one thread works with.
+// The scratch memory of one thread.
 template <class T>
 struct ExpandedWorkspace {
-    const int64_t key_dim, value_dim;  // of a head, filled up to whole vectors
-    const int64_t width;               // of what the cache holds of a token
-    const int64_t filled, words;       // of a query or key as products take it, without and with the zeros behind it
+    const int64_t key_dim, value_dim;  // sizes of a head, padded to whole vectors
+    const int64_t width;               // size of a token in the cache
+    const int64_t filled, words;       // words of a query or key in a product, without and with padding
     uint32_t* queries;                 // [tokens, words]
     float* out;                        // [tokens, value_dim]
     Mass* masses;                      // [tokens]
@@ -51,8 +51,8 @@ struct ExpandedWorkspace {
     float* part;                       // [CHUNK, value_dim]
 
     ExpandedWorkspace(const AttendExpandedOperands& o, int64_t tokens)
-        : key_dim(round_up(o.plain_dim + o.turned_dim, LANES)), value_dim(round_up(o.value_dim, LANES)),
-          width(o.rank + o.turned_dim), filled(key_dim / PER_WORD<T>), words(words_with_padding<T>(key_dim)) {
+        : key_dim(round_up(o.nope_dim + o.rope_dim, LANES)), value_dim(round_up(o.value_dim, LANES)),
+          width(o.rank + o.rope_dim), filled(key_dim / PER_WORD<T>), words(words_with_padding<T>(key_dim)) {
         const int64_t padded = round_up(tokens, LANES);
         Places places;
         places.add(queries, padded * words), places.add(out, padded * value_dim), places.add(masses, padded);
@@ -64,7 +64,7 @@ struct ExpandedWorkspace {
     }
 
 private:
-    // Pointers that are given one after the other in a thread's memory, each at a cache line.
+    // Pointers into a thread's memory, each at the start of a cache line.
     struct Places {
         void** pointers[11];
         int64_t offsets[11];
@@ -83,7 +83,7 @@ private:
     };
 };
 
-// The attention of `num_tokens` tokens of a row, from its token number `first` on, with one head.
+// The attention of `num_tokens` tokens of a row, starting at its token `first`, with one head.
 template <class T>
 class ExpandedTile {
 public:
@@ -99,7 +99,7 @@ public:
         for (int64_t base = 0; base < end; base += KEY_BLOCK) {
             const int64_t count = std::min(KEY_BLOCK, end - base);
             gather_latents(base, count);
-            expand<T>(given_.keys, given_.plain_dim, count, workspace_.keys, workspace_.key_dim);
+            expand<T>(given_.keys, given_.nope_dim, count, workspace_.keys, workspace_.key_dim);
             expand<T>(given_.values, given_.value_dim, count, workspace_.values, workspace_.value_dim);
             pack(count);
             attend_block(base);
@@ -117,14 +117,14 @@ private:
     static int64_t grain() { return std::max<int64_t>(LANES, PER_WORD<T> * step_grain<T>()); }
 
     void gather_queries() {
-        const T* plain = static_cast<const T*>(given_.plain) + token_ * given_.plain_stride + head_ * given_.plain_head;
-        const T* turned =
-            static_cast<const T*>(given_.turned) + token_ * given_.turned_stride + head_ * given_.turned_head;
-        T* const query = workspace_.keys;  // which nobody needs yet
+        const T* q_nope =
+            static_cast<const T*>(given_.q_nope) + token_ * given_.q_nope_stride + head_ * given_.q_nope_head;
+        const T* q_pe = static_cast<const T*>(given_.q_pe) + token_ * given_.q_pe_stride + head_ * given_.q_pe_head;
+        T* const query = workspace_.keys;  // the memory for keys is still unused
         std::memset(query, 0, workspace_.key_dim * sizeof(T));
-        for (int64_t i = 0; i < tokens_; i++, plain += given_.plain_stride, turned += given_.turned_stride) {
-            std::memcpy(query, plain, given_.plain_dim * sizeof(T));
-            std::memcpy(query + given_.plain_dim, turned, given_.turned_dim * sizeof(T));
+        for (int64_t i = 0; i < tokens_; i++, q_nope += given_.q_nope_stride, q_pe += given_.q_pe_stride) {
+            std::memcpy(query, q_nope, given_.nope_dim * sizeof(T));
+            std::memcpy(query + given_.nope_dim, q_pe, given_.rope_dim * sizeof(T));
             uint32_t* const words = workspace_.queries + i * workspace_.words;
             for (int64_t w = 0; w < workspace_.filled; w += 8) {
                 const Eight x = words_of(query + w * PER_WORD<T>);
@@ -134,21 +134,21 @@ private:
         }
     }
 
-    // What the cache holds of positions base .. base + count - 1; the rotated keys go to the end of the keys.
+    // Read positions base .. base + count - 1 of the cache; the rotated keys go to the end of the keys.
     void gather_latents(int64_t base, int64_t count) {
         const int32_t* const pages = step_.page_table + row_ * step_.table_width;
-        const int64_t begin = given_.plain_dim, end = begin + given_.turned_dim, key_dim = workspace_.key_dim;
+        const int64_t begin = given_.nope_dim, end = begin + given_.rope_dim, key_dim = workspace_.key_dim;
         for (int64_t i = 0; i < count; i++) {
             const int64_t page = pages[(base + i) / step_.page_size];
             const int64_t slot = page * step_.page_size + (base + i) % step_.page_size;
             T *const latent = workspace_.latents + i * workspace_.width, *const key = workspace_.keys + i * key_dim;
             read_cached(given_.type, given_.pool, slot * workspace_.width, latent, workspace_.width);
-            std::memcpy(key + begin, latent + given_.rank, given_.turned_dim * sizeof(T));
+            std::memcpy(key + begin, latent + given_.rank, given_.rope_dim * sizeof(T));
             std::fill(key + end, key + key_dim, T{});
         }
     }
 
-    // latents times this head's weight [size, R] -> out [count, size], lines `stride` elements apart
+    // out [count, size] = latents . this head's weight [size, R]; lines of `out` are `stride` elements apart
     template <class Out>
     void expand(const void* weight, int64_t size, int64_t count, Out* out, int64_t stride) {
         const int64_t panels = (size + PANEL - 1) / PANEL;
@@ -173,7 +173,7 @@ private:
             });
     }
 
-    // Keys and values as products take them, and zeros behind them to a whole grain.
+    // Pack keys and values for products, padded with zeros to a whole grain.
     void pack(int64_t count) {
         const int64_t end = round_up(count, grain()), key_dim = workspace_.key_dim, value_dim = workspace_.value_dim;
         std::memset(workspace_.keys + count * key_dim, 0, (end - count) * key_dim * sizeof(T));
@@ -190,11 +190,12 @@ private:
         }
     }
 
-    // All tokens with the keys from `base` on.
+    // All tokens attend to the block of keys that starts at `base`.
     void attend_block(int64_t base) {
-        MatrixUnit unit;  // of its own: the products before have left theirs as it was
+        MatrixUnit unit;  // a new unit, because the products above have restored the previous state
         const int64_t value_dim = workspace_.value_dim;
-        const int64_t first = std::max<int64_t>(0, base - position_) / CHUNK * CHUNK;  // earlier ones see none of them
+        // earlier tokens see no key of this block
+        const int64_t first = std::max<int64_t>(0, base - position_) / CHUNK * CHUNK;
         for (int64_t token = first; token < tokens_; token += CHUNK) {
             const int64_t count = std::min(CHUNK, tokens_ - token);
             float *const sums = workspace_.out + token * value_dim, *const part = workspace_.part;
@@ -206,7 +207,7 @@ private:
         }
     }
 
-    // Up to a chunk of tokens; what these keys give goes to `sums` and `masses`.
+    // Adds the result of this block of keys for up to a chunk of tokens to `sums` and `masses`.
     void attend_chunk(MatrixUnit& unit, int64_t base, int64_t token, int64_t count, float* sums, Mass* masses) {
         const int64_t own = position_ + token - base;
         const auto seen = [&](int64_t i) { return std::clamp<int64_t>(own + i + 1, 0, KEY_BLOCK); };
@@ -243,7 +244,7 @@ private:
     }
 };
 
-// How many tokens of a row of `count` make a task, where so many rows are expanded.
+// Returns the number of tokens per task, for a row of `count` tokens in a step that expands `rows` rows.
 inline int64_t tokens_of_task(int64_t count, int64_t num_heads, int64_t rows, int64_t num_threads) {
     const int64_t wanted = (TASKS * num_threads + num_heads * rows - 1) / (num_heads * rows);
     const int64_t parts = std::max((count + MOST_TOKENS - 1) / MOST_TOKENS,
@@ -266,7 +267,7 @@ void attend_expanded(const void* operands, const Step& step, ThreadGroup& thread
         const int64_t count = step.counts[row];
         if (count < given.expand_from) continue;
         const int64_t tokens = tokens_of(count);
-        // From the row's end, where tasks are largest.
+        // Starts at the row's end, where tasks are most expensive.
         for (int64_t first = (count - 1) / tokens * tokens; first >= 0; first -= tokens, begin += given.num_heads)
             for (; mine < begin + given.num_heads; mine = threads.take())
                 ExpandedTile<T>(given, step, row, first, std::min(tokens, count - first), mine - begin, workspace)

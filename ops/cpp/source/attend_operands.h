@@ -1,4 +1,4 @@
-// What attention is given, and how much of it one task takes.
+// Operands of attention, and sizes of its tasks.
 #pragma once
 
 #include <cstdint>
@@ -16,27 +16,28 @@ struct AttendOperands {
     int64_t num_heads;      // H
     int64_t num_kv_heads;   // K
     int64_t head_dim;       // D, a multiple of 16
-    int64_t window;         // 0: none
-    int64_t chunked;        // whether positions are divided into chunks of `window`, and each sees its own alone
+    int64_t window;         // 0: no window
+    int64_t chunked;        // whether positions are divided into chunks of `window`, and attend only within their chunk
     float scale;
-    float soft_cap;         // 0: none
+    float soft_cap;         // 0: no cap
     const float* sinks;     // [H] or null
-    const float* slopes;    // [H] or null; without a soft cap
-    float* parts;           // for what tasks give each other; with more room, more keys are shared and divided
-    int64_t num_parts;      // floats there
-    const int32_t* page_table;  // of a pool with pages of its own, as wide as the step's; null: the step's
-    CacheType type;         // of both pools; the keys' scale is a part of `scale`
-    float v_scale;          // of the values that the pool holds
-    int64_t below;          // tokens: rows of as many or more are left out; 0: none are
+    const float* slopes;    // [H] or null; excludes a soft cap
+    float* parts;           // partial results; more memory lets more keys be shared and divided
+    int64_t num_parts;      // size of `parts` in floats
+    // page table of a pool with its own pages, as wide as the step's; null: the step's page table
+    const int32_t* page_table;
+    CacheType type;         // dtype of both pools; `scale` includes the keys' scale
+    float v_scale;          // scale of the pool's values
+    int64_t below;          // rows with this many tokens or more are skipped; 0: no row is skipped
 };
 
-constexpr int64_t TILE_ROWS = 256;  // that share packed keys, at most
-constexpr int64_t DIVISION = 8;     // tasks for each thread: a tile that is more than one of them is divided
+constexpr int64_t TILE_ROWS = 256;  // maximum number of rows that share packed keys
+constexpr int64_t DIVISION = 8;     // a tile is divided if it has more than 1 / DIVISION of a thread's work
 
-// In blocks of keys times rows; keys have to be fetched and packed whoever reads them.
+// Cost in blocks of keys times rows, with a fixed cost for fetching and packing the keys.
 inline int64_t cost_of(int64_t blocks, int64_t rows) { return blocks * (32 + rows); }
 
-// How many floats a part takes: for each row a sum of values and its mass.
+// Number of floats of a part: a sum of values and its mass per row.
 inline int64_t part_size(int64_t rows, int64_t head_dim) { return rows * (head_dim + 2); }
 
 }  // namespace penstock

@@ -1,8 +1,8 @@
-// Rows that begin with the same pages: a system prompt has its keys in the cache once, however many ask.
+// Rows that begin with the same pages, for example with the same system prompt.
 //
-// Whole blocks of keys before all new tokens of such rows are read for all of them together, by tiles made of tokens of
-// any of them. What those give waits in the parts, from where each row's own tiles go on. Every query still
-// meets its blocks one by one and in order, so that sharing does not show in any bit of the results.
+// Whole blocks of keys before all new tokens of these rows are read once, by tiles with tokens of several rows. The
+// partial results are kept in `parts`, and each row's own tiles continue from them. Each query still processes its
+// blocks in order, so sharing does not change any bit of the results.
 #pragma once
 
 #include <algorithm>
@@ -15,25 +15,25 @@
 
 namespace penstock {
 
-// The blocks 0 .. num_blocks - 1, for tokens of several rows.
+// Blocks 0 .. num_blocks - 1, shared by several rows.
 struct SharedPrefix {
-    int64_t row;            // one of them, whose page table names the pages
+    int64_t row;            // one of the rows; its page table has the pages
     int64_t num_blocks;
-    const int64_t* tokens;  // of all rows, each as its index in the batch
+    const int64_t* tokens;  // tokens of all rows, as indices in the batch
     int64_t num_tokens;
-    int64_t parts = 0;      // where the first part begins
-    int64_t num_parts = 1;  // for each kv head: one for all blocks or one for each
+    int64_t parts = 0;      // offset of the first part
+    int64_t num_parts = 1;  // number of parts per kv head: one for all blocks, or one per block
 
     bool divided() const { return num_parts > 1; }
 };
 
 class SharedPrefixes {
 public:
-    // Finds those of a step. Of the parts it takes `used()` floats.
+    // Finds the shared prefixes of a step. They use `used()` floats of the parts.
     void find(const AttendOperands& given, const Step& step, int64_t num_threads) {
         waiting_.clear(), tokens_.clear(), prefixes_.clear();
         used_ = 0;
-        if (given.window || given.slopes) return;  // what slopes take off differs by row
+        if (given.window || given.slopes) return;  // with slopes, scores depend on the row's position
         for (int64_t row = 0; row < step.num_rows; row++)
             if (step.counts[row] > 0 && step.starts[row] >= KEY_BLOCK && !is_left_out(step, row, given.below))
                 waiting_.push_back({row, step.page_table[row * step.table_width]});
@@ -52,7 +52,7 @@ public:
     int64_t used() const { return used_; }
     int64_t tile_tokens() const { return tile_tokens_; }
 
-    // What this row shares, or null.
+    // Returns the row's shared prefix, or null.
     const SharedPrefix* of(int64_t row) const {
         return prefixes_.empty() || members_[row].prefix < 0 ? nullptr : &prefixes_[members_[row].prefix];
     }
@@ -62,13 +62,13 @@ public:
         return prefix ? prefix->num_blocks : 0;
     }
 
-    // Where the tokens of a row that shares begin among its prefix's.
+    // Index of the row's first token among the prefix's tokens.
     int64_t first_token(int64_t row) const { return members_[row].first_token; }
 
 private:
     struct Waiting {
         int64_t row;
-        int32_t page;  // the first one, or -1 where the row waits no longer
+        int32_t page;  // the first page, or -1 if the row is already assigned
     };
     struct Candidate {
         size_t waiting;
@@ -99,7 +99,7 @@ private:
         return most;
     }
 
-    // The rows that share most with this one, as far as there is room for their tokens.
+    // Selects the rows that share the most blocks with this row, within the memory for their tokens.
     void gather(const Step& step, size_t first, int64_t room) {
         const Waiting leader = waiting_[first];
         candidates_.assign(1, {first, step.starts[leader.row] / KEY_BLOCK});
@@ -130,11 +130,12 @@ private:
             prefixes_.push_back({leader.row, num_blocks, tokens_.data() + before, num_tokens});
             return;
         }
-        for (size_t i = 0; i <= best; i++) members_[waiting_[candidates_[i].waiting].row] = {};  // nothing is saved
+        // sharing would save nothing
+        for (size_t i = 0; i <= best; i++) members_[waiting_[candidates_[i].waiting].row] = {};
         tokens_.resize(before);
     }
 
-    // One part for each prefix; more for those that are too much for one task, as far as there is room.
+    // Gives each prefix one part. Prefixes that exceed one task get more parts, within the memory.
     void assign_parts(const AttendOperands& given, int64_t group, int64_t token_size, int64_t num_threads) {
         int64_t cost = 0, room = given.num_parts / token_size - int64_t(tokens_.size());
         for (const SharedPrefix& prefix : prefixes_) cost += cost_of(prefix.num_blocks, prefix.num_tokens * group);

@@ -1,4 +1,4 @@
-// How the attention of a step is cut into tasks that threads take.
+// Division of a step's attention into tasks.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +12,14 @@ namespace penstock {
 
 // A row is one query head of one token: row r of a tile is head r % group of token r / group.
 struct Tile {
-    int64_t row;                           // of the step
-    int64_t first_token, num_tokens;       // within that row, or within the prefix
-    int64_t first_block, end_block;        // of keys
-    int64_t parts;                         // where its parts begin if its keys are divided, or -1
-    const SharedPrefix* prefix = nullptr;  // whose tokens they are in a tile of what rows share
+    int64_t row;                           // index of the row in the step
+    int64_t first_token, num_tokens;       // within the row, or within the prefix
+    int64_t first_block, end_block;        // blocks of keys
+    int64_t parts;                         // offset of the partial results if the keys are divided, else -1
+    const SharedPrefix* prefix = nullptr;  // the shared prefix that the tile computes, or null
 };
 
-// The tiles of a step, the same for every thread.
+// Tiles of a step. Every thread computes the same list.
 class Tiles {
 public:
     Tiles(const AttendOperands& given, const Step& step, const SharedPrefixes& shared, int64_t num_threads)
@@ -39,7 +39,7 @@ public:
     const SharedPrefixes& shared() const { return shared_; }
     int64_t size_of_part(const Tile& tile) const { return part_size(tile.num_tokens * group_, given_.head_dim); }
 
-    // The tiles of what rows share.
+    // Adds the tiles of shared prefixes.
     template <class Visit>
     void each_shared(Visit visit) const {
         for (const SharedPrefix& prefix : shared_.all())
@@ -49,7 +49,7 @@ public:
             }
     }
 
-    // Every other tile, those of a row from its end, where they are largest.
+    // Adds the other tiles, starting at each row's end, where tiles are most expensive.
     template <class Visit>
     void each(Visit visit) const {
         int64_t used = shared_.used();
@@ -74,8 +74,8 @@ private:
     const Step& step_;
     const SharedPrefixes& shared_;
     const int64_t group_;
-    int64_t tokens_;  // of a tile, at most
-    int64_t limit_;   // the cost beyond which keys are divided
+    int64_t tokens_;  // maximum number of tokens per tile
+    int64_t limit_;   // cost above which keys are divided
 
     int64_t cost_of_keys(const Tile& tile) const {
         return cost_of(tile.end_block - tile.first_block, tile.num_tokens * group_);

@@ -1,10 +1,10 @@
 #include "attend_expanded.h"
-#include "attend_texts.h"
+#include "attend_bidirectional.h"
 #include "attention.h"
 #include "export.h"
 
 using namespace penstock;
 
 KERNELS(attend, attend)
-KERNELS(attend_texts, attend_texts)
+KERNELS(attend_bidirectional, attend_bidirectional)
 KERNELS(attend_expanded, attend_expanded)

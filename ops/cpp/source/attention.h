@@ -1,10 +1,10 @@
 // Attention over the paged cache (contract: ops/attention/__init__.py).
 //
-// Work is cut into tiles: some consecutive tokens of a row with all query heads of one kv head, so that a decode row
-// is a tile of one token. Where there are too few, the keys of a tile are divided too, block by block, and what each
-// block gave is merged afterwards, in the order in which one thread would have done it.
+// A tile has some consecutive tokens of a row with all query heads of one kv head; a decode row is a tile of one token.
+// If there are too few tiles, the keys of a tile are divided too, block by block. The results of these blocks are then
+// merged in the same order as by a single thread.
 //
-// Blocks of keys that rows share are computed first, for all of them at once (attend_shared.h).
+// Blocks of keys that several rows share are computed first, once for all rows (attend_shared.h).
 #pragma once
 
 #include <algorithm>
@@ -20,14 +20,14 @@
 
 namespace penstock {
 
-constexpr int64_t AHEAD = 16;  // keys: how early they are asked for
+constexpr int64_t AHEAD = 16;  // number of keys that are prefetched
 #if defined(PENSTOCK_MATRIX_UNIT)
-constexpr int64_t CHUNK = UNIT_ROWS;  // rows whose scores of a block are held at once
+constexpr int64_t CHUNK = UNIT_ROWS;  // rows whose scores of a block are held in memory at once
 #else
 constexpr int64_t CHUNK = 24;
 #endif
 
-// What one thread works with.
+// Scratch memory of one thread.
 struct Workspace {
     uint32_t* queries;  // [rows, words]
     uint32_t* keys;     // [KEY_BLOCK / 16, words, 16]
@@ -37,13 +37,13 @@ struct Workspace {
     float* part;        // [CHUNK, D]
     float* out;         // [rows, D]
     Mass* masses;       // [rows]
-    uint32_t* few;      // [2, 16, D]: keys and values that are not one after the other
+    uint32_t* few;      // [2, 16, D]: copies of keys and values that are not contiguous
     uint32_t* few_queries;  // [words, 4]
     MatrixUnit unit;
 
-    // Queries and keys have so many words.
+    // `words`: number of words of a query or key.
     Workspace(int64_t rows, int64_t head_dim, int64_t words) {
-        const int64_t padded = round_up(rows, 8);  // masses end at a cache line
+        const int64_t padded = round_up(rows, 8);  // so that the masses end at a cache line
         uint32_t* next = space(2 * padded + rows * (words + head_dim) + KEY_BLOCK * (words + head_dim) +
                                CHUNK * (2 * KEY_BLOCK + head_dim) + 2 * LANES * head_dim + UNIT_FEW * words);
         const auto take = [&next](int64_t size) { return std::exchange(next, next + size); };
@@ -59,7 +59,7 @@ struct Workspace {
         few_queries = take(UNIT_FEW * words);
     }
 
-    // This thread's memory of at least so many words; it is kept for the next kernel.
+    // Returns this thread's memory of at least this number of words. It is reused by later kernels.
     static uint32_t* space(int64_t size) {
         struct Space {
             uint32_t* begin = nullptr;
@@ -77,19 +77,19 @@ struct Workspace {
     }
 };
 
-// Where what rows gave is put: sums [rows, D] and masses [rows].
+// Results of rows: sums [rows, D] and masses [rows].
 struct Partial {
     float* sums;
     Mass* masses;
 };
 
-// Of a query or a key as products take it.
+// Number of words of a query or key in products.
 template <class T>
 inline int64_t words_with_padding(int64_t head_dim) {
     return round_up(head_dim / PER_WORD<T>, step_grain<T>());
 }
 
-// The attention of one kv head's tile.
+// Attention of a tile with one kv head.
 template <class T>
 class TileOfHead {
 public:
@@ -122,7 +122,7 @@ public:
         finish();
     }
 
-    // Of a tile of a shared prefix, what its part number `index` holds.
+    // Computes the part number `index` of a shared prefix's tile.
     void attend_shared(int64_t index) {
         gather_queries();
         const Partial part = shared_part(*tile_.prefix, index, tile_.first_token);
@@ -140,11 +140,11 @@ private:
     const int64_t kv_head_;
     Workspace& workspace_;
     const int64_t group_, rows_, head_dim_;
-    const int64_t filled_, words_;  // of a query or key, without and with the zeros behind it
-    const bool few_;  // so few queries that the matrix unit takes keys as they are instead of them
-    const int64_t position_;  // of the first token; behind all keys in a tile of a shared prefix
-    const int64_t token_;     // the first one's index in the batch
-    Partial all_;                // of the blocks so far
+    const int64_t filled_, words_;  // words of a query or key, without and with padding
+    const bool few_;  // few queries: the matrix unit multiplies unpacked keys by packed queries
+    const int64_t position_;  // position of the first token; for a shared prefix, a position after all keys
+    const int64_t token_;     // index of the first token in the batch
+    Partial all_;                // merged result of the blocks computed so far
     const Scoring scoring_;
 
     Partial part_of(int64_t block) const {
@@ -154,7 +154,7 @@ private:
         return {sums, reinterpret_cast<Mass*>(sums + rows_ * head_dim_)};
     }
 
-    // From a token on.
+    // Returns a part of the shared prefix, from token `token` on.
     Partial shared_part(const SharedPrefix& prefix, int64_t index, int64_t token) const {
         const int64_t rows = prefix.num_tokens * group_;
         const int64_t before = (kv_head_ * prefix.num_parts + index) * part_size(rows, head_dim_);
@@ -162,7 +162,7 @@ private:
         return {sums + token * group_ * head_dim_, reinterpret_cast<Mass*>(sums + rows * head_dim_) + token * group_};
     }
 
-    // Keys whose weights make a step of a product with values, at least a vector of them.
+    // Number of keys per step of a product with values, at least a vector.
     static int64_t grain() { return std::max<int64_t>(LANES, PER_WORD<T> * step_grain<T>()); }
 
     int64_t head_of(int64_t r) const { return kv_head_ * group_ + r % group_; }
@@ -195,7 +195,7 @@ private:
         std::fill(all_.masses, all_.masses + rows_, Mass{NO_SCORE, 0});
     }
 
-    // From nothing, or from what this row's shared prefix gave.
+    // Starts with an empty result, or with the result of the row's shared prefix.
     void begin() {
         const SharedPrefix* const prefix = tiles_.shared().of(tile_.row);
         if (!prefix) return clear();
@@ -210,27 +210,27 @@ private:
         std::copy(part.masses, part.masses + rows_, all_.masses);
     }
 
-    // What a later block gave to some of the rows.
+    // Merges the result of a later block into the result of some rows.
     void merge_rows(int64_t row, int64_t rows, const Partial& later) {
         for (int64_t r = 0; r < rows; r++)
             merge(all_.sums + (row + r) * head_dim_, all_.masses[row + r], later.sums + r * head_dim_, later.masses[r],
                   head_dim_);
     }
 
-    // Where the key at this position is, from the first element of its pool.
+    // Offset of the key at this position in its pool.
     int64_t offset_of(int64_t position) const {
         const int64_t page = step_.page_table[tile_.row * step_.table_width + position / step_.page_size];
         return ((page * given_.num_kv_heads + kv_head_) * step_.page_size + position % step_.page_size) * head_dim_;
     }
 
-    // What stands there, of any type.
+    // Returns a pointer to the pool's element at this offset.
     const T* in_pool(const void* pool, int64_t at) const {
         if (given_.type == ALIKE) return static_cast<const T*>(pool) + at;
         return reinterpret_cast<const T*>(static_cast<const uint8_t*>(pool) + at);
     }
 
-    // The keys and values low .. high - 1 of a block, and zeros around them to whole grains. Those before `end` that are
-    // a little further on are asked for.
+    // Packs the keys and values low .. high - 1 of a block, padded with zeros to whole grains. Prefetches later ones
+    // before `end`.
     void pack(int64_t block, int64_t low, int64_t high, int64_t end) {
         const int64_t page_size = step_.page_size, head_dim = head_dim_;
         uint32_t* packed_keys = workspace_.keys + low / LANES * LANES * words_;
@@ -263,7 +263,7 @@ private:
         std::fill(packed_values, workspace_.values + round_up(high, grain()) / PER_WORD<T> * head_dim, 0u);
     }
 
-    // Of few queries: what `attend_rows` would compute from packed keys.
+    // Computes the same as `attend_rows`, for few queries with unpacked keys.
     void score(const T* keys, float* scores, const T* ahead) {
         alignas(64) float sums[LANES * UNIT_FEW];
         fetch(ahead, LANES * head_dim_);
@@ -271,16 +271,17 @@ private:
         turn_over(sums, rows_, scores, KEY_BLOCK);
     }
 
-    // Takes off a row's products first .. last - 1 what their distance costs; key `i` is `i + offset` from the query.
+    // Subtracts the slope times the distance from a row's products first .. last - 1; key `i` has the distance `i + offset`.
     void slope_down(float* products, int64_t head, int64_t first, int64_t last, int64_t offset) const {
-        const float slope = given_.slopes[head] / given_.scale;  // they are still to be scaled
+        // the slope is divided by the scale, because products are scaled later
+        const float slope = given_.slopes[head] / given_.scale;
         Floats distance = Floats{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + float(first + offset);
         for (int64_t i = first; i < last; i += LANES, distance += float(LANES))
             store(products + i, load(products + i) + distance * slope);
     }
 
-    // Merges into what there is, or writes a part. Kept in one piece: a compiler that spreads it over its callers makes
-    // decode rows a tenth slower.
+    // Merges the block into the result so far, or writes it to `part`. Never inlined: inlining makes decode rows 10%
+    // slower.
     [[gnu::noinline]] void attend_block(int64_t block, const Partial* part) {
         const int64_t base = block * KEY_BLOCK;
         const int64_t low = std::max<int64_t>(0, tiles_.first_key(position_) - base);

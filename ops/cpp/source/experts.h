@@ -1,8 +1,8 @@
 // Mixtures of experts (contract: ops/moe/__init__.py).
 //
-// The pairs of a token and one of its experts are sorted by expert; their rows are copied together, so that every expert
-// multiplies neighbouring rows. The weights of all experts are panels one after the other, each expert filled up to whole
-// ones: 16 outputs of gate and the 16 that it gates are a panel, whose sums become inner activations at once.
+// Pairs of a token and one of its experts are sorted by expert, and their rows are copied, so that each expert multiplies
+// adjacent rows. The weights of all experts are consecutive panels; each expert is padded to whole panels. A panel has 16
+// outputs of gate and the corresponding 16 outputs of up, so its sums become inner activations immediately.
 #pragma once
 
 #include <algorithm>
@@ -22,20 +22,21 @@ enum RouteScoring : int64_t { SOFTMAX, SIGMOID };
 
 struct RouteOperands {
     const void* logits;  // [T, X]
-    int64_t stride;      // between tokens
-    const float* bias;   // [X], added to scores where experts are chosen, or null
+    int64_t stride;      // elements between tokens
+    const float* bias;   // [X], added to scores for the selection, or null
     float* weights;      // [T, k]
     int32_t* experts;    // [T, k]
-    int64_t tokens;      // 0: those of the step
+    int64_t tokens;      // 0: all tokens of the step
     int64_t num_experts, top_k;
     RouteScoring scoring;
     int64_t renormalise;
-    int64_t num_groups, top_groups;  // of neighbouring experts; only those of the best groups are chosen
-    int64_t group_scores;            // how many of its best scores make a group's
-    float scale;                     // of all weights
+    int64_t num_groups, top_groups;  // groups of consecutive experts; experts are selected from the best groups
+    int64_t group_scores;            // number of best scores whose sum is a group's score
+    float scale;                     // factor of all weights
 };
 
-// The index of the largest value that is not taken, of equal ones the first; it is taken then.
+// Returns the index of the largest value that is not taken yet, and marks it as taken. Of equal values, takes the
+// first.
 inline int64_t take_largest(float* values, int64_t count) {
     int64_t best = -1;
     for (int64_t i = 0; i < count; i++)
@@ -45,7 +46,7 @@ inline int64_t take_largest(float* values, int64_t count) {
     return best;
 }
 
-// Puts out of reach what does not lie in the best groups.
+// Excludes experts outside the best groups.
 inline void keep_best_groups(const RouteOperands& o, float* choice) {
     const int64_t size = o.num_experts / o.num_groups;
     float totals[MAX_EXPERTS], held[MAX_EXPERTS];
@@ -91,7 +92,7 @@ void route_token(const RouteOperands& o, int64_t token) {
     float chosen = 0;
     for (int64_t i = 0; i < o.top_k; i++) {
         const int64_t expert = take_largest(choice, o.num_experts);
-        experts[i] = int32_t(expert < 0 ? i : expert);  // where a logit is no number, any will do
+        experts[i] = int32_t(expert < 0 ? i : expert);  // if a logit is NaN, any expert is valid
         weights[i] = scores[experts[i]];
         chosen += weights[i];
     }
@@ -105,7 +106,7 @@ void route(const void* operands, const Step& step, ThreadGroup& threads) {
     threads.share(o.tokens ? o.tokens : step.num_tokens, [&](int64_t token) { route_token<T>(o, token); });
 }
 
-// Where the pairs of each expert stand when they are sorted.
+// Positions of pairs sorted by expert.
 struct PairTable {
     int32_t* positions;  // [T * k], of each pair
     int32_t* starts;  // [X + 1], the first pair of each expert
@@ -116,10 +117,10 @@ struct DispatchOperands {
     const void* x;           // [T, E]
     int64_t x_stride;
     const int32_t* experts;  // [T, k]
-    const float* weights;    // [T, k] that rows are multiplied with, or null
+    const float* weights;    // [T, k], factors of the rows, or null
     PairTable table;
-    void* rows;              // [T * k, E], by expert
-    int64_t tokens;          // 0: those of the step
+    void* rows;              // [T * k, E], sorted by expert
+    int64_t tokens;          // 0: all tokens of the step
     int64_t num_experts, top_k, size;
 };
 
@@ -152,18 +153,18 @@ void dispatch(const void* operands, const Step& step, ThreadGroup& threads) {
 }
 
 struct ExpertsOperands {
-    Product8Operands product;  // rows by expert, all panels; `rows` and `bias` are not read
-    Product4Operands product4;  // instead, where weights have 4 bits
+    Product8Operands product;  // rows sorted by expert, and all panels; its `rows` and `bias` are ignored
+    Product4Operands product4;  // replaces `product` for 4-bit weights
     PairTable table;
-    const void* bias;          // [X * panels * PANEL] where there is a gate, or [X, O]; or null
-    void* out;                 // [T * k, O], by expert
+    const void* bias;          // [X * panels * PANEL] with a gate, else [X, O]; or null
+    void* out;                 // [T * k, O], sorted by expert
     int64_t num_experts;
-    int64_t panels;            // of each expert
-    int64_t out_size;          // O: of a row of `out`
-    Activation kind;           // of the gate, where there is one
+    int64_t panels;            // per expert
+    int64_t out_size;          // O, size of a row of `out`
+    Activation kind;           // activation of the gate, if any
 };
 
-// Calls work(first row, end, panel) for every panel of every expert and block of its rows, on the thread that takes it.
+// Calls work(first row, end, panel) for each panel of each expert and each block of its rows, as tasks of the threads.
 template <class Work>
 inline void share_experts(const ExpertsOperands& o, ThreadGroup& threads, const Work& work) {
     const PairTable& t = o.table;
@@ -176,7 +177,7 @@ inline void share_experts(const ExpertsOperands& o, ThreadGroup& threads, const 
     });
 }
 
-// BITS of the weights, 0 for T's own.
+// BITS: bits per weight; 0: weights of type T.
 template <class T, int BITS, class Put>
 inline void multiply_experts(const ExpertsOperands& o, ThreadGroup& threads, const Put& put) {
     const auto share = [&](const auto& work) { share_experts(o, threads, work); };
@@ -206,7 +207,7 @@ inline Gate gate_of(Activation kind) {
 inline Floats rounded_as(const float*, Floats x) { return x; }
 inline Floats rounded_as(const BFloat16*, Floats x) { return widen(round_to_bfloat16(x)); }
 
-// Rows by expert -> inner activations by expert.
+// Computes inner activations by expert from rows by expert.
 template <class T, int BITS>
 void experts_up(const void* operands, const Step&, ThreadGroup& threads) {
     const auto& o = *static_cast<const ExpertsOperands*>(operands);
@@ -224,7 +225,7 @@ void experts_up(const void* operands, const Step&, ThreadGroup& threads) {
     });
 }
 
-// Inner activations by expert -> results by expert.
+// Computes results by expert from inner activations by expert.
 template <class T, int BITS>
 void experts_down(const void* operands, const Step&, ThreadGroup& threads) {
     const auto& o = *static_cast<const ExpertsOperands*>(operands);
@@ -236,11 +237,11 @@ void experts_down(const void* operands, const Step&, ThreadGroup& threads) {
 }
 
 struct CombineOperands {
-    const void* results;    // [T * k, E], by expert
+    const void* results;    // [T * k, E], sorted by expert
     const int32_t* positions;  // [T * k]
     const float* weights;   // [T, k], or null for 1
     void* out;              // [T, E]
-    int64_t tokens;         // 0: those of the step
+    int64_t tokens;         // 0: all tokens of the step
     int64_t top_k, size;
 };
 

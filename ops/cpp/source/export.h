@@ -1,4 +1,4 @@
-// How a unit of the library shows its kernels to Python: `name_float32` for what is computed in float32.
+// Exports kernels to Python under names with their dtype, for example `name_float32`.
 #pragma once
 
 #include "simd.h"

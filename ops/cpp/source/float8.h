@@ -1,4 +1,4 @@
-// Numbers of one byte in a cache: float8 with 4 bits of exponent (e4m3fn) or 5 (e5m2), held divided by a scale.
+// float8 elements of a cache, with 4 bits of exponent (e4m3fn) or 5 (e5m2), divided by a scale.
 #pragma once
 
 #include "simd.h"
@@ -7,7 +7,7 @@ namespace penstock {
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
-// What a cache holds; library.py has the same numbers.
+// Dtype of a cache; library.py has the same codes.
 enum CacheType : int64_t { ALIKE = 0, E4M3 = 1, E5M2 = 2 };
 
 inline Floats widen_halves(Shorts halves) {
@@ -15,7 +15,7 @@ inline Floats widen_halves(Shorts halves) {
     return cast<Floats>(_mm512_cvtph_ps(cast<__m256i>(halves)));
 #else
     const Words bits = __builtin_convertvector(halves, Words), magnitude = bits & 0x7fffu;
-    const Words infinite = (0u - ((magnitude + 0x400u) >> 15)) & 0x7f800000u;  // or no number
+    const Words infinite = (0u - ((magnitude + 0x400u) >> 15)) & 0x7f800000u;  // infinity or NaN
     const Words finite = cast<Words>(cast<Floats>(magnitude << 13) * 0x1p112f);
     return cast<Floats>(finite | infinite | ((bits & 0x8000u) << 16));
 #endif
@@ -32,16 +32,16 @@ inline Floats widen_bytes(const uint8_t* from) {
     return widen_halves((magnitude << 7) | sign | no_number) * 256.0f;
 }
 
-// To the nearest, ties to even; what is too large becomes the largest that there is. Sixteen numbers.
+// Rounds 16 numbers to nearest, ties to even, and clamps them to the largest value.
 template <CacheType FORM>
 inline void narrow_bytes(uint8_t* to, Floats x) {
-    constexpr int BITS = FORM == E4M3 ? 3 : 2;                       // of the mantissa
-    constexpr int LOWEST = FORM == E4M3 ? 127 - 6 : 127 - 14;          // the exponent of the least normal number
+    constexpr int BITS = FORM == E4M3 ? 3 : 2;                       // mantissa bits
+    constexpr int LOWEST = FORM == E4M3 ? 127 - 6 : 127 - 14;          // exponent of the smallest normal number
     const float most = FORM == E4M3 ? 448.0f : 57344.0f;
     const Floats magnitude = smaller(fill(most), cast<Floats>(cast<Words>(x) & 0x7fffffffu));
     const Floats least = cast<Floats>(Words{} + (uint32_t(LOWEST) << 23));
     const Words exponent = cast<Words>(larger(magnitude, least)) >> 23;
-    // A number so large that its last bit is worth what that of the result is: adding it rounds.
+    // A number whose last bit has the same weight as the last bit of the result, so adding it rounds.
     const Words anchor = (exponent + uint32_t(23 - BITS)) << 23;
     Words code = cast<Words>(magnitude + cast<Floats>(anchor)) - anchor + ((exponent - uint32_t(LOWEST)) << BITS);
     const Words no_number = cast<Words>(x != x) & 0x7fu;
@@ -50,7 +50,7 @@ inline void narrow_bytes(uint8_t* to, Floats x) {
     std::memcpy(to, &bytes, sizeof(bytes));
 }
 
-// `size` numbers of a cache of this type, a multiple of 16, as T; they stay divided by their scale.
+// Converts `size` elements (a multiple of 16) of a cache to T, without multiplying by the scale.
 template <class T>
 inline void read_cached(CacheType type, const void* pool, int64_t at, T* to, int64_t size) {
     if (type == ALIKE) return void(std::memcpy(to, static_cast<const T*>(pool) + at, size * sizeof(T)));
@@ -59,7 +59,7 @@ inline void read_cached(CacheType type, const void* pool, int64_t at, T* to, int
         store(to + k, type == E4M3 ? widen_bytes<E4M3>(from + k) : widen_bytes<E5M2>(from + k), LANES);
 }
 
-// The other way; `steps` is 1 divided by the scale.
+// Converts T to the cache's dtype; `steps` is 1 / scale.
 template <class T>
 inline void write_cached(CacheType type, void* pool, int64_t at, const T* from, int64_t size, float steps) {
     if (type == ALIKE) return void(std::memcpy(static_cast<T*>(pool) + at, from, size * sizeof(T)));

@@ -1,4 +1,4 @@
-// Products of every head with a weight of its own, and copies of heads (contract: ops/latent/__init__.py).
+// Products of each head with its own weight, and copies of heads (contract: ops/latent/__init__.py).
 #pragma once
 
 #include <cstring>
@@ -8,12 +8,13 @@
 namespace penstock {
 
 struct ProductHeadsOperands {
-    ProductOperands product;  // of the first head; the weights of the others follow, each in whole panels
+    // the product of the first head; the weights of the other heads follow, each in whole panels
+    ProductOperands product;
     int64_t heads;
     int64_t x_head;           // elements from one head to the next
-    int64_t out_stride;       // from one token to the next
+    int64_t out_stride;       // elements from one token to the next
     int64_t out_head;
-    int64_t below;            // tokens: those in rows of as many or more are left out; 0: none are
+    int64_t below;            // rows with this many tokens or more are skipped; 0: no row is skipped
 };
 
 template <class T>
@@ -42,7 +43,7 @@ void product_heads(const void* operands, const Step& step, ThreadGroup& threads)
 struct CopyHeadsOperands {
     const void* x;   // [tokens, heads, size]
     void* out;
-    int64_t tokens;  // 0: those of the step
+    int64_t tokens;  // 0: all tokens of the step
     int64_t heads, size;
     int64_t x_stride, x_head, out_stride, out_head;  // elements from one token, and one head, to the next
 };

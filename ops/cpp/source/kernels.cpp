@@ -1,7 +1,8 @@
-// What is done to each token by itself, states, the routing of experts, and the choice of tokens: no products.
+// Kernels without products: per token, recurrent states, expert routing, sampling.
 #include "experts.h"
 #include "export.h"
 #include "heads.h"
+#include "low_rank.h"
 #include "recurrence.h"
 #include "sampling.h"
 #include "small.h"
@@ -12,19 +13,24 @@ using namespace penstock;
 template <class T>
 constexpr auto begin_any = begin;
 
+template <class T>
+constexpr auto angles_any = angles;
+
 KERNELS(begin, begin_any)
 KERNELS(last, last)
-KERNELS(pool_texts, pool_texts)
+KERNELS(pool_rows, pool_rows)
 KERNELS(embed, embed)
-KERNELS(embed_placed, embed_placed)
+KERNELS(embed_with_positions, embed_with_positions)
 KERNELS(embed_packed, embed_packed)
 KERNELS(embed_groups, embed_groups)
 KERNELS(norm, norm)
 KERNELS(add, add)
+KERNELS(angles, angles_any)
 KERNELS(rotate, rotate)
 KERNELS(store, store_kv)
 KERNELS(rotate_store, rotate_store)
 KERNELS(gate, gate)
+KERNELS(add_low_rank, add_low_rank)
 KERNELS(convolve, convolve)
 KERNELS(recur, recur)
 KERNELS(copy_heads, copy_heads)

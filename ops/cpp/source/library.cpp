@@ -1,13 +1,14 @@
-// What Python sees beside the kernels: the threads that run them, and what it has to know of them.
+// Functions for Python other than the kernels: the thread pool, and properties of the library.
 //
-// Nothing in the library knows of Python or torch, so it compiles in a few seconds; ops/cpp/structures.py describes the
-// same operands with ctypes, which lets go of Python's lock for the whole of a call.
+// The library does not use headers of Python or torch, so it compiles in seconds. ops/cpp/structures.py reads the
+// operands from these headers for ctypes, which releases the GIL during a call.
 
 #include "attend_expanded.h"
-#include "attend_texts.h"
+#include "attend_bidirectional.h"
 #include "attention.h"
 #include "experts.h"
 #include "heads.h"
+#include "low_rank.h"
 #include "pool.h"
 #include "product.h"
 #include "product4.h"
@@ -21,26 +22,31 @@ using namespace penstock;
 
 extern "C" {
 
-// For Python to compare with its own picture of these structures, in the same order.
-extern const int64_t STRUCTURE_SIZES[];
-const int64_t STRUCTURE_SIZES[] = {
-    sizeof(Step),          sizeof(GraphNode),      sizeof(EmbedOperands),  sizeof(NormOperands),
-    sizeof(RotateOperands), sizeof(StoreOperands), sizeof(GateOperands),   sizeof(AttendOperands),
-    sizeof(PackOperands),  sizeof(ProductOperands), sizeof(Pack8Operands), sizeof(Product8Operands),
-    sizeof(BeginOperands), sizeof(LastOperands),   sizeof(ChooseOperands),
-    sizeof(RotateStoreOperands), sizeof(AddOperands), sizeof(Product4Operands), sizeof(Pack4Operands),
-    sizeof(RouteOperands), sizeof(PairTable), sizeof(DispatchOperands), sizeof(ExpertsOperands),
-    sizeof(CombineOperands), sizeof(AttendTextsOperands),
-    sizeof(ConvolveOperands), sizeof(RecurOperands), sizeof(ProductHeadsOperands), sizeof(CopyHeadsOperands),
-    sizeof(EmbedGroupsOperands), sizeof(DrawOperands), sizeof(PoolTextsOperands),
-    sizeof(AttendExpandedOperands),
+// Sizes of the structures that Python fills. Python reads the fields of these structures from the headers.
+struct Size {
+    const char* structure;
+    int64_t bytes;
+};
+#define SIZE(structure) {#structure, sizeof(structure)}
+extern const Size STRUCTURE_SIZES[];
+const Size STRUCTURE_SIZES[] = {
+    SIZE(Step), SIZE(GraphNode), SIZE(EmbedOperands), SIZE(NormOperands), SIZE(RotateOperands),
+    SIZE(StoreOperands), SIZE(GateOperands), SIZE(AttendOperands), SIZE(PackOperands), SIZE(ProductOperands),
+    SIZE(Pack8Operands), SIZE(Product8Operands), SIZE(BeginOperands), SIZE(LastOperands),
+    SIZE(ChooseOperands), SIZE(RotateStoreOperands), SIZE(AddOperands), SIZE(Product4Operands),
+    SIZE(Pack4Operands), SIZE(RouteOperands), SIZE(PairTable), SIZE(DispatchOperands), SIZE(ExpertsOperands),
+    SIZE(CombineOperands), SIZE(AttendBidirectionalOperands), SIZE(ConvolveOperands), SIZE(RecurOperands),
+    SIZE(ProductHeadsOperands), SIZE(CopyHeadsOperands), SIZE(EmbedGroupsOperands), SIZE(DrawOperands),
+    SIZE(PoolRowsOperands), SIZE(AttendExpandedOperands), SIZE(AnglesOperands), SIZE(Media),
+    SIZE(AddLowRankOperands),
+    {nullptr, 0},
 };
 
 int64_t panel_width() { return PANEL; }
 int64_t byte_step() { return UNIT_BYTES; }
 int64_t max_byte_depth() { return MAX_DEPTH8; }
 
-// What the kernels were compiled to use, in the names of /proc/cpuinfo.
+// Instruction sets that the kernels use, with their names in /proc/cpuinfo.
 const char* instruction_set() {
     return
 #if defined(__AVX512F__)
@@ -66,13 +72,13 @@ const char* instruction_set() {
         ;
 }
 
-// Whether kernels use the matrix unit: they were compiled for one, and the system has granted it to this process.
+// Whether kernels use the matrix unit: they are compiled for it, and the system permits it to this process.
 bool uses_matrix_unit() { return has_matrix_unit(); }
 
 Pool* open_pool(int64_t num_threads) { return new Pool(int(num_threads)); }
 
 void close_pool(Pool* pool) { delete pool; }
 
-// For one caller at a time.
+// Only one thread may call it at a time.
 void run(Pool* pool, const GraphNode* nodes, int64_t count, const Step* step) { pool->run(nodes, count, step); }
 }

@@ -1,5 +1,5 @@
-// The matrix units of processors that have some (AMX). One has eight tiles of 16 lines of 64 bytes; here four hold
-// sums, two by two, two hold lines of a and two hold columns of b.
+// The matrix unit of a processor with AMX. The unit has eight tiles of 16 rows of 64 bytes. Here four tiles hold sums
+// (two by two), two hold rows of a, and two hold columns of b.
 #pragma once
 
 #include <algorithm>
@@ -15,38 +15,39 @@
 
 namespace penstock {
 
-constexpr int64_t UNIT_LINES = 16;   // of a tile
-constexpr int64_t UNIT_BYTES = 64;   // of a line: the depth of one step
+constexpr int64_t UNIT_LINES = 16;   // lines of a tile
+constexpr int64_t UNIT_BYTES = 64;   // bytes of a line, which are one step in depth
 constexpr int64_t UNIT_ROWS = 2 * UNIT_LINES;
 constexpr int64_t UNIT_COLUMNS = 32;
-constexpr int64_t UNIT_FEW = 4;  // columns
+constexpr int64_t UNIT_FEW = 4;  // columns of `multiply_few`
 
-// a [rows, steps of 64 bytes] times b. In b's memory a line holds four bytes of depth of 16 columns.
+// Operands of a [rows, steps of 64 bytes] times b. A line of b holds four bytes in depth of each of 16 columns.
 struct UnitFactors {
     const void* a;
     int64_t a_stride;  // bytes between rows
     const void* b;
     int64_t b_stride;  // bytes between the lines of a tile of b
-    int64_t b_step;    // bytes between its tiles of one step and the next
-    int64_t b_next;    // bytes between its first 16 columns and the second
+    int64_t b_step;    // bytes between the tiles of b of consecutive steps
+    int64_t b_next;    // bytes between the first 16 columns of b and the second
     int64_t steps;
-    int64_t ahead = 0;  // bytes from b to what will be needed after it; of that memory this asks for the
-    int64_t part = 0;   // `part`th of so many `parts`
-    int64_t parts = 0;  // 0: for none
+    int64_t ahead = 0;  // Prefetch: bytes from b to the memory that is needed next. This call prefetches the
+    int64_t part = 0;   // part number `part` of `parts` equal parts.
+    int64_t parts = 0;  // 0: no prefetch
 };
 
-enum class Numbers { BRAIN_FLOATS, BYTES };  // bfloat16 with sums in float32; signed times unsigned 8 bits in int32
+// bfloat16 with sums in float32; or signed times unsigned 8 bits with sums in int32
+enum class Numbers { BRAIN_FLOATS, BYTES };
 
 #if defined(PENSTOCK_MATRIX_UNIT)
 
-// Whether the system lets this process use them. It has to be asked, once, before the first use.
+// Requests the system's permission to use the matrix unit, once. Returns whether this process may use it.
 inline bool has_matrix_unit() {
-    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of Linux' arch_prctl
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // of Linux's arch_prctl
     static const bool permitted = syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
     return permitted;
 }
 
-// One thread's use of its unit; afterwards the unit is as it was before.
+// Use of the matrix unit by one thread. The destructor restores the unit's previous state.
 class MatrixUnit {
 public:
     MatrixUnit() = default;
@@ -55,12 +56,13 @@ public:
         if (upper_) _tile_release();
     }
 
-    // sums[row * stride + column] for rows (at most 32) and 16 columns, or 32 with `wide`. A sum is added up in
-    // order of depth, whatever else is computed. `meanwhile()` is called once a step: the rest of the processor waits.
+    // Computes sums[row * stride + column] for at most 32 rows, and 16 columns, or 32 if `wide`. Each sum is added in
+    // order of depth. `meanwhile()` is called once per step, while the unit is busy and the rest of the core would
+    // wait.
     template <Numbers NUMBERS, class Sum, class Meanwhile>
     void multiply(const UnitFactors& of, int64_t rows, bool wide, Sum* sums, int64_t stride, Meanwhile&& meanwhile) {
         set_heights(std::min(rows, UNIT_LINES), std::max<int64_t>(rows - UNIT_LINES, 0));
-        asm volatile("" ::: "memory");  // the instructions below do not say that they read memory
+        asm volatile("" ::: "memory");  // the compiler does not know that the instructions below read memory
         if (lower_)
             wide ? multiply_tiles<NUMBERS, true, true>(of, sums, stride, meanwhile)
                  : multiply_tiles<NUMBERS, true, false>(of, sums, stride, meanwhile);
@@ -69,8 +71,8 @@ public:
                  : multiply_tiles<NUMBERS, false, false>(of, sums, stride, meanwhile);
     }
 
-    // sums [16, 4] of 16 rows of bfloat16, a [16, words] of four bytes, with four columns, b [words, 4]: the same
-    // sums as the rows of b's transpose have with columns made of a.
+    // Computes sums [16, 4] of 16 rows of bfloat16, a [16, words], and four columns, b [words, 4]. The sums have the
+    // same bits as those of the transposed product, with rows of b's transpose and columns of a.
     void multiply_few(const void* a, int64_t a_stride, const uint32_t* b, int64_t words, float* sums) {
         constexpr int64_t WORD = sizeof(uint32_t), LINE = UNIT_FEW * WORD;
         const int64_t whole = words / UNIT_LINES, rest = words % UNIT_LINES;
@@ -92,7 +94,8 @@ public:
     }
 
 private:
-    // The shape of the tiles: rows of a in its two tiles, or -1 and the words in the last step of `multiply_few`.
+    // The current shape of the tiles: the rows of a in both tiles; or -1 and the words in the last step of
+    // `multiply_few`.
     int64_t upper_ = 0, lower_ = 0;
 
     void set_heights(int64_t upper, int64_t lower) {
@@ -117,7 +120,7 @@ private:
         configure(shape);
     }
 
-    // What `ldtilecfg` reads.
+    // The memory format of `ldtilecfg`.
     struct alignas(64) Shape {
         uint8_t palette = 1, start = 0, reserved[14] = {};
         uint16_t bytes[16] = {};
@@ -130,10 +133,11 @@ private:
     };
 
     static void configure(const Shape& shape) {
-        asm volatile("ldtilecfg %0" ::"m"(shape));  // GCC 12's intrinsic reads eight of these bytes
+        // inline assembly, because GCC 12 assumes that the intrinsic reads only eight of these bytes
+        asm volatile("ldtilecfg %0" ::"m"(shape));
     }
 
-    // Tiles 0 and 1 are the upper sums, 2 and 3 the lower ones; 4 and 5 rows of a; 6 and 7 columns of b.
+    // Tiles 0 and 1 hold the upper sums, tiles 2 and 3 the lower sums, 4 and 5 rows of a, 6 and 7 columns of b.
     template <Numbers NUMBERS, bool LOWER, bool WIDE, class Sum, class Meanwhile>
     static void multiply_tiles(const UnitFactors& of, Sum* sums, int64_t stride, Meanwhile&& meanwhile) {
         static_assert(sizeof(Sum) == 4);
@@ -147,11 +151,12 @@ private:
             if (of.parts && step % of.parts == of.part)
                 for (int64_t line = 0; line < 2 * UNIT_LINES; line++)
                     __builtin_prefetch(b + of.ahead + line * UNIT_BYTES, 0, 2);
-            if (of.parts && of.part == 0)  // b comes from afar: the next step's
+            if (of.parts && of.part == 0)  // b is not in the cache: also prefetch the next step
                 for (int64_t line = 0; line < 2 * UNIT_LINES; line++)
                     __builtin_prefetch(b + of.b_step + line * UNIT_BYTES);
             _tile_loadd(6, b, of.b_stride);
-            _tile_stream_loadd(4, a + step * UNIT_BYTES, of.a_stride);  // leaves b in the nearest cache
+            // a non-temporal load, so that b stays in the L1 cache
+            _tile_stream_loadd(4, a + step * UNIT_BYTES, of.a_stride);
             if constexpr (LOWER) _tile_stream_loadd(5, lower_a + step * UNIT_BYTES, of.a_stride);
             if constexpr (WIDE) _tile_loadd(7, b + of.b_next, of.b_stride);
             if constexpr (NUMBERS == Numbers::BRAIN_FLOATS) {

@@ -1,5 +1,5 @@
-// Threads that wait for steps. OpenMP's would spin for milliseconds after each one, on the core that the event loop
-// needs; these look for a moment and sleep.
+// Threads that wait for steps. OpenMP's threads would spin for milliseconds after each step, on the core that the event
+// loop needs; these threads poll for a moment and then sleep.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 
 namespace penstock {
 
-constexpr int IDLE_SPINS = 2000;  // before a thread without work sleeps, some hundred us at most
+constexpr int IDLE_SPINS = 2000;  // polls before an idle thread sleeps: at most a few hundred us
 
 class Pool {
 public:
@@ -26,14 +26,14 @@ public:
         for (auto& thread : threads_) thread.join();
     }
 
-    // Runs the nodes one after the other on this thread and those that come to help; returns when all is done.
+    // Runs the nodes in order on this thread and the pool's threads. Returns when all nodes are done.
     void run(const GraphNode* nodes, int64_t count, const Step* step) {
         if (count == 0) return;
         nodes_ = nodes;
         step_ = step;
         first_ = node_of(state_.progress.load());
         forget_old_counts();
-        end_.store(first_ + count, std::memory_order_release);  // from now on others join
+        end_.store(first_ + count, std::memory_order_release);  // from now on other threads join
         if (size_ > 1) wake();
         run_as(0);
     }
@@ -42,11 +42,11 @@ private:
     static constexpr uint64_t NODES_PER_LOOK = uint64_t{1} << 24;
 
     void wake() {
-        round_.fetch_add(1, std::memory_order_seq_cst);  // before notify_all looks for who sleeps
+        round_.fetch_add(1, std::memory_order_seq_cst);  // before notify_all checks for sleeping threads
         round_.notify_all();
     }
 
-    // Before the numbers of parts, of which counts hold the lower 32 bits, come around. Nobody is in a node.
+    // Resets the part numbers before their lower 32 bits wrap around. No thread is in a node.
     void forget_old_counts() {
         if (first_ / NODES_PER_LOOK == looked_ / NODES_PER_LOOK) return;
         looked_ = first_;
@@ -54,11 +54,11 @@ private:
         for (Taken& taken : state_.taken) taken.count.store(0);
     }
 
-    // What `run` said holds while this thread is a member of one of its nodes, and no longer.
+    // The arguments of `run` are valid only while this thread is a member of one of its nodes.
     void run_as(int rank) {
         ThreadGroup threads(rank, size_, state_);
         while (true) {
-            // In this order, so that a node is never taken for one of a run that has not begun.
+            // In this order, so that a node is never attributed to a run that has not started.
             const uint64_t progress = state_.progress.load(std::memory_order_acquire);
             const uint64_t node = node_of(progress);
             if (node == end_.load(std::memory_order_acquire)) return;
@@ -83,12 +83,12 @@ private:
     }
 
     const int size_;
-    const GraphNode* nodes_ = nullptr;  // these three belong to the caller of `run`
+    const GraphNode* nodes_ = nullptr;  // only the caller of `run` accesses these three
     const Step* step_ = nullptr;
     uint64_t first_ = 1;  // the number of the first node
     uint64_t looked_ = 0;
     GroupState state_;
-    std::atomic<uint64_t> end_{1};  // the number behind the last node
+    std::atomic<uint64_t> end_{1};  // the number after the last node
     std::atomic<uint32_t> round_{0};
     std::atomic<bool> is_closed_{false};
     std::vector<std::thread> threads_;

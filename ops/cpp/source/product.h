@@ -1,9 +1,9 @@
 // Products with a model's weights (contract: ops/matmul/__init__.py).
 //
-// A weight [O, I] is packed in panels of 32 outputs: [O / 32][I / n][32][n], where n neighbouring inputs fill a lane:
-// one float32, two bfloat16. The last panel is filled up with zeros. A tile is up to MAX_TILE_ROWS rows of x
-// times one panel; its sums stay in registers over the whole depth, so each is added in the same order whatever the
-// number of rows: a token's result does not depend on its batch.
+// A weight [O, I] is packed in panels of 32 outputs: [O / 32][I / n][32][n], where n adjacent inputs fill a lane: one
+// float32 or two bfloat16. The last panel is padded with zeros. A tile is up to MAX_TILE_ROWS rows of x times one
+// panel. Its sums stay in registers over the whole depth, so each sum is added in the same order for any number of
+// rows: a token's result does not depend on its batch.
 #pragma once
 
 #include <algorithm>
@@ -17,33 +17,33 @@ namespace penstock {
 
 constexpr int PANEL = 2 * LANES;
 #if defined(__AVX512F__)
-constexpr int MAX_TILE_ROWS = 12;  // with 2 sums each: 24 of 32 registers
+constexpr int MAX_TILE_ROWS = 12;  // 2 sums per row: 24 of 32 registers
 #elif defined(__AVX2__)
 constexpr int MAX_TILE_ROWS = 2;
 #else
 constexpr int MAX_TILE_ROWS = 1;
 #endif
-// Of float32 two panels at a time are faster for many rows: fewer numbers of x are loaded for as many products.
+// For float32 and many rows, two panels at a time are faster, because x is loaded half as often.
 #if defined(__AVX512F__)
-constexpr int WIDE_TILE_ROWS = 6;  // with 4 sums each
+constexpr int WIDE_TILE_ROWS = 6;  // 4 sums per row
 #else
-constexpr int WIDE_TILE_ROWS = 0;  // never
+constexpr int WIDE_TILE_ROWS = 0;  // no wide tiles
 #endif
-constexpr int64_t BLOCK_ROWS = 240;  // of x, which stay in the cache while all panels pass; whole tiles
-constexpr int64_t WIDE_BLOCK = 128 << 10;  // numbers of x, which leave room in the second cache for two panels
-constexpr int64_t UNIT_DEPTH = UNIT_BYTES / sizeof(BFloat16);  // inputs in a step of a matrix unit
+constexpr int64_t BLOCK_ROWS = 240;  // rows of x that stay in the cache while all panels pass: whole tiles
+constexpr int64_t WIDE_BLOCK = 128 << 10;  // maximum numbers of x that leave room for two panels in the L2 cache
+constexpr int64_t UNIT_DEPTH = UNIT_BYTES / sizeof(BFloat16);  // inputs per step of the matrix unit
 static_assert(PANEL == UNIT_COLUMNS);
 
 struct ProductOperands {
     const void* x;       // [rows, I], rows x_stride elements apart
     int64_t x_stride;
-    int64_t rows;        // 0: as many as the step has tokens
+    int64_t rows;        // 0: all tokens of the step
     const void* weight;  // packed in panels
-    const void* bias;    // [O] of x's type, or null
+    const void* bias;    // [O] of the same type as x, or null
     void* out;           // [rows, O], contiguous
     int64_t in_size;     // I
     int64_t out_size;    // O
-    int64_t activation;  // what each result, rounded, is put through: one more than an `Activation`, 0 for nothing
+    int64_t activation;  // 0: none; else 1 + the `Activation` that is applied to each rounded result
 };
 
 inline Words lanes_of(const BFloat16* from) { return load_pairs(from); }
@@ -56,15 +56,15 @@ inline Floats multiply_add(Floats total, Floats a, Floats b) { return total + a 
 template <class T>
 constexpr int LANE_SIZE = sizeof(float) / sizeof(T);
 
-// What a tile asks for of the weights behind its panel's beginning: from a number on, and how far it moves on with each
-// step of depth, at which it asks for two lines.
+// The weights that a tile prefetches, relative to the start of its panel: the first position, and the distance per step
+// in depth. Each step prefetches two lines.
 struct Ahead {
     int64_t from, pace;
 };
 
-// sums[row] = x[row] . panel, added in order of depth: the number of rows must not change a result.
-// With FETCHES_NEXT it asks for the rows behind its own, which are the next tile's.
-// Never inlined, like all tiles: each number of rows is compiled once, for all kernels of a unit.
+// sums[row] = x[row] . panel, added in order of depth, so that the number of rows does not change a result. With
+// FETCHES_NEXT it prefetches the rows after its own, which belong to the next tile. Like all tiles it is never inlined,
+// so that each number of rows is compiled once per translation unit.
 template <class T, int ROWS, bool FETCHES_NEXT = false>
 [[gnu::noinline]] void multiply_tile(const T* x, int64_t stride, const T* panel, int64_t depth, const Ahead& ahead,
                                      Floats (*result)[2]) {
@@ -93,12 +93,12 @@ template <class T, int ROWS, bool FETCHES_NEXT = false>
     for (int row = 0; row < ROWS; row++) result[row][0] = sums[row][0], result[row][1] = sums[row][1];
 }
 
-// The same for two panels, one after the other; result[row] are the sums of the first, then of the second.
+// The same for two adjacent panels; result[row] has the sums of the first panel, then of the second.
 template <int ROWS>
 [[gnu::noinline]] void multiply_wide_tile(const float* x, int64_t stride, const float* panel, int64_t depth,
                                           Floats (*result)[2][2]) {
     Floats sums[ROWS][4];
-    constexpr int64_t AHEAD = 4 * PANEL;  // from the second cache
+    constexpr int64_t AHEAD = 4 * PANEL;  // prefetch distance, from the L2 cache
     const int64_t second = PANEL * depth;
 #pragma GCC unroll 16
     for (int row = 0; row < ROWS; row++) sums[row][0] = sums[row][1] = sums[row][2] = sums[row][3] = Floats{};
@@ -108,7 +108,8 @@ template <int ROWS>
             fetch(panel + AHEAD, PANEL), fetch(panel + second + AHEAD, PANEL);
             if (k % LANES == 0)
 #pragma GCC unroll 16
-                for (int row = ROWS; row < 2 * ROWS; row++) __builtin_prefetch(x + row * stride + k);  // of the next tile
+                // rows of the next tile
+                for (int row = ROWS; row < 2 * ROWS; row++) __builtin_prefetch(x + row * stride + k);
         }
 #pragma GCC unroll 16
         for (int row = 0; row < ROWS; row++) {
@@ -132,10 +133,11 @@ inline void multiply_wide_rows(const ProductOperands& o, int64_t row, int64_t he
     }
 }
 
-constexpr int ACTIVATED_ROWS = 3;  // at once
+constexpr int ACTIVATED_ROWS = 3;  // rows that are activated at once
 
-// The results of rows row .. row + height - 1 and a panel, whose sums are `apart` pairs apart, with an activation behind
-// them. Full panels some rows at once: as one result waits for each of its own steps, and all need the same constants.
+// Stores the results of rows row .. row + height - 1 of a panel, whose sums are `apart` pairs apart, after an
+// activation. Full panels compute several rows at once, because a single activation is a long chain of dependent
+// instructions.
 template <class T, class Out, Activation KIND, int ROWS = ACTIVATED_ROWS>
 void store_activated(const Floats (*sums)[2], int64_t apart, int64_t height, const ProductOperands& o, int64_t row,
                      int64_t column) {
@@ -175,7 +177,7 @@ constexpr auto store_activated_by(Activation kind) {
 template <class T, class Out>
 inline void store_sums(const Floats (&sums)[2], const T* bias, Out* out, int64_t column, int64_t out_size) {
     if (column + PANEL <= out_size) {
-        // By halves: storing whole cache lines at once is slower where many rows are written.
+        // In halves: storing whole cache lines at once is slower if many rows are written.
         store(out + column, bias ? sums[0] + load(bias + column) : sums[0]);
         store(out + column + LANES, bias ? sums[1] + load(bias + column + LANES) : sums[1]);
         return;
@@ -186,7 +188,7 @@ inline void store_sums(const Floats (&sums)[2], const T* bias, Out* out, int64_t
     }
 }
 
-// The sums of rows row .. row + height - 1 and a panel.
+// Computes the sums of rows row .. row + height - 1 of a panel.
 template <class T, int ROWS = MAX_TILE_ROWS, bool FETCHES_NEXT = false>
 inline void multiply_rows(const ProductOperands& o, int64_t row, int64_t height, const Ahead& ahead, int64_t panel,
                           Floats (*sums)[2]) {
@@ -198,7 +200,7 @@ inline void multiply_rows(const ProductOperands& o, int64_t row, int64_t height,
     }
 }
 
-// Calls work(row, height) for rows first .. end - 1 in tiles of nearly equal height, none above HIGHEST.
+// Calls work(row, height) for tiles of rows first .. end - 1 with nearly equal heights of at most HIGHEST.
 template <int HIGHEST, class Work>
 inline void in_tiles(int64_t first, int64_t end, const Work& work) {
     int64_t tiles = (end - first + HIGHEST - 1) / HIGHEST;
@@ -209,7 +211,7 @@ inline void in_tiles(int64_t first, int64_t end, const Work& work) {
     }
 }
 
-// Calls work(first row, end, panel) for every panel and block of rows, each on the thread that takes it.
+// Calls work(first row, end, panel) for every panel and block of rows, as tasks of the threads.
 template <class Work>
 inline void share_panels(ThreadGroup& threads, int64_t rows, int64_t out_size, const Work& work) {
     const int64_t panels = (out_size + PANEL - 1) / PANEL;
@@ -222,17 +224,18 @@ inline void share_panels(ThreadGroup& threads, int64_t rows, int64_t out_size, c
 
 inline int64_t rows_of(const ProductOperands& o, const Step& step) { return o.rows ? o.rows : step.num_tokens; }
 
-// Sums that a matrix unit has left: they are put away bit by bit while it computes the next ones.
+// Finished sums of the matrix unit, which are stored piece by piece while the unit computes the next sums.
 template <class Sum, class Put>
 class Finished {
 public:
     explicit Finished(const Put& put) : put_(put) {}
     ~Finished() { put_away(height_); }
 
-    // Where the next sums go.
+    // Memory for the next sums.
     Sum* room() { return sums_[side_ ^ 1][0]; }
 
-    // As `room` was filled meanwhile: its rows and panel. They will be put away within so many calls.
+    // The sums in `room` are now finished; they have this row, height and panel. They are stored within the next
+    // `calls` calls.
     void take(int64_t row, int64_t height, int64_t panel, int64_t calls) {
         put_away(height_);
         side_ ^= 1;
@@ -253,7 +256,7 @@ private:
     }
 };
 
-// Lines of a, from `row` of first .. end - 1 on, times a panel as deep as so many steps of a matrix unit.
+// Operands of a product of rows row .. end - 1 of a with a panel, `steps` steps of the matrix unit deep.
 inline UnitFactors factors_of(const void* a, int64_t a_stride, const void* panel, int64_t steps, int64_t first,
                               int64_t row, int64_t end) {
     constexpr int64_t LANE = sizeof(float);
@@ -271,7 +274,7 @@ inline UnitFactors factors_of(const void* a, int64_t a_stride, const void* panel
     };
 }
 
-// With a matrix unit; a panel is as wide as it is.
+// Multiplies with the matrix unit; a panel has the width of the unit.
 template <class Share, class Put>
 inline void multiply_in_unit(const ProductOperands& o, const Share& share, const Put& put) {
     const int64_t steps = o.in_size / UNIT_DEPTH;
@@ -292,7 +295,8 @@ inline void multiply_in_unit(const ProductOperands& o, const Share& share, const
     });
 }
 
-// Calls put(row, panel, sums) for each row of a tile, whose sums are `apart` pairs apart, or puts all of them at once.
+// Calls put(row, panel, sums) for each row of a tile, whose sums are `apart` pairs apart, or put.tile(..) for all rows
+// at once.
 template <class Put>
 inline void put_tile(const Put& put, int64_t row, int64_t height, int64_t panel, const Floats (*sums)[2], int64_t apart) {
     if constexpr (requires { put.tile(row, height, panel, sums, apart); })
@@ -301,11 +305,12 @@ inline void put_tile(const Put& put, int64_t row, int64_t height, int64_t panel,
         for (int64_t r = 0; r < height; r++) put(row + r, panel, sums[r * apart]);
 }
 
-// For the tile with rows row .. row + height - 1 of first .. end - 1. Alone it asks for what it will need a little later;
-// of several, which find their panel in the cache, the last two ask for half of the next panel each.
+// Prefetches of the tile with rows row .. row + height - 1 of first .. end - 1. A single tile prefetches its own panel
+// some steps ahead. With several tiles the panel is in the cache already, and the last two tiles prefetch half of the
+// next panel each.
 template <class T>
 inline Ahead ahead_of(int64_t first, int64_t row, int64_t height, int64_t end, int64_t depth) {
-    constexpr int64_t STEP = PANEL * LANE_SIZE<T>, LEAD = 64;  // steps
+    constexpr int64_t STEP = PANEL * LANE_SIZE<T>, LEAD = 64;  // LEAD: steps in depth
     const int64_t left = end - row - height;
     if (end - first <= MAX_TILE_ROWS) return {LEAD * STEP, STEP};
     if (left > MAX_TILE_ROWS) return {0, STEP};
@@ -315,7 +320,8 @@ inline Ahead ahead_of(int64_t first, int64_t row, int64_t height, int64_t end, i
 // Calls put(row, panel, sums) for rows first .. end - 1 and a panel.
 template <class T, class Put>
 inline void multiply_panel(const ProductOperands& o, int64_t first, int64_t end, int64_t panel, const Put& put) {
-    // Lines that are a multiple of this apart share so few sets of the first cache that two tiles' rows have no room there.
+    // Rows of x at multiples of this distance map to so few sets of the L1 cache that it cannot hold the rows of two
+    // tiles.
     constexpr int64_t CROWDED_BYTES = 2048;
     const bool fetches_next = o.x_stride * int64_t(sizeof(T)) % CROWDED_BYTES != 0;
     in_tiles<MAX_TILE_ROWS>(first, end, [&](int64_t row, int64_t height) {
@@ -337,7 +343,7 @@ inline void multiply_over(const ProductOperands& o, const Share& share, const Pu
     share([&](int64_t first, int64_t end, int64_t panel) { multiply_panel<T>(o, first, end, panel, put); });
 }
 
-// Calls put(row, panel, sums) for all rows and panels, which are taken two at a time.
+// Calls put(row, panel, sums) for all rows and panels, two panels at a time.
 template <class Put>
 inline void multiply_wide(const ProductOperands& o, ThreadGroup& threads, int64_t rows, const Put& put) {
     const int64_t panels = (o.out_size + PANEL - 1) / PANEL, pairs = (panels + 1) / 2;
@@ -354,9 +360,9 @@ inline void multiply_wide(const ProductOperands& o, ThreadGroup& threads, int64_
     });
 }
 
-// Whether two panels leave room in the second cache for x, and give every thread enough tasks.
+// Whether two panels and x fit in the L2 cache together, and there are still enough tasks for every thread.
 inline bool are_wide(const ProductOperands& o, const ThreadGroup& threads, int64_t rows) {
-    constexpr int64_t TASKS = 8;  // of a thread, at least
+    constexpr int64_t TASKS = 8;  // minimum per thread
     return 2 * PANEL * o.in_size <= WIDE_BLOCK && rows / BLOCK_ROWS * (o.out_size / (2 * PANEL)) >= TASKS * threads.size;
 }
 
@@ -368,7 +374,7 @@ inline void multiply(const ProductOperands& o, ThreadGroup& threads, int64_t row
     multiply_over<T>(o, [&](const auto& work) { share_panels(threads, rows, o.out_size, work); }, put);
 }
 
-// Puts sums away through an activation, chosen once for all of them.
+// Stores sums after an activation, which is chosen once for all sums.
 struct Activated {
     const ProductOperands& o;
     void (*store)(const Floats (*sums)[2], int64_t apart, int64_t height, const ProductOperands& o, int64_t row,
@@ -393,7 +399,7 @@ void product(const void* operands, const Step& step, ThreadGroup& threads) {
     });
 }
 
-// weight [O, I] -> packed in panels; the task is a panel.
+// Packs a weight [O, I] in panels. A task is a panel.
 struct PackOperands {
     const void* weight;
     void* packed;

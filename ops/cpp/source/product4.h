@@ -1,18 +1,18 @@
-// Products with weights of 4 bits, which stay so in memory.
+// Products with 4-bit weights, which are decoded in registers.
 //
-// A weight [O, I] is w = table[code] * scale[o, group] + shift[o, group], groups of neighbouring inputs; any sixteen
-// numbers may be the table. A panel of 32 outputs is one stream: of each group first 32 scales, then 32 shifts if there
-// are any, then the codes, [group / 8][32] words of eight inputs each. In a word's four lowest bits stands the code of
-// input 0, from bit 16 on that of input 1, from bit 4 on that of input 2, and so on: shifted by 4, both halves of a word
-// begin with the codes of two neighbours, which one instruction looks up.
+// A weight [O, I] is w = table[code] * scale[o, group] + shift[o, group], for groups of adjacent inputs. The table has
+// any sixteen numbers. A panel of 32 outputs is one stream. For each group it has 32 scales, 32 shifts if there are
+// any, and the codes: [group / 8][32] words of eight inputs. A word has the code of input 0 in its lowest four bits,
+// input 1 from bit 16, input 2 from bit 4, input 3 from bit 20, and so on. After a shift by a multiple of 4, both
+// halves of a word begin with the codes of two adjacent inputs, which one instruction looks up.
 //
-// Codes of 5, 6 and 8 bits are whole numbers: product4_wide.h.
+// Codes of 5, 6 and 8 bits are integers: product4_wide.h.
 //
-// A group's products with the table's numbers are added up by themselves and scaled once, in the same order for any
+// The products of a group with the table's numbers are summed separately and scaled once, in the same order for any
 // number of rows: a token's result does not depend on its batch.
 //
-// Where the table holds whole numbers of 8 bits, each row of x may be rounded to 8 bits with a scale of its own; then a
-// group's products are exact in int32, four to an instruction, and become a float once.
+// If the table has 8-bit integers, each row of x may be rounded to 8 bits with its own scale. Then the products of a
+// group are summed exactly in int32, four per instruction, and converted to float once.
 #pragma once
 
 #include <vector>
@@ -24,19 +24,19 @@
 namespace penstock {
 
 constexpr int64_t WORD_CODES = 8;
-constexpr uint32_t BYTE_CODES = 0x0f0f0f0fu;  // of the eight, those in the lower half of each byte
+constexpr uint32_t BYTE_CODES = 0x0f0f0f0fu;  // the codes in the lower half of each byte
 
 struct Product4Operands {
-    ProductOperands plain;  // its weight packed in panels as above
+    ProductOperands plain;  // the weight is packed in panels as described above
     const float* table;     // [16]
-    float* group_sums;      // scratch [rows, I / group]: sums of x, where there are shifts
-    int64_t group;          // inputs, a multiple of 8
-    int64_t shifted;        // whether there are shifts
-    int8_t* rounded;        // scratch: `rows` lines as described by Rounded4; null: x stays as it is
-    int64_t bits;           // of a code: 4, or 5, 6 or 8 (product4_wide.h), for which there is no table
+    float* group_sums;      // scratch [rows, I / group]: sums of x, if there are shifts
+    int64_t group;          // inputs per group, a multiple of 8
+    int64_t shifted;        // whether groups have shifts
+    int8_t* rounded;        // scratch: `rows` lines as described by Rounded4; null: x is not rounded
+    int64_t bits;           // bits per code: 4; or 5, 6 or 8 (product4_wide.h), without a table
 };
 
-// A float of 16 bits, as scales have it beside bfloat16.
+// A 16-bit float, the type of scales if x is bfloat16.
 struct Half {
     uint16_t bits;
 };
@@ -47,7 +47,7 @@ inline Floats load(const Half* from) {
     return widen_halves(halves);
 }
 
-// Of a normal float or 0 within the range of 16 bits: rounds to the nearest, ties to even.
+// Rounds a normal float in the range of 16 bits, or 0, to nearest, ties to even.
 inline Half to_half(float x) {
     const uint32_t sign = cast<uint32_t>(x) >> 16 & 0x8000u;
     const float magnitude = std::fabs(x);
@@ -71,10 +71,10 @@ inline void put_scale(Half* to, float scale) { *to = to_half(scale); }
 inline float get_scale(const float* from) { return *from; }
 inline float get_scale(const Half* from) { return widen_halves(Shorts{} + from->bits)[0]; }
 
-// The sixteen numbers that codes stand for.
+// The sixteen numbers of the table.
 struct Table {
     Floats numbers;
-    Words pairs;  // as bfloat16, twice, so that the bit above a code does no harm
+    Words pairs;  // as bfloat16, twice, so that the bit above a code has no effect
 
     explicit Table(const float* from) : numbers(load(from)) {
         uint16_t halves[32];
@@ -82,7 +82,7 @@ struct Table {
         std::memcpy(&pairs, halves, sizeof(pairs));
     }
 
-    // The numbers of the four lowest bits of each lane.
+    // Returns the numbers of the codes in the four lowest bits of each lane.
     Floats look_up(Words codes) const {
 #if defined(__AVX512F__)
         return cast<Floats>(_mm512_permutexvar_ps(cast<__m512i>(codes), cast<__m512>(numbers)));
@@ -91,7 +91,7 @@ struct Table {
         __m256i index[2];
         std::memcpy(table, &numbers, sizeof(table));
         std::memcpy(index, &codes, sizeof(index));
-        for (int half = 0; half < 2; half++) {  // eight numbers at a time; bit 3 says which
+        for (int half = 0; half < 2; half++) {  // eight numbers at a time; bit 3 of the code selects the half
             const __m256 low = _mm256_permutevar8x32_ps(table[0], index[half]);
             const __m256 high = _mm256_permutevar8x32_ps(table[1], index[half]);
             found[half] = _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index[half], 28)));
@@ -103,7 +103,7 @@ struct Table {
     }
 };
 
-// Numbers n .. n + LANE_SIZE - 1 of eight, as a lane of products takes them.
+// Returns numbers n .. n + LANE_SIZE - 1 of a word's eight, in the layout of a lane of products.
 inline Floats decode(const Table& table, Words codes, int n, float) {
     return table.look_up(codes >> (4 * (n / 2) + 16 * (n % 2)));
 }
@@ -114,12 +114,13 @@ inline Words decode(const Table& table, Words codes, int n, BFloat16) {
 #else
     const Words low = cast<Words>(table.look_up(codes >> (2 * n)));
     const Words high = cast<Words>(table.look_up(codes >> (2 * n + 16)));
-    const Words rounding = Words{} + 0x8000u;  // tables are short numbers; others are rounded to the nearest
+    // Rounds to bfloat16, which is exact for the tables of known formats.
+    const Words rounding = Words{} + 0x8000u;
     return ((low + rounding) >> 16) | ((high + rounding) & 0xffff0000u);
 #endif
 }
 
-// a * b + c, rounded once wherever it stands: left to itself the compiler decides anew for each number of rows.
+// a * b + c, rounded once. Without it, the compiler would decide for each number of rows whether to fuse.
 inline Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return cast<Floats>(_mm512_fmadd_ps(cast<__m512>(a), cast<__m512>(b), cast<__m512>(c)));
@@ -129,7 +130,7 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Rows of a tile of which a group's sums and those of the whole stay in registers: groups are short, and end often.
+// Maximum rows of a tile whose sums, per group and in total, all fit in registers; groups are short and end often.
 constexpr int MAX_GROUPED_ROWS = std::min(MAX_TILE_ROWS, 7);
 
 template <class T>
@@ -154,7 +155,7 @@ template <class T, int ROWS>
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; r++) parts[r][0] = parts[r][1] = Floats{};
         for (int64_t k = 0; k < o.group; k += WORD_CODES, panel += STEP) {
-            if constexpr (ROWS == 1) {  // it waits for memory
+            if constexpr (ROWS == 1) {  // a single row waits for memory
                 __builtin_prefetch(panel + PANEL_AHEAD);
                 __builtin_prefetch(panel + PANEL_AHEAD + STEP / 2);
             }
@@ -187,7 +188,7 @@ template <class T, int ROWS>
 
 }  // namespace penstock
 
-#include "product4_rounded.h"  // of what stands above
+#include "product4_rounded.h"  // uses the definitions above
 #include "product4_decoded.h"
 
 namespace penstock {
@@ -205,8 +206,8 @@ inline void multiply_rows4(const Product4Operands& o, const Table& table, int64_
     }
 }
 
-// Rounds the rows or adds them up where that is wanted, then calls put(row, panel, sums) for those and the panels that
-// share(work) gives to this thread.
+// Rounds the rows, or sums them for the shifts, if needed. Then calls put(row, panel, sums) for the rows and panels
+// that share(work) gives to this thread.
 template <class T, class Share, class Put>
 inline void multiply4_over(const Product4Operands& o, ThreadGroup& team, int64_t rows, const Share& share, const Put& put) {
     const int64_t bytes = panel_bytes4<T>(o.plain.in_size, o.group, o.shifted, o.bits);
@@ -289,9 +290,9 @@ void product4(const void* operands, const Step& step, ThreadGroup& team) {
 }
 
 struct Pack4Operands {
-    const uint8_t* codes;  // [O, I], one in a byte
+    const uint8_t* codes;  // [O, I], one code per byte
     const float* scales;   // [O, I / group]
-    const float* shifts;   // likewise, or null
+    const float* shifts;   // [O, I / group], or null
     uint8_t* packed;       // the panel of the first output
     int64_t in_size, out_size, group, bits;
 };
@@ -311,7 +312,7 @@ void pack4(const void* operands, const Step&, ThreadGroup& team) {
     };
     for (int64_t panel; (panel = team.take()) < panels;) {
         uint8_t* to = o.packed + panel * bytes;
-        std::memset(to, 0, bytes);  // beyond the last output
+        std::memset(to, 0, bytes);  // zeros after the last output
         const int64_t filled = std::min<int64_t>(PANEL, o.out_size - panel * PANEL);
         for (int64_t g = 0; g < groups; g++, to += o.group * PANEL / 8 * o.bits) {
             Scale* scales = reinterpret_cast<Scale*>(to);

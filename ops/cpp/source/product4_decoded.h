@@ -1,6 +1,6 @@
-// Products of many rows with weights in groups whose activations stay as they are: a panel is decoded once, to pairs of
-// bfloat16 as a plain one has them (product.h), and multiplied by all tiles of rows. Sums have the order of the tiles
-// that decode for themselves, group by group and pair by pair, so results are the same.
+// Products of many unrounded rows with grouped weights: a panel is decoded once, to pairs of bfloat16 as in product.h,
+// and multiplied by all tiles of rows. Sums have the same order as in tiles that decode in registers (group by group,
+// pair by pair), so results are the same.
 #pragma once
 
 #include "product4_octets.h"
@@ -8,18 +8,18 @@
 
 namespace penstock {
 
-// Where the inputs of the pairs of a word stand, of eight: those of longer codes follow its bytes.
+// Positions of the inputs of a word's four pairs among its eight inputs. Longer codes have another order.
 template <int BITS>
 constexpr int PAIR_PLACES[] = {0, BITS == 4 ? 2 : 4, BITS == 4 ? 4 : 2, 6};
 
-// Whether tiles of T multiply pairs that lie in lanes.
+// Whether tiles of T multiply pairs in lanes.
 template <class T>
 constexpr bool IN_PAIRS = sizeof(T) == sizeof(BFloat16) && CODE_LANES == LANES;
 
-// Rows of a tile of such a panel: what a group's sums leave of the registers, and a few more are cheap to put aside.
+// Maximum rows of a tile of a decoded panel. A few more rows than the registers hold are cheap to spill.
 constexpr int MAX_PAIRS_ROWS = std::min(MAX_TILE_ROWS, 8);
 
-// For how many rows tiles that decode for themselves are faster; where there are no others, as many as a tile has.
+// Maximum number of rows for which tiles that decode in registers are faster; a whole tile if there is no decoded tile.
 template <class T, int BITS>
 constexpr int MAX_UNDECODED = std::min(MAX_TILE_ROWS, !IN_PAIRS<T> ? MAX_TILE_ROWS
                                                       : BITS == 8  ? 5
@@ -27,7 +27,7 @@ constexpr int MAX_UNDECODED = std::min(MAX_TILE_ROWS, !IN_PAIRS<T> ? MAX_TILE_RO
                                                       : BITS == 5  ? 3
                                                                    : 7);
 
-// The numbers of a panel [I / 2][32], in memory of this thread.
+// Decodes a panel to [I / 2][32] pairs in this thread's memory.
 template <class T, int BITS>
 const Words* decode_pairs(const Product4Operands& o, const Table& table, const uint8_t* panel) {
     typedef Codes<BITS> Code;
@@ -55,7 +55,7 @@ const Words* decode_pairs(const Product4Operands& o, const Table& table, const u
     return room.data();
 }
 
-// As multiply_tile4, of a panel that is decoded. Meanwhile the next one comes to the cache.
+// Like multiply_tile4, for a decoded panel. Prefetches the next panel.
 template <class T, int BITS, int ROWS>
 [[gnu::noinline]] void multiply_pairs(const Product4Operands& o, int64_t row, const uint8_t* panel, const Words* numbers,
                                       Floats (*result)[2]) {

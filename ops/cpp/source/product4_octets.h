@@ -1,5 +1,5 @@
-// Tiles of products with weights of 4 bits (product4.h) for processors with AVX2, in registers of eight lanes: there the
-// compiler keeps vectors of sixteen in memory wherever they are taken apart.
+// Tiles of products with 4-bit weights (product4.h) for processors with AVX2, in registers of eight lanes. With vectors
+// of sixteen lanes the compiler would spill to memory wherever they are split.
 #pragma once
 
 #include "product8.h"
@@ -13,7 +13,7 @@ inline __m256 octet(const Half* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 
-// The sixteen numbers of a table, as T has them.
+// The sixteen numbers of a table, in the type T.
 struct OctetTable {
     __m256 low, high;
 
@@ -26,14 +26,14 @@ struct OctetTable {
         high = octet(held + 8);
     }
 
-    // The numbers of the four lowest bits of each lane: bit 3 says which half.
+    // Returns the numbers of the codes in the four lowest bits of each lane. Bit 3 selects the half of the table.
     __m256 look_up(__m256i codes) const {
         return _mm256_blendv_ps(_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes),
                                 _mm256_castsi256_ps(_mm256_slli_epi32(codes, 28)));
     }
 };
 
-// As multiply_tile4.
+// Like multiply_tile4.
 template <class T, int ROWS>
 [[gnu::noinline]] void multiply_octets4(const Product4Operands& o, const Table& given, int64_t row, const uint8_t* panel,
                                         Floats (*result)[2]) {
@@ -78,7 +78,7 @@ template <class T, int ROWS>
         for (int i = 0; i < OCTETS; i++) std::memcpy(reinterpret_cast<char*>(result[r]) + 32 * i, &sums[r][i], 32);
 }
 
-// As multiply_rounded4.
+// Like multiply_rounded4.
 template <class T, int ROWS, bool DECODED>
 [[gnu::noinline]] void multiply_rounded_octets4(const Product4Operands& o, const ByteTable& table,
                                                 const Rounded4& rounded, int64_t row, const uint8_t* panel,

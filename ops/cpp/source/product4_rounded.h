@@ -1,4 +1,4 @@
-// Products with weights of 4 bits (product4.h) of rows that are rounded to 8 bits: whole numbers, four to an instruction.
+// Products of 4-bit weights (product4.h) with rows that are rounded to 8 bits: integers, four products per instruction.
 #pragma once
 
 #include <vector>
@@ -7,15 +7,15 @@
 
 namespace penstock {
 
-// The sixteen whole numbers that codes stand for, each 128 more, as bytes.
+// The sixteen integers of the table plus 128, as bytes.
 struct ByteTable {
-    alignas(64) uint8_t numbers[64];  // four times
+    alignas(64) uint8_t numbers[64];  // the table four times
 
     explicit ByteTable(const float* from) {
         for (int i = 0; i < 64; i++) numbers[i] = uint8_t(int32_t(from[i % 16]) + 128);
     }
 
-    // The numbers of codes that stand in the four lowest bits of each byte, the upper ones being 0.
+    // Returns the numbers of the codes in the four lowest bits of each byte. The upper bits must be 0.
     Words look_up(Words codes) const {
 #if defined(__AVX512BW__)
         return cast<Words>(_mm512_shuffle_epi8(_mm512_load_si512(numbers), cast<__m512i>(codes)));
@@ -38,8 +38,8 @@ struct ByteTable {
     }
 };
 
-// Rows of x in 8 bits: their bytes, of each eight inputs in the order 0, 4, 1, 5, 2, 6, 3, 7, in which a word's codes
-// stand; then for each group -128 times the sum of its bytes, then the row's scale.
+// Rows of x in 8 bits. A line has the bytes in the order of a word's codes (0, 4, 1, 5, 2, 6, 3, 7 of each eight
+// inputs), then for each group -128 times the sum of its bytes, then the row's scale.
 struct Rounded4 {
     int8_t* lines;
     int64_t in_size, group;
@@ -57,7 +57,7 @@ struct Rounded4 {
         return eight;
     }
 
-    // Of eight signed bytes, each 128 more.
+    // Returns the sum of eight signed bytes, each stored plus 128.
     static uint64_t sum_of_eight(uint64_t bytes) {
         constexpr uint64_t EVEN = 0x00ff00ff00ff00ffu;
         bytes ^= 0x8080808080808080u;
@@ -66,14 +66,14 @@ struct Rounded4 {
         return (bytes + (bytes >> 16)) & 0xffffu;
     }
 
-    // The four lowest bytes as bytes 0, 2, 4 and 6.
+    // Moves the four lowest bytes to bytes 0, 2, 4 and 6.
     static uint64_t spread(uint64_t bytes) {
         bytes &= 0xffffffffu;
         bytes = (bytes | bytes << 16) & 0x0000ffff0000ffffu;
         return (bytes | bytes << 8) & 0x00ff00ff00ff00ffu;
     }
 
-    // Loops that the compiler vectorises, eight bytes in a lane.
+    // Rounds a row, in loops that the compiler vectorises with eight bytes per lane.
     template <class T>
     void round(int64_t row, const T* x) const {
         int8_t* bytes = this->row(row);
@@ -90,18 +90,18 @@ struct Rounded4 {
     }
 };
 
-// For how many rows tiles that decode for themselves are as fast.
+// Maximum number of rows for which tiles that decode in registers are as fast as decoded panels.
 constexpr int MAX_ROUNDED_UNDECODED = std::min(MAX_TILE_ROWS, 8);
-constexpr int USUAL_DEPTH = 32;  // of which groups are multiples
+constexpr int USUAL_DEPTH = 32;  // usual divisor of the group size
 
-// Four bytes in each lane.
+// Copies four bytes to each lane.
 inline Words fill_quad(const int8_t* from) {
     uint32_t four;
     std::memcpy(&four, from, sizeof(four));
     return Words{} + four;
 }
 
-// result[r] = rounded row `row` + r . panel. Groups are multiples of DEPTH, which the compiler unrolls.
+// result[r] = rounded row `row` + r . panel. The group size is a multiple of DEPTH, which the compiler unrolls.
 template <class T, int ROWS, int DEPTH, bool DECODED>
 [[gnu::noinline]] void multiply_rounded4(const Product4Operands& o, const ByteTable& table, const Rounded4& rounded,
                                          int64_t row, const uint8_t* panel, const Words* decoded,
@@ -125,7 +125,7 @@ template <class T, int ROWS, int DEPTH, bool DECODED>
         for (int64_t k = 0; k < group; k += DEPTH) {
 #pragma GCC unroll 8
             for (int n = 0; n < DEPTH; n += WORD_CODES, panel += STEP) {
-                // Few rows wait for memory; while many compute, the next panel comes to the cache.
+                // Few rows wait for memory and prefetch nearby. Many rows prefetch the next panel while they compute.
                 __builtin_prefetch(panel + ahead, 0, DECODED ? 2 : 3);
                 __builtin_prefetch(panel + ahead + STEP / 2, 0, DECODED ? 2 : 3);
                 Words codes[2] = {};
@@ -162,7 +162,7 @@ template <class T, int ROWS, int DEPTH, bool DECODED>
 
 }  // namespace penstock
 
-#include "product4_octets.h"  // of what stands above
+#include "product4_octets.h"  // uses the definitions above
 
 namespace penstock {
 
@@ -188,7 +188,7 @@ inline void multiply_rounded_rows4(const Product4Operands& o, const ByteTable& t
     }
 }
 
-// The numbers of a panel, in memory of this thread, for several tiles of rows; null where it is better read once.
+// Decodes a panel to this thread's memory, for several tiles of rows. Returns null if decoding in registers is faster.
 template <class T>
 inline const Words* decode_bytes4(const Product4Operands& o, const ByteTable& table, const uint8_t* panel, int64_t rows) {
     if (rows <= MAX_ROUNDED_UNDECODED) return nullptr;

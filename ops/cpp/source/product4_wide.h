@@ -1,15 +1,16 @@
-// Products with weights of 5, 6 or 8 bits in groups: those of 4 bits (product4.h) with longer codes, all whole numbers.
+// Products with 5, 6 or 8-bit weights in groups, like those with 4 bits (product4.h), but all codes are integers.
 //
-// Behind a group's scales and shifts a panel has, for eight inputs after eight, two words for each output, whose bytes are
-// the codes of inputs 0, 4, 1, 5 and of 2, 6, 3, 7. Of 8 bits they stand there as such, signed. Of 5 and 6 bits there
-// are only the four lowest of each, as of 4 bits; the upper ones of 32 or 16 inputs follow in one more word for each output.
+// After the scales and shifts of a group, a panel has for each eight inputs two words per output, whose bytes are the
+// codes of inputs 0, 4, 1, 5 and of inputs 2, 6, 3, 7. Codes of 8 bits are stored as signed bytes. For 5 and 6 bits,
+// the words have only the four lowest bits of each code, in the layout of 4-bit codes. The upper bits of 32 or 16
+// inputs follow in one more word per output.
 #pragma once
 
 #include "simd.h"
 
 namespace penstock {
 
-// As many lanes as tiles have in a register (product4_octets.h).
+// The same number of lanes as in registers of tiles (product4_octets.h).
 #if defined(PENSTOCK_OCTETS)
 constexpr int CODE_LANES = 8;
 typedef uint32_t CodeWords __attribute__((vector_size(32)));
@@ -36,17 +37,17 @@ inline CodeFloats load_scales(const Scale* from) {
 inline CodeFloats fused_codes(CodeFloats a, CodeFloats b, CodeFloats c) { return fused(a, b, c); }
 #endif
 
-// How codes of so many bits stand in a panel, in units of DEPTH inputs.
+// Layout of BITS-bit codes in a panel, in units of DEPTH inputs.
 template <int BITS>
 struct Codes {
     static constexpr int64_t DEPTH = BITS == 6 ? 16 : BITS == 5 ? 32 : 8;
     static constexpr int64_t EIGHT = PANEL * (BITS == 8 ? 8 : 4);  // bytes of eight inputs, without the upper bits
-    static constexpr int64_t UPPER = EIGHT * DEPTH / WORD_CODES;    // where those stand
+    static constexpr int64_t UPPER = EIGHT * DEPTH / WORD_CODES;    // offset of the upper bits in a unit
     static constexpr int64_t UNIT = DEPTH * PANEL * BITS / 8;
-    static constexpr int32_t MIDDLE = BITS == 8 ? 0 : 1 << (BITS - 1);  // the code of 0
+    static constexpr int32_t MIDDLE = BITS == 8 ? 0 : 1 << (BITS - 1);  // the code that stands for 0
     static constexpr uint32_t UPPER_BITS = BITS == 6 ? 0x03030303u : 0x01010101u;
 
-    // The codes of the `half` of eight `e` of a unit, of the outputs from `output` on.
+    // Returns the codes of half number `half` of the e-th eight inputs of a unit, for the outputs from `output` on.
     template <class Words>
     static Words bytes(const uint8_t* unit, int e, int half, int output) {
         Words low, upper;
@@ -58,14 +59,14 @@ struct Codes {
         return (low >> (4 * half) & BYTE_CODES) | (upper >> ((BITS - 4) * (2 * e + half)) & UPPER_BITS) << 4;
     }
 
-    // Of 4 bits, the words of eight inputs.
+    // Returns the words of eight inputs with 4 bits.
     static Words words(const uint8_t* unit, int output) {
         Words found;
         std::memcpy(&found, unit + output * 4, sizeof(found));
         return found;
     }
 
-    // Puts the codes of eight inputs there, in the order of their bytes; what is there is 0.
+    // Stores the codes of eight inputs, given in the order of their bytes. The memory must be 0.
     static void put(uint8_t* group, int64_t k, int64_t output, uint64_t codes) {
         uint8_t* unit = group + k / DEPTH * UNIT;
         const int64_t e = k % DEPTH / WORD_CODES;
@@ -89,7 +90,7 @@ struct Codes {
         }
     }
 
-    // The code of one input, less that of 0.
+    // Returns the integer value of one input's code.
     static int32_t number(const uint8_t* group, int64_t k, int64_t output) {
         const uint8_t* unit = group + k / DEPTH * UNIT;
         const uint32_t word = bytes<uint32_t>(unit, int(k % DEPTH / WORD_CODES), int(k >> 1 & 1), int(output));
@@ -97,7 +98,7 @@ struct Codes {
         return BITS == 8 ? int32_t(int8_t(code)) : int32_t(code) - MIDDLE;
     }
 
-    // The numbers that stand for byte n of each word.
+    // Returns the integer values of byte n of each word.
     static CodeFloats numbers(CodeWords codes, int n) {
         const CodeInts whole =
             BITS == 8 ? cast<CodeInts>(codes << (24 - 8 * n)) >> 24 : cast<CodeInts>(codes >> (8 * n) & 0xffu) - MIDDLE;
@@ -105,11 +106,11 @@ struct Codes {
     }
 };
 
-// The numbers of a word's bytes n and n + 2, which are those of neighbours, as pairs of bfloat16.
+// Looks up the values of bytes n and n + 2 of each word, which belong to adjacent inputs, as pairs of bfloat16.
 template <int BITS>
 struct Pairs {
 #if defined(__AVX512BW__)
-    __m512i table[2];  // of 64 codes
+    __m512i table[2];  // for 64 codes
 
     Pairs() {
         if constexpr (BITS == 8) return;
@@ -121,7 +122,7 @@ struct Pairs {
 
     CodeWords of(CodeWords codes, int n) const {
 #if defined(__AVX512BW__)
-        const __m512i places = cast<__m512i>(codes >> (8 * n));  // of which no more bits count than a table has places
+        const __m512i places = cast<__m512i>(codes >> (8 * n));  // the lookup ignores the bits above an index
         if constexpr (BITS == 5) return cast<CodeWords>(_mm512_permutexvar_epi16(places, table[0]));
         if constexpr (BITS == 6) return cast<CodeWords>(_mm512_permutex2var_epi16(table[0], places, table[1]));
 #endif
@@ -131,7 +132,7 @@ struct Pairs {
     }
 };
 
-// As multiply_tile4.
+// Like multiply_tile4.
 template <class T, int BITS, int ROWS>
 [[gnu::noinline]] void multiply_codes(const Product4Operands& o, int64_t row, const uint8_t* panel, Floats (*result)[2]) {
     typedef typename ScaleOf<T>::Type Scale;
@@ -151,11 +152,12 @@ template <class T, int BITS, int ROWS>
 #pragma GCC unroll 48
         for (int i = 0; i < ROWS * VECTORS; i++) parts[i / VECTORS][i % VECTORS] = CodeFloats{};
         for (int64_t k = 0; k < o.group; k += Code::DEPTH, panel += Code::UNIT, x += Code::DEPTH) {
-            if constexpr (ROWS <= 2)  // it waits for memory
+            if constexpr (ROWS <= 2)  // few rows wait for memory
 #pragma GCC unroll 16
                 for (int64_t line = 0; line < Code::UNIT; line += 64) __builtin_prefetch(panel + PANEL_AHEAD + line);
 #pragma GCC unroll 2
-            for (int step = 0; step < 2 * Code::DEPTH / WORD_CODES; step++) {  // by two: all of them take long to compile
+            // two steps are unrolled: all of them would take long to compile
+            for (int step = 0; step < 2 * Code::DEPTH / WORD_CODES; step++) {
                 const int e = step / 2, half = step % 2;
                 const T* inputs = x + e * WORD_CODES + 2 * half;
 #pragma GCC unroll 4

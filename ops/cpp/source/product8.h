@@ -1,9 +1,9 @@
-// Products in which weights and activations have 8 bits.
+// Products of 8-bit weights with 8-bit activations.
 //
-// A weight [O, I] is w = scale[o] * q, q in -127 .. 127, kept as q + 128 in panels [O / 32][I / 4][32][4]. Each row
-// of x is rounded to 8 bits with a scale of its own. Their products are exact in int32 over the whole depth and become
-// a float once, so it is the same number whichever unit of the processor computes it. Panels and rounded rows are
-// filled up with zeros to whole steps of a matrix unit, so any depth will do.
+// A weight [O, I] is w = scale[o] * q, with q in -127 .. 127 stored as q + 128 in panels [O / 32][I / 4][32][4]. Each
+// row of x is rounded to 8 bits with its own scale. Products are summed exactly in int32 over the whole depth and
+// converted to float once, so vector and matrix units compute the same results. Panels and rounded rows are padded with
+// zeros to whole steps of the matrix unit, so any depth is allowed.
 #pragma once
 
 #include <algorithm>
@@ -15,30 +15,30 @@
 
 namespace penstock {
 
-constexpr int64_t QUAD = 4;             // bytes in a lane
-constexpr int64_t MAX_DEPTH8 = 1 << 16;  // of such products no sum exceeds int32
+constexpr int64_t QUAD = 4;             // bytes per lane
+constexpr int64_t MAX_DEPTH8 = 1 << 16;  // maximum depth for which no sum exceeds int32
 static_assert(MAX_DEPTH8 * 127 * 255 < int64_t(1) << 31);
 
-constexpr int64_t MIN_UNIT_ROWS = 2;    // for fewer a matrix unit is slower where weights are in the cache
-constexpr int64_t PANEL_AHEAD = 4096;   // bytes asked for before they are needed
-constexpr int FEW_ROWS = 8;             // of a tile that is as often the only one of its panel
+constexpr int64_t MIN_UNIT_ROWS = 2;    // for fewer rows the matrix unit is slower if the weights are in the cache
+constexpr int64_t PANEL_AHEAD = 4096;   // prefetch distance in bytes
+constexpr int FEW_ROWS = 8;             // maximum rows of a tile that is usually the only tile of its panel
 
 inline int64_t padded_depth(int64_t in_size) { return round_up(in_size, UNIT_BYTES); }
 
 struct Product8Operands {
-    ProductOperands plain;  // its weight packed in panels of bytes
+    ProductOperands plain;  // the weight is packed in panels of bytes
     const float* scales;    // [O padded to whole panels]
     int8_t* rounded;        // scratch: `rows` lines as described by Rounded
 };
 
-// What stands behind the bytes of a rounded row.
+// Data after the bytes of a rounded row.
 struct RowFacts {
     float scale;
     int32_t offset;  // -128 times the sum of its bytes
 };
 
-// Calls round(row) for all rows, each on one thread, and lets none go on before all are done. A single row every thread
-// rounds for itself instead, to memory of its own, which is what `lines` points to then: it would wait for it as long.
+// Calls round(row) for all rows, distributed over the threads, and waits until all rows are done. A single row is
+// rounded by every thread into its own memory, to which `lines` then points, because waiting would take as long.
 template <class Round>
 inline void round_rows(ThreadGroup& threads, int64_t rows, int64_t stride, int8_t*& lines, const Round& round) {
     if (rows == 1) {
@@ -51,11 +51,11 @@ inline void round_rows(ThreadGroup& threads, int64_t rows, int64_t stride, int8_
     threads.barrier();
 }
 
-// Rows of x in 8 bits: the padded depth, then a line of RowFacts, which also keeps rows of 4 KiB from displacing each
-// other in the cache.
+// Rows of x in 8 bits: the padded depth, then a line with RowFacts. The extra line also keeps rows of 4 KiB from
+// evicting each other from the cache.
 struct Rounded {
     int8_t* bytes;
-    int64_t depth;  // padded
+    int64_t depth;  // padded to whole steps
 
     explicit Rounded(const Product8Operands& o) : bytes(o.rounded), depth(padded_depth(o.plain.in_size)) {}
     int64_t stride() const { return depth + UNIT_BYTES; }
@@ -68,13 +68,14 @@ inline uint32_t magnitude(float x) { return cast<uint32_t>(x) & 0x7fffffffu; }
 inline float of_magnitude(uint16_t bits) { return widen(BFloat16{bits}); }
 inline float of_magnitude(uint32_t bits) { return cast<float>(bits); }
 
-// How many of its steps a number has of which `most` has 127; 0 where that is no finite number.
+// Returns the factor that scales a row with the largest magnitude `most` to 127; 0 if the factor is not finite.
 inline float steps_to(float most) {
     const float steps = 127.0f / most;
     return std::isfinite(steps) ? steps : 0.0f;
 }
 
-// Loops that the compiler vectorises. What is no number exceeds all that are: it spoils the scale and with it the row.
+// Rounds a row, in loops that the compiler vectorises. A NaN counts as larger than all numbers, so it makes the scale
+// and the whole row NaN.
 template <class T>
 inline RowFacts round_row(const T* __restrict x, int64_t size, int8_t* __restrict bytes) {
     auto top = magnitude(T{});
@@ -83,7 +84,7 @@ inline RowFacts round_row(const T* __restrict x, int64_t size, int8_t* __restric
     const float steps = steps_to(most);
     uint32_t total = 0;
     for (int64_t k = 0; k < size; k++) {
-        // Ties to even: 1.5 * 2^23 leaves no bits behind the point, and the lowest ones are the whole number's.
+        // Adding 1.5 * 2^23 rounds to an integer, ties to even, and leaves that integer in the lowest bits.
         const uint32_t bits = cast<uint32_t>(widen(x[k]) * steps + 12582912.0f);
         total += bits;
         bytes[k] = int8_t(bits);
@@ -107,9 +108,10 @@ inline Ints dot_quads(Ints total, Words a, Words b) {
 }
 
 #if defined(__AVX2__) && defined(__FMA__) && defined(__F16C__) && !defined(__AVX512F__)
-#define PENSTOCK_OCTETS  // tiles in registers of eight lanes: the compiler keeps sixteen in memory where it takes them apart
+// tiles use registers of eight lanes, because the compiler would spill vectors of sixteen lanes to memory
+#define PENSTOCK_OCTETS
 
-constexpr int OCTETS = 4;  // of a panel
+constexpr int OCTETS = 4;  // registers per panel
 
 inline __m256i octet_of_words(const void* from) { return _mm256_loadu_si256(static_cast<const __m256i*>(from)); }
 
@@ -117,7 +119,7 @@ inline __m256i octet_of_words(const void* from) { return _mm256_loadu_si256(stat
 inline __m256i dot_quads(__m256i total, __m256i a, __m256i b) {
 #if defined(__AVXVNNI__)
     return _mm256_dpbusd_avx_epi32(total, a, b);
-#else  // bytes 0 and 2, then 1 and 3, as numbers of 16 bits: into those no sum of two products of bytes would fit
+#else  // bytes 0 and 2, then 1 and 3, as 32-bit sums: a sum of two products of bytes may exceed 16 bits
     const __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi32(0x00ff00ff)),
                                            _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
@@ -127,14 +129,14 @@ inline __m256i dot_quads(__m256i total, __m256i a, __m256i b) {
 
 #endif
 
-// sums[row] = x[row] . panel, unsigned bytes as they are.
+// sums[row] = x[row] . panel, for the unsigned bytes of the panel.
 template <int ROWS>
 [[gnu::noinline]] void multiply_tile8(const int8_t* x, int64_t stride, const uint8_t* panel, int64_t depth,
                                       int32_t* sums) {
 #if defined(PENSTOCK_OCTETS)
     __m256i parts[ROWS][OCTETS] = {};
     for (int64_t k = 0; k < depth; k += QUAD, panel += PANEL * QUAD) {
-        if constexpr (ROWS == 1) {  // it waits for memory
+        if constexpr (ROWS == 1) {  // a single row waits for memory
             __builtin_prefetch(panel + PANEL_AHEAD);
             __builtin_prefetch(panel + PANEL_AHEAD + LANES * QUAD);
         }
@@ -151,7 +153,7 @@ template <int ROWS>
     Ints parts[ROWS][2] = {};
 #pragma GCC unroll 2
     for (int64_t k = 0; k < depth; k += QUAD, panel += PANEL * QUAD) {
-        if constexpr (ROWS <= FEW_ROWS) {  // they wait for memory
+        if constexpr (ROWS <= FEW_ROWS) {  // few rows wait for memory
             __builtin_prefetch(panel + PANEL_AHEAD);
             __builtin_prefetch(panel + PANEL_AHEAD + LANES * QUAD);
         }
@@ -171,7 +173,7 @@ template <int ROWS>
     std::memcpy(sums, parts, sizeof(parts));
 }
 
-// As in product.h.
+// Like the function of this name in product.h.
 template <int ROWS = MAX_TILE_ROWS>
 inline void multiply_rows8(const int8_t* x, int64_t stride, int64_t height, const uint8_t* panel, int64_t depth,
                            int32_t* sums) {
@@ -187,7 +189,7 @@ inline Floats scaled(const int32_t* sums, const RowFacts& facts, Floats scales) 
     return __builtin_convertvector(total + facts.offset, Floats) * (scales * facts.scale);
 }
 
-// Rounds the rows, then calls put(row, panel, sums) for those and the panels that share(work) gives to this thread.
+// Rounds the rows. Then calls put(row, panel, sums) for the rows and panels that share(work) gives to this thread.
 template <class T, class Share, class Put>
 inline void multiply8_over(const Product8Operands& o, ThreadGroup& threads, int64_t rows, const Share& share, const Put& put) {
     Rounded rounded(o);

@@ -1,4 +1,4 @@
-// Products with weights of their model's type.
+// Products with weights in the model's dtype.
 #include "experts.h"
 #include "export.h"
 #include "heads.h"

@@ -1,4 +1,4 @@
-// Products with weights of 8 and of 4 bits.
+// Products with 8-bit and 4-bit weights.
 #include "experts.h"
 #include "export.h"
 #include "product4.h"

@@ -1,8 +1,7 @@
-// Layers that keep a state of one size for each sequence (contract: ops/recurrence/__init__.py).
+// Recurrent layers (contract: ops/recurrence/__init__.py).
 //
-// Tokens are taken one by one in every step, however a prompt is cut: the same bits come out of chunks, of single tokens
-// and beside any other rows. A task is some channels, or some columns of one head's state, over all spans of the step in
-// their order: nothing else reads or writes those.
+// Tokens are computed one by one, so results do not depend on chunks or on other rows, bit for bit. A task computes some
+// channels, or some columns of one head's state, for all spans of the step in order. No other task reads or writes them.
 #pragma once
 
 #include <algorithm>
@@ -14,12 +13,12 @@
 
 namespace penstock {
 
-// Tokens start .. start + count - 1 of the batch go on from one line of the pools; the state behind them goes to another.
+// Tokens start .. start + count - 1 of the batch, the state slot that they read, and the slot that they write.
 struct Span {
     int32_t read, write, start, count;
 };
 
-// Calls work(span) for the spans of a step, which hold all its tokens.
+// Calls work(span) for the spans of a step, which cover all its tokens.
 template <class Work>
 inline void each_span(const Span* spans, int64_t tokens, const Work& work) {
     for (int64_t done = 0; done < tokens; done += (spans++)->count) work(*spans);
@@ -29,28 +28,29 @@ struct ConvolveOperands {
     const void* x;       // [T, C], tokens x_stride elements apart
     const void* weight;  // [K, C]
     const void* bias;    // [C], or null
-    const void* before;  // [T, C], or null: x is multiplied with it
-    const void* behind;  // [T, C], or null: the convolution is multiplied with it, else passes through silu
+    const void* before;  // [T, C]: factor of x; or null
+    const void* after;  // [T, C]: factor of the convolution; null: silu
     float* pool;         // [N, K - 1, C]
     void* out;           // [T, C], contiguous
     const Span* spans;
-    int64_t tokens;      // 0: those of the step
-    int64_t x_stride, before_stride, behind_stride, channels, kernel;
+    int64_t tokens;      // 0: all tokens of the step
+    int64_t x_stride, before_stride, after_stride, channels, kernel;
 };
 
-// Some channels of one span.
+// Computes some channels of one span.
 template <class T>
 void convolve_span(const ConvolveOperands& o, const Span& span, int64_t first, int64_t size) {
     const int64_t kept = o.kernel - 1, channels = o.channels;
     const T* const x = static_cast<const T*>(o.x) + span.start * o.x_stride + first;
     const T *const weight = static_cast<const T*>(o.weight) + first, *const bias = static_cast<const T*>(o.bias);
-    const auto gate = [&](const void* of, int64_t stride) {  // the span's part, or null
+    const auto gate = [&](const void* of, int64_t stride) {  // returns the gate from the span's first token on, or null
         return of ? static_cast<const T*>(of) + span.start * stride + first : nullptr;
     };
-    const T *const before = gate(o.before, o.before_stride), *const behind = gate(o.behind, o.behind_stride);
+    const T *const before = gate(o.before, o.before_stride), *const after = gate(o.after, o.after_stride);
     const float* const read = o.pool + span.read * kept * channels + first;
     float* const written = o.pool + span.write * kept * channels + first;
-    const auto input = [&](int64_t i, int64_t k, int64_t count) {  // token i's, also of those before the span
+    // input of token i of the span; a negative i reads the stored state
+    const auto input = [&](int64_t i, int64_t k, int64_t count) {
         if (i < 0) return load(read + (kept + i) * channels + k, count);
         const Floats value = load(x + i * o.x_stride + k, count);
         return before ? load(before + i * o.before_stride + k, count) * value : value;
@@ -61,12 +61,12 @@ void convolve_span(const ConvolveOperands& o, const Span& span, int64_t first, i
             Floats sum = bias ? load(bias + first + k, count) : Floats{};
             for (int64_t tap = 0; tap <= kept; tap++)
                 sum += input(i + tap - kept, k, count) * load(weight + tap * channels + k, count);
-            const Floats passed = behind ? load(behind + i * o.behind_stride + k, count) * sum : through_sigmoid(sum, sum);
+            const Floats passed = after ? load(after + i * o.after_stride + k, count) * sum : through_sigmoid(sum, sum);
             store(out + k, passed, count);
         });
-    for (int64_t line = 0; line < kept; line++)  // upwards, as both may be the same memory
+    for (int64_t row = 0; row < kept; row++)  // ascending: source and target may overlap
         in_vectors(size, [&](int64_t k, int64_t count) {
-            store(written + line * channels + k, input(span.count + line - kept, k, count), count);
+            store(written + row * channels + k, input(span.count + row - kept, k, count), count);
         });
 }
 
@@ -82,29 +82,29 @@ void convolve(const void* operands, const Step& step, ThreadGroup& threads) {
 }
 
 struct RecurOperands {
-    const void* q;       // [T, G, D], tokens q_stride elements apart, heads D apart; of a scan c
-    const void* k;       // likewise; of a scan b
-    const void* v;       // [T, H, E], likewise; of a scan x
-    const void* a;       // [T, H]: what a state fades by; of a scan dt
-    const void* b;       // [T, H]: how much is written; null: this is a scan
+    const void* q;       // [T, G, D], tokens q_stride elements apart, heads D apart; c of a scan
+    const void* k;       // likewise; b of a scan
+    const void* v;       // [T, H, E], likewise; x of a scan
+    const void* a;       // [T, H]: controls the state's decay; dt of a scan
+    const void* b;       // [T, H]: controls the strength of updates; null: scan
     const float* rate;   // [H]
     const float* shift;  // [H]
     const float* skip;   // [H], of a scan
     void* pool;          // [N, H, D, E]
     void* out;           // [T, H, E], contiguous
     const Span* spans;
-    int64_t tokens;      // 0: those of the step
+    int64_t tokens;      // 0: all tokens of the step
     int64_t q_stride, k_stride, v_stride, a_stride, b_stride;
     int64_t groups, heads, key_dim, value_dim;
     int64_t wide;        // whether the pool is float32; else it is bfloat16
-    float low, high;     // between which a scan holds dt
+    float low, high;     // bounds of a scan's dt
 };
 
 constexpr int64_t MAX_KEY_DIM = 256;
-constexpr int64_t STATE_FLOATS = 8192;  // of a task, which stay in the nearest cache
-constexpr int64_t MAX_VECTORS = 4;      // of columns
+constexpr int64_t STATE_FLOATS = 8192;  // size of a task's state, which stays in the L1 cache
+constexpr int64_t MAX_VECTORS = 4;      // vectors of columns per task
 
-// How many vectors of columns a task has.
+// Returns the number of vectors of columns per task.
 inline int64_t vectors_of(const RecurOperands& o) {
     const int64_t fitting = std::clamp<int64_t>(STATE_FLOATS / (o.key_dim * LANES), 1, MAX_VECTORS);
     return std::min(fitting, (o.value_dim + LANES - 1) / LANES);
@@ -112,7 +112,7 @@ inline int64_t vectors_of(const RecurOperands& o) {
 
 inline float softplus(float x) { return x > 20 ? x : std::log1p(std::exp(x)); }
 
-// Some columns of one head's state.
+// Updates some columns of one head's state.
 template <class T, int VECTORS>
 class Columns {
 public:
@@ -122,16 +122,17 @@ public:
 
     template <class P>
     void go(const Span& span) {
-        const int64_t size = o_.key_dim * o_.value_dim, offset = head_ * size + first_, line = o_.value_dim;
+        const int64_t size = o_.key_dim * o_.value_dim, offset = head_ * size + first_, row = o_.value_dim;
         const P* from = static_cast<const P*>(o_.pool) + span.read * o_.heads * size + offset;
         P* to = static_cast<P*>(o_.pool) + span.write * o_.heads * size + offset;
-        const auto before = [&](int64_t d, int w) { return load(from + d * line + w * LANES, count_[w]); };
-        const auto behind = [&](int64_t d, int w, Floats x) { store(to + d * line + w * LANES, x, count_[w]); };
-        if (span.count == 1 && !o_.b) return scan(span.start, before, behind);  // reads and writes the pool once
-        each([&](int64_t d, int w) { state_[d][w] = before(d, w); });
+        const auto load_state = [&](int64_t d, int w) { return load(from + d * row + w * LANES, count_[w]); };
+        const auto store_state = [&](int64_t d, int w, Floats x) { store(to + d * row + w * LANES, x, count_[w]); };
+        // one pass over the pool instead of two
+        if (span.count == 1 && !o_.b) return scan(span.start, load_state, store_state);
+        each([&](int64_t d, int w) { state_[d][w] = load_state(d, w); });
         for (int64_t token = span.start; token < span.start + span.count; token++)
             o_.b ? update(token) : scan(token, held(), hold());
-        each([&](int64_t d, int w) { behind(d, w, state_[d][w]); });
+        each([&](int64_t d, int w) { store_state(d, w, state_[d][w]); });
     }
 
 private:
@@ -165,7 +166,7 @@ private:
         return load(static_cast<const T*>(o_.v) + token * o_.v_stride + head_ * o_.value_dim + first_ + w * LANES, count_[w]);
     }
 
-    // A key or query of the head's group; with `unit` it is brought to that length.
+    // Reads a key or query of the head's group, and scales it to the length `unit` if that is not 0.
     void read(const void* of, int64_t stride, int64_t token, float unit, float* to) const {
         const T* from = static_cast<const T*>(of) + token * stride + head_ / (o_.heads / o_.groups) * o_.key_dim;
         Floats squares{};
@@ -179,7 +180,7 @@ private:
         in_vectors(o_.key_dim, [&](int64_t k, int64_t count) { store(to + k, load(to + k, count) * factor, count); });
     }
 
-    // The delta rule.
+    // Computes a token of the delta rule.
     void update(int64_t token) {
         read(o_.q, o_.q_stride, token, 1 / std::sqrt(float(o_.key_dim)), query_);
         read(o_.k, o_.k_stride, token, 1, key_);
@@ -192,30 +193,31 @@ private:
         put(token, write(decay, written, held(), hold()), Floats{});
     }
 
-    // The state is what `before` gives, and goes where `behind` puts it.
-    template <class Before, class Behind>
-    void scan(int64_t token, const Before& before, const Behind& behind) {
+    // Computes a token of a scan.
+    template <class LoadState, class StoreState>
+    void scan(int64_t token, const LoadState& load_state, const StoreState& store_state) {
         read(o_.q, o_.q_stride, token, 0, query_);
         read(o_.k, o_.k_stride, token, 0, key_);
-        const float given = softplus(number(o_.a, o_.a_stride, token) + o_.shift[head_]);
-        const float time = std::min(std::max(given, o_.low), o_.high);
+        const float step = softplus(number(o_.a, o_.a_stride, token) + o_.shift[head_]);
+        const float time = std::min(std::max(step, o_.low), o_.high);
         Floats written[VECTORS];
         for (int w = 0; w < VECTORS; w++) written[w] = value(token, w) * time;
         const float decay = std::exp(-std::exp(o_.rate[head_]) * time);
-        put(token, write(decay, written, before, behind), fill(o_.skip[head_]));
+        put(token, write(decay, written, load_state, store_state), fill(o_.skip[head_]));
     }
 
     struct Read {
         Floats of[VECTORS];
     };
 
-    // Fades the state, adds what the key writes, and gives what the query reads.
-    template <class Before, class Behind>
-    Read write(float decay, const Floats (&written)[VECTORS], const Before& before, const Behind& behind) {
+    // Decays the state, adds the outer product of key and `written`, and returns the product of query and state.
+    template <class LoadState, class StoreState>
+    Read write(float decay, const Floats (&written)[VECTORS], const LoadState& load_state,
+               const StoreState& store_state) {
         Read read{};
         each([&](int64_t d, int w) {
-            const Floats state = before(d, w) * decay + written[w] * key_[d];
-            behind(d, w, state);
+            const Floats state = load_state(d, w) * decay + written[w] * key_[d];
+            store_state(d, w, state);
             read.of[w] += state * query_[d];
         });
         return read;

@@ -1,4 +1,4 @@
-// Choosing tokens from logits, and forbidding those that a grammar does not allow (contract: ops/sampling).
+// Choosing tokens from logits, with masks of the tokens that a grammar allows (contract: ops/sampling).
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,12 @@ namespace penstock {
 
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
-constexpr int BITS = 32;  // of a word of a mask
+constexpr int BITS = 32;  // bits per word of a mask
 
-// The first `count` logits of a word whose bit is 0.
+// Forbids the tokens among the first `count` logits whose bit in the word is 0.
 inline void forbid(float* logits, uint32_t word, int count) {
     if (word == ~uint32_t{}) return;
-    if (count == BITS) {  // as vectors
+    if (count == BITS) {  // a loop that the compiler vectorises
         for (int i = 0; i < BITS; i++) logits[i] = word >> i & 1 ? logits[i] : NEVER;
         return;
     }
@@ -25,35 +25,34 @@ inline void forbid(float* logits, uint32_t word, int count) {
         if (!(word >> i & 1)) logits[i] = NEVER;
 }
 
-// Those of a whole row.
+// Forbids the tokens of a whole row whose bit in the mask is 0.
 inline void forbid(float* logits, const uint32_t* mask, int64_t size) {
     for (int64_t first = 0; first < size; first += BITS)
         forbid(logits + first, mask[first / BITS], int(std::min<int64_t>(BITS, size - first)));
 }
 
 struct DrawOperands {
-    float* logits;             // [R, V], changed where a mask says so
-    const bool* skip;          // [R], rows that somebody else chooses for
+    float* logits;             // [R, V]; logits of forbidden tokens are overwritten
     const bool* greedy;        // [R]
     const float* temperature;  // [R]
     const float* min_p;        // [R]
     const float* uniform;      // [R]
     int64_t* ids;              // [R]
     bool* sound;               // [R]
-    const int64_t* mask_of;    // [R], an index into `masks`, or -1 for rows that have none; null: no row has one
+    const int64_t* mask_of;    // [R], index into `masks`, or -1 for rows without a mask; null: no row has a mask
     const uint32_t* masks;     // [Q, words]
-    int64_t words;             // at least V / 32
+    int64_t words;             // words per mask, at least V / 32
     int64_t rows;              // R
     int64_t vocab_size;        // V
 };
 
-constexpr int64_t WEIGHTS = 256;    // worked out together
-constexpr int64_t MAX_PARTS = 512;  // of a vocabulary, whose masses are remembered
+constexpr int64_t WEIGHTS = 256;    // tokens weighed in one call
+constexpr int64_t MAX_PARTS = 512;  // maximum number of parts of a vocabulary whose masses are stored
 
 typedef int64_t Longs __attribute__((vector_size(64)));
 typedef float HalfFloats __attribute__((vector_size(32)));
 
-// The largest of a row's logits; NaN where one is.
+// Returns the largest logit of a row, or NaN if any logit is NaN.
 inline float peak_of(const float* logits, int64_t size) {
     Floats best[4] = {fill(NEVER), fill(NEVER), fill(NEVER), fill(NEVER)};
     Ints broken{};
@@ -74,7 +73,7 @@ inline float peak_of(const float* logits, int64_t size) {
     return is_broken ? std::numeric_limits<float>::quiet_NaN() : found;
 }
 
-// The first logit that is the peak, which one of them is.
+// Returns the index of the first logit that equals `peak`.
 inline int64_t index_of(float peak, const float* logits, int64_t size) {
     int64_t first = 0;
     for (bool found = false; first + 64 <= size; first += 64) {
@@ -85,12 +84,12 @@ inline int64_t index_of(float peak, const float* logits, int64_t size) {
     return first;
 }
 
-// How a row weighs its tokens.
+// Parameters that convert a row's logits to weights.
 struct Weighing {
     float peak;
     float scale;  // log2(e) / temperature
-    float least;  // lighter tokens weigh nothing
-    float one;    // of the fixed point
+    float least;  // logits below this get weight 0
+    float one;    // fixed-point representation of 1
 };
 
 inline void to_fixed(Floats weights, const Weighing& how, int64_t* to) {
@@ -107,7 +106,8 @@ inline void to_fixed(Floats weights, const Weighing& how, int64_t* to) {
     }
 }
 
-// The weights of up to WEIGHTS tokens -> their sum. Called twice for some, so it must be the same code both times.
+// Computes the weights of up to WEIGHTS tokens and returns their sum. Some blocks are weighed twice, and both calls
+// must give the same bits, so the function is never inlined.
 [[gnu::noinline]] inline int64_t weigh(const float* logits, int64_t size, const Weighing& how, int64_t* to) {
     int64_t k = 0;
     for (; k + 4 * LANES <= size; k += 4 * LANES) {
@@ -123,7 +123,7 @@ inline void to_fixed(Floats weights, const Weighing& how, int64_t* to) {
     return total;
 }
 
-// Whether a mask, if there is one, allows none of these tokens: their weights are 0.
+// Whether the mask, if there is one, forbids all of these tokens, so that their weights are 0.
 inline bool allows_none(const uint32_t* mask, int64_t first, int64_t count) {
     if (mask == nullptr) return false;
     uint32_t any = 0;
@@ -131,12 +131,12 @@ inline bool allows_none(const uint32_t* mask, int64_t first, int64_t count) {
     return any == 0;
 }
 
-// The first token up to which the mass exceeds the uniform number's share of all.
+// Returns the first token at which the cumulative mass exceeds the uniform number's share of the total mass.
 inline int64_t draw_one(
     const float* logits, const uint32_t* mask, int64_t size, const Weighing& how, float uniform) {
     int64_t weights[WEIGHTS + LANES], masses[MAX_PARTS] = {};
     const int64_t blocks = (size + WEIGHTS - 1) / WEIGHTS;
-    const int64_t part = (blocks + MAX_PARTS - 1) / MAX_PARTS * WEIGHTS;  // tokens
+    const int64_t part = (blocks + MAX_PARTS - 1) / MAX_PARTS * WEIGHTS;  // tokens per part
     int64_t mass = 0;
     for (int64_t first = 0; first < size; first += WEIGHTS) {
         const int64_t count = std::min(WEIGHTS, size - first);
@@ -145,7 +145,7 @@ inline int64_t draw_one(
         masses[first / part] += sum;
         mass += sum;
     }
-    // In the middle of the step of 2^-24 that the number stands for, so that it never lies between two tokens.
+    // `uniform` has steps of 2^-24. Half a step is added, so that it never lies exactly between two tokens.
     const int64_t share = std::min(int64_t((double(uniform) + 0x1p-25) * double(mass)), mass - 1);
     int64_t before = 0, first = 0;
     for (const int64_t* sum = masses; before + *sum <= share; first += part) before += *sum++;
@@ -174,7 +174,6 @@ void draw(const void* operands, const Step&, ThreadGroup& threads) {
             mask = o.masks + o.mask_of[row] * o.words;
             forbid(logits, mask, o.vocab_size);
         }
-        if (o.skip[row]) return;
         const float peak = peak_of(logits, o.vocab_size);
         o.sound[row] = std::isfinite(peak);
         o.ids[row] = 0;

@@ -1,5 +1,5 @@
-// Sixteen lanes, whatever the processor: the compiler lowers these vectors to AVX-512, to pairs of AVX2
-// registers, or to whatever there is. Only the dot products of short numbers name instructions.
+// Vectors of sixteen lanes for any processor. The compiler lowers them to AVX-512, to pairs of AVX2 registers, or to
+// other vector registers. Only dot products of short numbers use intrinsics.
 #pragma once
 
 #include <cstdint>
@@ -31,10 +31,10 @@ inline To cast(const From& from) {
     return to;
 }
 
-// The least multiple of `grain` that is not below x.
+// Rounds x up to a multiple of `grain`.
 inline int64_t round_up(int64_t x, int64_t grain) { return (x + grain - 1) / grain * grain; }
 
-// Asks for memory that is read soon.
+// Prefetches memory that is read soon.
 template <class T>
 inline void fetch(const T* from, int64_t size) {
     for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
@@ -45,7 +45,8 @@ inline void fetch_to_write(T* to, int64_t size) {
     for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(to + i, 1);
 }
 
-inline Floats fill(float value) { return value - Floats{}; }  // 0 + value would be computed: -0 becomes 0
+// not 0 + value, which would be computed at run time and turn -0 into 0
+inline Floats fill(float value) { return value - Floats{}; }
 
 inline Floats load(const float* from) {
     Floats x;
@@ -54,7 +55,7 @@ inline Floats load(const float* from) {
 }
 
 inline Floats widen(Shorts halves) {
-#if defined(__AVX512F__)  // GCC 12 widens in two halves
+#if defined(__AVX512F__)  // GCC 12 would convert in two halves
     return cast<Floats>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(cast<__m256i>(halves)), 16));
 #else
     return cast<Floats>(__builtin_convertvector(halves, Words) << 16);
@@ -67,8 +68,8 @@ inline Floats load(const BFloat16* from) {
     return widen(halves);
 }
 
-// The first `count` lanes; the others are 0. Half of all are loaded as such: masked, a load waits for whatever is stored
-// beside what it wants.
+// Loads the first `count` lanes; the others are 0. Exactly half of the lanes use a plain load, because a masked load
+// would wait for pending stores to adjacent memory.
 inline Floats load(const float* from, int64_t count) {
     if (count == LANES) return load(from);
 #if defined(__AVX512F__)
@@ -106,7 +107,7 @@ inline void store(float* to, Floats x, int64_t count) {
 #endif
 }
 
-// Rounds to the nearest, ties to even; a NaN stays one.
+// Rounds to nearest, ties to even. A NaN stays NaN.
 inline Shorts round_to_bfloat16(Floats x) {
 #if defined(__AVX512BF16__)
     return cast<Shorts>(_mm512_cvtneps_pbh(cast<__m512>(x)));
@@ -136,7 +137,7 @@ inline void store(BFloat16* to, Shorts halves, int64_t count) {
 
 inline void store(BFloat16* to, Floats x, int64_t count) { store(to, round_to_bfloat16(x), count); }
 
-// Stores the first `count` lanes; gives all as rounded.
+// Stores the first `count` lanes, and returns all lanes as rounded.
 inline Floats store_rounded(float* to, Floats x, int64_t count) {
     store(to, x, count);
     return x;
@@ -151,7 +152,7 @@ inline Floats store_rounded(BFloat16* to, Floats x, int64_t count) {
 inline Floats rounded(const float*, Floats x) { return x; }
 inline Floats rounded(const BFloat16*, Floats x) { return widen(round_to_bfloat16(x)); }
 
-// Calls work(k, count) for the lanes k .. k + count - 1 of `size`, 16 at a time but for the last.
+// Calls work(k, count) for lanes k .. k + count - 1 of `size`; count is 16, except for the last call.
 template <class Work>
 inline void in_vectors(int64_t size, const Work& work) {
     int64_t k = 0;
@@ -165,7 +166,7 @@ inline float widen(BFloat16 x) { return cast<float>(uint32_t(x.bits) << 16); }
 inline void narrow(float* to, float x) { *to = x; }
 inline void narrow(BFloat16* to, float x) { to->bits = round_to_bfloat16(fill(x))[0]; }
 
-// What the processor itself holds in a register.
+// The widest vector that fits in a register of the processor.
 #if defined(__AVX512F__)
 typedef Floats Part;
 #elif defined(__AVX__)
@@ -175,7 +176,7 @@ typedef float Part __attribute__((vector_size(16)));
 #endif
 constexpr int PARTS = sizeof(Floats) / sizeof(Part);
 
-// x < y ? a : b in each lane, part by part: GCC 12 compares wider vectors number by number.
+// x < y ? a : b in each lane, one register at a time, because GCC 12 compares wider vectors lane by lane.
 inline Floats where_less(Floats x, Floats y, Floats a, Floats b) {
     Part parts[4][PARTS];
     const Floats whole[] = {x, y, a, b};
@@ -185,7 +186,7 @@ inline Floats where_less(Floats x, Floats y, Floats a, Floats b) {
     return x;
 }
 
-// Of a NaN and another number both give b.
+// If a number is NaN, `larger` and `smaller` return the lane of b.
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return cast<Floats>(_mm512_max_ps(cast<__m512>(a), cast<__m512>(b)));
@@ -204,7 +205,7 @@ inline Floats smaller(Floats a, Floats b) {
 
 inline float sum(Floats x) {
 #if defined(__AVX512F__)
-    return _mm512_reduce_add_ps(cast<__m512>(x));  // in the order below
+    return _mm512_reduce_add_ps(cast<__m512>(x));  // sums in the same order as the code below
 #endif
     float total = 0;
     for (int width = LANES / 2; width > 0; width /= 2)
@@ -222,10 +223,11 @@ inline float largest(Floats x) {
     return found;
 }
 
-// e to the x, relative error below 2e-7, for x from -87 to 87; beyond as there. A NaN stays one.
+// e to the power of x, relative error below 2e-7, for x from -87 to 87; x is clamped to this range. A NaN stays NaN.
 inline Floats exponential(Floats x) {
     const Floats held = smaller(fill(87.0f), larger(fill(-87.0f), x));
-    const Floats shifted = held * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: the lowest bits are the integer
+    // adding 1.5 * 2^23 leaves the rounded integer in the lowest bits
+    const Floats shifted = held * 1.44269504088896341f + 12582912.0f;
     const Floats n = shifted - 12582912.0f;
     const Floats r = held - n * 0.693359375f + n * 2.12194440e-4f;
     Floats p = fill(8.2900587862e-3f);
@@ -237,7 +239,8 @@ inline Floats exponential(Floats x) {
     return cast<Floats>(cast<Ints>(p) + (cast<Ints>(shifted) << 23));
 }
 
-// p[i] = terms[0] * x[i]^n + .. + terms[n]. Some numbers side by side: one alone waits for each of its own steps.
+// p[i] = terms[0] * x[i]^n + .. + terms[n], for several vectors at once, because a single polynomial is a chain of
+// dependent instructions.
 template <int N, int TERMS>
 inline void polynomials(const float (&terms)[TERMS], const Floats (&x)[N], Floats (&p)[N]) {
 #pragma GCC unroll 16
@@ -248,7 +251,7 @@ inline void polynomials(const float (&terms)[TERMS], const Floats (&x)[N], Float
         for (int i = 0; i < N; i++) p[i] = p[i] * x[i] + terms[term];
 }
 
-// 2 to the r for r from -0.5 to 0.5. SHORT: with a relative error of 1e-4.
+// 2 to the power of r for r from -0.5 to 0.5. SHORT: relative error 1e-4.
 template <bool SHORT, int N>
 inline void near_powers(const Floats (&r)[N], Floats (&p)[N]) {
     static constexpr float FULL[] = {1.326472731e-03f, 9.671512991e-03f, 5.550733581e-02f,
@@ -260,7 +263,8 @@ inline void near_powers(const Floats (&r)[N], Floats (&p)[N]) {
         polynomials(FULL, r, p);
 }
 
-// 2 to each x <= 0, relative error 1e-7 (SHORT: 1e-4), exact at 0; 0 below -126, as for minus infinity. A NaN stays one.
+// 2 to the power of each x <= 0, relative error 1e-7 (SHORT: 1e-4), exact for x = 0; 0 for x below -126. A NaN stays
+// NaN.
 template <bool SHORT, int N>
 inline void powers_of_two(Floats (&x)[N]) {
     Floats r[N], p[N];
@@ -282,7 +286,7 @@ inline void powers_of_two(Floats (&x)[N]) {
     Floats shifted[N];
     for (int i = 0; i < N; i++) {
         const Floats held = where_less(x[i], low, low, x[i]);
-        shifted[i] = held + 12582912.0f;  // 1.5 * 2^23: the integer part is in the lowest bits
+        shifted[i] = held + 12582912.0f;  // adding 1.5 * 2^23 leaves the rounded integer in the lowest bits
         r[i] = held - (shifted[i] - 12582912.0f);
     }
     near_powers<SHORT>(r, p);
@@ -301,9 +305,9 @@ inline Floats power_of_two(Floats x) {
 
 inline float power_of_two(float x) { return power_of_two(fill(x))[0]; }
 
-// 1 / x, relative error below 2e-7, for x from 1 to 2e38. A NaN stays one.
+// 1 / x, relative error below 2e-7, for x from 1 to 2e38. A NaN stays NaN.
 inline Floats reciprocal(Floats x) {
-#if defined(__AVX512F__)  // which estimates to 14 bits
+#if defined(__AVX512F__)  // the first estimate has 14 bits
     const Floats y = cast<Floats>(_mm512_rcp14_ps(cast<__m512>(x)));
     return y + y * (1.0f - x * y);
 #else
@@ -311,7 +315,7 @@ inline Floats reciprocal(Floats x) {
 #endif
 }
 
-// Two neighbouring bfloat16 in each lane.
+// Loads two adjacent bfloat16 per lane.
 inline Words load_pairs(const BFloat16* from) {
     Words pairs;
     std::memcpy(&pairs, from, sizeof(pairs));

@@ -1,5 +1,5 @@
-// What is done to each token by itself: norms, rotation, gates, cache writes.
-// Contracts: ops/norm, ops/rope, ops/activation, ops/kv.
+// Operations on single tokens: norms, rotary embedding, gated activations, cache writes. Contracts: ops/norm, ops/rope,
+// ops/activation, ops/kv.
 #pragma once
 
 #include <algorithm>
@@ -11,27 +11,27 @@
 
 namespace penstock {
 
-// What other cores hold is asked for early: the processor's own look ahead is too short for that.
+// Prefetch distance for data that other cores have written: the hardware prefetcher starts too late.
 constexpr int64_t TOKENS_AHEAD = 2;
-constexpr int64_t GATE_AHEAD = 1024;  // elements
+constexpr int64_t GATE_AHEAD = 1024;  // prefetch distance in elements
 
 struct NormOperands {
-    const void* x;         // lines of `size`, `lines` to a token, tokens `stride` elements apart
-    void* residual;        // the sum x + residual is left here; contiguous; null: there is none
+    const void* x;         // `lines` vectors of `size` per token; tokens `stride` elements apart
+    void* residual;        // receives the sum x + residual; contiguous; null: no residual
     const void* weight;    // [size], or one for each line of a token
-    const void* bias;      // likewise, or null
+    const void* bias;      // [size], or one for each line of a token; or null
     void* out;             // contiguous
-    int64_t tokens;        // 0: those of the step
+    int64_t tokens;        // 0: all tokens of the step
     int64_t lines;
     int64_t stride;
     int64_t size;
-    int64_t weight_stride; // from one line's weight to the next one's; 0: all have the same
-    int64_t centred;       // the mean is taken off first
+    int64_t weight_stride; // elements from the weight of one line to the next; 0: all lines share one weight
+    int64_t centred;       // subtract the mean first
     float eps;
     float offset;          // added to the weight
 };
 
-// The sum of the squares of x - mean: of two sums by turns neither waits for the other.
+// Sum of squares of x - mean. Two alternating sums, so that an addition does not wait for the previous one.
 template <class T>
 inline float squares_about(const T* x, int64_t size, float mean) {
     Floats squares{}, others{};
@@ -53,7 +53,8 @@ void norm_line(const T* x, T* residual, const T* weight, const T* bias, T* out, 
     const int64_t size = o.size;
     Floats squares{}, totals{};
     in_vectors(size, [&](int64_t k, int64_t count) {
-        fetch(x + k + size, 1), fetch_to_write(out + k, 1);  // the next line and, before it is written, this one's
+        // prefetch the next line of x, and this line of out before it is written
+        fetch(x + k + size, 1), fetch_to_write(out + k, 1);
         if (residual) fetch_to_write(residual + k + size, 1);
         Floats value = load(x + k, count);
         if (residual) value = store_rounded(residual + k, value + load(residual + k, count), count);
@@ -88,11 +89,11 @@ void norm(const void* operands, const Step& step, ThreadGroup& threads) {
 
 struct AddOperands {
     const void* x;      // [tokens, size], contiguous
-    void* y;            // likewise; the sum is left here
-    const void* gate;   // one number for each token, through whose sigmoid x passes; or null
-    int64_t tokens;     // 0: those of the step
+    void* y;            // [tokens, size], contiguous; receives the sum
+    const void* gate;   // one number per token; x is multiplied by its sigmoid; or null
+    int64_t tokens;     // 0: all tokens of the step
     int64_t size;
-    float scale;        // of x
+    float scale;        // factor of x
 };
 
 template <class T>
@@ -100,7 +101,7 @@ void add(const void* operands, const Step& step, ThreadGroup& threads) {
     constexpr int64_t PART = 1024;
     const auto& o = *static_cast<const AddOperands*>(operands);
     const int64_t tokens = o.tokens ? o.tokens : step.num_tokens;
-    const int64_t parts = (o.size + PART - 1) / PART;  // a token alone is shared too
+    const int64_t parts = (o.size + PART - 1) / PART;  // a single token is divided among threads too
     threads.share(tokens * parts, [&](int64_t task) {
         const int64_t token = task / parts, first = task % parts * PART;
         float scale = o.scale;
@@ -115,13 +116,14 @@ void add(const void* operands, const Step& step, ThreadGroup& threads) {
 
 struct RotateOperands {
     void* q;             // [T, H, D], in place, tokens q_stride elements apart, heads D apart
-    void* k;             // [T, K, D], likewise
+    void* k;             // [T, K, D], in place, strides as for q
     const float* table;  // [N, R]: cosines, then sines
     int64_t q_stride, k_stride;
     int64_t num_heads, num_kv_heads;
-    int64_t head_dim;    // D, or how far heads are apart where that is more
+    int64_t head_dim;    // D, or the distance between heads if that is larger
     int64_t size;        // R
     int64_t interleaved;
+    int64_t by_token;    // lines of the table are indexed by token, not by position
 };
 
 template <class T>
@@ -157,7 +159,7 @@ inline void rotate_heads(T* heads, const float* angles, const RotateOperands& o,
 
 template <class T>
 inline void rotate_token(const RotateOperands& o, const Step& step, int64_t token) {
-    const float* angles = o.table + step.positions[token] * o.size;
+    const float* angles = o.table + (o.by_token ? token : step.positions[token]) * o.size;
     rotate_heads(static_cast<T*>(o.q) + token * o.q_stride, angles, o, o.num_heads);
     rotate_heads(static_cast<T*>(o.k) + token * o.k_stride, angles, o, o.num_kv_heads);
 }
@@ -168,6 +170,30 @@ void rotate(const void* operands, const Step& step, ThreadGroup& threads) {
     threads.share(step.num_tokens, [&](int64_t token) { rotate_token<T>(o, step, token); });
 }
 
+constexpr int64_t NUM_AXES = 3;  // of a position: time, height and width
+
+struct AnglesOperands {
+    const float* table;          // [N, R]: cosines, then sines
+    const int64_t* positions;    // [3, T], axes `axis_stride` elements apart
+    const int32_t* axis_of_pair; // [R / 2]
+    float* out;                  // [T, R]
+    int64_t axis_stride;
+    int64_t size;                // R
+};
+
+inline void angles(const void* operands, const Step& step, ThreadGroup& threads) {
+    const auto& o = *static_cast<const AnglesOperands*>(operands);
+    const int64_t half = o.size / 2;
+    threads.share(step.num_tokens, [&](int64_t token) {
+        float* to = o.out + token * o.size;
+        for (int64_t pair = 0; pair < half; pair++) {
+            const float* line = o.table + o.positions[o.axis_of_pair[pair] * o.axis_stride + token] * o.size;
+            to[pair] = line[pair];
+            to[half + pair] = line[half + pair];
+        }
+    });
+}
+
 struct StoreOperands {
     const void* k;    // [T, K, D], tokens `k_stride` elements apart
     const void* v;
@@ -175,9 +201,9 @@ struct StoreOperands {
     void* v_pool;
     int64_t k_stride, v_stride;
     int64_t num_kv_heads, head_dim;
-    const int64_t* slot_mapping;  // in pages of the pool's own; null: the step's
+    const int64_t* slot_mapping;  // slots of a pool with its own pages; null: the step's slots
     CacheType type;               // of both pools
-    float k_steps, v_steps;       // 1 divided by what they hold is multiplied with
+    float k_steps, v_steps;       // values are multiplied by 1 / k_scale, 1 / v_scale
 };
 
 // Calls work(pool, at, from, steps) for the keys and the values of each head of a token.
@@ -206,7 +232,7 @@ void store_kv(const void* operands, const Step& step, ThreadGroup& threads) {
     threads.share(step.num_tokens, [&](int64_t token) { store_token<T>(o, step, token); });
 }
 
-// Both for each token, whose keys are in the cache then.
+// Rotation and cache write in one pass over the tokens.
 struct RotateStoreOperands {
     RotateOperands rotate;
     StoreOperands store;
@@ -235,13 +261,29 @@ void rotate_store(const void* operands, const Step& step, ThreadGroup& threads) 
     });
 }
 
+// Vectors that replace the embeddings of some tokens, for example of images.
+struct Media {
+    const void* vectors;   // [T, E]
+    const uint8_t* given;  // [T], whether a token has a vector; null: no token has one
+};
+
+// Copies the token's vector and returns true, if it has one.
+template <class T>
+inline bool take_medium(const Media& media, int64_t token, T* to, int64_t size) {
+    if (!media.given || !media.given[token]) return false;
+    std::memcpy(to, static_cast<const T*>(media.vectors) + token * size, size * sizeof(T));
+    return true;
+}
+
 struct EmbedOperands {
     const void* weight;  // [V, E]
     void* out;           // [T, E]
     int64_t size;        // E
-    float scale;         // of the vectors
-    const void* places;  // [N, E], of which the line of its position is added to a token's vector; or null
-    const void* type;    // [E], which is added to each vector; or null
+    float scale;         // factor of the vectors
+    const void* position_weight;   // [N, E], or null
+    const void* type_weight;       // [2, E], or [E] without `second_starts`, or null
+    const int32_t* second_starts;  // [T], first position of its row with the second type, or 0; or null
+    Media media;         // used by `embed` and `embed_packed`
 };
 
 template <class T>
@@ -255,21 +297,23 @@ void embed(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const EmbedOperands*>(operands);
     threads.share(step.num_tokens, [&](int64_t token) {
         T* to = static_cast<T*>(o.out) + token * o.size;
+        if (take_medium(o.media, token, to, o.size)) return;
         std::memcpy(to, static_cast<const T*>(o.weight) + step.token_ids[token] * o.size, o.size * sizeof(T));
         scale_line(to, o.size, o.scale);
     });
 }
 
-// As `embed` without a scale, with what stands for a token's position and type: rounded once.
+// Adds the vectors of a token's id, position and type, and rounds once.
 template <class T>
-void embed_placed(const void* operands, const Step& step, ThreadGroup& threads) {
+void embed_with_positions(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const EmbedOperands*>(operands);
     const auto word_of = [&](int64_t token) { return static_cast<const T*>(o.weight) + step.token_ids[token] * o.size; };
     threads.share(step.num_tokens, [&](int64_t token) {
         if (token + TOKENS_AHEAD < step.num_tokens) fetch(word_of(token + TOKENS_AHEAD), o.size);
         const T* word = word_of(token);
-        const T* place = o.places ? static_cast<const T*>(o.places) + step.positions[token] * o.size : nullptr;
-        const T* type = static_cast<const T*>(o.type);
+        const T* place = o.position_weight ? static_cast<const T*>(o.position_weight) + step.positions[token] * o.size : nullptr;
+        const bool is_second = o.second_starts && o.second_starts[token] && step.positions[token] >= o.second_starts[token];
+        const T* type = o.type_weight ? static_cast<const T*>(o.type_weight) + is_second * o.size : nullptr;
         T* to = static_cast<T*>(o.out) + token * o.size;
         in_vectors(o.size, [&](int64_t k, int64_t count) {
             Floats x = load(word + k, count);
@@ -282,7 +326,7 @@ void embed_placed(const void* operands, const Step& step, ThreadGroup& threads) 
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, CLAMPED_SWIGLU, LOGISTIC };
 
-constexpr float SWIGLU_LIMIT = 7.0f;   // of CLAMPED_SWIGLU
+constexpr float SWIGLU_LIMIT = 7.0f;   // limit of CLAMPED_SWIGLU
 constexpr float SWIGLU_SLOPE = 1.702f;
 
 // x / (1 + e^-z)
@@ -290,14 +334,16 @@ inline Floats through_sigmoid(Floats x, Floats z) { return x * reciprocal(1.0f +
 
 #if defined(__AVX512F__)
 
-// The normal distribution's integral from 0 to |x|, for each of 32 ranges of |x| a polynomial, looked up in registers: off by
-// 4e-9 but for rounding. Beyond the last range's middle it is 1/2.
+// The integral of the normal distribution from 0 to |x|: a polynomial for each of 32 ranges of |x|, looked up in
+// registers. The absolute error is 4e-9, plus rounding. From the middle of the last range on it is 1/2.
 struct NormalTable {
     static constexpr int RANGES = 32, TERMS = 5;
-    static constexpr float PER_UNIT = 5.5f, END = (RANGES - 1) / PER_UNIT;  // ranges in 1; the last one's middle
+    // ranges per unit of |x|; middle of the last range
+    static constexpr float PER_UNIT = 5.5f, END = (RANGES - 1) / PER_UNIT;
     alignas(64) float terms[TERMS][RANGES];
 
-    // Taylor's polynomials of degree 5 about the middles, whose last term is turned into lower ones by Chebyshev's.
+    // Taylor polynomials of degree 5 around the middle of each range. The term of degree 5 is replaced by lower terms
+    // of a Chebyshev polynomial.
     NormalTable() {
         for (int i = 0; i < RANGES; i++) {
             const double h = 1 / double(PER_UNIT), x = i * h, density = h * std::exp(-x * x / 2) / std::sqrt(2 * M_PI);
@@ -313,11 +359,11 @@ struct NormalTable {
 
 inline const NormalTable NORMAL_TABLE;
 
-// Each times the normal distribution's integral, off by 9e-8 times x. Some side by side, as each of them alone waits for
-// its own steps.
+// x times the integral of the normal distribution, absolute error 9e-8 * x. Computes several vectors at once, because a
+// single one is a chain of dependent instructions.
 template <bool, int N>
 inline void gelu(Floats (&x)[N]) {
-    constexpr float TO_INTEGER = 12582912.0f;  // 1.5 * 2^23: behind the sum the range is in the lowest bits
+    constexpr float TO_INTEGER = 12582912.0f;  // adding 1.5 * 2^23 leaves the range in the lowest bits
     Floats at[N], p[N];
     __m512i range[N];
     const auto term = [&](int i, int which) {
@@ -342,9 +388,10 @@ inline void gelu(Floats (&x)[N]) {
 
 #else
 
-// Each times the normal distribution's integral, of whose tail the logarithm is nearly a polynomial: off by 5e-8 times x
-// and falling beyond 6, up to where it was fitted. SHORT: by 2e-4 of the result down to -4 and then by 1e-5, for results
-// that are rounded to a bfloat16. Some side by side, as each of them alone waits for its own steps.
+// x times the integral of the normal distribution, whose tail has a logarithm that is nearly a polynomial. The error is
+// 5e-8 * x, and falls beyond |x| = 6. SHORT, for results that are rounded to bfloat16: relative error 2e-4 down to x =
+// -4, absolute error 1e-5 below. Computes several vectors at once, because a single one is a chain of dependent
+// instructions.
 template <bool SHORT, int N>
 inline void gelu(Floats (&x)[N]) {
     static constexpr float FULL[] = {-8.562446965e-07f, 1.406874253e-05f,  -5.608179345e-05f,
@@ -366,13 +413,13 @@ inline void gelu(Floats (&x)[N]) {
 
 #endif
 
-// SHORT: exact enough for a result that is rounded to a bfloat16.
+// SHORT: with less precision, for results that are rounded to bfloat16.
 template <Activation KIND, bool SHORT = false>
 inline Floats activate(Floats x) {
     switch (KIND) {
         case SILU:
             return through_sigmoid(x, x);
-        case GELU_TANH:  // half of 1 + tanh(y) is the sigmoid of 2 y
+        case GELU_TANH:  // (1 + tanh(y)) / 2 is the sigmoid of 2 y
             return through_sigmoid(x, 2 * 0.7978845608028654f * (x + 0.044715f * x * x * x));
         case GELU: {
             Floats alone[] = {x};
@@ -380,7 +427,7 @@ inline Floats activate(Floats x) {
             return alone[0];
         }
         case RELU:
-            return larger(Floats{}, x);  // a NaN stays one
+            return larger(Floats{}, x);  // a NaN stays NaN
         case RELU_SQUARED: {
             const Floats held = larger(Floats{}, x);
             return held * held;
@@ -394,7 +441,7 @@ inline Floats activate(Floats x) {
     }
 }
 
-// The same for some side by side.
+// Activates several vectors at once.
 template <Activation KIND, bool SHORT, int N>
 inline void activate_all(Floats (&x)[N]) {
     if constexpr (KIND == GELU) return gelu<SHORT>(x);
@@ -402,7 +449,7 @@ inline void activate_all(Floats (&x)[N]) {
     for (int i = 0; i < N; i++) x[i] = activate<KIND, SHORT>(x[i]);
 }
 
-// What a gate lets through of the number that it stands beside.
+// Returns `gated` times the activated gate.
 template <Activation KIND>
 inline Floats through_gate(Floats gate, Floats gated) {
     if (KIND == CLAMPED_SWIGLU) gated = 1.0f + smaller(fill(SWIGLU_LIMIT), larger(fill(-SWIGLU_LIMIT), gated));
@@ -410,10 +457,10 @@ inline Floats through_gate(Floats gate, Floats gated) {
 }
 
 struct GateOperands {
-    const void* x;      // [tokens, size], which are activated, tokens x_stride elements apart
-    const void* gated;  // likewise, which they gate; or null
+    const void* x;      // [tokens, size], input of the activation; tokens x_stride elements apart
+    const void* gated;  // [tokens, size], multiplied with the activated x; or null
     void* out;          // [tokens, size], contiguous
-    int64_t tokens;     // 0: those of the step
+    int64_t tokens;     // 0: all tokens of the step
     int64_t x_stride, gated_stride;
     int64_t size;
     Activation kind;
@@ -448,7 +495,7 @@ template <class T>
 void gate(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const GateOperands*>(operands);
     const int64_t tokens = o.tokens ? o.tokens : step.num_tokens;
-    const int64_t parts = (o.size + 511) / 512;  // a token alone is shared too
+    const int64_t parts = (o.size + 511) / 512;  // a single token is divided among threads too
     const auto line = gate_line_of<T>(o.kind);
     threads.share(tokens * parts, [&](int64_t task) {
         const int64_t token = task / parts, first = task % parts * 512, size = std::min<int64_t>(512, o.size - first);

@@ -1,4 +1,4 @@
-// What every kernel of one step reads: where each row stands in the cache (see ops.attention.AttentionMetadata).
+// Rows of one step, which all its kernels read (see ops.attention.AttentionMetadata).
 #pragma once
 
 #include <cstdint>
@@ -19,18 +19,20 @@ struct Step {
     const int32_t* counts;        // [B]
     const int32_t* query_starts;  // [B + 1]
     int64_t page_size;
-    // Of a step that is computed whole, from the batch to its tokens (see whole.h):
-    const int32_t* given_ids;     // [T], negative where the slot's last token is to be taken
-    const int32_t* sequence_indices;  // in last_tokens, [B]
+    // Only for a step that is captured from the batch's arrays to the chosen tokens (see whole.h):
+    const int32_t* given_ids;     // [T], negative: take the sequence's last token
+    const int32_t* sequence_indices;  // [B], indices in last_tokens
     int64_t* last_tokens;         // [sequences]
-    int64_t num_samples;          // R
-    const int32_t* sample_rows;   // [R]
+    int64_t num_samples;          // N
+    const int32_t* sample_positions;  // [N], indices of sampled positions in the T tokens
+    const int32_t* sample_sequences;  // [N], indices in last_tokens; negative: the chosen token is not stored
+    const int32_t* position_offsets;  // [3, T], offset of each axis from the position; null: 0
 };
 
-// Whether a kernel for rows of fewer than `below` tokens leaves this one out; 0: it leaves out none.
+// Whether a kernel for rows with fewer than `below` tokens skips this row; 0: it skips no row.
 inline bool is_left_out(const Step& step, int64_t row, int64_t below) { return below && step.counts[row] >= below; }
 
-// Calls work(first, end) for the tokens of first .. end - 1 but those in rows that are left out, as seldom as it can.
+// Calls work(first, end) for runs of tokens in first .. end - 1 whose rows are not skipped, with as few calls as possible.
 template <class Work>
 inline void each_run(const Step& step, int64_t below, int64_t first, int64_t end, const Work& work) {
     if (below && step.num_tokens >= below)
@@ -43,9 +45,9 @@ inline void each_run(const Step& step, int64_t below, int64_t first, int64_t end
     if (first < end) work(first, end);
 }
 
-// One kernel with its operands. A kernel is entered by one thread of the group or more, with no task taken, and may
-// return on each as soon as that has nothing left to do: the next one begins when all of them have. Whatever is not a
-// task (`share`, `take`) is done by each that is there, so it must not matter which are.
+// One kernel with its operands. One or more threads of the group enter a kernel, when no task of it has been taken yet.
+// A thread may return when it finds no further task; the next kernel starts after all of these threads have returned.
+// Code outside of tasks (`share`, `take`) runs on each of these threads, so it must not depend on their number.
 struct GraphNode {
     void (*kernel)(const void* operands, const Step& step, ThreadGroup& threads);
     const void* operands;

@@ -1,5 +1,5 @@
-// The beginning and the end of a step that is computed whole: from the batch's arrays to positions and slot
-// mapping, and from hidden states to the likeliest tokens (contracts: runtime/worker/step_inputs.py, ops/sampling).
+// The beginning and the end of a step that is captured as a whole: from the batch's arrays to positions and slot
+// mapping, and from hidden states to the most likely tokens (contracts: runtime/worker/step_inputs.py, ops/sampling).
 #pragma once
 
 #include <cmath>
@@ -18,7 +18,20 @@ struct BeginOperands {
     int64_t* positions;     // [T]
     int64_t* slot_mapping;  // [T]
     const int32_t* page_table;  // as in AttendOperands
+    int64_t* position_axes;     // [3, max_tokens]; null: no layer reads axes
+    const int32_t* row_values;  // [num_values, max_rows], values per row from the batch
+    int32_t* token_values;      // [num_values, max_tokens], the values of each token's row
+    int64_t num_values, max_rows, max_tokens;
 };
+
+inline void begin_axes(const BeginOperands& o, const Step& step, int64_t row) {
+    const int64_t first = o.query_starts[row];
+    for (int64_t axis = 0; axis < NUM_AXES; axis++) {
+        int64_t* to = o.position_axes + axis * o.max_tokens + first;
+        const int32_t* offsets = step.position_offsets ? step.position_offsets + axis * step.num_tokens + first : nullptr;
+        for (int64_t i = 0; i < step.counts[row]; i++) to[i] = step.starts[row] + i + (offsets ? offsets[i] : 0);
+    }
+}
 
 inline void begin(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const BeginOperands*>(operands);
@@ -36,10 +49,14 @@ inline void begin(const void* operands, const Step& step, ThreadGroup& threads) 
             o.slot_mapping[token] = pages[position / step.page_size] * step.page_size + position % step.page_size;
             o.token_ids[token] = given < 0 ? step.last_tokens[step.sequence_indices[row]] : given;
         }
+        for (int64_t value = 0; value < o.num_values; value++)
+            std::fill_n(o.token_values + value * o.max_tokens + o.query_starts[row], step.counts[row],
+                        o.row_values[value * o.max_rows + row]);
+        if (o.position_axes) begin_axes(o, step, row);
     });
 }
 
-// As `embed`, from the packed weight of a head: where both ends of a model have one weight, it is held once.
+// Like `embed`, but reads the packed weight of the LM head. Models with tied embeddings store this weight once.
 template <class T>
 void embed_packed(const void* operands, const Step& step, ThreadGroup& threads) {
     constexpr int N = LANE_SIZE<T>;
@@ -48,18 +65,20 @@ void embed_packed(const void* operands, const Step& step, ThreadGroup& threads) 
         const int64_t id = step.token_ids[token];
         const T* from = static_cast<const T*>(o.weight) + id / PANEL * PANEL * o.size + id % PANEL * N;
         T* to = static_cast<T*>(o.out) + token * o.size;
+        if (take_medium(o.media, token, to, o.size)) return;
         for (int64_t k = 0; k < o.size; k += N, from += PANEL * N) std::memcpy(to + k, from, N * sizeof(T));
         scale_line(to, o.size, o.scale);
     });
 }
 
 struct EmbedGroupsOperands {
-    Product4Operands weight;  // [V, E], of its fields those that say how it is packed
+    Product4Operands weight;  // [V, E]; only the fields that describe the packing are used
     void* out;                // [T, E]
-    float scale;              // of the vectors
+    float scale;              // factor of the vectors
+    Media media;
 };
 
-// As `embed`, from a weight in groups.
+// Like `embed`, but reads a grouped weight.
 template <class T>
 void embed_groups(const void* operands, const Step& step, ThreadGroup& threads) {
     typedef typename ScaleOf<T>::Type Scale;
@@ -70,6 +89,7 @@ void embed_groups(const void* operands, const Step& step, ThreadGroup& threads) 
         const int64_t id = step.token_ids[token], column = id % PANEL;
         const uint8_t* panel = static_cast<const uint8_t*>(w.plain.weight) + id / PANEL * bytes;
         T* to = static_cast<T*>(o.out) + token * size;
+        if (take_medium(o.media, token, to, size)) return;
         with_codes(w.bits, [&](auto code) {
             for (int64_t first = 0; first < size; first += w.group, panel += w.group * PANEL / 8 * w.bits) {
                 const Scale* scales = reinterpret_cast<const Scale*>(panel) + column;
@@ -88,7 +108,7 @@ void embed_groups(const void* operands, const Step& step, ThreadGroup& threads) 
 
 struct LastOperands {
     const void* hidden;  // [T, E]
-    void* out;           // [R, E], of the positions that predict a token
+    void* out;           // [R, E], hidden states of the sampled positions
     int64_t size;        // E
 };
 
@@ -96,24 +116,24 @@ template <class T>
 void last(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const LastOperands*>(operands);
     threads.share(step.num_samples, [&](int64_t sample) {
-        const int64_t token = step.query_starts[step.sample_rows[sample] + 1] - 1;
+        const int64_t token = step.sample_positions[sample];
         std::memcpy(static_cast<T*>(o.out) + sample * o.size, static_cast<const T*>(o.hidden) + token * o.size,
                     o.size * sizeof(T));
     });
 }
 
-struct PoolTextsOperands {
+struct PoolRowsOperands {
     const void* hidden;  // [T, E]
     float* out;          // [B, E]
     int64_t size;        // E
-    int64_t mean;        // of each row's tokens; else its first token's
-    int64_t normalized;  // to length one
+    int64_t mean;        // mean of each row's tokens; else the first token of each row
+    int64_t normalized;  // scale vectors to length one
 };
 
-// What stands for a text: see Pooler (runtime/layers/pooler.py). The task is a row.
+// Computes the embedding of each text: see Pooler (runtime/layers/pooler.py). A task is a row.
 template <class T>
-void pool_texts(const void* operands, const Step& step, ThreadGroup& threads) {
-    const auto& o = *static_cast<const PoolTextsOperands*>(operands);
+void pool_rows(const void* operands, const Step& step, ThreadGroup& threads) {
+    const auto& o = *static_cast<const PoolRowsOperands*>(operands);
     threads.share(step.num_rows, [&](int64_t row) {
         const T* const first = static_cast<const T*>(o.hidden) + step.query_starts[row] * o.size;
         const int64_t tokens = o.mean ? step.counts[row] : 1;
@@ -126,18 +146,18 @@ void pool_texts(const void* operands, const Step& step, ThreadGroup& threads) {
             squares += total * total;
             store(out + k, total, count);
         });
-        constexpr float LEAST = 1e-12f;  // as of torch.nn.functional.normalize
+        constexpr float LEAST = 1e-12f;  // the epsilon of torch.nn.functional.normalize
         const float length = std::max(std::sqrt(sum(squares)), LEAST);
         if (o.normalized)
             in_vectors(o.size, [&](int64_t k, int64_t count) { store(out + k, load(out + k, count) / length, count); });
     });
 }
 
-// What one thread has seen of a row's logits, lane by lane.
+// The best logits of a row that one thread has seen, lane by lane.
 struct Best {
     Floats value[2];
     Ints panel[2];
-    Ints broken;  // not 0 where a logit was no number
+    Ints broken;  // not 0 if a logit was NaN
 };
 
 struct ChooseOperands {
@@ -145,11 +165,11 @@ struct ChooseOperands {
     int64_t* ids;     // [R]
     uint8_t* sound;   // [R]
     int64_t max_samples;
-    Product8Operands product;  // without out; of its fields only the plain ones unless weights have 8 bits
-    Product4Operands product4;  // instead, where they have 4
+    Product8Operands product;  // without `out`; only the plain fields are used, unless weights have 8 bits
+    Product4Operands product4;  // used instead of `product` if weights have 4 bits
 };
 
-// Keeps in each lane the largest value, of equal ones that of the lowest panel.
+// Keeps the largest value in each lane; of equal values, that of the lowest panel.
 inline void note(Best& best, const Floats (&sums)[2], int64_t panel, int64_t out_size) {
     for (int half = 0; half < 2; half++) {
         Floats value = sums[half];
@@ -157,7 +177,7 @@ inline void note(Best& best, const Floats (&sums)[2], int64_t panel, int64_t out
         for (int64_t lane = std::max<int64_t>(0, width); lane < LANES; lane++)
             value[lane] = -std::numeric_limits<float>::infinity();
         best.broken |= value != value;
-        // A thread that takes work from others comes to lower panels after higher ones.
+        // A thread that takes tasks of others may see lower panels after higher panels.
         const Ints before = (value == best.value[half]) & (Ints{} + int32_t(panel) < best.panel[half]);
         const Ints better = (value > best.value[half]) | before;
         best.value[half] = better ? value : best.value[half];
@@ -165,7 +185,7 @@ inline void note(Best& best, const Floats (&sums)[2], int64_t panel, int64_t out
     }
 }
 
-// The best of all threads' lanes; of equal ones the first in the vocabulary.
+// Chooses the best token from the lanes of all threads; of equal logits, the first in the vocabulary.
 inline void choose_best(const ChooseOperands& o, const Step& step, const ThreadGroup& threads, int64_t sample) {
     float value = -std::numeric_limits<float>::infinity();
     int64_t id = 0;
@@ -185,16 +205,16 @@ inline void choose_best(const ChooseOperands& o, const Step& step, const ThreadG
     sound &= std::isfinite(value);
     o.sound[sample] = sound;
     o.ids[sample] = sound ? id : 0;
-    step.last_tokens[step.sequence_indices[step.sample_rows[sample]]] = o.ids[sample];
+    if (step.sample_sequences[sample] >= 0) step.last_tokens[step.sample_sequences[sample]] = o.ids[sample];
 }
 
-// BITS of the weights, 0 for T's own.
+// BITS: bits per weight; 0: weights of type T.
 template <class T, int BITS>
 void choose(const void* operands, const Step& step, ThreadGroup& threads) {
     const auto& o = *static_cast<const ChooseOperands*>(operands);
     Best* mine = o.best + threads.rank * o.max_samples;
     const Floats nothing = fill(-std::numeric_limits<float>::infinity());
-    threads.share(threads.size, [&](int64_t rank) {  // also for threads that are not here
+    threads.share(threads.size, [&](int64_t rank) {  // also for threads that have not joined this node
         for (int64_t sample = 0; sample < step.num_samples; sample++)
             o.best[rank * o.max_samples + sample] = Best{{nothing, nothing}, {Ints{}, Ints{}}, Ints{}};
     });

@@ -1,11 +1,10 @@
-"""Options about the KV cache: how much memory it gets, its pages, what it keeps, and its further tiers."""
+"""Options about the KV cache: its memory, pages and precision, prefix caching, and tiers in host memory and storage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from runtime.config.option_spec import Json, option, planned
-from runtime.config.plan import CachePlan, ModelPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,42 +13,43 @@ class CacheArgs:
 
     mem_fraction_static: float | None = option(
         None,
-        "Share of the device's memory, between 0 and 1, for weights and KV cache together. Default: on a GPU "
-        "nearly all of it, with a reserve for activations; on a CPU the KV cache gets at most 30 % of the "
-        "memory that is free once the weights are loaded.",
+        "Share of the device's memory, between 0 and 1, for weights and KV cache together. Default: on a GPU, "
+        "nearly all memory, except a reserve for activations; on a CPU, the KV cache gets at most 30 % of the "
+        "memory that is free after the weights are loaded.",
         above=0,
         high=1,
         sglang="on a GPU the same; on a CPU 0.88 of all memory",
-        plan=CachePlan.mem_fraction,
+        plan="cache.mem_fraction",
     )
     max_total_tokens: int | None = option(
         None,
-        "Upper limit of the KV cache in tokens, rounded down to whole pages. Default: as many as the memory "
-        "share holds.",
+        "Upper limit on the size of the KV cache in tokens, rounded down to whole pages. Default: as many tokens as "
+        "fit into its share of memory.",
         low=1,
-        plan=CachePlan.max_total_tokens,
+        plan="cache.max_total_tokens",
     )
     page_size: int | None = option(
         None,
-        "Tokens in one page of the KV cache. A prefix is shared in whole pages, so small pages share more "
-        "and large ones are read faster. Default: 16.",
+        "Tokens per page of the KV cache. Prefixes are shared in whole pages, so small pages share more tokens, "
+        "and large pages are read faster. Default: 16.",
         low=1,
         high=1024,
         sglang="1, or what the attention backend needs",
-        plan=CachePlan.page_size,
+        plan="cache.page_size",
     )
     kv_cache_dtype: str = option(
         "auto",
-        "Precision of the KV cache. auto: that of the model. fp8_e5m2 and fp8_e4m3 take one byte per value, "
-        "so that twice as many tokens as in 16 bits fit, less exactly.",
+        "Precision of the KV cache. auto: the model's dtype. fp8_e5m2 and fp8_e4m3 take one byte per value: the "
+        "cache holds twice as many tokens as with 16 bits, with less accuracy.",
         choices=("auto", "fp8_e5m2", "fp8_e4m3"),
-        plan=CachePlan.kv_dtype,
+        plan="cache.kv_dtype",
     )
     disable_radix_cache: bool = option(
         False,
-        "Forget a sequence's KV when it ends instead of keeping it for prompts that begin the same way.",
-        plan=CachePlan.prefix_cache,
-        says="the opposite",
+        "Turn prefix caching off: free the KV of a sequence when it ends, instead of keeping it for prompts with the "
+        "same prefix.",
+        plan="cache.prefix_cache",
+        invert=True,
     )
     hybrid_kvcache_ratio: float | None = planned(
         None,
@@ -61,30 +61,37 @@ class CacheArgs:
     )
     swa_full_tokens_ratio: float = option(
         0.8,
-        "For models with sliding windows: size of the window layers' pool as a share of the full layers' "
-        "pool.",
+        "For models with sliding windows: size of the window layers' pool as a share of the full layers' pool.",
         above=0,
         high=1,
-        plan=CachePlan.window_ratio,
+        plan="cache.window_ratio",
     )
     disable_hybrid_swa_memory: bool = option(
         False,
-        "Give sliding-window layers a pool as large as the others' instead of a smaller one of their own.",
-        plan=CachePlan.window_ratio,
-        says="the opposite",
+        "Give sliding-window layers a pool as large as that of the full layers, instead of a smaller pool.",
+        plan="cache.window_ratio",
+        invert=True,
     )
     max_mamba_cache_size: int | None = option(
         None,
-        "Number of states kept for models with recurrent layers: two for each running request, at most a third of "
-        "this number of requests run together, and the others are kept behind prefixes. Default: by memory.",
+        "Number of states kept for models with recurrent layers. Each running request takes two states, and at most "
+        "a third of this number of requests run together. The remaining states belong to cached prefixes. Default: "
+        "as many as fit into memory.",
         low=2,
-        plan=CachePlan.max_states,
+        plan="cache.max_states",
+    )
+    swap_space: float = option(
+        0.0,
+        "Host memory in GiB per rank for the KV of preempted requests. A preempted request gets its KV back when it "
+        "resumes. Without swap space, or if it is full, the KV is recomputed.",
+        low=0,
+        plan="cache.swap_space_gib",
     )
     mamba_ssm_dtype: str = option(
         "float32",
-        "Precision of the states of recurrent layers; the last inputs of their convolutions are kept in float32.",
+        "Precision of the states of recurrent layers. The convolutions' states are always float32.",
         choices=("float32", "bfloat16"),
-        plan=ModelPlan.state_dtype,
+        plan="model.state_dtype",
     )
 
 
@@ -94,14 +101,12 @@ class HierarchyArgs:
 
     enable_hierarchical_cache: bool = planned(
         False,
-        "Keep prefixes that no longer fit on the device in host memory and bring them back when needed.",
+        "Keep prefixes that do not fit on the device in host memory, and copy them back when they are needed.",
     )
     hicache_ratio: float = planned(
         2.0, "Size of the host tier as a multiple of the device's KV cache; more than 1.", above=0
     )
-    hicache_size: int = planned(
-        0, "Size of the host tier in gigabytes for each rank; 0 leaves it to --hicache-ratio.", low=0
-    )
+    hicache_size: int = planned(0, "Size of the host tier in gigabytes per rank; 0: --hicache-ratio decides.", low=0)
     hicache_write_policy: str = planned(
         "write_through",
         "When pages are copied to the host: at the first use (write_through), at the second "
@@ -129,7 +134,5 @@ class HierarchyArgs:
         "(wait_complete), or up to a limit (timeout).",
         choices=("best_effort", "wait_complete", "timeout"),
     )
-    hicache_storage_backend_extra_config: Json = planned(
-        {}, "JSON object with settings of the storage backend."
-    )
+    hicache_storage_backend_extra_config: Json = planned({}, "JSON object with settings of the storage backend.")
     enable_lmcache: bool = planned(False, "Use the LMCache package as the store of prefixes.")

@@ -5,50 +5,48 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.option_spec import option
-from runtime.config.plan import GraphPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphArgs:
     """CUDA graphs and compilation."""
 
-    disable_cuda_graph: bool = option(
-        False, "Capture no CUDA graphs: every step is launched operation by operation."
-    )
+    disable_cuda_graph: bool = option(False, "Capture no CUDA graphs: every step runs eagerly.")
     cuda_graph_max_bs: int | None = option(
         None,
-        "Largest batch size for which a CUDA graph is captured. Default: by the GPU's memory, from 8 to 512.",
+        "Largest batch size for which a CUDA graph is captured. Default: 8 to 512, depending on the GPU's memory.",
         low=1,
-        plan=GraphPlan.sizes,
+        plan="graphs.sizes",
     )
     cuda_graph_bs: tuple[int, ...] | None = option(
         None,
-        "Batch sizes for which CUDA graphs are captured. Default: 1, 2, 4, 8 and steps of 8 or 16 above "
-        "them. Graphs are captured while the engine already answers, largest first.",
+        "Batch sizes for which CUDA graphs are captured. Default: 1, 2, 4, 8, then steps of 8 or 16. The engine "
+        "captures graphs while it already serves requests, largest first.",
         low=1,
-        plan=GraphPlan.sizes,
+        plan="graphs.sizes",
     )
     disable_cuda_graph_padding: bool = option(
         False,
-        "Replay a CUDA graph only for exactly its batch size, instead of filling a batch up to the next one. "
-        "By default all sizes up to 32 are captured then.",
-        plan=GraphPlan.padding,
-        says="the opposite",
+        "Replay a CUDA graph only for batches of exactly its size, instead of padding batches to the next captured "
+        "size. All sizes up to 32 are then captured by default.",
+        plan="graphs.padding",
+        invert=True,
     )
     enable_profile_cuda_graph: bool = option(
-        False, "Log a profile of each capture of a CUDA graph.", plan=GraphPlan.profile
+        False, "Log a profile of each capture of a CUDA graph.", plan="graphs.profile"
     )
     enable_cudagraph_gc: bool = option(
         False,
         "Let Python's garbage collector run while CUDA graphs are captured.",
-        plan=GraphPlan.collect_garbage,
+        plan="graphs.collect_garbage",
     )
     enable_torch_compile: bool = option(
         False,
-        "Compile the layers with torch.compile for batches of up to --torch-compile-max-bs rows of one "
-        "token. The start takes minutes longer. Needs a C++ compiler on a CPU, triton on a GPU.",
-        plan=GraphPlan.compile_max_rows,
+        "Compile the layers with torch.compile for decode batches of up to --torch-compile-max-bs rows. The start "
+        "takes minutes longer. Needs a C++ compiler on a CPU and triton on a GPU.",
+        plan="graphs.compile_max_rows",
+        zero_is_off=True,
     )
     torch_compile_max_bs: int = option(
-        32, "Largest batch size that is compiled.", low=1, plan=GraphPlan.compile_max_rows
+        32, "Largest batch size that is compiled.", low=1, plan="graphs.compile_max_rows"
     )

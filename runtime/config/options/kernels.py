@@ -7,9 +7,8 @@ from typing import Any
 
 from ops.backends import ATTENTION
 from runtime.config.option_spec import always, inert, option, planned
-from runtime.config.plan import KernelPlan, ModelPlan
 
-_LATENT = "a model with multi-head latent attention, which other backends compute here, and"
+_LATENT = "a model with multi-head latent attention (which other backends also support) and"
 _NOT_BUILT = {
     "cutlass_mla": f"{_LATENT} an NVIDIA Blackwell GPU",
     "flashmla": f"{_LATENT} an NVIDIA Hopper GPU",
@@ -30,8 +29,8 @@ _KERNELS = ", ".join(
     f"{name} ({backend.kernels}{f'; needs {backend.needs}' if backend.needs else ''})"
     for name, backend in ATTENTION.items()
 )
-# Those that need something, and the first that runs everywhere.
-_DEFAULT = " where it runs, else ".join(list(ATTENTION)[: list(ATTENTION).index("torch_native") + 1])
+# The default order, up to the first backend that runs on every machine.
+_DEFAULT = " if the machine supports it, else ".join(list(ATTENTION)[: list(ATTENTION).index("torch_native") + 1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,29 +39,30 @@ class KernelArgs:
 
     cpu_threads: int | None = option(
         None,
-        "Threads that compute a step on a CPU. Default: as many as torch uses, which is one for each "
-        "processor unless OMP_NUM_THREADS says otherwise.",
+        "Threads that compute a step on a CPU. Default: the number of threads that torch uses, which is one per "
+        "core unless OMP_NUM_THREADS is set.",
         low=1,
     )
     attention_backend: str | None = option(
         None,
         f"Implementation of attention: {_KERNELS}. Default: {_DEFAULT}.",
         **_ATTENTION,
-        sglang="fa3 on Hopper, else flashinfer where it is installed, else triton; on a CPU intel_amx or torch_native",
-        plan=KernelPlan.attention_backend,
+        sglang="fa3 on Hopper, else flashinfer if it is installed, else triton; on a CPU intel_amx or torch_native",
+        plan="kernels.attention_backend",
     )
     prefill_attention_backend: str | None = option(
         None,
-        "Implementation of attention for prompts only, that is where a step computes several tokens of a "
-        "sequence. Default: that of --attention-backend.",
+        "Implementation of attention for prefill, that is, for rows with several tokens. Default: the value of "
+        "--attention-backend.",
         **_ATTENTION,
-        plan=KernelPlan.prefill_attention_backend,
+        plan="kernels.prefill_attention_backend",
     )
     decode_attention_backend: str | None = option(
         None,
-        "Implementation of attention for output tokens only. Default: that of --attention-backend.",
+        "Implementation of attention for decode, that is, for rows with one token. Default: the value of "
+        "--attention-backend.",
         **_ATTENTION,
-        plan=KernelPlan.decode_attention_backend,
+        plan="kernels.decode_attention_backend",
     )
     mm_attention_backend: str | None = planned(
         None, "Implementation of attention in image encoders.", choices=("sdpa", "fa3", "triton_attn")
@@ -80,23 +80,24 @@ class KernelArgs:
     )
     triton_attention_reduce_in_fp32: bool = inert(
         False,
-        "Add up attention in float32.",
-        reason="sums are always in float32, and only double sparsity read it where it comes from",
+        "Accumulate attention in float32.",
+        reason="sums are always in float32; in SGLang only double sparsity reads this option",
     )
     flashinfer_mla_disable_ragged: bool = option(
         False,
-        "Compute prompts of MLA models absorbed, as single tokens are, not with expanded keys and values. Slower for "
-        "long prompts on a CPU, but then the same bits however a prompt is cut; a GPU always does so.",
-        plan=ModelPlan.always_absorbed,
+        "Use absorbed attention for prompts of MLA models too, instead of expanded keys and values. This is slower "
+        "for long prompts on a CPU, but results do not depend on how a prompt is divided into chunks. A GPU always "
+        "uses absorbed attention.",
+        plan="model.always_absorbed",
     )
     enable_flashinfer_mla: bool = planned(
         False, "Old spelling of --attention-backend flashinfer for MLA models.", instead="drop it"
     )
     disable_chunked_prefix_cache: bool = always(
         False,
-        "For MLA models: read a cached prefix in one piece instead of chunk by chunk.",
-        reason="it is read as latent vectors, or expanded on the way for a long prompt, in the same attention",
-        sglang="off: prompts after a long cached prefix read it chunk by chunk",
+        "For MLA models: read a cached prefix as a whole instead of chunk by chunk.",
+        reason="one attention call reads the whole prefix, as latent vectors or expanded on the fly",
+        sglang="off: a long cached prefix is read chunk by chunk",
     )
     enable_double_sparsity: bool = planned(
         False, "Attend in long sequences only to the tokens that a few channels mark as important."
@@ -107,7 +108,9 @@ class KernelArgs:
     ds_heavy_channel_num: int = planned(32, "Channels per head that double sparsity compares.", low=1)
     ds_heavy_token_num: int = planned(256, "Tokens that double sparsity attends to.", low=1)
     ds_heavy_channel_type: str = planned(
-        "qk", "Whose statistics mark the channels of double sparsity.", choices=("q", "k", "qk")
+        "qk",
+        "Whether statistics of queries (q), keys (k) or both select the channels of double sparsity.",
+        choices=("q", "k", "qk"),
     )
     ds_sparse_decode_threshold: int = planned(
         4096, "Sequence length in tokens from which double sparsity is used.", low=1

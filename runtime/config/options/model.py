@@ -1,11 +1,10 @@
-"""Options about the weights: where they are, how they are read, in which precision, on which device."""
+"""Options about the weights: their location, format and precision, and the device."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from runtime.config.option_spec import Json, option, planned
-from runtime.config.plan import ModelPlan, TokenizerPlan
 from runtime.config.quantization import METHODS, UNREADABLE, spellings
 
 _LOAD_FORMATS = (
@@ -27,116 +26,115 @@ class ModelArgs:
         "Folder with the weights and config.json, a .gguf file, a repository name on the Hugging Face Hub, or the URL "
         "of a folder in a store (s3://bucket/folder, with pip install 'penstock[remote]'). Default: the small demo "
         "model that ships with Penstock.",
-        sglang="must be given",
+        sglang="required",
         aliases=("--model",),
-        plan=ModelPlan.path,
+        plan="model.path",
     )
     load_format: str = option(
         "auto",
-        "How the weights are stored. auto: safetensors files if there are any, else .bin and .pt files, else a .gguf "
-        "file, which has its configuration and tokenizer within; gguf: that one; npcache: .bin and .pt files, copied "
-        "into a folder np beside them at the first start, which is read from then on; sharded_state: files that "
-        "penstock shard wrote for each rank; layered: one layer after the other is read and prepared, as with auto; "
-        "remote: a URL (s3://..., gs://..., https://...), which auto takes too; "
+        "Format of the weights. auto: safetensors files if there are any, else .bin and .pt files, else a .gguf "
+        "file; gguf: a .gguf file, which also holds configuration and tokenizer; npcache: .bin and .pt files, which "
+        "the first start copies into the subfolder np and later starts read from there; sharded_state: files that "
+        "penstock shard wrote for each rank; layered: layer by layer, which auto also does; "
+        "remote: a URL (s3://..., gs://..., https://...), which auto also accepts; "
         "dummy: random weights, for measurements without a download.",
         choices=_LOAD_FORMATS,
         built=("auto", "safetensors", "pt", "dummy", "gguf", "npcache", "sharded_state", "layered", "remote"),
-        plan=ModelPlan.load_format,
+        plan="model.load_format",
     )
     model_loader_extra_config: Json = option(
         {},
-        "JSON object for the loader: enable_multithread_load (true or false) reads with several threads, also within "
-        "one file, num_threads says how many (default 8); pattern is how files of sharded_state are called (default "
+        "JSON object for the loader. enable_multithread_load (true or false): read with several threads, also within "
+        "one file. num_threads: number of threads (default 8). pattern: file names of sharded_state (default "
         "model-rank-{rank}-part-{part}.safetensors).",
     )
     trust_remote_code: bool = option(
         False,
-        "Allow Python files inside the model folder to be executed. Off by default: such code can do "
-        "anything that you can.",
-        plan=TokenizerPlan.trust_remote_code,
+        "Execute Python files of the model folder. Off by default, because this code has all your rights.",
+        plan="tokenizer.trust_remote_code",
     )
     context_length: int | None = option(
         None,
-        "Longest sequence in tokens, prompt and output together. Default: what the model's configuration "
-        "says; a larger value is refused.",
+        "Longest sequence in tokens, prompt and output together. Default: the value in the model's configuration. "
+        "Larger values are refused.",
         low=2,
-        plan=ModelPlan.context_length,
+        plan="model.context_length",
     )
     revision: str | None = option(
         None,
-        "Branch, tag or commit of the model on the Hub, for weights and tokenizer. Default: its main branch.",
-        plan=TokenizerPlan.revision,
+        "Branch, tag or commit of the model on the Hub, for weights and tokenizer. Default: the main branch.",
+        plan="tokenizer.revision",
     )
     download_dir: str | None = option(
-        None, "Folder in which downloaded models are kept. Default: the cache folder of the Hugging Face Hub."
+        None, "Folder for downloaded models. Default: the cache folder of the Hugging Face Hub."
     )
-    json_model_override_args: Json = option(
-        {}, "JSON object merged over the model's config.json before anything is read from it."
-    )
+    json_model_override_args: Json = option({}, "JSON object whose values override those of the model's config.json.")
     dtype: str = option(
         "auto",
-        "Precision of weights and activations. half is float16, float is float32. Default: auto, which keeps the "
-        "checkpoint's, except that a float32 checkpoint becomes bfloat16 on a GPU.",
-        sglang="auto, with which a float32 checkpoint becomes float16 (bfloat16 for Gemma) everywhere",
+        "Precision of weights and activations. half is float16, float is float32. Default: auto, the checkpoint's "
+        "dtype, except that a float32 checkpoint becomes bfloat16 on a GPU.",
+        sglang="auto, but a float32 checkpoint becomes float16 (bfloat16 for Gemma) on every device",
         choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
-        plan=ModelPlan.dtype,
+        plan="model.dtype",
     )
     device: str | None = option(
         None,
-        "Where the model runs: cpu, cuda, or cuda:N for the GPU with number N. Default: the first GPU if "
-        "there is one that the installed torch can use, else the CPU.",
-        plan=ModelPlan.device,
+        "Device that runs the model: cpu, cuda, or cuda:N for the GPU with number N. Default: the first GPU that the "
+        "installed torch can use, else the CPU.",
+        plan="model.device",
     )
     random_seed: int | None = option(
         None,
-        "Seed of every random choice. Requests without a seed of their own derive theirs from it. Default: a "
-        "new one at each start.",
+        "Seed of every random choice. The seeds of requests without `seed` derive from it. Default: a new seed at each "
+        "start.",
         low=0,
         high=2**63 - 1,
-        plan=ModelPlan.random_seed,
+        plan="model.random_seed",
     )
     weight_loader_disable_mmap: bool = option(
         False,
-        "Read safetensors files with plain reads instead of mapping them into memory; helps on some network "
+        "Read safetensors files with plain reads instead of mapping them into memory. This is faster on some network "
         "file systems.",
-        plan=ModelPlan.mmap,
-        says="the opposite",
+        plan="model.mmap",
+        invert=True,
     )
     is_embedding: bool = option(
         False,
-        "Answer with vectors only, by /v1/embeddings, /encode and Engine.encode: the last token's hidden state, "
-        "scaled to length one. Requests to generate are refused. Without it a model does both; encoders and "
-        "checkpoints of sentence-transformers do only this, pooled as their files say.",
-        sglang="generating models answer with vectors only where it is set",
-        plan=ModelPlan.is_embedding,
+        "Compute embeddings only (/v1/embeddings, /encode and Engine.encode): the last token's hidden state, "
+        "normalised to length one. Requests to generate text are refused. Without this option, a generating model "
+        "does both. Encoders and sentence-transformers checkpoints always compute embeddings only, with the pooling "
+        "that their files specify.",
+        sglang="generating models compute embeddings only if it is set",
+        plan="model.is_embedding",
     )
     enable_multimodal: bool | None = planned(
         None,
-        "Load the image or audio part of models whose text part is served alone by default.",
+        "Load the image or audio part of models of which only the text part is served by default.",
         built=(False,),
     )
     model_impl: str = option(
         "auto",
-        "Which code computes the model. native (SGLang's word is sglang): a family of ours; transformers: the "
-        "modules of the transformers library, with our attention, cache and batches; auto: native where there is "
-        "such a family.",
+        "Implementation of the model. native (SGLang's name: sglang): Penstock's own implementation; transformers: the "
+        "modules of the transformers library, with Penstock's attention, cache and batches; auto: native if it "
+        "exists, else transformers.",
         choices=("auto", "native", "sglang", "transformers"),
-        plan=ModelPlan.by_transformers,
-        says=("native", "transformers"),
+        plan="model.by_transformers",
+        if_false_true=("native", "transformers"),
     )
     delete_ckpt_after_loading: bool = option(
         False,
-        "Delete the checkpoint once everything is loaded: the weights, JSON and tokenizer files in the folder that "
-        "--model-path names, and the folder if nothing else is in it. With one copy of the model on one machine.",
-        plan=ModelPlan.delete_after_loading,
+        "Delete the checkpoint after loading: the weights, JSON and tokenizer files in the folder --model-path, and "
+        "the folder itself if it is then empty. Requires a single copy of the model on one machine.",
+        plan="model.delete_after_loading",
     )
     custom_weight_loader: tuple[str, ...] | None = option(
         None,
-        "Import paths of functions (package.module.function) that take the model's folder and give pairs of names and "
-        "tensors, which are loaded in place of the folder's weight files. They run with all rights of this process.",
-        sglang="they load weights sent to a running server",
+        "Import paths of functions (package.module.function) that take the model's folder and yield pairs (name, "
+        "tensor). These tensors are loaded instead of the folder's weight files. The functions run with all rights "
+        "of this process.",
+        sglang="the functions load weights that are sent to a running server",
         empty=True,
-        plan=ModelPlan.custom_loaders,
+        plan="model.custom_loaders",
     )
     disable_mla: bool = planned(
         False, "Run DeepSeek models with expanded keys and values instead of the compressed latent cache."
@@ -148,7 +146,7 @@ class ModelArgs:
         None, "HTTP port of the running server from which the weights are copied.", low=1, high=65535
     )
     remote_instance_weight_loader_send_weights_group_ports: tuple[int, ...] | None = planned(
-        None, "Ports over which the weights arrive, one for each tensor-parallel rank, as a JSON list."
+        None, "Ports that receive the weights, one per tensor-parallel rank, as a JSON list."
     )
 
 
@@ -158,22 +156,23 @@ class QuantArgs:
 
     quantization: str | None = option(
         None,
-        "How the weights are quantised. A quantised checkpoint needs nothing: its form is read from its configuration, "
-        "and naming it checks that it is so. w4a16 rounds the weights of any checkpoint to 4 bits, in groups of 32, "
-        "when it is loaded, and w4a8 computes with activations of 8 bits too; w8a8_int8 has 8 bits for both; these two "
-        "on a CPU so far. qoq and w4afp8 are refused. Default: as they are in the checkpoint.",
+        "Quantisation of the weights. A quantised checkpoint does not need this option, because its configuration "
+        "names its format; if the option is set, it must agree. w4a16 rounds the weights of any checkpoint to 4 bits, "
+        "in groups of 32, while it loads. w4a8 does the same with 8-bit activations; w8a8_int8 uses 8 bits for both. "
+        "w4a8 and w8a8_int8 run on a CPU only so far. qoq and w4afp8 are refused. Default: the checkpoint's "
+        "format.",
         choices=tuple(dict.fromkeys((*_QUANTIZATIONS, *METHODS))),
         built=(*spellings(), *UNREADABLE),
     )
     quantization_param_path: str | None = option(
         None,
-        "JSON file with the scales of a KV cache in fp8_e4m3, by tensor-parallel rank and layer.",
+        "JSON file with the scales of an fp8_e4m3 KV cache, by tensor-parallel rank and layer.",
         none_text=True,
-        plan=ModelPlan.kv_scales,
+        plan="model.kv_scales",
     )
     torchao_config: str = option(
         "",
-        "Round the weights of linear layers as torchao does when they are loaded: int8dq (as w8a8_int8), int8wo, "
+        "Quantise the weights of linear layers like torchao while they load: int8dq (the same as w8a8_int8), int8wo, "
         "int4wo-32, -64, -128 or -256, fp8wo. fp8dq is refused.",
     )
 
@@ -194,5 +193,5 @@ class OffloadArgs:
         "cpu", "Where offloaded weights are kept.", choices=("meta", "cpu", "shm_cpu", "sharded_gpu")
     )
     enable_memory_saver: bool = planned(
-        False, "Allow the memory of weights and KV cache to be given back and taken again while running."
+        False, "Allow the memory of weights and KV cache to be released and reallocated at run time."
     )

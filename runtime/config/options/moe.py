@@ -1,4 +1,4 @@
-"""Options about mixtures of experts: where experts live and which kernels run them."""
+"""Options about mixtures of experts: the placement of experts on devices, and kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class MoeArgs:
     )
     moe_a2a_backend: str = planned(
         "none",
-        "How tokens travel to the experts' devices. none: by sums over all devices.",
+        "How tokens reach the devices of their experts. none: they do not; partial results are summed.",
         choices=("none", "deepep"),
     )
     moe_runner_backend: str = always(
@@ -38,7 +38,7 @@ class MoeArgs:
         "Kernels that run the experts.",
         choices=_MOE_RUNNER_BACKENDS,
         built=("auto", "triton"),
-        reason="Triton's kernels run them on every GPU that it compiles for, and plain torch elsewhere",
+        reason="experts run in Triton kernels on a GPU that supports them, else in C++ or plain torch",
     )
     flashinfer_mxfp4_moe_precision: str = planned(
         "default",
@@ -53,10 +53,8 @@ class MoeArgs:
         "Kernels of the DeepEP library: normal for prompts, low_latency for output tokens, auto for both.",
         choices=("normal", "low_latency", "auto"),
     )
-    deepep_config: str | None = planned(
-        None, "JSON object or file with tuning values for the DeepEP library."
-    )
-    ep_num_redundant_experts: int = planned(0, "Further copies of busy experts, over all devices.", low=0)
+    deepep_config: str | None = planned(None, "JSON object or file with tuning values for the DeepEP library.")
+    ep_num_redundant_experts: int = planned(0, "Number of additional copies of busy experts, over all devices.", low=0)
     ep_dispatch_algorithm: str | None = planned(
         None,
         "Which copy of an expert gets a token: a fixed one (static), a random one (dynamic), or a random "
@@ -64,41 +62,39 @@ class MoeArgs:
         choices=("static", "dynamic", "fake"),
     )
     init_expert_location: str = planned(
-        "trivial", "Where experts live at the start: trivial (in order), or JSON or a file that says so."
+        "trivial", "Initial placement of the experts: trivial (in order), or JSON or a file with the placement."
     )
-    enable_eplb: bool = planned(False, "Move experts between devices now and then to even out their load.")
+    enable_eplb: bool = planned(False, "Move experts between devices from time to time to balance their load.")
     eplb_algorithm: str = planned(
-        "auto", "How new places of the experts are found.", choices=_EPLB_ALGORITHMS
+        "auto", "Algorithm that computes a new placement of the experts.", choices=_EPLB_ALGORITHMS
     )
-    eplb_rebalance_num_iterations: int = planned(1000, "Steps between two such moves.", low=1)
+    eplb_rebalance_num_iterations: int = planned(1000, "Steps between two rebalancings of the experts.", low=1)
     eplb_rebalance_layers_per_chunk: int | None = planned(
-        None, "Layers whose experts move in one step. Default: all.", low=1
+        None, "Number of layers whose experts move in one step. Default: all layers.", low=1
     )
     eplb_min_rebalancing_utilization_threshold: float = planned(
-        1.0, "Move nothing while the mean use of the devices is above this share.", low=0, high=1
+        1.0, "Do not rebalance while the mean utilization of the devices is above this share.", low=0, high=1
     )
     expert_distribution_recorder_mode: str | None = planned(
         None,
-        "What is recorded about the use of experts.",
+        "Statistics to record about the use of experts.",
         choices=("stat", "stat_approx", "per_pass", "per_token"),
     )
     expert_distribution_recorder_buffer_size: int | None = planned(
-        None, "Steps that the record holds; -1 for all.", low=-1
+        None, "Number of steps that the record holds; -1: all steps.", low=-1
     )
-    enable_expert_distribution_metrics: bool = planned(
-        False, "Record from the start and log how evenly the experts are used."
-    )
+    enable_expert_distribution_metrics: bool = planned(False, "Log how evenly the experts are used, from the start on.")
     moe_dense_tp_size: int | None = planned(
-        None, "Tensor parallelism of the dense layers in such models.", low=1
+        None, "Tensor parallelism of the dense layers in mixture-of-experts models.", low=1
     )
     disable_shared_experts_fusion: bool = always(
         False,
-        "Compute the shared expert on its own and not as one of the routed experts.",
-        reason="it is computed on its own on every machine",
-        sglang="off: on some GPUs the shared expert of DeepSeek models is one of the routed ones",
+        "Compute the shared expert separately and not as one of the routed experts.",
+        reason="the shared expert is always computed separately",
+        sglang="off: on some GPUs the shared expert of DeepSeek models is computed as a routed expert",
     )
     disable_flashinfer_cutlass_moe_fp4_allgather: bool = planned(
-        False, "Gather tokens before, not after, they are rounded to FP4."
+        False, "Gather tokens before they are rounded to FP4, not after."
     )
     enable_ep_moe: bool = planned(
         False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.option_spec import always, inert, option, planned
-from runtime.config.plan import ModelPlan, ParallelPlan, SchedulerPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,122 +16,112 @@ class ParallelArgs:
         "Tensor parallelism: number of devices (on a CPU: processes) that share every layer.",
         aliases=("--tensor-parallel-size",),
         low=1,
-        plan=ParallelPlan.tp_size,
+        plan="parallel.tp_size",
     )
     pp_size: int = option(
         1,
         "Pipeline parallelism: number of stages, each with a share of the layers.",
         aliases=("--pipeline-parallel-size",),
         low=1,
-        plan=ParallelPlan.pp_size,
+        plan="parallel.pp_size",
     )
     dp_size: int = option(
         1,
         "Data parallelism: number of copies of the model that share the requests.",
         aliases=("--data-parallel-size",),
         low=1,
-        plan=ParallelPlan.dp_size,
+        plan="parallel.dp_size",
     )
     max_micro_batch_size: int | None = option(
         None,
-        "Most sequences in one micro-batch of a pipeline. Default: the running ones are divided evenly among "
-        "the stages.",
+        "Maximum number of sequences in a micro-batch of a pipeline. Default: the running sequences divided by the "
+        "number of stages.",
         low=1,
-        plan=SchedulerPlan.max_micro_batch,
+        plan="scheduler.max_micro_batch",
     )
-    nnodes: int = option(
-        1, "Number of machines that serve the model together.", low=1, plan=ParallelPlan.nnodes
-    )
+    nnodes: int = option(1, "Number of machines that serve the model together.", low=1, plan="parallel.nnodes")
     node_rank: int = option(
         0,
-        "Number of this machine among them, from 0. The first one has the server; the others run workers for "
-        "it and end with it.",
+        "Index of this machine, from 0. Machine 0 runs the server. The other machines run workers for it and exit "
+        "when it exits.",
         low=0,
-        plan=ParallelPlan.node_rank,
+        plan="parallel.node_rank",
     )
     dist_init_addr: str | None = option(
         None,
-        "host:port of the first machine, at which the others report.",
+        "host:port of the first machine, to which the other machines connect.",
         aliases=("--nccl-init-addr",),
-        plan=ParallelPlan.master_address,
+        plan="parallel.master_address",
     )
     dist_timeout: int | None = option(
         None,
         "Seconds to wait for the other processes at the start. Default: 600.",
         low=1,
-        plan=ParallelPlan.join_timeout_s,
+        plan="parallel.join_timeout_s",
     )
     nccl_port: int | None = option(
         None,
-        "With several machines: port of the first one at which the ranks meet. Default: any free one. On one "
-        "machine the ranks meet in a file.",
+        "Port of the first machine at which the ranks find each other. Default: any free port. On a single machine the "
+        "ranks use a file instead.",
         low=1,
         high=65535,
-        plan=ParallelPlan.store_port,
+        plan="parallel.store_port",
     )
-    base_gpu_id: int = option(
-        0, "Number of the first GPU to use; the same as --device cuda:N.", low=0, plan=ModelPlan.device
-    )
-    gpu_id_step: int = option(
-        1, "Distance between the numbers of the GPUs to use.", low=1, plan=ParallelPlan.gpu_step
-    )
+    base_gpu_id: int = option(0, "Index of the first GPU to use, as in --device cuda:N.", low=0, plan="model.device")
+    gpu_id_step: int = option(1, "Distance between the indices of the GPUs to use.", low=1, plan="parallel.gpu_step")
     load_balance_method: str = option(
         "round_robin",
-        "How requests are spread over the copies of the model. round_robin: in turn; shortest_queue: to the "
-        "copy with fewest requests; minimum_tokens: to the one whose requests have fewest tokens; "
-        "longest_prefix: to the one that has most of the prompt in its cache, unless it is much busier.",
+        "How requests are distributed over the copies of the model. round_robin: in turn; shortest_queue: to the copy "
+        "with the fewest requests; minimum_tokens: to the copy whose requests have the fewest tokens; longest_prefix: "
+        "to the copy whose cache holds the longest prefix of the prompt, unless that copy is much busier.",
         choices=("round_robin", "shortest_queue", "minimum_tokens", "longest_prefix"),
-        plan=ParallelPlan.balance,
+        plan="parallel.balance",
     )
     load_watch_interval: float = inert(
         0.1,
-        "Seconds between two looks at the load of the copies.",
-        reason="all copies are scheduled in one process and their load is always known",
+        "Seconds between two checks of the copies' load.",
+        reason="one process schedules all copies, so their load is always known",
         above=0,
     )
     prefill_round_robin_balance: bool = planned(
-        False, "With separate prefill servers: promise that they spread requests in turn."
+        False, "Declare that requests are distributed to the prefill servers in turn."
     )
     enable_dp_attention: bool = planned(
-        False, "Share the requests in attention and the experts in the other layers."
+        False, "Use data parallelism for attention, and expert or tensor parallelism for the other layers."
     )
     enable_dp_lm_head: bool = planned(
-        False, "With data-parallel attention: split the output layer inside each attention group."
+        False, "With data-parallel attention: split the LM head within each attention group."
     )
     enable_two_batch_overlap: bool = planned(
-        False, "Split a batch in two, so that one half communicates while the other computes."
+        False, "Split each batch into two halves, so that one communicates while the other computes."
     )
     tbo_token_distribution_threshold: float = planned(
-        0.48, "Imbalance of the two halves from which one sequence may be cut between them.", low=0
+        0.48, "Imbalance of the two halves above which a sequence may be split between them.", low=0
     )
     disable_custom_all_reduce: bool = always(
         False,
-        "Sum over devices with NCCL instead of a kernel of our own.",
-        reason="there is no kernel of our own",
-        sglang="off: a kernel of its own sums small tensors",
+        "Use NCCL instead of a custom all-reduce kernel.",
+        reason="Penstock has no custom all-reduce kernel",
+        sglang="off: a custom kernel sums small tensors",
     )
     enable_nccl_nvls: bool = always(
         False,
-        "Let NCCL sum inside the NVLink switch.",
-        reason="NCCL does so wherever the switch can; NCCL_NVLS_ENABLE=0 in the environment turns it off",
+        "Let NCCL sum inside the NVLink switch (NVLS).",
+        reason="NCCL uses NVLS if the hardware supports it, unless the environment has NCCL_NVLS_ENABLE=0",
     )
-    enable_symm_mem: bool = planned(False, "Use NCCL's symmetric memory for sums over devices.")
-    enable_mscclpp: bool = planned(False, "Use MSCCL++ for small sums over devices.")
+    enable_symm_mem: bool = planned(False, "Use NCCL's symmetric memory for all-reduce.")
+    enable_mscclpp: bool = planned(False, "Use MSCCL++ for all-reduce of small tensors.")
     enable_p2p_check: bool = inert(
         False,
-        "Test whether GPUs can reach each other's memory instead of assuming it.",
-        reason="it is for a kernel of one's own that sums over GPUs, and there is none; NCCL tests for itself",
+        "Test whether GPUs can access each other's memory, instead of assuming it.",
+        reason="it is for a custom all-reduce kernel, which Penstock does not have; NCCL makes its own tests",
     )
-    numa_node: tuple[int, ...] | None = planned(
-        None, "NUMA node to which each worker process is bound.", low=0
-    )
-    enable_pdmux: bool = planned(
-        False, "Run prompts and output tokens at the same time on separate parts of one GPU."
-    )
+    numa_node: tuple[int, ...] | None = planned(None, "NUMA nodes to which the worker processes are bound.", low=0)
+    enable_pdmux: bool = planned(False, "Run prefill and decode at the same time on separate parts of a GPU.")
     sm_group_num: int = inert(
         3,
         "Number of parts of the GPU for --enable-pdmux.",
-        reason="nothing reads it where it comes from either",
+        reason="SGLang does not read it either",
         low=1,
     )
 
@@ -143,29 +132,29 @@ class DisaggregationArgs:
 
     disaggregation_mode: str = planned(
         "null",
-        "Part of this server: everything (null), prompts only (prefill) or output only (decode).",
+        "Role of this server: prefill and decode (null), prefill only or decode only.",
         choices=("null", "prefill", "decode"),
     )
     disaggregation_transfer_backend: str = planned(
         "mooncake",
-        "What carries the KV cache from one server to the other; fake carries nothing, for tests.",
+        "Library that transfers the KV cache between servers. fake: transfer nothing, for tests.",
         choices=("mooncake", "nixl", "ascend", "fake"),
     )
     disaggregation_bootstrap_port: int = planned(
-        8998, "Port at which a prefill server can be found by decode servers.", low=1, high=65535
+        8998, "Port of a prefill server to which decode servers connect.", low=1, high=65535
     )
     disaggregation_decode_tp: int | None = planned(
-        None, "Tensor parallelism of the decode servers. Default: that of this server.", low=1
+        None, "Tensor parallelism of the decode servers. Default: the value of this server.", low=1
     )
     disaggregation_decode_dp: int | None = planned(
-        None, "Data parallelism of the decode servers. Default: that of this server.", low=1
+        None, "Data parallelism of the decode servers. Default: the value of this server.", low=1
     )
     disaggregation_prefill_pp: int = planned(1, "Pipeline parallelism of the prefill servers.", low=1)
     disaggregation_ib_device: str | None = planned(
-        None, "InfiniBand devices that carry the KV cache, separated by commas."
+        None, "InfiniBand devices that transfer the KV cache, separated by commas."
     )
     disaggregation_decode_polling_interval: int = planned(
-        1, "Steps between two looks at arriving KV caches on a decode server.", low=1
+        1, "Steps of a decode server between two checks for received KV caches.", low=1
     )
     num_reserved_decode_tokens: int = planned(
         512, "Tokens that a decode server keeps free for every running request.", low=0

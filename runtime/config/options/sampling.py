@@ -1,4 +1,4 @@
-"""Options about how the next tokens are chosen, and drafted ahead."""
+"""Options about sampling and speculative decoding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ops.backends import SAMPLING
 from runtime.config.option_spec import Json, option, planned
-from runtime.config.plan import KernelPlan, ServePlan
+
+ONE_CHAIN = "leave it out: Penstock verifies a single chain of drafts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,75 +16,112 @@ class SamplingArgs:
 
     sampling_backend: str | None = option(
         None,
-        "Implementation of the choice of tokens. Default: triton on a GPU that runs it, else pytorch.",
+        "Implementation of sampling. Default: triton on a GPU that supports it, else pytorch.",
         choices=(*SAMPLING, "flashinfer"),
         built=tuple(SAMPLING),
         needs={"flashinfer": "an NVIDIA GPU and the flashinfer package"},
-        instead="FlashInfer draws random numbers of its own and keeps all of equal tokens, and here a seed "
-        "gives the same tokens with every implementation; use triton or pytorch",
-        sglang="flashinfer where it is installed, else pytorch",
-        plan=KernelPlan.sampling_backend,
+        instead="FlashInfer uses its own random numbers, whereas Penstock's seeds give the same tokens with every "
+        "implementation; use triton or pytorch",
+        sglang="flashinfer if it is installed, else pytorch",
+        plan="kernels.sampling_backend",
     )
     preferred_sampling_params: Json | None = option(
         None,
         'JSON object of sampling parameters for requests that do not set them, such as {"temperature": 0.6}. '
         "Default: none.",
-        plan=ServePlan.preferred_sampling,
+        plan="serve.preferred_sampling",
     )
     logprobs_mode: str = option(
         "processed_logprobs",
-        "Of which distribution log-probabilities of the output are. processed_logprobs: of the one that tokens are "
-        "drawn from before top-k, top-p and min-p, hence after penalties, biases, grammars and the temperature (greedy "
-        "requests count as temperature 1), as SGLang's; raw_logprobs: of the model's own, as vLLM's.",
+        "Distribution whose log-probabilities are returned for output tokens. processed_logprobs (as SGLang): after "
+        "penalties, biases, grammars and temperature, but before top-k, top-p and min-p; greedy requests count as "
+        "temperature 1. raw_logprobs (as vLLM): the model's unmodified distribution.",
         choices=("processed_logprobs", "raw_logprobs"),
-        plan=KernelPlan.raw_logprobs,
+        plan="kernels.raw_logprobs",
     )
     enable_nan_detection: bool = option(
         False,
-        "Log in which part of the model values stop being finite numbers: such a step is computed again, layer by "
-        "layer, and every step is waited for. Requests that meet such values are ended with an error in any case.",
-        plan=KernelPlan.nan_detection,
+        "Log which part of the model first computes non-finite values. A step with such values is recomputed layer by "
+        "layer, and steps do not overlap. Requests with such values end with an error even without this option.",
+        plan="kernels.nan_detection",
     )
     enable_custom_logit_processor: bool = planned(
         False,
-        "Accept Python code with a request that changes the logits.",
+        "Accept Python code in requests that changes the logits.",
         instead="use logit_bias; executing code from requests is not safe",
     )
-    enable_return_hidden_states: bool = planned(
-        False, "Allow requests to ask for the hidden states of their tokens."
-    )
+    enable_return_hidden_states: bool = planned(False, "Allow requests to return the hidden states of their tokens.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeArgs:
     """Speculative decoding."""
 
-    speculative_algorithm: str | None = planned(
+    speculative_algorithm: str | None = option(
         None,
-        "How tokens are drafted: by layers trained for the model (EAGLE, EAGLE3, NEXTN) or by a small model "
-        "(STANDALONE). Default: no drafts.",
-        choices=("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"),
+        "How tokens are drafted. NGRAM: prompt lookup, which proposes the tokens that followed an earlier occurrence "
+        "of the last tokens in the same prompt or output; EAGLE, EAGLE3, NEXTN: by layers trained for the model; "
+        "STANDALONE: by a small model. Default: no drafts.",
+        choices=("EAGLE", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE"),
+        built=("NGRAM",),
+        instead="use NGRAM, which needs no model for drafts",
+        plan="scheduler.max_drafts",
+        other_unit=True,
     )
     speculative_draft_model_path: str | None = planned(
         None, "Folder or Hub repository of the drafting model.", aliases=("--speculative-draft-model",)
     )
-    speculative_draft_model_revision: str | None = planned(
-        None, "Branch, tag or commit of the drafting model."
-    )
-    speculative_num_steps: int | None = planned(None, "Tokens drafted one after the other.", low=1)
+    speculative_draft_model_revision: str | None = planned(None, "Branch, tag or commit of the drafting model.")
+    speculative_num_steps: int | None = planned(None, "Number of tokens drafted one after the other.", low=1)
     speculative_eagle_topk: int | None = planned(
         None, "Alternatives drafted at each position; 1 drafts a single chain.", low=1
     )
-    speculative_num_draft_tokens: int | None = planned(None, "Drafted tokens checked in one step.", low=1)
+    speculative_num_draft_tokens: int | None = option(
+        None,
+        "Maximum number of drafted tokens per sequence that one step verifies. Default: 8.",
+        low=1,
+        high=64,
+        plan="scheduler.max_drafts",
+    )
+    speculative_ngram_min_match_window_size: int = option(
+        2,
+        "NGRAM: length of the shortest n-gram that is looked up.",
+        low=1,
+        high=64,
+        plan="scheduler.draft_windows",
+        other_unit=True,
+    )
+    speculative_ngram_max_match_window_size: int = option(
+        8,
+        "NGRAM: length of the longest n-gram that is looked up. If it has not occurred before, shorter n-grams are "
+        "looked up.",
+        low=1,
+        high=64,
+        plan="scheduler.draft_windows",
+        other_unit=True,
+        sglang="12",
+    )
+    speculative_ngram_min_bfs_breadth: int = planned(
+        1, "NGRAM: minimum number of branches of a draft tree.", low=1, instead=ONE_CHAIN
+    )
+    speculative_ngram_max_bfs_breadth: int = planned(
+        1, "NGRAM: maximum number of branches of a draft tree.", low=1, instead=ONE_CHAIN
+    )
+    speculative_ngram_branch_length: int | None = planned(
+        None,
+        "NGRAM: length of the longest branch of a draft tree.",
+        low=1,
+        instead="set --speculative-num-draft-tokens, the length of the single chain that is proposed",
+    )
     speculative_accept_threshold_single: float = planned(
-        1.0, "Accept a drafted token at once if the model gives it at least this probability.", low=0, high=1
+        1.0, "Accept a drafted token if the model gives it at least this probability.", low=0, high=1
     )
     speculative_accept_threshold_acc: float = planned(
         1.0, "Divisor of the probability with which other drafted tokens are accepted.", above=0, high=1
     )
-    speculative_token_map: str | None = planned(
-        None, "File with the frequent tokens to which drafts are limited."
-    )
+    speculative_token_map: str | None = planned(None, "File with the frequent tokens that drafts may contain.")
     speculative_attention_mode: str = planned(
-        "prefill", "Whose attention backend checks the drafts.", choices=("prefill", "decode")
+        "prefill",
+        "Attention backend that verifies the drafts: that of prefill or that of decode.",
+        choices=("prefill", "decode"),
     )

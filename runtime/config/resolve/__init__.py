@@ -1,7 +1,7 @@
-"""Args x Machine x ModelFacts -> Plan: what will be done, each value with its reason.
+"""Makes the plan from Args, Machine and ModelFacts, each value with its reason.
 
-Functions without side effects, one for each section of the plan; all they draw is a seed where none is given.
-All refusals are collected and raised together, before any weight is touched.
+One function makes each section of the plan. The functions have no side effects, except that a random seed is drawn if
+none is set. All refusals are raised together, before weights are loaded.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from runtime.config.plan import Plan
 from runtime.config.resolve.cache import cache_plan
 from runtime.config.resolve.graphs import graph_plan
 from runtime.config.resolve.kernels import kernel_plan
+from runtime.config.resolve.lora import lora_plan
 from runtime.config.resolve.model import chosen_gpu, model_plan
 from runtime.config.resolve.observe import observe_plan
 from runtime.config.resolve.parallel import parallel_plan
@@ -23,7 +24,7 @@ from runtime.errors import ConfigurationError
 
 __all__ = ["ANY_MODEL", "check", "decide", "resolve"]
 
-# Stands for a model whose facts are not known yet: nothing is refused because of it.
+# Placeholder facts for a model that has not been read: they cause no refusal.
 ANY_MODEL = ModelFacts(
     architecture="",
     path="",
@@ -39,10 +40,9 @@ ANY_MODEL = ModelFacts(
 
 
 def resolve(args: Args, machine: Machine, facts: ModelFacts, *, demo_path: str | None = None) -> Plan:
-    """The plan for these arguments on this machine with this model.
+    """Return the plan for these arguments, machine and model.
 
-    `demo_path` is the folder of the demo model, if there is one. Raises `ConfigurationError` with all
-    refusals.
+    `demo_path` is the folder of the demo model, or None. Raises `ConfigurationError` with all refusals.
     """
     plan, builder = decide(args, machine, facts, demo_path=demo_path)
     if builder.refusals:
@@ -51,7 +51,7 @@ def resolve(args: Args, machine: Machine, facts: ModelFacts, *, demo_path: str |
 
 
 def check(args: Args, machine: Machine, *, demo_path: str | None = None) -> str:
-    """Refuse what can be refused before the model is looked at; returns the model's path or Hub name.
+    """Check the options that do not depend on the model, and return the model's path or Hub name.
 
     Raises `ConfigurationError` with all refusals.
     """
@@ -64,14 +64,14 @@ def check(args: Args, machine: Machine, *, demo_path: str | None = None) -> str:
 def decide(
     args: Args, machine: Machine, facts: ModelFacts, *, demo_path: str | None = None
 ) -> tuple[Plan, PlanBuilder]:
-    """Like `resolve`, but what is refused is returned, with the plan of what would be done without it."""
+    """Like `resolve`, but do not raise. Return the plan, and the builder with all refusals."""
     builder = PlanBuilder(args=args, refusals=not_built(args))
     where = _where(builder, demo_path)
     model = model_plan(builder, machine, facts)
     gpu = chosen_gpu(model.device, machine)
-    cache = cache_plan(builder, gpu, model.dtype, facts)
-    schedule = schedule_plan(builder, gpu, cache, facts)
+    cache = cache_plan(builder, machine, gpu, model.dtype, facts)
     kernels = kernel_plan(builder, machine, gpu, model.dtype, facts, cache)
+    schedule = schedule_plan(builder, gpu, cache, facts, kernels)
     plan = Plan(
         model=model,
         cache=cache,
@@ -91,6 +91,7 @@ def decide(
         observe=observe_plan(builder),
         tokenizer=text_plan(builder, machine, facts.path),
         serve=serve_plan(builder, where, demo_path),
+        lora=lora_plan(builder, facts, kernels, by_transformers=model.by_transformers),
     )
     return plan, builder
 
@@ -98,7 +99,5 @@ def decide(
 def _where(builder: PlanBuilder, demo_path: str | None) -> str:
     path = builder.args.model.model_path or demo_path
     if path is None:
-        builder.refuse(
-            "model_path", "No model is given and there is no demo model here; set --model-path FOLDER."
-        )
+        builder.refuse("model_path", "No model is given, and the demo model is not installed; set --model-path FOLDER.")
     return path or ""

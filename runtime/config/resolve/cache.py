@@ -2,77 +2,87 @@
 
 from __future__ import annotations
 
-from ops.machine import GIB, Gpu
+from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan
-from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 PAGE_SIZE = 16
 SHARE_OF_FREE_MEMORY = 0.3
 FLOAT8 = {"fp8_e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3fn"}
-E4M3_CAPABILITY = (8, 9)  # below it Triton has no e4m3
+E4M3_CAPABILITY = (8, 9)  # compute capability; below it Triton lacks e4m3
 
 
-def cache_plan(builder: PlanBuilder, gpu: Gpu | None, dtype: str, facts: ModelFacts) -> CachePlan:
-    """`gpu` is that of the plan, None on a CPU; `dtype` is the model's."""
+def cache_plan(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts) -> CachePlan:
+    """Plan the KV cache. `gpu` is None on a CPU; `dtype` is the model's."""
     args = builder.args.cache
     for option in ("max_mamba_cache_size", "mamba_ssm_dtype"):
         if builder.args.changed(option) and facts.path and not facts.recurrent:
-            builder.refuse(
-                option, f"--{option.replace('_', '-')}: {facts.architecture} has no recurrent layers."
-            )
+            builder.refuse(option, f"--{option.replace('_', '-')}: {facts.architecture} has no recurrent layers.")
     page_size, cap = _page_size(builder), args.max_total_tokens
     if cap is not None and cap < page_size.value:
         builder.refuse(
             "max_total_tokens", f"--max-total-tokens {cap} is less than one page of {page_size.value} tokens."
         )
     of_free_memory = args.mem_fraction_static is None and gpu is None
-    return build(
+    return builder.build(
         CachePlan,
         page_size=page_size,
         prefix_cache=_prefix_cache(builder, facts),
         kv_dtype=_kv_dtype(builder, gpu, dtype),
         mem_fraction=_mem_fraction(builder, gpu),
-        of_free_memory=Decision(of_free_memory, "only without a GPU, and if no fraction was asked for"),
-        max_total_tokens=builder.follow("max_total_tokens"),
+        of_free_memory=Decision(of_free_memory, "on a CPU without --mem-fraction-static"),
         window_ratio=_window_ratio(builder),
-        max_states=builder.follow("max_mamba_cache_size"),
+        swap_space_gib=_swap_space(builder, machine, facts),
     )
 
 
 def _prefix_cache(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
     if facts.needs_whole_prompts:
-        return Decision(False, "vectors of this model are made of all tokens, computed in one step")
+        return Decision(False, "embeddings of this model need the whole text in one step")
     return builder.follow("disable_radix_cache", not builder.args.cache.disable_radix_cache)
 
 
+def _swap_space(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Decision[float]:
+    """Refuse swap space larger than host memory. Whether pages are windowed is not known yet; the replica checks."""
+    asked, parallel = builder.args.cache.swap_space, builder.args.parallel
+    ranks = -(-parallel.tp_size * parallel.pp_size * parallel.dp_size // parallel.nnodes)
+    if asked * ranks * GIB > machine.total_bytes > 0:
+        builder.refuse(
+            "swap_space",
+            f"--swap-space {asked:g} takes {asked * ranks:g} GiB of host memory for {ranks} "
+            f"{'rank' if ranks == 1 else 'ranks'}, and this machine has {machine.total_bytes / GIB:.1f}.",
+        )
+    if facts.recurrent:
+        return Decision(0.0, "states of recurrent layers cannot be swapped; they are recomputed")
+    if facts.is_encoder:
+        return Decision(0.0, "this model caches nothing")
+    return builder.follow("swap_space")
+
+
 def _page_size(builder: PlanBuilder) -> Decision[int]:
-    asked = builder.args.cache.page_size
-    if asked is not None:
-        return Decision(asked, "as asked")
-    return Decision(
-        PAGE_SIZE, "pages of 16 are read faster than single tokens, and cut little off shared prefixes"
-    )
+    reason = "pages of 16 tokens are read faster than single tokens, and prefixes still share most of their tokens"
+    return builder.follow_or("page_size", PAGE_SIZE, reason)
 
 
 def _window_ratio(builder: PlanBuilder) -> Decision[float | None]:
     args = builder.args.cache
     if args.disable_hybrid_swa_memory:
         return Decision(None, "as asked with --disable-hybrid-swa-memory")
-    return Decision(args.swa_full_tokens_ratio, "layers with a sliding window hold their window only")
+    return Decision(args.swa_full_tokens_ratio, "sliding-window layers keep only their window")
 
 
 def _kv_dtype(builder: PlanBuilder, gpu: Gpu | None, dtype: str) -> Decision[str]:
     asked = builder.args.cache.kv_cache_dtype
     if asked == "auto":
-        return Decision(dtype, "that of the model")
+        return Decision(dtype, "the model's dtype")
     if asked == "fp8_e4m3" and gpu is not None and gpu.capability < E4M3_CAPABILITY:
         builder.refuse(
             "kv_cache_dtype",
             f"--kv-cache-dtype {asked} needs compute capability 8.9 or newer, and {gpu.name} has "
             f"{gpu.capability[0]}.{gpu.capability[1]}; use fp8_e5m2.",
         )
-        return Decision(dtype, "what was asked for cannot be used")
+        return Decision(dtype, "the requested value cannot be used")
     return Decision(FLOAT8.get(asked, asked), "as asked")
 
 
@@ -81,18 +91,16 @@ def _mem_fraction(builder: PlanBuilder, gpu: Gpu | None) -> Decision[float]:
     if asked is not None:
         return Decision(asked, "as asked, of all memory")
     if gpu is None:
-        reason = "of the memory that is free once the weights are loaded; the rest stays for other programs"
+        reason = "share of the memory that is free after loading; the rest is left to other programs"
         return Decision(SHARE_OF_FREE_MEMORY, reason)
     parallel = builder.args.parallel
     reserve = _reserve_bytes(gpu.memory_bytes, parallel.tp_size * parallel.pp_size)
     fraction = max(0.05, round(1 - reserve / gpu.memory_bytes, 3))
-    return Decision(
-        fraction, f"{reserve / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.0f} stay free for activations"
-    )
+    return Decision(fraction, f"{reserve / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.0f} stay free for activations")
 
 
 def _reserve_bytes(memory_bytes: int, ranks: int) -> int:
-    """What one GPU keeps free, by its size and by how many compute together."""
+    """Return the bytes that a GPU with this memory keeps free."""
     for below, reserve in ((35, 2.8 + ranks / 10), (90, 9.5 + ranks / 2), (160, 12 + ranks / 2)):
         if memory_bytes < below * GIB:
             return int(reserve * GIB)

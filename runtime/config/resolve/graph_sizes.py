@@ -1,7 +1,4 @@
-"""Which decode batches replay a CUDA graph: the sizes that are captured, and the one that a batch takes.
-
-Plain numbers only; nothing is captured here.
-"""
+"""Sizes of captured decode batches, and the choice of a size for a batch. Plain numbers only."""
 
 from __future__ import annotations
 
@@ -10,15 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 GIB = 1 << 30
-STEP_BEYOND = 16  # between sizes above the default ones
+STEP_BEYOND = 16  # distance between sizes above the largest default size
 SMALL_GPU_BYTES, SMALL_GPU_LARGEST = 35 * GIB, 8
-# (GPUs with more memory than this, the sizes they capture further)
+# (minimum GPU memory, further sizes that GPUs of this size capture)
 BY_MEMORY = (
     (0, (1, 2, 4, 8, *range(16, 161, 8))),
     (90 * GIB, range(168, 257, 8)),
     (160 * GIB, range(272, 513, 16)),
 )
-EXACT = (*range(1, 33), *range(48, 161, 16))  # where a batch must have exactly the size of a graph
+EXACT = (*range(1, 33), *range(48, 161, 16))  # sizes if padding is off
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +23,10 @@ class Buckets:
     """The captured batch sizes, ascending."""
 
     sizes: tuple[int, ...]
-    padding: bool = True  # a batch may be filled up to the next size
+    padding: bool = True  # pad a batch to the next size
 
     def take(self, batch_size: int) -> int | None:
-        """The size whose graph this batch replays; None: it runs eagerly."""
+        """Return the graph size for a batch, or None if the batch runs eagerly."""
         index = bisect_left(self.sizes, batch_size)
         if batch_size < 1 or index == len(self.sizes):
             return None
@@ -45,10 +42,10 @@ def buckets(
     largest: int | None = None,
     padding: bool = True,
 ) -> Buckets:
-    """What to capture on a GPU with so much memory for at most `max_running` rows.
+    """Return the sizes to capture on a GPU with this memory, for at most `max_running` rows.
 
-    `sizes` (--cuda-graph-bs) is taken as it is; else the default ones up to `largest` (--cuda-graph-max-bs),
-    with steps of 16 above them. None exceeds `max_running`, which is captured itself where larger ones fall away.
+    `sizes` (--cuda-graph-bs) is used as it is. Otherwise the sizes are the default ones up to `largest`
+    (--cuda-graph-max-bs), in steps of 16 above them. Larger sizes than `max_running` are replaced by `max_running`.
     """
     if sizes is None:
         wanted = _default_sizes(memory_bytes, padding)

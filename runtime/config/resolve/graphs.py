@@ -1,4 +1,4 @@
-"""The section of the plan about captured and compiled steps."""
+"""The graph section of the plan: captured and compiled steps."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ops.backends import ATTENTION
 from ops.machine import Gpu, Machine
 from runtime.config.plan import GraphPlan
 from runtime.config.resolve.graph_sizes import Buckets, buckets
-from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 _CAPTURING = (
     "cuda_graph_max_bs",
@@ -28,23 +28,17 @@ def graph_plan(
     recurrent: bool = False,
     is_embedding: bool = False,
 ) -> GraphPlan:
-    """`by_transformers`: its modules compute the model, which may look at numbers on the host, as `recurrent` layers
-    do.
-    """
-    args = builder.args.graphs
+    """Plan graphs. A model `by_transformers` or with `recurrent` layers may read tensors on the host: no graphs."""
     foreign = (
-        "transformers' modules compute this model, and they are run as they are" if by_transformers else ""
+        "transformers' modules compute this model, and their code may not allow a capture" if by_transformers else ""
     )
     if recurrent:
-        foreign = "recurrent layers read on the host which state each row goes on from"
+        foreign = "recurrent layers read the state slots of the rows on the host"
     if is_embedding:
-        foreign = "graphs are of steps of single tokens, and nothing is generated"
-    return build(
+        foreign = "graphs are captured for decode steps only, and this model generates no tokens"
+    return builder.build(
         GraphPlan,
         sizes=_sizes(builder, gpu, decode_attention, max_running, foreign),
-        padding=builder.follow("disable_cuda_graph_padding", not args.disable_cuda_graph_padding),
-        profile=builder.follow("enable_profile_cuda_graph"),
-        collect_garbage=builder.follow("enable_cudagraph_gc"),
         compile_max_rows=_compiled(builder, machine, gpu, foreign),
     )
 
@@ -73,18 +67,18 @@ def _sizes(
 
 
 def _none_here(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str) -> str:
-    """Why no graph can be captured; empty if some can."""
+    """Return the reason why no graph can be captured, or ""."""
     parallel = builder.args.parallel
     if gpu is None:
         return "CUDA graphs need an NVIDIA GPU, and this model runs on the CPU"
     if parallel.pp_size > 1:
-        return "no CUDA graphs are captured where layers lie in stages (--pp-size)"
+        return "no CUDA graphs are captured with pipeline parallelism (--pp-size)"
     backend = ATTENTION[decode_attention]
     if not backend.captured:
         others = " or ".join(name for name, other in ATTENTION.items() if other.captured)
         return (
-            f"attention by {decode_attention} reads the lengths of rows on the host, so that no CUDA graph "
-            f"can hold it; {others} does not"
+            f"the attention backend {decode_attention} reads the lengths of rows on the host and cannot be captured; "
+            f"{others} can"
         )
     for option, reason in backend.uncaptured_with.items():
         if builder.args.changed(option):
@@ -93,7 +87,7 @@ def _none_here(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str) -> 
 
 
 def _refuse_idle(builder: PlanBuilder, reason: str) -> None:
-    """Refuse what only captures read, where nothing is captured."""
+    """Refuse options of captures if nothing is captured."""
     for option in _CAPTURING:
         if builder.args.changed(option):
             flag = "--" + option.replace("_", "-")
@@ -101,22 +95,22 @@ def _refuse_idle(builder: PlanBuilder, reason: str) -> None:
 
 
 def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, foreign: str) -> Decision[int]:
-    """Rows of one token that are compiled for, at most; 0: nothing is."""
+    """Return the largest decode batch to compile for; 0: compile nothing."""
     args, parallel = builder.args.graphs, builder.args.parallel
     if not args.enable_torch_compile:
         if builder.args.changed("torch_compile_max_bs"):
             builder.refuse(
                 "torch_compile_max_bs",
-                "--torch-compile-max-bs has a meaning only with --enable-torch-compile.",
+                "--torch-compile-max-bs has no effect without --enable-torch-compile.",
             )
-        return Decision(0, "not asked for")
+        return Decision(0, "--enable-torch-compile is not set")
     needed = ""
     if foreign:
-        needed = f"is for families of ours: {foreign}"
+        needed = f"does not support this model: {foreign}"
     elif parallel.tp_size * parallel.pp_size > 1:
-        needed = "compiles for one rank only so far"
+        needed = "supports one rank only so far"
     elif gpu is None and machine.compiler is None:
-        needed = "needs a C++ compiler, and there is none here"
+        needed = "needs a C++ compiler, which is not installed"
     elif gpu is not None and "triton" not in machine.packages:
         needed = "needs the package triton, which is not installed"
     if needed:
@@ -126,6 +120,6 @@ def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, foreign: 
 
 
 def within(plan: GraphPlan, max_running: int) -> Buckets:
-    """The sizes to capture, now that it is known how many sequences the KV pool lets run together."""
+    """Limit the sizes to the number of sequences that the KV pool holds."""
     sizes = {min(size, max_running) for size in plan.sizes}
     return Buckets(tuple(sorted(sizes)), plan.padding)

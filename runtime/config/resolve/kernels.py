@@ -1,4 +1,4 @@
-"""The kernels' section of the plan: which implementation of each operation runs, and why."""
+"""The kernel section of the plan: the implementation of each operation, and why."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, KernelPlan
 from runtime.config.quantization import GROUPED, METHODS, TORCHAO
-from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
-# Flags of an x86 processor, of which it needs one set whole: without them oneDNN refuses the dtype or is slow.
+# Sets of x86 flags; oneDNN needs one whole set, otherwise it refuses the dtype or is slow.
 ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
     "float32": (frozenset({"avx2", "fma"}),),
     "bfloat16": (frozenset({"avx512bw", "avx512dq", "avx512vl"}), frozenset({"avx_ne_convert"})),
 }
-# What the kernels in C++ are worth it with.
 CPP_DTYPES = ("float32", "bfloat16")
+# Processor flags without which the C++ kernels are slower than torch.
 CPP_NEEDS = frozenset({"avx2", "fma"})
-# What torch.compile fuses better than we do by hand.
+# Operations that torch.compile fuses better than hand-written kernels.
 FUSED = ("activation", "norm", "rope")
 
 
 def kernel_plan(
     builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts, cache: CachePlan
 ) -> KernelPlan:
-    """`gpu` is that of the plan, None on a CPU; `dtype` is the model's, that of its cache is in `cache`."""
+    """Plan the kernels. `gpu` is None on a CPU; `dtype` is the model's; `cache` has the cache's dtype."""
     attention, decode, prefill = _attention(builder, machine, gpu, _shape(dtype, facts, cache))
     sampling = _chosen(builder, "sampling_backend", SAMPLING, _unmet(SAMPLING, machine, gpu))
     choices, reasons = _small_operations(builder, machine, gpu)
@@ -48,14 +48,17 @@ def kernel_plan(
     compiled = builder.args.graphs.enable_torch_compile
     if gpu is None:
         by_products, reason = _attends_by_products(builder, machine, dtype)
-        if by_products:  # it hands rows of several tokens to plain torch itself
+        if by_products:  # `with_onednn` calls plain torch for rows of several tokens
             choices |= dict.fromkeys(("attention", "prefill_attention"), "with_onednn")
         reasons.append(reason)
     quant = builder.args.quant
     asked = quant.quantization or TORCHAO.get(quant.torchao_config)
     quantized = METHODS.get(asked or "")
     if gpu is not None and choices.get("moe") == "with_triton" and not compiled and _of_4_bits(asked, facts):
-        choices["matmul"], reason = "with_triton", "weights of 4 bits stay so in products of Triton"
+        choices["matmul"], reason = (
+            "with_triton",
+            "Triton kernels multiply 4-bit weights without dequantising them first",
+        )
     elif quantized is not None and quantized.matmul is not None:
         choices["matmul"] = quantized.matmul
         reason = f"{asked} needs it; torch dequantises weights for every product"
@@ -68,10 +71,10 @@ def kernel_plan(
         if in_cpp:
             fallback, choices, reasons = choices, choices | in_cpp, []
         reasons.append(reason)
-    return build(
+    return builder.build(
         KernelPlan,
         choices=Decision(choices, "; ".join(reasons)),
-        fallback=Decision(fallback, "where the kernels in C++ turn out not to compile"),
+        fallback=Decision(fallback, "for the case that the C++ kernels do not compile"),
         settings=_settings(builder, decode.value),
         attention_backend=attention,
         prefill_attention_backend=prefill,
@@ -79,14 +82,13 @@ def kernel_plan(
         sampling_backend=sampling,
         raw_logprobs=builder.follow("logprobs_mode", builder.args.sampling.logprobs_mode == "raw_logprobs"),
         logits_folder=_logits_folder(builder),
-        nan_detection=builder.follow("enable_nan_detection"),
     )
 
 
 def _logits_folder(builder: PlanBuilder) -> Decision[str | None]:
     option = "debug_tensor_dump_output_folder"
     if builder.args.debug.debug_tensor_dump_output_folder is not None and builder.args.parallel.dp_size > 1:
-        builder.refuse(option, "--debug-tensor-dump-output-folder is for one replica; leave --dp-size out.")
+        builder.refuse(option, "--debug-tensor-dump-output-folder requires a single replica; leave --dp-size out.")
     return builder.follow(option)
 
 
@@ -111,7 +113,7 @@ def _shape(dtype: str, facts: ModelFacts, cache: CachePlan) -> AttentionShape:
 def _attention(
     builder: PlanBuilder, machine: Machine, gpu: Gpu | None, shape: AttentionShape
 ) -> tuple[Decision[str], Decision[str], Decision[str]]:
-    """The backends of attention in general, of rows of one token, and of longer rows."""
+    """Return the attention backends: the general one, the one for decode, and the one for prefill."""
     unusable = {name: ", and it ".join(backend.lacking(shape)) for name, backend in ATTENTION.items()}
     unusable |= _unmet(ATTENTION, machine, gpu)
     attention = _chosen(builder, "attention_backend", ATTENTION, unusable)
@@ -123,14 +125,12 @@ def _attention(
         for option in backend.decode_settings:
             if builder.args.changed(option) and decode.value != name:
                 flag = "--" + option.replace("_", "-")
-                builder.refuse(
-                    option, f"{flag} has a meaning for {name} only, and output tokens use {decode.value}."
-                )
+                builder.refuse(option, f"{flag} has an effect with {name} only, and decode uses {decode.value}.")
     return attention, decode, prefill
 
 
 def _unmet(backends: Mapping[str, Backend], machine: Machine, gpu: Gpu | None) -> dict[str, str]:
-    """Of the backends that this machine does not run, what each lacks."""
+    """Map each backend that this machine cannot run to its missing requirement."""
     reasons = {name: backend.unmet(machine, gpu) for name, backend in backends.items()}
     return {name: reason for name, reason in reasons.items() if reason}
 
@@ -143,7 +143,7 @@ def _chosen(
     *,
     otherwise: str | None = None,
 ) -> Decision[str]:
-    """The backend's name: as asked, or else `otherwise`, or else the first that can be used."""
+    """Return the backend's name: the requested one, else `otherwise`, else the first usable one."""
     asked = builder.args.get(option)
     first = next(name for name in backends if not unusable.get(name))
     if asked in backends:
@@ -151,31 +151,31 @@ def _chosen(
             return Decision(asked, "as asked")
         flag = "--" + option.replace("_", "-")
         builder.refuse(option, f"{flag} {asked} cannot be used: it {reason}; use {first}.")
-        return Decision(first, "what was asked for cannot be used")
+        return Decision(first, "the requested value cannot be used")
     if otherwise is not None:
-        return Decision(otherwise, "that of --attention-backend")
+        return Decision(otherwise, "the value of --attention-backend")
     before = takewhile(lambda name: name != first, backends)
     reason = "; ".join(f"{name} {unusable[name]}" for name in before)
     return Decision(first, reason or "the first choice, and this machine runs it")
 
 
-def _small_operations(
-    builder: PlanBuilder, machine: Machine, gpu: Gpu | None
-) -> tuple[dict[str, str], list[str]]:
-    """The files of the operations that users do not choose for, and why."""
+def _small_operations(builder: PlanBuilder, machine: Machine, gpu: Gpu | None) -> tuple[dict[str, str], list[str]]:
+    """Return the file of each operation without an option, and the reasons."""
     unmet = _unmet(SMALL, machine, gpu)
     file = next(backend.file for name, backend in SMALL.items() if name not in unmet)
     choices: dict[str, str] = dict.fromkeys((*SMALL_OPERATIONS, *GPU_OPERATIONS), file)
-    reasons = ["attention and sampling as shown there; of the small operations the first that runs here"]
+    reasons = ["attention and sampling: see their options; small operations: the first backend that runs here"]
     reasons += [f"{name} {reason}" for name, reason in unmet.items()]
     if builder.args.moe.moe_runner_backend == "triton" and "triton" in unmet:
         builder.refuse(
             "moe_runner_backend",
             f"--moe-runner-backend triton cannot be used: it {unmet['triton']}; use auto.",
         )
+    if builder.args.lora.lora_backend == "torch_native":
+        choices["low_rank"] = "native"
     if builder.args.graphs.enable_torch_compile:
         choices |= dict.fromkeys(FUSED, "native")
-        reasons.append(f"{', '.join(FUSED)} are plain torch, which torch.compile fuses")
+        reasons.append(f"{', '.join(FUSED)}: plain torch, which torch.compile fuses")
     return choices, reasons
 
 
@@ -183,60 +183,60 @@ def _settings(builder: PlanBuilder, decode: str) -> Decision[Mapping[str, Mappin
     backend = ATTENTION[decode]
     own = {keyword: builder.args.get(option) for option, keyword in backend.decode_settings.items()}
     cpp = {"num_threads": builder.args.kernels.cpu_threads}
-    return Decision(
-        {"with_cpp": cpp} | ({backend.file: own} if own else {}), "by the options of each backend"
-    )
+    return Decision({"with_cpp": cpp} | ({backend.file: own} if own else {}), "by the options of each backend")
 
 
 def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:
-    """The operations that a CPU computes in C++, and why, or why none."""
+    """Return the operations that a CPU computes in C++, and the reason for having them or none."""
     if machine.compiler is None:
-        return {}, "there is no C++ compiler, with which a step would be faster"
+        return {}, "there is no C++ compiler; a step would be faster with one"
     if dtype not in CPP_DTYPES:
-        return {}, f"the kernels in C++ do not compute in {dtype}"
+        return {}, f"the C++ kernels do not support {dtype}"
     if not machine.cpu_flags >= CPP_NEEDS:
-        return {}, f"the kernels in C++ are slow on a processor without {'+'.join(sorted(CPP_NEEDS))}"
+        return {}, f"the C++ kernels are slow on a processor without {'+'.join(sorted(CPP_NEEDS))}"
     names = (*SMALL_OPERATIONS, "embedding", "latent", "matmul", "moe", "recurrence")
     operations: dict[str, str] = dict.fromkeys(names, "with_cpp")
+    if builder.args.lora.lora_backend == "torch_native":
+        del operations["low_rank"]
     if builder.args.sampling.sampling_backend is None:
         operations["sampling"] = "with_cpp"
     if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
-        return operations, "C++ kernels compiled for this processor, but for attention, as asked"
+        return operations, "C++ kernels compiled for this processor, except for attention, whose backend is set"
     for rows in ("attention", "prefill_attention", "encoder_attention"):
         operations[rows] = "with_cpp"
-    return operations, "C++ kernels compiled for this processor, a whole step in one call"
+    return operations, "C++ kernels compiled for this processor, which compute a whole step in one call"
 
 
 def _attends_by_products(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[bool, str]:
-    """Whether a CPU attends in batched products, and why."""
+    """Whether attention on a CPU uses batched products, and why."""
     if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
-        return False, "attention is plain torch as asked"
+        return False, "attention: plain torch, as asked"
     if dtype != "bfloat16" or "amx_bf16" in machine.cpu_flags:
-        return False, "attention is plain torch, the best there is so far"
+        return False, "attention: plain torch, the fastest implementation here"
     if not _packs(machine, dtype):
-        return False, "attention is plain torch: this processor has no bfloat16 products"
-    return True, "single tokens attend in batched products, which are faster without AMX"
+        return False, "attention: plain torch, because this processor has no bfloat16 products"
+    return True, "decode attention: batched products, which are faster than plain torch on a processor without AMX"
 
 
 def _of_4_bits(asked: str | None, facts: ModelFacts) -> bool:
-    """Whether linear layers have weights of 4 bits, or may have them."""
+    """Whether linear layers have, or may have, 4-bit weights."""
     if asked is None:
         return facts.quantization in GROUPED
     return asked.startswith("int4wo") or (asked in METHODS and METHODS[asked].on_gpu == "with_triton")
 
 
 def _matmul(machine: Machine, gpu: Gpu | None, dtype: str, *, compiled: bool) -> tuple[str, str]:
-    """The file of products with weights, and why."""
+    """Return the file that multiplies activations with weights, and the reason."""
     if gpu is not None:
-        return "native", "products with weights are torch's own on a GPU"
+        return "native", "matrix products: plain torch on a GPU"
     if compiled:
-        return "native", "products with weights are plain torch, which torch.compile sees through"
+        return "native", "matrix products: plain torch, which torch.compile can optimise"
     needed = ONEDNN_NEEDS.get(dtype)
     if needed is None:
-        return "native", f"products with weights are plain torch: oneDNN packs none in {dtype}"
+        return "native", f"matrix products: plain torch, because oneDNN does not pack weights in {dtype}"
     if not _packs(machine, dtype):
-        return "native", f"products with weights are plain torch: this processor lacks {_any_of(needed)}"
-    return "with_onednn", "weights are packed once for oneDNN, not at every product"
+        return "native", f"matrix products: plain torch, because this processor lacks {_any_of(needed)}"
+    return "with_onednn", "matrix products: oneDNN, with weights packed once at load time"
 
 
 def _packs(machine: Machine, dtype: str) -> bool:

@@ -10,11 +10,11 @@ from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.config.quantization import METHODS, TORCHAO, UNREADABLE, WRITERS, agrees
-from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
-MAX_TABLE_SHARE = 0.1  # of the memory, for the angles of all positions
-REFUSED = Decision("cpu", "what was asked for cannot be used")
+MAX_TABLE_SHARE = 0.1  # maximum share of the device's memory for rotary tables
+REFUSED = Decision("cpu", "the requested value cannot be used")
 _OTHER_DEVICES = {
     "xpu": "an Intel GPU",
     "hpu": "an Intel Gaudi accelerator",
@@ -26,33 +26,27 @@ _OTHER_DEVICES = {
 
 
 def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> ModelPlan:
-    """The device is decided here, before all other sections."""
+    """Plan the model. It decides the device, so it comes before all other sections."""
     args = builder.args.model
     device = _device(builder, machine)
-    return build(
+    return builder.build(
         ModelPlan,
-        path=Decision(
-            facts.path, "as asked" if args.model_path else "no model was asked for: the demo model"
-        ),
+        path=Decision(facts.path, "as asked" if args.model_path else "no model is given, so the demo model is used"),
         load_format=_load_format(builder, facts),
         dtype=_dtype(builder, chosen_gpu(device.value, machine), facts),
         device=device,
         context_length=_context_length(builder, facts, _device_bytes(device.value, machine)),
-        random_seed=_random_seed(builder),
+        random_seed=builder.follow_or("random_seed", secrets.randbelow(2**30), "a new seed at each start"),
         is_embedding=_is_embedding(builder, facts),
         by_transformers=_by_transformers(builder, facts),
-        mmap=builder.follow("weight_loader_disable_mmap", not args.weight_loader_disable_mmap),
         num_load_threads=_num_load_threads(builder),
         shard_pattern=_shard_pattern(builder),
         custom_loaders=builder.follow("custom_weight_loader", tuple(args.custom_weight_loader or ())),
-        any_dtype=Decision(
-            args.dtype != "auto", "dtype was given" if args.dtype != "auto" else "dtype is auto"
-        ),
+        any_dtype=Decision(args.dtype != "auto", "--dtype is set" if args.dtype != "auto" else "--dtype is auto"),
         delete_after_loading=_delete_after_loading(builder),
-        state_dtype=builder.follow("mamba_ssm_dtype"),
-        always_absorbed=builder.follow("flashinfer_mla_disable_ragged"),
         quantization=_quantization(builder, chosen_gpu(device.value, machine), facts),
         kv_scales=_kv_scales(builder, facts),
+        config_overrides=builder.follow("json_model_override_args"),
     )
 
 
@@ -61,17 +55,20 @@ def _load_format(builder: PlanBuilder, facts: ModelFacts) -> Decision[str]:
     if facts.by_transformers and (asked in ("npcache", "sharded_state") or model.custom_weight_loader):
         option = "custom_weight_loader" if model.custom_weight_loader else "load_format"
         builder.refuse(
-            option, f"{facts.architecture} is computed by transformers' modules, which read its files alone."
+            option, f"{facts.architecture}: transformers' modules compute this model and load its files themselves."
         )
     if model.custom_weight_loader and asked not in ("auto", "layered"):
         builder.refuse(
-            "custom_weight_loader", f"--custom-weight-loader and --load-format {asked}: give one of them."
+            "custom_weight_loader",
+            f"--custom-weight-loader and --load-format {asked} exclude each other; give one of them.",
         )
     if asked == "sharded_state" and (facts.quantization is not None):
-        builder.refuse("load_format", f"--load-format sharded_state: the checkpoint is {facts.quantization}.")
+        builder.refuse(
+            "load_format", f"--load-format sharded_state does not support quantised checkpoints ({facts.quantization})."
+        )
     usual = {
-        "layered": "layers are read and prepared one after the other",
-        "remote": "the copy of what the URL names",
+        "layered": "layers are always loaded one after the other",
+        "remote": "the local copy of the remote folder",
     }
     return Decision("auto", usual[asked]) if asked in usual else builder.follow("load_format")
 
@@ -82,39 +79,39 @@ def _delete_after_loading(builder: PlanBuilder) -> Decision[bool]:
         return builder.follow(option)
     name = "--delete-ckpt-after-loading"
     if model.model_path is None or not Path(model.model_path).exists():
-        builder.refuse(
-            option, f"{name} deletes what --model-path names, which must be a folder or file here."
-        )
+        builder.refuse(option, f"{name} needs a --model-path that is a local folder or file.")
     elif parallel.dp_size > 1 or parallel.nnodes > 1:
         builder.refuse(
-            option, f"{name} needs --dp-size 1 and --nnodes 1: a copy that is started again reads it again."
+            option, f"{name} needs --dp-size 1 and --nnodes 1: a restarted replica reads the checkpoint again."
         )
     elif model.load_format == "dummy":
-        builder.refuse(option, f"{name} and --load-format dummy: no weights are loaded.")
+        builder.refuse(option, f"{name} and --load-format dummy exclude each other: no weights are loaded.")
     return Decision(True, "as asked")
 
 
 def _is_embedding(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
     if facts.is_encoder:
-        return Decision(True, f"an encoder writes no text; its vectors are {facts.pooling}")
+        return Decision(True, f"an encoder generates no text; pooling: {facts.pooling}")
     if facts.pooling is not None:
-        return Decision(True, f"the checkpoint's modules.json says so; its vectors are {facts.pooling}")
+        return Decision(True, f"the checkpoint has a modules.json; pooling: {facts.pooling}")
     return builder.follow("is_embedding")
 
 
 def _by_transformers(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
-    """Which code computes the model; refused is what only families of ours can do."""
+    """Decide whether transformers' modules compute the model. Refuse options that only native models support."""
     if not facts.by_transformers:
-        return Decision(False, "there is a family of ours")
-    parallel, why = builder.args.parallel, f"{facts.architecture} is computed by transformers' modules"
+        return Decision(False, "there is a native implementation")
+    parallel, why = builder.args.parallel, f"transformers' modules compute {facts.architecture}"
     for option, size in (("tp_size", parallel.tp_size), ("pp_size", parallel.pp_size)):
         if size > 1:
-            builder.refuse(option, f"--{option.replace('_', '-')} {size}: {why}, on one device only.")
+            builder.refuse(option, f"--{option.replace('_', '-')} {size}: {why}, and they use one device only.")
     quant = builder.args.quant
     if quant.quantization is not None or quant.torchao_config or facts.quantization is not None:
-        builder.refuse("quantization", f"{why}, which take no quantized weights here; use a full checkpoint.")
+        builder.refuse(
+            "quantization", f"{why}, and they do not support quantised weights; use an unquantised checkpoint."
+        )
     asked = builder.args.model.model_impl == "transformers"
-    return Decision(True, "as asked" if asked else "there is no family of ours")
+    return Decision(True, "as asked" if asked else "there is no native implementation")
 
 
 def chosen_gpu(device: str, machine: Machine) -> Gpu | None:
@@ -126,12 +123,14 @@ def chosen_gpu(device: str, machine: Machine) -> Gpu | None:
 def _device(builder: PlanBuilder, machine: Machine) -> Decision[str]:
     asked, first = builder.args.model.device, builder.args.parallel.base_gpu_id
     if first and asked is not None and ":" in asked:
-        builder.refuse("base_gpu_id", f"--base-gpu-id {first} and --device {asked}: give one of them.")
+        builder.refuse(
+            "base_gpu_id", f"--base-gpu-id {first} and --device {asked} exclude each other; give one of them."
+        )
     elif first and asked in (None, "cuda") and not _no_cuda(machine):
         if reason := _no_such_gpu(machine, first):
             builder.refuse("base_gpu_id", f"--base-gpu-id {first} cannot be used: {reason}.")
             return REFUSED
-        return Decision(f"cuda:{first}", "the first GPU that --base-gpu-id allows")
+        return Decision(f"cuda:{first}", "the GPU of --base-gpu-id")
     if asked is None:
         return _best_device(builder, machine)
     known = re.fullmatch(r"cpu|cuda(?::(\d+))?", asked)
@@ -155,7 +154,7 @@ def _best_device(builder: PlanBuilder, machine: Machine) -> Decision[str]:
 
 
 def _no_cuda(machine: Machine) -> str:
-    """Why CUDA cannot be used here; empty if it can."""
+    """Return the reason why CUDA cannot be used, or ""."""
     if not machine.gpus:
         return "this machine has no NVIDIA GPU"
     if machine.torch_cuda is None:
@@ -172,39 +171,33 @@ def _no_such_gpu(machine: Machine, index: int) -> str:
 def _dtype(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision[str]:
     asked = builder.args.model.dtype
     if gpu is not None and gpu.capability < (7, 5):
-        builder.refuse(
-            "device", f"{gpu.name} is too old: compute capability 7.5 is needed; use --device cpu."
-        )
+        builder.refuse("device", f"{gpu.name} is too old: compute capability 7.5 is needed; use --device cpu.")
     if asked != "auto":
         dtype = DTYPES[asked]
         if dtype == "bfloat16" and gpu is not None and gpu.capability < (8, 0):
             builder.refuse("dtype", f"--dtype {asked} is not possible on {gpu.name}; use float16.")
         return Decision(dtype, "as asked")
     if facts.dtype not in DTYPES.values():
-        builder.refuse(
-            "dtype", f"Checkpoints in {facts.dtype} are not supported yet; set --dtype to convert it."
-        )
-        return Decision("float32", "what was asked for cannot be used")
+        builder.refuse("dtype", f"Checkpoints in {facts.dtype} are not supported yet; set --dtype to convert it.")
+        return Decision("float32", "the requested value cannot be used")
     return _auto_dtype(gpu, facts.dtype, facts.quantization)
 
 
 def _auto_dtype(gpu: Gpu | None, checkpoint: str, quantization: str | None) -> Decision[str]:
     if gpu is None and quantization is not None and checkpoint == "float16":
-        return Decision(
-            "bfloat16", "its weights are rounded anyway, and a CPU is many times faster in bfloat16"
-        )
+        return Decision("bfloat16", "the weights are quantised anyway, and a CPU is many times faster in bfloat16")
     if gpu is None:
-        exact = "; a CPU computes it as exactly" if checkpoint == "float32" else ""
-        return Decision(checkpoint, f"the checkpoint's{exact}")
+        exact = ", without loss of precision" if checkpoint == "float32" else ""
+        return Decision(checkpoint, f"the checkpoint's dtype{exact}")
     if gpu.capability < (8, 0) and checkpoint != "float16":
         return Decision("float16", f"{gpu.name} has no bfloat16")
     if checkpoint == "float32":
         return Decision("bfloat16", "the checkpoint is float32, and a GPU is many times faster in bfloat16")
-    return Decision(checkpoint, "the checkpoint's")
+    return Decision(checkpoint, "the checkpoint's dtype")
 
 
 def _device_bytes(device: str, machine: Machine) -> int:
-    """Of the memory that the model is to lie in."""
+    """Return the size of the device's memory."""
     gpu = chosen_gpu(device, machine)
     return machine.total_bytes if gpu is None else gpu.memory_bytes
 
@@ -212,101 +205,84 @@ def _device_bytes(device: str, machine: Machine) -> int:
 def _context_length(builder: PlanBuilder, facts: ModelFacts, memory_bytes: int) -> Decision[int]:
     asked = builder.args.model.context_length
     context = facts.context_length if asked is None else min(asked, facts.context_length)
-    table_bytes = context * facts.head_dim * 4  # of rotary angles, in float32
+    table_bytes = context * facts.head_dim * 4  # bytes of the rotary tables in float32
     if facts.path and memory_bytes and table_bytes > MAX_TABLE_SHARE * memory_bytes:
         builder.refuse(
             "context_length",
-            f"The model's context of {context} tokens needs a table of {table_bytes / GIB:.1f} GiB for positions "
-            f"alone, and there are {memory_bytes / GIB:.1f} GiB of memory; set a smaller --context-length.",
+            f"A context of {context} tokens needs {table_bytes / GIB:.1f} GiB for the table of rotary positions alone, "
+            f"and the device has {memory_bytes / GIB:.1f} GiB of memory; set a smaller --context-length.",
         )
     if asked is None:
-        return Decision(facts.context_length, "as the model's configuration says")
+        return Decision(facts.context_length, "the value in the model's configuration")
     if asked > facts.context_length:
         builder.refuse(
             "context_length",
-            f"--context-length {asked} is longer than the {facts.context_length} tokens that the model was "
-            f"made for; use at most {facts.context_length}, or say that it was made for more: "
+            f"--context-length {asked} exceeds the model's context length of {facts.context_length} tokens; use at "
+            f"most {facts.context_length}, or override the model's configuration: "
             f"--json-model-override-args '{{\"max_position_embeddings\": {asked}}}'.",
         )
     return Decision(min(asked, facts.context_length), "as asked")
 
 
 def _quantization(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision[str | None]:
-    """How weights are rounded when they are loaded; refused where the checkpoint holds something else."""
+    """Return the method that quantises weights while they load. Refuse an option that contradicts the checkpoint."""
     asked, stored = builder.args.quant.quantization, facts.quantization
     if builder.args.quant.torchao_config:
         return _torchao(builder, gpu, stored)
     if asked is not None and asked in UNREADABLE:
         builder.refuse("quantization", f"--quantization {asked} is not possible: {UNREADABLE[asked]}.")
-        return Decision(None, "what was asked for cannot be used")
+        return Decision(None, "the requested value cannot be used")
     method = METHODS.get(asked or "")
     if method is not None and gpu is not None and method.on_gpu is None:
-        builder.refuse(
-            "quantization", f"--quantization {asked} is computed on a CPU only so far; set --device cpu."
-        )
+        builder.refuse("quantization", f"--quantization {asked} is supported on a CPU only so far; set --device cpu.")
     if asked is not None and method is None and facts.architecture:
         if stored is None:
             builder.refuse(
                 "quantization",
-                f"--quantization {asked}: the checkpoint is not quantized; use {' or '.join(METHODS)}, which round "
-                f"its weights when they are loaded, or a checkpoint in that form{WRITERS.get(asked, '')}.",
+                f"--quantization {asked}: the checkpoint is not quantised; use {' or '.join(METHODS)}, which quantise "
+                f"weights while they load, or a checkpoint in this format{WRITERS.get(asked, '')}.",
             )
         elif not agrees(asked, stored):
             builder.refuse(
                 "quantization",
-                f"--quantization {asked}: the checkpoint's form is {stored}; leave the option out.",
+                f"--quantization {asked}: the checkpoint's format is {stored}; leave the option out.",
             )
     if stored is not None and method is None:
-        return Decision(
-            None, f"the checkpoint's {stored} weights: kept where kernels take them, or else dequantised"
-        )
+        return Decision(None, f"the checkpoint's {stored} weights are kept if a kernel supports them, else dequantised")
     return Decision(asked if method is not None else None, builder.follow("quantization").reason)
 
 
 def _torchao(builder: PlanBuilder, gpu: Gpu | None, stored: str | None) -> Decision[str | None]:
-    """The method that `--torchao-config` asks for."""
+    """Return the method of `--torchao-config`."""
     asked, option = builder.args.quant.torchao_config, "torchao_config"
     if asked.startswith("fp8dq"):
         builder.refuse(
             option,
-            f"--torchao-config {asked} needs a GPU that multiplies float8, for which there are no kernels here yet; "
-            "use fp8wo, or int8dq on a CPU.",
+            f"--torchao-config {asked} needs float8 products on a GPU, which are not supported yet; use fp8wo, or "
+            "int8dq on a CPU.",
         )
     elif asked not in TORCHAO:
         builder.refuse(option, f"--torchao-config {asked} is unknown; use {', '.join(TORCHAO)}.")
     elif builder.args.quant.quantization is not None or stored is not None:
         what = builder.args.quant.quantization or f"the checkpoint's {stored}"
-        builder.refuse(
-            option, f"--torchao-config {asked} and {what} cannot be combined; leave one of them out."
-        )
+        builder.refuse(option, f"--torchao-config {asked} and {what} cannot be combined; leave one of them out.")
     elif gpu is not None and TORCHAO[asked] in METHODS:
-        builder.refuse(
-            option, f"--torchao-config {asked} is computed on a CPU only so far; set --device cpu."
-        )
+        builder.refuse(option, f"--torchao-config {asked} is supported on a CPU only so far; set --device cpu.")
     else:
         return Decision(TORCHAO[asked], f"--torchao-config {asked}")
-    return Decision(None, "what was asked for cannot be used")
+    return Decision(None, "the requested value cannot be used")
 
 
 def _kv_scales(builder: PlanBuilder, facts: ModelFacts) -> Decision[str | None]:
     option, dtype = "quantization_param_path", builder.args.cache.kv_cache_dtype
     if builder.args.quant.quantization_param_path is not None:
         if dtype != "fp8_e4m3":
-            builder.refuse(
-                option, f"--quantization-param-path needs --kv-cache-dtype fp8_e4m3, and that is {dtype}."
-            )
+            builder.refuse(option, f"--quantization-param-path needs --kv-cache-dtype fp8_e4m3, which is {dtype} now.")
         elif facts.by_transformers or builder.args.model.model_impl == "transformers":
             builder.refuse(
-                option, "--quantization-param-path: transformers' modules have no scales of a KV cache."
+                option, "--quantization-param-path: models of transformers do not support scales of the KV cache."
             )
     return builder.follow(option)
-
-
-def _random_seed(builder: PlanBuilder) -> Decision[int]:
-    asked = builder.args.model.random_seed
-    if asked is not None:
-        return Decision(asked, "as asked")
-    return Decision(secrets.randbelow(2**30), "a new one at each start")
 
 
 def _num_load_threads(builder: PlanBuilder) -> Decision[int]:
@@ -317,24 +293,22 @@ def _num_load_threads(builder: PlanBuilder) -> Decision[int]:
     several, threads = config.get("enable_multithread_load", False), config.get("num_threads", 8)
     if unknown:
         known = "enable_multithread_load, num_threads and, with sharded_state, pattern"
-        builder.refuse(option, f"{name} knows {known}, not {', '.join(sorted(unknown))}.")
+        builder.refuse(option, f"{name}: unknown fields {', '.join(sorted(unknown))}; supported: {known}.")
     elif not isinstance(several, bool):
         builder.refuse(option, f"{name}: enable_multithread_load must be true or false.")
     elif isinstance(threads, bool) or not isinstance(threads, int) or not 1 <= threads <= 256:
         builder.refuse(option, f"{name}: num_threads must be a whole number from 1 to 256.")
     elif several:
         return Decision(threads, "as asked")
-    return Decision(1, "with one thread, unless asked otherwise")
+    return Decision(1, "enable_multithread_load is not set")
 
 
 def _shard_pattern(builder: PlanBuilder) -> Decision[str | None]:
     pattern, option = builder.args.model.model_loader_extra_config.get("pattern"), "model_loader_extra_config"
     if pattern is None:
-        return Decision(None, "as penstock shard writes them")
+        return Decision(None, "the names that penstock shard writes")
     names = ("{rank}", "{part}")
     if not isinstance(pattern, str) or "/" in pattern or any(pattern.count(name) != 1 for name in names):
-        builder.refuse(
-            option, "--model-loader-extra-config: pattern must be a file's name with {rank} and {part}."
-        )
-        return Decision(None, "what was asked for cannot be used")
+        builder.refuse(option, "--model-loader-extra-config: pattern must be a file name with {rank} and {part}.")
+        return Decision(None, "the requested value cannot be used")
     return Decision(pattern, "as asked")

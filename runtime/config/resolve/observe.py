@@ -1,4 +1,4 @@
-"""The section of the plan about what is counted and logged."""
+"""The section of the plan about metrics, logs and traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 from runtime.config import buckets
 from runtime.config.buckets import Bounds, ascending, token_bounds
 from runtime.config.plan import KvEventsPlan, ObservePlan
-from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 from runtime.errors import ConfigurationError
 
 LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
@@ -19,10 +19,9 @@ TAKEN_LABELS = frozenset({"model_name", "le"})
 
 
 def observe_plan(builder: PlanBuilder) -> ObservePlan:
-    """It follows from the options alone."""
-    return build(
+    """Plan metrics, logs and traces. They depend on the options only."""
+    return builder.build(
         ObservePlan,
-        metrics=builder.follow("enable_metrics"),
         ttft_bounds=_seconds(builder, "bucket_time_to_first_token", buckets.TIME_TO_FIRST_TOKEN),
         itl_bounds=_seconds(builder, "bucket_inter_token_latency", buckets.INTER_TOKEN_LATENCY),
         e2e_bounds=_seconds(builder, "bucket_e2e_request_latency", buckets.E2E_LATENCY),
@@ -31,10 +30,8 @@ def observe_plan(builder: PlanBuilder) -> ObservePlan:
         labels_header=_labels_header(builder),
         request_labels=_request_labels(builder),
         request_log_level=_request_log_level(builder),
-        log_request_times=builder.follow("enable_request_time_stats_logging"),
         trace_endpoint=_trace_endpoint(builder),
         kv_events=_kv_events(builder),
-        collector_warning_s=builder.follow("gc_warning_threshold_secs"),
     )
 
 
@@ -45,7 +42,7 @@ def _kv_events(builder: PlanBuilder) -> Decision[KvEventsPlan | None]:
     kinds = get_type_hints(KvEventsPlan)
     for name, value in given.items():
         if name not in kinds:
-            builder.refuse(option, f"{_flag(option)}: {name!r} is not known; there are {', '.join(kinds)}.")
+            builder.refuse(option, f"{_flag(option)}: {name!r} is unknown; supported fields: {', '.join(kinds)}.")
         elif not _is_of(value, kinds[name]):
             builder.refuse(option, f"{_flag(option)}: {name} cannot be {value!r}.")
     for name in ("endpoint", "replay_endpoint"):
@@ -54,15 +51,15 @@ def _kv_events(builder: PlanBuilder) -> Decision[KvEventsPlan | None]:
     if publisher not in ("null", "zmq") or not isinstance(enabled, bool):
         builder.refuse(option, f'{_flag(option)}: publisher must be "zmq" or "null".')
     if option in builder.refusals or publisher == "null" or not enabled:
-        return Decision(None, "nobody asked for them")
+        return Decision(None, "--kv-events-config does not enable events")
     if not builder.args.cache.disable_radix_cache:
         return Decision(KvEventsPlan(**given), "as asked")
-    builder.refuse(option, f"{_flag(option)}: there are no events with --disable-radix-cache.")
-    return Decision(None, "nothing is cached")
+    builder.refuse(option, f"{_flag(option)}: with --disable-radix-cache there are no events.")
+    return Decision(None, "prefix caching is off")
 
 
 def _is_of(value: object, kind: Any) -> bool:
-    """Whether a value of JSON is a text, perhaps null, or a number above 0, as the field's type says."""
+    """Whether a JSON value has the field's type: a text, null if allowed, or a number above 0."""
     if kind is int:
         return type(value) is int and 0 < value < 2**31
     return isinstance(value, kind)
@@ -70,7 +67,7 @@ def _is_of(value: object, kind: Any) -> bool:
 
 def _trace_endpoint(builder: PlanBuilder) -> Decision[str | None]:
     if not builder.args.observe.enable_trace:
-        return Decision(None, "requests are not traced without --enable-trace")
+        return Decision(None, "--enable-trace is not set")
     return builder.follow("oltp_traces_endpoint")
 
 
@@ -82,7 +79,7 @@ def _seconds(builder: PlanBuilder, option: str, default: Bounds) -> Decision[Bou
         return Decision(ascending(values), "as asked")
     except ConfigurationError as error:
         builder.refuse(option, f"{_flag(option)}: {error}")
-        return Decision(default, "what was asked for cannot be used")
+        return Decision(default, "the requested value cannot be used")
 
 
 def _lengths(builder: PlanBuilder, option: str) -> Decision[Bounds]:
@@ -91,9 +88,9 @@ def _lengths(builder: PlanBuilder, option: str) -> Decision[Bounds]:
         bounds = buckets.TOKENS if rule is None else token_bounds(rule)
     except ConfigurationError as error:
         builder.refuse(option, f"{_flag(option)}: {error}")
-        return Decision((), "what was asked for cannot be used")
+        return Decision((), "the requested value cannot be used")
     if not builder.args.observe.collect_tokens_histogram:
-        return Decision((), "there is none without --collect-tokens-histogram")
+        return Decision((), "no histogram without --collect-tokens-histogram")
     return Decision(bounds, "the default" if rule is None else "as asked")
 
 
@@ -101,7 +98,7 @@ def _labels_header(builder: PlanBuilder) -> Decision[str]:
     name = builder.args.observe.tokenizer_metrics_custom_labels_header
     if not HEADER.fullmatch(name):
         option = "tokenizer_metrics_custom_labels_header"
-        builder.refuse(option, f"{_flag(option)} {name!r} is no name of a header.")
+        builder.refuse(option, f"{_flag(option)} {name!r} is not a valid header name.")
     return builder.follow("tokenizer_metrics_custom_labels_header", name.lower())
 
 
@@ -109,19 +106,14 @@ def _request_labels(builder: PlanBuilder) -> Decision[tuple[str, ...]]:
     option = "tokenizer_metrics_allowed_customer_labels"
     names = builder.args.observe.tokenizer_metrics_allowed_customer_labels or ()
     for name in names:
-        if (
-            not LABEL.fullmatch(name)
-            or name in TAKEN_LABELS
-            or name.startswith("__")
-            or names.count(name) > 1
-        ):
-            builder.refuse(option, f"{_flag(option)}: {name!r} cannot be a label, or is named twice.")
+        if not LABEL.fullmatch(name) or name in TAKEN_LABELS or name.startswith("__") or names.count(name) > 1:
+            builder.refuse(option, f"{_flag(option)}: {name!r} is not a valid label, or is listed twice.")
     return builder.follow(option, names)
 
 
 def _request_log_level(builder: PlanBuilder) -> Decision[int | None]:
     if not builder.args.observe.log_requests:
-        return Decision(None, "nothing without --log-requests")
+        return Decision(None, "--log-requests is not set")
     return builder.follow("log_requests_level")
 
 

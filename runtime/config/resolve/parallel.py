@@ -1,4 +1,4 @@
-"""The plan's section about several devices and processes."""
+"""The parallel section of the plan: devices, processes and machines."""
 
 from __future__ import annotations
 
@@ -8,31 +8,24 @@ from ops.machine import Machine
 from runtime.config.args import Args
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ParallelPlan
-from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 from runtime.errors import ConfigurationError
 
 JOIN_TIMEOUT_S = 600.0
 ACROSS_MACHINES = ("node_rank", "dist_init_addr", "nccl_port")
-ONE_MACHINE = "there is one machine, whose ranks meet in a file"
-TORCHRUN = "TORCHELASTIC_RUN_ID"  # set by torchrun in what it starts
+ONE_MACHINE = "on a single machine the ranks find each other through a file"
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # environment variable of processes that torchrun starts
 
 
 def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, device: str) -> ParallelPlan:
-    """Refuses ranks that the model's heads and layers, or this machine's devices, do not allow."""
+    """Plan ranks. Refuse sizes that do not fit the model's heads and layers or the machine's devices."""
     args = builder.args.parallel
     _check_heads(builder, facts)
     _check_stages(builder, facts)
     _check_devices(builder, machine, device)
     timeout = args.dist_timeout
-    return build(
+    return builder.build(
         ParallelPlan,
-        tp_size=builder.follow("tp_size"),
-        pp_size=builder.follow("pp_size"),
-        dp_size=builder.follow("dp_size"),
-        balance=builder.follow("load_balance_method"),
-        gpu_step=builder.follow("gpu_id_step"),
-        nnodes=builder.follow("nnodes"),
-        node_rank=builder.follow("node_rank"),
         master_address=_master_address(builder),
         store_port=builder.follow("nccl_port") if args.nnodes > 1 else Decision(None, ONE_MACHINE),
         join_timeout_s=Decision(JOIN_TIMEOUT_S, "long enough to read a large model")
@@ -44,59 +37,50 @@ def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, dev
 def _master_address(builder: PlanBuilder) -> Decision[tuple[str, int] | None]:
     args = builder.args.parallel
     if args.nnodes == 1:
-        # Scripts for any number of machines set these for one machine too; without --nnodes it was forgotten.
+        # With an explicit `--nnodes 1`, scripts may set the other options too. Without --nnodes, the user forgot it.
         idle = ("node_rank",) if "nnodes" in builder.args.explicitly_set else ACROSS_MACHINES
         for option in idle:
             if builder.args.changed(option):
                 flag, value = "--" + option.replace("_", "-"), builder.args.get(option)
-                builder.refuse(option, f"{flag} {value} is for several machines; set --nnodes too.")
+                builder.refuse(option, f"{flag} {value} needs several machines; set --nnodes too.")
         return Decision(None, ONE_MACHINE)
     if args.node_rank >= args.nnodes:
-        builder.refuse("node_rank", f"--node-rank {args.node_rank}: it must be below --nnodes {args.nnodes}.")
+        builder.refuse("node_rank", f"--node-rank {args.node_rank} must be below --nnodes {args.nnodes}.")
     if args.tp_size * args.pp_size % args.nnodes:
         builder.refuse(
             "nnodes",
             f"--nnodes {args.nnodes} must divide --tp-size {args.tp_size} x --pp-size {args.pp_size}.",
         )
     if args.dp_size > 1:
-        builder.refuse(
-            "dp_size", "--dp-size over several machines is not possible; start one server on each."
-        )
+        builder.refuse("dp_size", "--dp-size over several machines is not supported; start one server per machine.")
     host, colon, port = (args.dist_init_addr or "").rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
-        builder.refuse("dist_init_addr", "--nnodes needs --dist-init-addr HOST:PORT, of the first machine.")
-        return Decision(None, "what was asked for cannot be used")
+        builder.refuse("dist_init_addr", "--nnodes needs --dist-init-addr HOST:PORT, the address of the first machine.")
+        return Decision(None, "the requested value cannot be used")
     return Decision((host.strip("[]"), int(port)), "as asked")
 
 
 def _check_heads(builder: PlanBuilder, facts: ModelFacts) -> None:
     size = builder.args.parallel.tp_size
-    if not facts.path or size == 1:  # nothing is known of the model yet, or nothing is cut
+    if not facts.path or size == 1:  # the model is unknown, or nothing is divided
         return
     if facts.is_encoder:
-        builder.refuse("tp_size", f"--tp-size {size}: an encoder is computed on one device; use --dp-size.")
+        builder.refuse("tp_size", f"--tp-size {size}: encoders run on one device; use --dp-size.")
     elif facts.num_heads % size:
-        builder.refuse(
-            "tp_size", f"--tp-size {size}: the model's {facts.num_heads} query heads cannot be shared evenly."
-        )
+        builder.refuse("tp_size", f"--tp-size {size} does not divide the model's {facts.num_heads} query heads.")
     elif facts.num_kv_heads % size and size % facts.num_kv_heads:
         builder.refuse(
             "tp_size",
-            f"--tp-size {size}: the model's {facts.num_kv_heads} kv heads can be neither shared nor repeated "
-            "evenly.",
+            f"--tp-size {size}: the model's {facts.num_kv_heads} KV heads can be neither divided nor repeated evenly.",
         )
 
 
 def _check_stages(builder: PlanBuilder, facts: ModelFacts) -> None:
     args = builder.args.parallel
     if args.pp_size > 1 and facts.needs_whole_prompts:
-        builder.refuse(
-            "pp_size", f"--pp-size {args.pp_size}: vectors of this model are computed on one device."
-        )
+        builder.refuse("pp_size", f"--pp-size {args.pp_size}: this embedding model runs on one device.")
     elif facts.path and args.pp_size > facts.num_layers:
-        builder.refuse(
-            "pp_size", f"--pp-size {args.pp_size}: the model has only {facts.num_layers} layers to share."
-        )
+        builder.refuse("pp_size", f"--pp-size {args.pp_size}: the model has only {facts.num_layers} layers.")
     if args.max_micro_batch_size is not None and args.pp_size == 1:
         builder.refuse("max_micro_batch_size", "--max-micro-batch-size needs a pipeline; set --pp-size too.")
 
@@ -116,15 +100,15 @@ def _check_devices(builder: PlanBuilder, machine: Machine, device: str) -> None:
         builder.refuse(
             "tp_size",
             f"--tp-size {args.tp_size} x --pp-size {args.pp_size} x --dp-size {args.dp_size} needs {needed} "
-            f"GPUs from number {first} on; this machine has {len(machine.gpus)}.",
+            f"GPUs, starting at index {first}; this machine has {len(machine.gpus)}.",
         )
 
 
 def with_torchrun(args: Args, environment: Mapping[str, str]) -> Args:
-    """The arguments with --nnodes, --node-rank and --dist-init-addr as torchrun has them, unless they are set.
+    """Set --nnodes, --node-rank and --dist-init-addr from torchrun's environment, unless they are set.
 
-    torchrun itself listens at MASTER_PORT, so ours is the next one. Raises `ConfigurationError` when torchrun
-    started several processes on a machine: Penstock starts the ranks of a machine itself.
+    torchrun listens on MASTER_PORT, so Penstock uses the next port. Raises `ConfigurationError` if torchrun started
+    several processes on a machine, because Penstock starts the ranks of a machine itself.
     """
     if TORCHRUN not in environment:
         return args

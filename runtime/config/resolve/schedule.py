@@ -1,81 +1,127 @@
-"""The scheduler's section of the plan."""
+"""The scheduler section of the plan."""
 
 from __future__ import annotations
 
+from ops.backends import ATTENTION
 from ops.machine import GIB, Gpu
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import CachePlan, SchedulerPlan
-from runtime.config.resolve.plan_builder import Decision, PlanBuilder, build
+from runtime.config.plan import CachePlan, KernelPlan, SchedulerPlan
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
-OPEN_ENDED_TOKENS = 256  # a usual answer of a chat
-MAX_FORCED = 32  # tokens that are found at a time: others wait for their masks meanwhile
-QUEUE_FACTOR = 2  # sequences that may wait for each that may run
+OPEN_ENDED_TOKENS = 256  # length of a typical chat answer
+MAX_FORCED = 32  # maximum forced tokens searched for at once, because other rows wait for their masks
+MAX_DRAFTS = 8
+STEP_DRAFTS = 256  # maximum drafts per step, because rows without drafts wait for the step
+QUEUE_FACTOR = 2  # waiting sequences per running one
 QUEUED_TOKENS = 2**23
-MIN_QUEUE = 2048  # or so many, if that is more: clients that send all of a benchmark at once
-ENCODER_TOKENS = 2048  # on a CPU: what passes between layers stays in its cache
-DECAY_STEPS = 600  # over which the share reserved for output falls to its minimum
+MIN_QUEUE = 2048  # minimum queue length, for benchmarks that send all requests at once
+ENCODER_TOKENS = 2048  # tokens per step of an encoder on a CPU, so that activations stay in the CPU cache
+DECAY_STEPS = 600  # steps in which the reserved share of output falls to its minimum
 
 
 def schedule_plan(
-    builder: PlanBuilder, gpu: Gpu | None, cache: CachePlan, facts: ModelFacts
+    builder: PlanBuilder, gpu: Gpu | None, cache: CachePlan, facts: ModelFacts, kernels: KernelPlan
 ) -> SchedulerPlan:
-    """`gpu` is that of the plan, None on a CPU."""
+    """Plan the scheduler. `gpu` is None on a CPU."""
     conservativeness = builder.args.schedule.schedule_conservativeness
-    # Shares of the remaining output that admission reserves.
+    # Initial and minimum share of the remaining output for which admission reserves pages.
     ratio = min(0.7 * conservativeness, 1.0)
     ratio_min = 0.14 * ratio
     running = _max_running(builder, gpu)
-    return build(
+    return builder.build(
         SchedulerPlan,
         max_running=running,
         max_queued=_max_queued(builder, running.value),
-        max_queued_tokens=_max_queued_tokens(builder),
-        max_queue_time_s=builder.follow("max_queue_time"),
+        max_queued_tokens=builder.follow_or("max_queued_tokens", QUEUED_TOKENS, "a few hundred megabytes of prompts"),
         chunk_tokens=_chunk_tokens(builder, gpu, cache.page_size, facts),
         max_prefill_tokens=_max_prefill_tokens(builder, gpu, facts),
         policy=_policy(builder, cache),
-        mixed=builder.follow("enable_mixed_chunk"),
         overlap=_overlap(builder),
-        new_token_ratio=Decision(ratio, f"0.7 x the conservativeness of {conservativeness:g}, up to 1"),
-        min_new_token_ratio=Decision(ratio_min, "0.14 x the first value"),
+        new_token_ratio=Decision(ratio, f"0.7 x --schedule-conservativeness {conservativeness:g}, at most 1"),
+        min_new_token_ratio=Decision(ratio_min, "0.14 x the initial value"),
         new_token_ratio_decay=Decision(
-            (ratio - ratio_min) / DECAY_STEPS, f"from the first value to the smallest in {DECAY_STEPS} steps"
+            (ratio - ratio_min) / DECAY_STEPS, f"from the initial to the minimum value in {DECAY_STEPS} steps"
         ),
         open_ended_tokens=Decision(
             int(OPEN_ENDED_TOKENS * conservativeness),
-            f"{OPEN_ENDED_TOKENS} x the conservativeness of {conservativeness:g}, until such outputs have ended",
+            f"{OPEN_ENDED_TOKENS} x --schedule-conservativeness {conservativeness:g}, until real outputs are known",
         ),
-        stream_interval=builder.follow("stream_interval"),
-        log_interval_steps=builder.follow("decode_log_interval"),
-        watchdog_timeout_s=builder.follow("watchdog_timeout"),
-        crash_folder=builder.follow("crash_dump_folder"),
-        micro_batches=Decision(builder.args.parallel.pp_size, "one for each stage of the pipeline"),
-        max_micro_batch=builder.follow("max_micro_batch_size"),
+        micro_batches=Decision(builder.args.parallel.pp_size, "one per pipeline stage"),
         priorities=_priorities(builder),
-        low_priority_first=builder.follow("schedule_low_priority_values_first"),
-        preemption_threshold=builder.follow("priority_scheduling_preemption_threshold"),
         max_new_sequences=_max_new(builder),
-        receive_interval=builder.follow("scheduler_recv_interval"),
-        max_forced=builder.follow(
-            "disable_jump_forward", 0 if builder.args.text.disable_jump_forward else MAX_FORCED
-        ),
+        max_forced=builder.follow("disable_jump_forward", 0 if builder.args.text.disable_jump_forward else MAX_FORCED),
         forced_share=_forced_share(builder, gpu),
+        max_drafts=_max_drafts(builder, facts),
+        max_step_drafts=Decision(STEP_DRAFTS, "rows without drafts must not wait long for rows with drafts"),
+        overlap_drafts=_overlap_drafts(builder, gpu, kernels),
+        draft_windows=_draft_windows(builder),
+        adapter_slots=Decision(builder.args.lora.max_loras_per_batch, "the slots of --max-loras-per-batch"),
+        adapters_fifo=Decision(builder.args.lora.lora_eviction_policy == "fifo", "by --lora-eviction-policy"),
     )
+
+
+def _max_drafts(builder: PlanBuilder, facts: ModelFacts) -> Decision[int]:
+    args = builder.args.speculative
+    algorithm, asked = args.speculative_algorithm, args.speculative_num_draft_tokens
+    if algorithm is None:
+        if asked is not None:
+            builder.refuse(
+                "speculative_num_draft_tokens",
+                "--speculative-num-draft-tokens needs --speculative-algorithm NGRAM.",
+            )
+        return Decision(0, "no --speculative-algorithm is set")
+    why = None
+    if facts.is_encoder:
+        why = f"{facts.architecture} generates no tokens"
+    elif builder.args.parallel.pp_size > 1:
+        why = "pipeline parallelism (--pp-size) does not support drafts yet"
+    if why is not None:
+        builder.refuse("speculative_algorithm", f"--speculative-algorithm {algorithm}: {why}; leave it out.")
+        return Decision(0, why)
+    return builder.follow_or("speculative_num_draft_tokens", MAX_DRAFTS, "the default for prompt lookup")
+
+
+def _overlap_drafts(builder: PlanBuilder, gpu: Gpu | None, kernels: KernelPlan) -> Decision[bool]:
+    attention = kernels.decode_attention_backend
+    if builder.args.speculative.speculative_algorithm is None:
+        return Decision(False, "no --speculative-algorithm is set")
+    if not _overlap(builder).value:
+        return Decision(False, "steps do not overlap")
+    if gpu is None:
+        return Decision(True, "on a CPU, row positions are known when a step begins")
+    if ATTENTION[attention].exact_starts:
+        return Decision(False, f"{attention} needs the exact lengths of rows on the host")
+    if kernels.logits_folder is not None:
+        return Decision(False, "dumped logits need exact positions")
+    return Decision(True, f"{attention} reads the lengths of rows on the device")
+
+
+def _draft_windows(builder: PlanBuilder) -> Decision[tuple[int, int]]:
+    args = builder.args.speculative
+    low, high = args.speculative_ngram_min_match_window_size, args.speculative_ngram_max_match_window_size
+    for option in ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size"):
+        if builder.args.changed(option) and args.speculative_algorithm is None:
+            flag = "--" + option.replace("_", "-")
+            builder.refuse(option, f"{flag} needs --speculative-algorithm NGRAM.")
+    if low > high:
+        builder.refuse(
+            "speculative_ngram_min_match_window_size",
+            f"--speculative-ngram-min-match-window-size {low} exceeds the largest window of {high}.",
+        )
+    return Decision((low, high), "the shortest and the longest n-gram that is looked up")
 
 
 def _forced_share(builder: PlanBuilder, gpu: Gpu | None) -> Decision[float]:
     if gpu is not None:
-        return Decision(1.0, "a step with such a row is not captured: it must save a whole one")
+        return Decision(1.0, "a step with forced tokens cannot replay a CUDA graph, so it must save a whole step")
     if not builder.args.schedule.enable_mixed_chunk:
-        return Decision(1.0, "such a row takes a step of its own")
-    return Decision(0.0, "a row of several tokens takes little more than one of a single token")
+        return Decision(1.0, "a row with forced tokens needs a separate step")
+    return Decision(0.0, "a row with several tokens takes little longer than a row with one token")
 
 
 def _overlap(builder: PlanBuilder) -> Decision[bool]:
     if builder.args.parallel.pp_size > 1:
-        return Decision(
-            False, "stages overlap with each other instead; their batches need tokens that are known"
-        )
+        return Decision(False, "pipeline stages overlap with each other instead")
     return builder.follow("disable_overlap_schedule", not builder.args.schedule.disable_overlap_schedule)
 
 
@@ -95,43 +141,28 @@ def _max_new(builder: PlanBuilder) -> Decision[int | None]:
 
 
 def _max_running(builder: PlanBuilder, gpu: Gpu | None) -> Decision[int]:
-    asked = builder.args.schedule.max_running_requests
-    if asked is not None:
-        return Decision(asked, "as asked")
-    if gpu is None:
-        return Decision(256, "enough for a CPU; the KV cache may allow fewer")
-    return Decision(2048, "enough for a GPU; the KV cache may allow fewer")
+    size, device = (256, "CPU") if gpu is None else (2048, "GPU")
+    reason = f"enough for a {device}; the KV cache may allow fewer"
+    return builder.follow_or("max_running_requests", size, reason)
 
 
 def _max_queued(builder: PlanBuilder, running: int) -> Decision[int]:
-    asked = builder.args.schedule.max_queued_requests
-    if asked is not None:
-        return Decision(asked, "as asked")
-    reason = f"{QUEUE_FACTOR} x the sequences that may run, and no fewer than {MIN_QUEUE}"
-    return Decision(max(QUEUE_FACTOR * running, MIN_QUEUE), reason)
+    reason = f"{QUEUE_FACTOR} x the maximum of running sequences, at least {MIN_QUEUE}"
+    return builder.follow_or("max_queued_requests", max(QUEUE_FACTOR * running, MIN_QUEUE), reason)
 
 
-def _max_queued_tokens(builder: PlanBuilder) -> Decision[int]:
-    asked = builder.args.schedule.max_queued_tokens
-    if asked is not None:
-        return Decision(asked, "as asked")
-    return Decision(QUEUED_TOKENS, "some hundred megabytes of prompts")
-
-
-def _chunk_tokens(
-    builder: PlanBuilder, gpu: Gpu | None, page_size: int, facts: ModelFacts
-) -> Decision[int | None]:
+def _chunk_tokens(builder: PlanBuilder, gpu: Gpu | None, page_size: int, facts: ModelFacts) -> Decision[int | None]:
     asked = builder.args.schedule.chunked_prefill_size
     if facts.needs_whole_prompts:
         if asked is not None and asked > 0:
             builder.refuse(
                 "chunked_prefill_size",
-                f"--chunked-prefill-size {asked}: {facts.architecture} computes texts whole; leave it out, and limit "
-                "a step with --max-prefill-tokens.",
+                f"--chunked-prefill-size {asked}: {facts.architecture} needs each text in one step; leave it out, and "
+                "limit steps with --max-prefill-tokens.",
             )
-        return Decision(None, "vectors of this model are made of all tokens, computed in one step")
+        return Decision(None, "embeddings of this model need the whole text in one step")
     if asked is not None and asked <= 0:
-        return Decision(None, "as asked: prompts are never cut")
+        return Decision(None, "as asked: no chunks")
     if asked is not None:
         whole = -(-asked // page_size) * page_size
         if whole != asked:
@@ -142,7 +173,7 @@ def _chunk_tokens(
     else:
         gibibytes = gpu.memory_bytes / GIB
         size = 2048 if gibibytes < 35 else 8192 if gibibytes < 160 else 16384
-        reason = f"by the GPU's {gibibytes:.0f} GiB of memory"
+        reason = f"for a GPU with {gibibytes:.0f} GiB of memory"
     whole = max(page_size, size // page_size * page_size)
     return Decision(whole, reason if whole == size else f"{reason}, in whole pages")
 
@@ -152,13 +183,11 @@ def _max_prefill_tokens(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts
     if gpu is not None or not facts.is_encoder or asked:
         return builder.follow("max_prefill_tokens")
     size = max(ENCODER_TOKENS, facts.context_length)
-    return Decision(
-        size, "what passes between an encoder's layers stays in a CPU's cache, and every text fits"
-    )
+    return Decision(size, "activations stay in the CPU cache, and the longest text fits")
 
 
 def _policy(builder: PlanBuilder, cache: CachePlan) -> Decision[str]:
     by_prefix = builder.args.schedule.schedule_policy in ("lpm", "dfs-weight")
     if by_prefix and not cache.prefix_cache:
-        return Decision("fcfs", "without the prefix cache no prompt has a cached prefix")
+        return Decision("fcfs", "prefix caching is off, so prompts have no cached prefixes")
     return builder.follow("schedule_policy")

@@ -1,6 +1,6 @@
 """Quantisation methods of linear layers.
 
-A method is a class in `METHODS` of a file here, and an entry in `runtime/config/quantization.py`.
+A method is a class in `METHODS` of a file in this package, and an entry in `runtime/config/quantization.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["LinearLayout", "QuantizationMethod", "Unquantized", "quantization_me
 
 
 def quantization_method(name: str | None) -> QuantizationMethod:
-    """The method with this name; None is no quantisation. Raises KeyError for a name that does not exist."""
+    """Return the method with this name; None means no quantisation. Raises KeyError for an unknown name."""
     if name is None:
         return Unquantized()
     if name in TORCHAO:

@@ -1,4 +1,4 @@
-"""Weights that a checkpoint holds in few bits, kept so: no entry of METHODS, for the checkpoint alone decides it."""
+"""Weights that stay in the checkpoint's quantisation groups. The checkpoint selects this method, not an option."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from runtime.layers.quantization.method import LinearLayout, QuantizationMethod,
 from runtime.layers.sharding import ShardRange
 from runtime.layers.weight import Shard, frozen, parameter
 
-SCALE_BITS = 16  # of a scale or shift, once packed
+SCALE_BITS = 16  # bits of a packed scale or shift
 
 
 class KeptGroups(Unquantized):
-    """Layers all of whose weights are in `forms` stay in their bits, in a form common to them; others are dequantised.
+    """Keeps a layer's weights in low bits if `forms` lists all of them with a common form.
 
-    A rank's columns must be whole groups. Products are in `dtype`. With `in_cpp` mixtures and vocabularies stay so too.
-    What is dequantised is left to the method `rest`. With `rounded_rows` activations are rounded to 8 bits. `kept` says
-    which weights the layers that there are want, in which form.
+    Other layers are dequantised and left to the method `rest`, and so are layers whose groups a rank would have to
+    divide. Products are computed in `dtype`. With `in_cpp` (the C++ kernels) mixtures and vocabularies are kept too.
+    With `rounded_rows` activations are rounded to 8 bits. `kept` maps the names of kept weights to their forms.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class KeptGroups(Unquantized):
         self._in_cpp = in_cpp
 
     def allocate(self, layer: nn.Module, layout: LinearLayout) -> None:
-        form, held = self._form(layout), _held(layer)
-        held.form = form
+        form = self._form(layout)
+        _untyped(layer).form = form
         for name in ("weight", "codes", "scales", "shifts"):
             setattr(layer, name, None)
         for each in layout.sub_layers:
@@ -60,8 +60,8 @@ class KeptGroups(Unquantized):
         return None
 
     def shards(self, layer: nn.Module, layout: LinearLayout) -> Iterator[Shard]:
-        held: Any = layer
-        form = held.form
+        untyped: Any = layer
+        form = untyped.form
         if form is None:
             yield from super().shards(layer, layout)
             return
@@ -69,21 +69,21 @@ class KeptGroups(Unquantized):
         groups = ShardRange(*(each // form.group for each in columns))
         for each, rows in zip(layout.sub_layers, layout.rows, strict=True):
             axes = (each.axis, layout.in_axis)
-            for part, filled, taken in (
-                ("codes", held.codes, columns),
-                ("scales", held.scales, groups),
-                ("shifts", held.shifts, groups),
+            for part, target, inner in (
+                ("codes", untyped.codes, columns),
+                ("scales", untyped.scales, groups),
+                ("shifts", untyped.shifts, groups),
             ):
                 if part != "shifts" or form.shifted:
-                    ranges = (each.in_tensor(rows), taken)
-                    yield Shard(f"{each.name}.weight.{part}", filled, row, rows.size, axes, ranges)
+                    ranges = (each.in_tensor(rows), inner)
+                    yield Shard(f"{each.name}.weight.{part}", target, row, rows.size, axes, ranges)
             row += rows.size
 
     def prepare(self, layer: nn.Module, kernels: Kernels) -> None:
-        held: Any = layer
-        if held.codes is None:
+        untyped: Any = layer
+        if untyped.codes is None:
             return super().prepare(layer, kernels)
-        held.weight = frozen(kernels.prepare_grouped(self.take(layer), self._dtype))
+        untyped.weight = frozen(kernels.prepare_grouped(self.take(layer), self._dtype))
         return None
 
     def prepare_weight(self, weight: Tensor, kernels: Kernels) -> Tensor:
@@ -96,20 +96,19 @@ class KeptGroups(Unquantized):
         return self._in_cpp and self._form(layout) is not None
 
     def take(self, layer: nn.Module) -> GroupedWeight:
-        held: Any = layer
-        form = held.form
-        alone = not getattr(layer, "by_itself", False)  # else there may be some in the rows beside it
-        shifted = form.shifted and not (alone and not bool(held.shifts.any()))
-        shifts = held.shifts.detach() if shifted else None
-        codes, scales = held.codes.detach(), held.scales.detach()
-        held.codes = held.scales = held.shifts = None
+        untyped: Any = layer
+        form = untyped.form
+        complete = not getattr(layer, "by_itself", False)  # a block cannot drop zero shifts: other blocks may need them
+        shifted = form.shifted and not (complete and not bool(untyped.shifts.any()))
+        shifts = untyped.shifts.detach() if shifted else None
+        codes, scales = untyped.codes.detach(), untyped.scales.detach()
+        untyped.codes = untyped.scales = untyped.shifts = None
         return GroupedWeight(codes, scales, shifts, form.table, self._rounded_rows, form.bits)
 
     def _form(self, layout: LinearLayout) -> GroupForm | None:
-        """In which all sub-layers can be held; None where there is none, or the layer cannot be kept."""
+        """Return the sub-layers' common form, or None if they have no common form or the layer cannot be kept."""
         forms = [
-            self._forms.get(f"{each.name}.weight") if each.tensor_rows is None else None
-            for each in layout.sub_layers
+            self._forms.get(f"{each.name}.weight") if each.tensor_rows is None else None for each in layout.sub_layers
         ]
         known = [form for form in forms if form is not None]
         form, columns = common_form(known) if len(known) == len(forms) else None, layout.columns
@@ -118,6 +117,6 @@ class KeptGroups(Unquantized):
         return form if self._in_cpp or form.bits == 4 else None
 
 
-def _held(layer: nn.Module) -> Any:
-    """The layer, whose attributes are not all modules and tensors."""
+def _untyped(layer: nn.Module) -> Any:
+    """Return the layer as Any, because nn.Module's type allows only modules and tensors as attributes."""
     return layer

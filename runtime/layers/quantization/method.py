@@ -1,4 +1,4 @@
-"""What a quantisation method says of a linear layer, and how weights are treated that are not quantised."""
+"""Interface of quantisation methods, and the method for unquantised weights."""
 
 from __future__ import annotations
 
@@ -15,66 +15,65 @@ from runtime.layers.weight import Shard, SubLayer, frozen, parameter
 
 
 class LinearLayout(NamedTuple):
-    """Which part of a linear layer a rank holds: some rows of each sub-layer, one after the other, some columns."""
+    """The part of a linear layer that a rank holds: a range of rows of each sub-layer, and one range of columns."""
 
     sub_layers: tuple[SubLayer, ...]
-    rows: tuple[ShardRange, ...]  # of each sub-layer
+    rows: tuple[ShardRange, ...]  # one range per sub-layer
     columns: ShardRange
-    in_axis: str | None  # the logical axis of the columns
+    in_axis: str | None  # logical axis of the columns; None: never split
 
     @property
     def out_size(self) -> int:
-        """O, of all sub-layers together on this rank."""
+        """O, the number of rows of all sub-layers on this rank."""
         return sum(rows.size for rows in self.rows)
 
     @property
     def in_size(self) -> int:
-        """I, on this rank."""
+        """I, the number of columns on this rank."""
         return self.columns.size
 
 
 class QuantizationMethod(Protocol):
-    """How the weight of a linear layer is read from a checkpoint, prepared and multiplied.
+    """Reads, prepares and multiplies the weights of linear layers.
 
-    The parameters are attributes of the `layer`, which has nothing of its own but a bias. One object serves all layers
-    of a model.
+    The method stores its parameters as attributes of the `layer`. One object serves all layers of a model.
     """
 
     def allocate(self, layer: nn.Module, layout: LinearLayout) -> None:
-        """Give the layer its parameters, made with `parameter`; again when it is cut or gets new weights."""
+        """Create the layer's parameters with `parameter`. Called again after a split and before new weights."""
         ...
 
     def shards(self, layer: nn.Module, layout: LinearLayout) -> Iterator[Shard]:
-        """Which tensors of the checkpoint fill those parameters; once prepared, only their names and shapes count."""
+        """Yield the shards that fill the parameters. After `prepare` only their names and shapes are valid."""
         ...
 
     def prepare(self, layer: nn.Module, kernels: Kernels) -> None:
-        """Replace the filled parameters by what `multiply` takes."""
+        """Replace the filled parameters by a weight in the layout that `multiply` needs."""
         ...
 
     def multiply(self, layer: nn.Module, x: Tensor, bias: Tensor | None, kernels: Kernels) -> Tensor:
-        """x [T, I] -> x @ weight.T + bias, [T, O]."""
+        """Return x @ weight.T + bias, [T, I] -> [T, O]."""
         ...
 
     def prepare_weight(self, weight: Tensor, kernels: Kernels) -> Tensor:
-        """A plain weight [O, I] as `Kernels.linear` and `Kernels.logits` take it: that of an LM head, for one."""
+        """Prepare an unquantised weight [O, I], such as an LM head's, for `Kernels.linear` and `Kernels.logits`."""
         ...
 
     def prepare_experts(self, mixture: Mixture, kernels: Kernels) -> Mixture:
-        """The plain weights of a mixture's experts as `Kernels.mix` takes them."""
+        """Prepare the unquantised weights of a mixture's experts for `Kernels.mix`."""
         ...
 
     def keeps(self, layout: LinearLayout) -> bool:
-        """Whether experts of this layout stay in the groups that the checkpoint has them in; then `take` gives them."""
+        """Whether a weight of this layout stays in the checkpoint's groups. If not, `take` must not be called."""
         ...
 
     def take(self, layer: nn.Module) -> GroupedWeight:
-        """What `allocate` made and the checkpoint has filled; the layer is left without it."""
+        """Return the layer's grouped weight after the checkpoint has filled it, and remove it from the layer."""
         ...
 
 
 class Unquantized:
-    """Weights in the model's dtype, in the layout that products want."""
+    """Weights in the model's dtype, in the layout of the matmul kernels."""
 
     def allocate(self, layer: nn.Module, layout: LinearLayout) -> None:
         layer.weight = parameter(layout.out_size, layout.in_size)  # [O, I]
@@ -104,11 +103,11 @@ class Unquantized:
         return False
 
     def take(self, layer: nn.Module) -> GroupedWeight:
-        raise RuntimeError("Nothing is kept in groups.")
+        raise RuntimeError("An unquantised layer has no weight in groups.")
 
 
 def _weight(layer: nn.Module) -> Tensor:
     weight = layer.weight
     if not isinstance(weight, Tensor):
-        raise TypeError(f"The weight of a {type(layer).__name__} is no tensor.")
+        raise TypeError(f"The weight of a {type(layer).__name__} is not a tensor.")
     return weight

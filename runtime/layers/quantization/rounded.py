@@ -1,4 +1,4 @@
-"""Weights of 8 or 4 bits, rounded while they are loaded: the checkpoint is an ordinary one."""
+"""Methods that round an unquantised checkpoint to 8 or 4 bits while it is loaded."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ GROUP = 32
 
 
 class W8A8Int8(Unquantized):
-    """Each output's weights are rounded with a scale of their own, the head's too.
+    """Rounds weights to 8 bits with one scale per output, LM head included.
 
-    Kernels that multiply in 8 bits round each token's activations as well.
+    Kernels that multiply in 8 bits also round each token's activations.
     """
 
     def prepare_weight(self, weight: Tensor, kernels: Kernels) -> Tensor:
@@ -26,9 +26,9 @@ class W8A8Int8(Unquantized):
 
 
 class W4A16(Unquantized):
-    """Groups of 32 inputs of a row are rounded with a scale of their own, the head's and experts' too.
+    """Rounds weights to 4 bits with one scale per group of 32 inputs, LM head and experts included.
 
-    Rows that groups do not fill stay unquantised, and activations as they are.
+    Weights whose rows are not a multiple of 32 stay unquantised. Activations are not rounded.
     """
 
     rounded_rows = False
@@ -45,17 +45,13 @@ class W4A16(Unquantized):
             return kernels.prepare_experts(mixture)
         dtype = gate_up.dtype
         gate_up, down = (
-            round_experts(weight, GROUP)._replace(rounded_rows=self.rounded_rows)
-            for weight in (gate_up, down)
+            round_experts(weight, GROUP)._replace(rounded_rows=self.rounded_rows) for weight in (gate_up, down)
         )
         return kernels.prepare_grouped_experts(GroupedMixture(gate_up, down, *biases), dtype)
 
 
 class W4A8(W4A16):
-    """As `W4A16`; where the kernels in C++ run, each token's activations are rounded before a product.
-
-    They have 8 bits and a scale for each token.
-    """
+    """Rounds weights like `W4A16`. The C++ kernels also round activations to 8 bits with one scale per token."""
 
     rounded_rows = True
 

@@ -1,11 +1,11 @@
-"""What `--torchao-config` asks for: weights of linear layers rounded as torchao rounds them, without that library.
+"""`--torchao-config`: round the weights of linear layers as torchao does, without that library.
 
-    int8wo    8 bits, a scale for each output (Int8WeightOnlyConfig)
-    int4wo-G  4 bits, groups of G inputs with a scale and a zero (Int4WeightOnlyConfig, tinygemm's numbers)
-    fp8wo     e4m3, a scale for each output (Float8WeightOnlyConfig)
+    int8wo    8 bits, one scale per output (Int8WeightOnlyConfig)
+    int4wo-G  4 bits, a scale and a zero per group of G inputs (Int4WeightOnlyConfig, tinygemm's numbers)
+    fp8wo     e4m3, one scale per output (Float8WeightOnlyConfig)
 
-Heads, routers and experts stay as they are, as they do there. Those of 4 bits stay so in memory where the kernels in
-C++ run; the others are dequantised: the same numbers, without the gain.
+LM heads, routers and experts stay unquantised, as in torchao. Weights of 4 bits stay packed in memory with the C++
+kernels; other weights are dequantised, with equal results but without the saving.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ E4M3_MOST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def int8(weight: Tensor) -> Tensor:
-    """A weight [O, I] rounded to 8 bits and dequantised, float32."""
+    """Round a weight [O, I] to 8 bits and dequantise it to float32."""
     wide = weight.float()
     scale = (wide.abs().amax(1, keepdim=True) / 127.5).clamp_min(torch.finfo(torch.float32).eps)
     return (wide * (1 / scale)).round().clamp(
         -128, 127
-    ) * scale  # a division would round half a step the other way
+    ) * scale  # multiplies by 1 / scale, because division rounds some halves differently
 
 
 def float8(weight: Tensor) -> Tensor:
-    """A weight [O, I] rounded to e4m3 and dequantised, float32."""
+    """Round a weight [O, I] to e4m3 and dequantise it to float32."""
     wide = weight.float()
     scale = (wide.abs().amax(1, keepdim=True) / E4M3_MOST).clamp_min(torch.finfo(torch.float32).tiny)
     return (wide / scale).clamp(-E4M3_MOST, E4M3_MOST).to(torch.float8_e4m3fn).float() * scale
 
 
 def int4(weight: Tensor, group: int) -> GroupedWeight:
-    """A weight [O, I] in whole numbers from the least to the greatest of each group."""
+    """Quantise a weight [O, I] to 4-bit codes between the minimum and the maximum of each group."""
     wide = weight.float().unflatten(1, (-1, group))
     least, most = wide.amin(-1), wide.amax(-1)
     scales = ((most - least) / 15).clamp_min(1e-6)
@@ -47,7 +47,7 @@ def int4(weight: Tensor, group: int) -> GroupedWeight:
 
 
 class TorchaoWeights(Unquantized):
-    """Weights of linear layers rounded as `config` says."""
+    """Rounds the weights of linear layers as `config` says."""
 
     def __init__(self, config: str) -> None:
         self._kind, _, group = config.partition("-")
@@ -59,8 +59,8 @@ class TorchaoWeights(Unquantized):
 
     def _rounded(self, weight: Tensor, kernels: Kernels) -> Tensor:
         if self._kind != "int4wo":
-            made = int8(weight) if self._kind == "int8wo" else float8(weight)
-            return kernels.prepare(made.to(weight.dtype))
-        if weight.shape[1] % self._group:  # left alone there too
+            rounded = int8(weight) if self._kind == "int8wo" else float8(weight)
+            return kernels.prepare(rounded.to(weight.dtype))
+        if weight.shape[1] % self._group:  # torchao leaves such weights unquantised too
             return kernels.prepare(weight)
         return kernels.prepare_grouped(int4(weight, self._group), weight.dtype)

@@ -1,8 +1,8 @@
-"""Models that attend, recur or convolve by code of their own: transformers keeps what it needs of each sequence.
+"""Models of transformers that compute attention, recurrence or convolution in their own code.
 
-A state of a sequence is then a whole cache of transformers'. It is handed on and kept behind pages as those of
-recurrent layers are (`runtime.kv_cache.states`): a step copies the one it goes on from, so that none is changed which
-others read.
+Each sequence has its own transformers cache. The engine treats this cache like the state of a recurrent layer
+(`runtime.kv_cache.states`): it is stored in a slot, and several sequences may continue from it. Therefore each step
+copies the cache and does not change the original.
 """
 
 from __future__ import annotations
@@ -21,131 +21,131 @@ from runtime.layers.recurrent import KIND
 from runtime.models.by_transformers.attention import body
 from runtime.models.by_transformers.model import TransformersDecoder
 
-PAST = ("past_key_values", "cache_params", "state", "mems")  # how models call what they go on from
-MEASURED = (1, 9)  # tokens of two texts whose caches tell what one takes
-LINES_AT_LEAST = 3
+PAST = ("past_key_values", "cache_params", "state", "mems")  # names of the cache argument in transformers' models
+MEASURED = (1, 9)  # lengths in tokens of the two texts from which `measure` extrapolates the cache size
+MIN_SLOTS = 3
 ZEROS = 0
-GROWING = (DynamicLayer.update, DynamicSlidingWindowLayer.update)  # concatenate
+GROWING = (DynamicLayer.update, DynamicSlidingWindowLayer.update)  # methods that concatenate into new tensors
 
 
 @dataclass(frozen=True, slots=True)
-class HeldSpec:
-    """The cache of one sequence: its bytes at the longest, and the length of that."""
+class SequenceCacheSpec:
+    """Maximum size of a sequence's cache, and the number of page-pool tokens that a slot costs."""
 
     num_bytes: int
-    tokens_a_line: int
-    first_lines: int = LINES_AT_LEAST
+    tokens_per_slot: int
+    min_slots: int = MIN_SLOTS
     kind: ClassVar[str] = KIND
 
-    def local(self, tp_rank: int, tp_size: int) -> HeldSpec:
-        """The whole: such a model is not cut over ranks."""
+    def local(self, tp_rank: int, tp_size: int) -> SequenceCacheSpec:
+        """Return self: such a model does not support tensor parallelism."""
         return self
 
-    def make(self, num_lines: int, device: torch.device) -> HeldCaches:
-        return HeldCaches([None] * num_lines)
+    def make(self, num_slots: int, device: torch.device) -> SequenceCaches:
+        return SequenceCaches([None] * num_slots)
 
 
-class HeldCaches(NamedTuple):
-    """The caches of all sequences by the number of their line; None: of no tokens."""
+class SequenceCaches(NamedTuple):
+    """The caches of all sequences, by state slot. None: no tokens yet."""
 
-    lines: list[Any]
+    slots: list[Any]
 
     @property
     def nbytes(self) -> int:
-        return sum(_bytes(line) for line in self.lines)
+        return sum(_bytes(cache) for cache in self.slots)
 
 
-class Way(NamedTuple):
-    """How a model wants to be called to go on from a cache."""
+class CallStyle(NamedTuple):
+    """How to call a model so that it continues a cache."""
 
-    mask: bool  # with a mask of all tokens, none of which is hidden
-    positions: bool  # with the positions of the new ones
-    single: bool  # one token at a time, once there is a cache
-    # Without any cache: of a sequence its tokens are kept, and all computed again in every step.
+    mask: bool  # pass an attention mask of ones for all tokens
+    positions: bool  # pass the positions of the new tokens
+    single: bool  # pass one token per call after the first call
+    # No cache: keep the token ids of a sequence and recompute all of them in every step.
     whole: bool = False
 
 
-WAYS = [
+CALL_STYLES = [
     *(
-        Way(mask, positions, single)
+        CallStyle(mask, positions, single)
         for single in (False, True)
         for mask in (True, False)
         for positions in (True, False)
     ),
-    Way(mask=False, positions=False, single=False, whole=True),
+    CallStyle(mask=False, positions=False, single=False, whole=True),
 ]
 
 
-class HoldingDecoder(TransformersDecoder):
-    """Computes row after row, each with a cache of transformers'."""
+class SequenceCacheDecoder(TransformersDecoder):
+    """Computes rows one by one, each with its own transformers cache."""
 
     def __init__(self, model: Any) -> None:
         nn.Module.__init__(self)
-        self._hold(model)
-        self.way = WAYS[0]  # the trial before serving looks for the right one
+        self._set_model(model)
+        self.style = CALL_STYLES[0]  # runtime/worker/transformers_check.py selects the final style
         takes = inspect.signature(body(model).forward).parameters
         self._takes = set(takes)
-        if any(each.kind is each.VAR_KEYWORD for each in takes.values()):  # handed on, to a decoder
+        if any(
+            each.kind is each.VAR_KEYWORD for each in takes.values()
+        ):  # keyword arguments are passed on to an inner decoder
             self._takes |= {"attention_mask", PAST[0]}
         past = [name for name in PAST if name in takes]
         self._past = past[0] if past else PAST[0]
-        self.cache_specs = {0: HeldSpec(0, 1)}
+        self.cache_specs = {0: SequenceCacheSpec(0, 1)}
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states [T, E] of the batch's tokens. Writes a cache for every row."""
+        """Return hidden states [T, E] of the batch's tokens, and store a cache for every row."""
         if not batch.is_plain:
-            raise RuntimeError("A model that transformers computes takes ids at positions of one axis.")
-        lines: list[Any] = batch.cache[0].lines  # pyright: ignore[reportAttributeAccessIssue]
+            raise RuntimeError("A model run by transformers accepts only token ids and one-axis positions.")
+        slots: list[Any] = batch.cache[0].slots  # pyright: ignore[reportAttributeAccessIssue]
         hidden = []
         for read, written, first, count in batch.kinds[KIND].arrays["spans"].tolist():
-            past = None if read == ZEROS else _copy(lines[read])
+            past = None if read == ZEROS else _copy(slots[read])
             start = int(batch.positions[first])
-            got, lines[written] = self._row(batch.token_ids[first : first + count], start, past)
-            hidden.append(got)
+            states, slots[written] = self._row(batch.token_ids[first : first + count], start, past)
+            hidden.append(states)
         return torch.cat(hidden)
 
-    def by_itself(self, token_ids: Tensor) -> Tensor:
-        """float32 logits [T, V] of one text, in one pass."""
+    def reference_logits(self, token_ids: Tensor) -> Tensor:
+        """Return float32 logits [T, V] of one text, computed in one pass."""
         return self.model(input_ids=token_ids[None], use_cache=False).logits[0].float()
 
     def _row(self, token_ids: Tensor, start: int, past: Any) -> tuple[Tensor, Any]:
-        if self.way.whole:
-            known = token_ids if past is None else torch.cat([past, token_ids])
-            return body(self.model)(input_ids=known[None], use_cache=False).last_hidden_state[
-                0, start:
-            ], known
-        if self.way.single and start and len(token_ids) > 1:
+        if self.style.whole:
+            all_ids = token_ids if past is None else torch.cat([past, token_ids])
+            return body(self.model)(input_ids=all_ids[None], use_cache=False).last_hidden_state[0, start:], all_ids
+        if self.style.single and start and len(token_ids) > 1:
             parts = []
-            for place in range(len(token_ids)):
-                part, past = self._row(token_ids[place : place + 1], start + place, past)
+            for offset in range(len(token_ids)):
+                part, past = self._row(token_ids[offset : offset + 1], start + offset, past)
                 parts.append(part)
             return torch.cat(parts), past
-        given: dict[str, Any] = {"input_ids": token_ids[None], "use_cache": True, self._past: past}
+        arguments: dict[str, Any] = {"input_ids": token_ids[None], "use_cache": True, self._past: past}
         end, device = start + len(token_ids), token_ids.device
-        if self.way.mask and "attention_mask" in self._takes:
-            given["attention_mask"] = torch.ones(1, end, dtype=torch.int64, device=device)
-        if self.way.positions and "position_ids" in self._takes:
-            given["position_ids"] = torch.arange(start, end, device=device)[None]
-        output = body(self.model)(**given)
+        if self.style.mask and "attention_mask" in self._takes:
+            arguments["attention_mask"] = torch.ones(1, end, dtype=torch.int64, device=device)
+        if self.style.positions and "position_ids" in self._takes:
+            arguments["position_ids"] = torch.arange(start, end, device=device)[None]
+        output = body(self.model)(**arguments)
         return output.last_hidden_state[0], getattr(output, self._past)
 
     def measure(self, context_length: int) -> None:
-        """Find the size of the longest sequence's cache, from those of two short ones."""
+        """Extrapolate the cache size of a sequence of `context_length` tokens from two short texts."""
         device = next(self.model.parameters()).device
-        short, long = (
-            _bytes(self._row(torch.full((count,), 3, device=device), 0, None)[1]) for count in MEASURED
-        )
-        a_token = max(0, long - short) / (MEASURED[1] - MEASURED[0])
-        num_bytes = int(short + a_token * (context_length - MEASURED[0]))
-        self.cache_specs = {0: HeldSpec(num_bytes, max(1, context_length // LINES_AT_LEAST))}
+        short, long = (_bytes(self._row(torch.full((count,), 3, device=device), 0, None)[1]) for count in MEASURED)
+        bytes_per_token = max(0, long - short) / (MEASURED[1] - MEASURED[0])
+        num_bytes = int(short + bytes_per_token * (context_length - MEASURED[0]))
+        self.cache_specs = {0: SequenceCacheSpec(num_bytes, max(1, context_length // MIN_SLOTS))}
 
 
 def _copy(cache: Any) -> Any:
-    """What can be changed without changing the original. Shared are configurations, and keys and values to which tokens
-    are added by making new tensors: to copy those too would read all of a text for every token.
+    """Return a copy that can be changed without changing the original.
+
+    The copy shares configurations, and also keys and values that grow by concatenation into new tensors. Copying
+    these keys and values would read the KV of the whole text for every new token.
     """
     memo: dict[int, Any] = {}
-    inner = getattr(cache, "self_attention_cache", cache)  # of an encoder's decoder
+    inner = getattr(cache, "self_attention_cache", cache)  # exists in caches of encoder-decoder models
     for part in (cache, inner, *(getattr(inner, "layers", None) or ())):
         grown = (part.keys, part.values) if getattr(type(part), "update", None) in GROWING else ()
         for shared in (getattr(part, "config", None), *grown):
@@ -155,7 +155,7 @@ def _copy(cache: Any) -> Any:
 
 
 def _bytes(cache: Any, depth: int = 4) -> int:
-    """Of all tensors in it."""
+    """Return the size of all tensors in the cache."""
     if isinstance(cache, Tensor):
         return cache.nbytes
     if depth == 0 or cache is None:

@@ -1,4 +1,4 @@
-"""What a model of transformers needs of the cache, found by running it on shapes alone."""
+"""Sizes and cache needs of a transformers model, found by running it on the meta device."""
 
 from __future__ import annotations
 
@@ -26,45 +26,45 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_log
 
 from runtime.errors import CheckpointError
+from runtime.modeling.spellings import text_part
 from runtime.models.by_transformers import attention
 from runtime.models.registry import unsupported
-from runtime.models.spellings import text_part
 
 KNOWN_OPTIONS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
-PROMPT_LAYERS = "reference_sliding_attention"  # how far they see depends on where the prompt ends
-# Read as their text parts alone: the whole asks for a library to see with.
-TEXT_ALONE = {"gemma3n": "gemma3n_text"}
+PROMPT_LAYERS = "reference_sliding_attention"  # layers whose window depends on the length of the prompt
+# Loaded as text models: the multimodal model needs a vision library.
+TEXT_ONLY = {"gemma3n": "gemma3n_text"}
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "global", "local"})
-TOKENS = 3  # of the trial
+TOKENS = 3  # length of the trial text
 LATER = "attention to later tokens"
 CONTEXTS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "context_length", "n_ctx")
 NO_TOKEN = -1
-UNBOUNDED = 8192  # positions of a model that does not say
-TEXT, SCORES, VECTORS = "text", "scores", "vectors"  # what a model gives
+UNBOUNDED = 8192  # context length if the configuration has none
+TEXT, SCORES, VECTORS = "text", "scores", "vectors"  # kinds of output
 
 logger = logging.getLogger("penstock.core")
 
 
-class Unservable(CheckpointError):
-    """Over transformers' caches neither: how far it attends depends on whether there is one."""
+class UnsupportedModel(CheckpointError):
+    """Raised if transformers' caches cannot serve the model either, because its window depends on the cache."""
 
 
 class Call(NamedTuple):
-    """One call of attention in a pass through the model."""
+    """One attention call of a forward pass."""
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int  # the larger one of keys and values
+    head_dim: int  # the larger of the keys' and the values' head dimension
     window: int | None
     causal: bool
     options: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbers:
-    """Of the model as a whole."""
+class ModelSizes:
+    """Sizes of a model, named like the fields of ModelFacts."""
 
-    num_layers: int  # calls of attention in one pass
+    num_layers: int  # attention calls per forward pass
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -72,33 +72,33 @@ class Numbers:
     vocab_size: int
     context_length: int
     has_sinks: bool
-    recurrent: bool = False  # transformers keeps what it needs of each sequence
-    windows: Sequence[int | None] = ()  # of each call
+    recurrent: bool = False  # each sequence has a transformers cache
+    windows: Sequence[int | None] = ()  # sliding window of each attention call; None: full attention
 
 
 def config_of(values: Mapping[str, Any]) -> Any:
-    """transformers' configuration of these values of config.json. Raises CheckpointError where it has none."""
+    """Return transformers' configuration for config.json. Raises CheckpointError if transformers has none."""
     kind, [name, *_] = str(values.get("model_type")), values["architectures"]
-    if kind in TEXT_ALONE:
-        kind, values = TEXT_ALONE[kind], text_part(values)
-    if gives(name) is None or kind not in CONFIG_MAPPING:
-        own = " The code that comes with the checkpoint is not run." if "auto_map" in values else ""
+    if kind in TEXT_ONLY:
+        kind, values = TEXT_ONLY[kind], text_part(values)
+    if output_kind(name) is None or kind not in CONFIG_MAPPING:
+        remote_code = " The code that comes with the checkpoint is not run." if "auto_map" in values else ""
         raise CheckpointError(
             f"{unsupported(name)} transformers {transformers.__version__} has no causal language model, classifier "
-            f"or encoder of that name either.{own}"
+            f"or encoder with this name either.{remote_code}"
         )
     try:
         with quiet():
             config = CONFIG_MAPPING[kind].from_dict(_with_infinities(deepcopy(dict(values))))
-    except Exception as error:  # what its validators raise is of many kinds
-        raise CheckpointError(f"config.json: transformers refuses it: {error}") from error
-    if gives(name) == TEXT and getattr(config, "is_encoder_decoder", False):
-        raise CheckpointError(f"{name} has an encoder, which this route does not serve.")
+    except Exception as error:  # configuration validators may raise any exception
+        raise CheckpointError(f"config.json: transformers rejects the configuration: {error}") from error
+    if output_kind(name) == TEXT and getattr(config, "is_encoder_decoder", False):
+        raise CheckpointError(f"{name} is an encoder-decoder model, which --model-impl transformers does not support.")
     return config
 
 
 def _with_infinities(value: Any) -> Any:
-    """Numbers that JSON does not have are written as {"__float__": "Infinity"}."""
+    """Decode non-finite numbers, which transformers writes as {"__float__": "Infinity"}."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])
@@ -106,76 +106,79 @@ def _with_infinities(value: Any) -> Any:
     return [_with_infinities(each) for each in value] if isinstance(value, list) else value
 
 
-def gives(name: str) -> str | None:
-    """What transformers' model of this name gives: text, scores of labels, or vectors; None: no such model."""
-    if auto_of(name) is not None:
+def output_kind(name: str) -> str | None:
+    """Return the kind of output of the transformers class: TEXT, SCORES or VECTORS; None: unknown class."""
+    if auto_class(name) is not None:
         return TEXT
     if name in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
         return SCORES
-    of_words = MODEL_FOR_MASKED_LM_MAPPING_NAMES
-    encoders = [MODEL_MAPPING_NAMES.get(kind) for kind in of_words]
-    return VECTORS if name in of_words.values() or name in encoders else None
+    masked = MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    encoders = [MODEL_MAPPING_NAMES.get(kind) for kind in masked]
+    return VECTORS if name in masked.values() or name in encoders else None
 
 
 def usual_name(name: str) -> str:
-    """transformers' name of a class that differs in capitals and underscores: MPT was published as `MPTFor...`."""
-    if gives(name) is not None:
+    """Return the transformers class name that matches except for case and underscores.
+
+    For example, MPT checkpoints name `MPTForCausalLM` instead of `MptForCausalLM`.
+    """
+    if output_kind(name) is not None:
         return name
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    alike = {each.lower().replace("_", ""): each for each in known if isinstance(each, str)}
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    alike = {each.lower().replace("_", ""): each for each in names if isinstance(each, str)}
     return alike.get(name.lower().replace("_", ""), name)
 
 
-def auto_of(name: str) -> Any:
-    """What makes and reads transformers' model of this name, which writes text and may also see; None for others."""
+def auto_class(name: str) -> Any:
+    """Return the auto class that creates and loads a text or multimodal model; None for other models."""
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return AutoModelForCausalLM
-    seeing = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-    return AutoModelForImageTextToText if name in seeing else None
+    multimodal = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
+    return AutoModelForImageTextToText if name in multimodal else None
 
 
-def class_of(name: str) -> Any:
-    """transformers' class of a model that gives something. Raises CheckpointError where it cannot be imported."""
+def model_class(name: str) -> Any:
+    """Return transformers' class with this name. Raises CheckpointError if it cannot be imported."""
     try:
         return getattr(transformers, name)
-    except Exception as error:  # a library that only this model needs
+    except Exception as error:  # the model may need a library that is not installed
         raise CheckpointError(f"{name} cannot be served by transformers' code: {error}") from error
 
 
-def forget_padding(config: Any) -> None:
-    """Nothing is padded; some models would look for the padding token in every batch.
+def remove_padding_token(config: Any) -> None:
+    """Unset the padding token. Batches have no padding, and some models would search each batch for it.
 
-    Those that also see or hear put it in the place of what they see, so that there it is a token that nobody has.
+    Multimodal models need a padding token id as a placeholder; they get an id that no token has.
     """
     text = config.get_text_config()
     for part in (config, text):
-        with suppress(Exception):  # some configurations cannot be without
+        with suppress(Exception):  # some configurations reject None
             part.pad_token_id = None if text is config else NO_TOKEN
 
 
-def numbers(values: Mapping[str, Any]) -> Numbers:
-    """Of the model with these values of config.json, found once for what is read and what is loaded.
+def model_sizes(values: Mapping[str, Any]) -> ModelSizes:
+    """Return the sizes of the model that config.json describes. The result of the last call is cached.
 
-    Raises CheckpointError, with the reason, for a model that cannot be served in this way.
+    Raises CheckpointError, with the reason, if transformers' code cannot serve the model.
     """
-    return _numbers(json.dumps(values, sort_keys=True))
+    return _cached_sizes(json.dumps(values, sort_keys=True))
 
 
 @lru_cache(maxsize=1)
-def _numbers(encoded: str) -> Numbers:
+def _cached_sizes(encoded: str) -> ModelSizes:
     values = json.loads(encoded)
     config, name = config_of(values), values["architectures"][0]
     text = config.get_text_config()
-    if gives(name) != TEXT:
-        return _of_whole_texts(name, config, text)
-    forget_padding(config)
+    if output_kind(name) != TEXT:
+        return _encoder_sizes(name, config, text)
+    remove_padding_token(config)
     try:
         return _paged(name, config, text)
-    except Unservable:
+    except UnsupportedModel:
         raise
     except CheckpointError as reason:
-        logger.info("%s Transformers' own caches are used, one for each sequence.", reason)
-    return Numbers(
+        logger.info("%s Each sequence uses a transformers cache instead.", reason)
+    return ModelSizes(
         num_layers=1,
         num_heads=1,
         num_kv_heads=1,
@@ -188,27 +191,27 @@ def _numbers(encoded: str) -> Numbers:
     )
 
 
-def _of_whole_texts(name: str, config: Any, text: Any) -> Numbers:
-    """Of a classifier or an encoder, which needs nothing of a cache."""
+def _encoder_sizes(name: str, config: Any, text: Any) -> ModelSizes:
+    """Return the sizes of a classifier or an encoder, which needs no cache."""
     sizes = {each: getattr(text, each, None) for each in ("hidden_size", "vocab_size")}
     if not all(isinstance(size, int) for size in sizes.values()):
         raise CheckpointError(f"config.json: {name} must have a hidden_size and a vocab_size.")
     context = _context(text) or UNBOUNDED
     try:
         with quiet(), torch.device("meta"):
-            model = class_of(name)(config)
+            model = model_class(name)(config)
     except CheckpointError:
         raise
-    except Exception as error:  # its own code, of which anything may come
+    except Exception as error:  # model code may raise any exception
         raise CheckpointError(f"{name} cannot be served by transformers' code: {error}") from error
-    for where, module in model.named_modules():
-        # Positions are counted from behind the padding's where that has a place in their table.
+    for path, module in model.named_modules():
+        # If the position table has a padding row, positions count from the row after it.
         table, padding = getattr(module, "weight", None), getattr(module, "padding_idx", None)
-        if "position" in where and isinstance(table, Tensor) and padding is not None:
+        if "position" in path and isinstance(table, Tensor) and padding is not None:
             context = min(context, len(table) - padding - 1)
     if getattr(config, "is_encoder_decoder", False):
-        context -= 1  # the token that ends a text is put behind one that has none
-    return Numbers(
+        context -= 1  # an EOS token is appended to texts without one
+    return ModelSizes(
         num_layers=1,
         num_heads=1,
         num_kv_heads=1,
@@ -221,19 +224,19 @@ def _of_whole_texts(name: str, config: Any, text: Any) -> Numbers:
 
 
 def _context(text: Any) -> int | None:
-    """How many positions a model has, by any of the names for it."""
-    named = (getattr(text, name, None) for name in CONTEXTS)
-    return next((each for each in named if isinstance(each, int) and each > 0), None)
+    """Return the context length, which has different field names in different models, or None."""
+    values = (getattr(text, name, None) for name in CONTEXTS)
+    return next((each for each in values if isinstance(each, int) and each > 0), None)
 
 
-def _paged(name: str, config: Any, text: Any) -> Numbers:
-    """Of a model whose attention our kernels and cache can do. Raises CheckpointError, with the reason, for others."""
+def _paged(name: str, config: Any, text: Any) -> ModelSizes:
+    """Return the sizes of a model that uses the paged cache. Raises CheckpointError if that is not supported."""
     kinds = getattr(text, "layer_types", None) or []
     if PROMPT_LAYERS in kinds:
-        raise Unservable(str(_refusal(name, "attention that depends on where the prompt ends")))
-    strange = sorted(set(kinds) - SERVED_LAYERS)
-    if strange:
-        raise _refusal(name, f"layers of the kind {', '.join(strange)}")
+        raise UnsupportedModel(str(_refusal(name, "attention that depends on where the prompt ends")))
+    unsupported_kinds = sorted(set(kinds) - SERVED_LAYERS)
+    if unsupported_kinds:
+        raise _refusal(name, f"layers of the kind {', '.join(unsupported_kinds)}")
     if getattr(text, "use_bidirectional_attention", False) in (True, "all"):
         raise _refusal(name, LATER)
     for parameters in _rope_parameters(text):
@@ -241,13 +244,13 @@ def _paged(name: str, config: Any, text: Any) -> Numbers:
             raise _refusal(name, "rotary angles that depend on the longest text of a batch")
     calls = _calls(name, config)
     windows = [_window(name, text, kinds, index, call) for index, call in enumerate(calls)]
-    if all(window is None for window in windows) and _says_window(text) and not kinds:
-        raise Unservable(str(_refusal(name, "a window that its attention is not told")))
+    if all(window is None for window in windows) and _has_window(text) and not kinds:
+        raise UnsupportedModel(str(_refusal(name, "a window that it does not pass to attention")))
     context = _context(text)
     if context is None:
-        raise CheckpointError(f"config.json: {name} does not say how many positions it has.")
+        raise CheckpointError(f"config.json: {name} has no context length; set max_position_embeddings.")
     first = calls[0]
-    return Numbers(
+    return ModelSizes(
         num_layers=len(calls),
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
@@ -261,34 +264,30 @@ def _paged(name: str, config: Any, text: Any) -> Numbers:
 
 
 def _calls(name: str, config: Any) -> list[Call]:
-    """The calls of attention in one pass, found with tensors that have shapes and no numbers."""
+    """Return the attention calls of one pass, recorded on the meta device."""
     attention.register()
     recorder = _Recorder()
     try:
         with quiet(), torch.device("meta"), torch.inference_mode():
-            made = auto_of(name).from_config(config, attn_implementation=attention.NAME)
-            model = attention.writing_part(made)
-            attention.give(model, recorder.attend)
+            full = auto_class(name).from_config(config, attn_implementation=attention.NAME)
+            model = attention.causal_lm(full)
+            attention.set_attention(model, recorder.attend)
             if getattr(model, "_can_set_experts_implementation", lambda: False)():
-                model.set_experts_implementation("batched_mm")  # the others look at numbers
+                model.set_experts_implementation("batched_mm")  # other implementations read tensor values
             ids = torch.zeros(1, TOKENS, dtype=torch.int64)
             attention.body(model)(input_ids=ids, position_ids=ids, use_cache=False)
     except CheckpointError:
         raise
     except KeyError as error:
-        if error.args == (attention.NAME,):  # looked up in a table of the model's own
-            raise _refusal(name, "attention of its own making") from error
-        raise CheckpointError(
-            f"{name} cannot be served by transformers' code: {error!r} is missing."
-        ) from error
-    except Exception as error:  # its own code, of which anything may come
+        if error.args == (attention.NAME,):  # the model has its own table of attention functions
+            raise _refusal(name, "its own attention code") from error
+        raise CheckpointError(f"{name} cannot be served by transformers' code: {error!r} is missing.") from error
+    except Exception as error:  # model code may raise any exception
         raise CheckpointError(f"{name} cannot be served by transformers' code: {error}") from error
     calls = recorder.calls
     if not calls:
-        raise _refusal(name, "attention of its own making, or none")
-    if any(
-        call.num_kv_heads != calls[0].num_kv_heads or call.num_heads != calls[0].num_heads for call in calls
-    ):
+        raise _refusal(name, "its own attention code, or no attention")
+    if any(call.num_kv_heads != calls[0].num_kv_heads or call.num_heads != calls[0].num_heads for call in calls):
         raise _refusal(name, "layers with different numbers of heads")
     if not all(call.causal for call in calls):
         raise _refusal(name, LATER)
@@ -299,14 +298,14 @@ def _calls(name: str, config: Any) -> list[Call]:
 
 
 class _Recorder:
-    """Notes the calls of attention and gives what has the right shape."""
+    """Records attention calls and returns zeros of the right shape."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
     def attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         if len(q) != TOKENS or len(k) != TOKENS:
-            raise CheckpointError(f"{type(module).__name__} does not attend to the batch's tokens alone.")
+            raise CheckpointError(f"{type(module).__name__} attends to tokens outside the batch.")
         self.calls.append(
             Call(
                 num_heads=q.shape[1],
@@ -321,7 +320,7 @@ class _Recorder:
 
 
 def _window(name: str, text: Any, kinds: Sequence[str], index: int, call: Call) -> int | None:
-    """Of one call: what its module says, else what the configuration says of a sliding layer."""
+    """Return the window that the module passes, else the configured window if the layer is a sliding layer."""
     if call.window is not None:
         return call.window
     if index < len(kinds) and kinds[index] in ("sliding_attention", "local"):
@@ -331,31 +330,26 @@ def _window(name: str, text: Any, kinds: Sequence[str], index: int, call: Call) 
     return None
 
 
-def _says_window(text: Any) -> bool:
+def _has_window(text: Any) -> bool:
     used = getattr(text, "use_sliding_window", True)
     return bool(getattr(text, "sliding_window", None)) and used is not False
 
 
 def _rope_parameters(text: Any) -> list[Mapping[str, Any]]:
-    found = getattr(text, "rope_parameters", None) or {}
-    if not isinstance(found, Mapping):
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if not isinstance(parameters, Mapping):
         return []
-    nested = [each for each in found.values() if isinstance(each, Mapping)]
-    return nested or [found]
+    nested = [each for each in parameters.values() if isinstance(each, Mapping)]
+    return nested or [parameters]
 
 
-def _refusal(name: str, what: str) -> CheckpointError:
-    return CheckpointError(
-        f"{name} has no family here and cannot be served by transformers' code: it has {what}."
-    )
+def _refusal(name: str, feature: str) -> CheckpointError:
+    return CheckpointError(f"{name} has no native family and cannot be served by transformers' code: it has {feature}.")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without its progress bars and warnings, for the time of a load.
-
-    What is printed elsewhere meanwhile is as quiet; afterwards all is as it was.
-    """
+    """Disable transformers' progress bars and warnings inside the context, for the whole process."""
     bars, level = transformers_log.is_progress_bar_enabled(), transformers_log.get_verbosity()
     transformers_log.disable_progress_bar()
     transformers_log.set_verbosity_error()

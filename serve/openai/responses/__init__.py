@@ -1,1 +1,1 @@
-"""`/v1/responses`: bodies, items, answers, and the bounded memory of earlier ones."""
+"""`/v1/responses`: bodies, items, answers, and the bounded store of earlier responses."""

@@ -1,4 +1,4 @@
-"""The `response` object as it comes about, and the events that tell of it, numbered and in the API's order."""
+"""The `response` object and its events, numbered and in the API's order."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from uuid import uuid4
 import orjson
 
 from runtime.request import Chunk, Finish, Usage
-from serve.chat.parts import Closed, Grown, Opened, Part, PartAssembler, PartEvent
-from serve.chat.request import PreparedChat
-from serve.errors import Failure
-from serve.openai.logprobs import chat_logprobs
-from serve.sse import Framing
+from serve.calls.chat.parts import Closed, Grown, Opened, Part, PartAssembler, PartEvent
+from serve.calls.chat.prepare import PreparedChat
+from serve.calls.logprobs import chat_logprobs
+from serve.http.errors import Failure
+from serve.http.sse import Framing
 
 if TYPE_CHECKING:
     from runtime.tokenizer.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ ABORTED = {"code": "server_error", "message": "The request was aborted."}
 
 
 class Response:
-    """One response while its output arrives. `head` holds what does not change."""
+    """One response while its output arrives. `head` holds the fields that do not change."""
 
     def __init__(self, head: Mapping[str, Any], prepared: PreparedChat, tokenizer: Tokenizer | None) -> None:
         self._head = head
@@ -34,25 +34,28 @@ class Response:
         self._parser = prepared.new_parser()
         self._assembler = PartAssembler()
         self._ids: list[str] = []
-        self._logprobs: dict[int, list[dict[str, Any]]] = {}  # by part
+        # Log-probabilities of each text part, by the index of the part.
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}
         self._finish: Finish | None = None
         self._usage: Usage | None = None
 
     def feed(self, chunk: Chunk) -> list[tuple[PartEvent, list[dict[str, Any]]]]:
-        """What a chunk opens, extends and closes, with log-probabilities of new text."""
+        """Return the part events of a chunk, each with the log-probabilities of its text. Other events have an empty
+        list.
+        """
         self._usage = chunk.usage
         self._finish = chunk.finish or self._finish
-        found = self._assembler.feed(self._parser.feed_chunk(chunk))
+        part_events = self._assembler.feed(self._parser.feed_chunk(chunk))
         self._name_parts()
-        logprobs = self._logprobs_of(chunk, found)
-        told = []
-        for event in found:
-            own = logprobs if isinstance(event, Grown) and event.part.kind == "text" else []
-            if own:
-                self._logprobs.setdefault(event.part.index, []).extend(own)
+        logprobs = self._logprobs_of(chunk, part_events)
+        events = []
+        for event in part_events:
+            event_logprobs = logprobs if isinstance(event, Grown) and event.part.kind == "text" else []
+            if event_logprobs:
+                self._logprobs.setdefault(event.part.index, []).extend(event_logprobs)
                 logprobs = []
-            told.append((event, own))
-        return told
+            events.append((event, event_logprobs))
+        return events
 
     def end(self) -> list[PartEvent]:
         return self._assembler.end()
@@ -65,22 +68,22 @@ class Response:
         for part in self._assembler.parts[len(self._ids) :]:
             self._ids.append(f"{_PREFIXES[part.kind]}_{uuid4().hex}")
 
-    def _logprobs_of(self, chunk: Chunk, found: Sequence[PartEvent]) -> list[dict[str, Any]]:
-        """Those of the answer's text; of reasoning and calls there are none in this API."""
+    def _logprobs_of(self, chunk: Chunk, events: Sequence[PartEvent]) -> list[dict[str, Any]]:
+        """Return the log-probabilities of the answer's text; reasoning and calls have none in this API."""
         if chunk.logprobs is None or self._tokenizer is None:
             return []
-        if any(event.part.kind != "text" for event in found):
+        if any(event.part.kind != "text" for event in events):
             return []
         return chat_logprobs(chunk.logprobs, self._tokenizer)["content"]
 
     # --- as JSON ---
 
     def begun(self) -> dict[str, Any]:
-        """The response before its first item."""
+        """Return the response as JSON before its first item."""
         return self._object("in_progress", [], None)
 
     def ended(self, *, cancelled: bool = False) -> dict[str, Any]:
-        """The response after its last item."""
+        """Return the response as JSON after its last item."""
         finish = self._finish or Finish("abort")
         if finish.kind == "abort":
             status = "cancelled" if cancelled else "failed"
@@ -99,14 +102,14 @@ class Response:
         return {**self._object(status, items, self._usage), **changes}
 
     def failed(self, failure: Failure) -> dict[str, Any]:
-        """The response that an error ended."""
+        """Return the response that an error ended."""
         code = "server_error" if failure.status >= 500 else "invalid_prompt"
         items = [{**self.item(part), "status": "incomplete"} for part in self.parts]
         error = {"code": code, "message": failure.message}
         return {**self._object("failed", items, self._usage), "error": error}
 
     def message(self) -> dict[str, Any]:
-        """The answer as a message of the conversation; calls that were cut off are left out."""
+        """Return the answer as a message of the conversation, without truncated calls."""
         message: dict[str, Any] = {"role": "assistant", "content": self._joined("text")}
         if reasoning := self._joined("reasoning"):
             message["reasoning_content"] = reasoning
@@ -129,7 +132,7 @@ class Response:
         return {**self._head, "status": status, "output": output, "usage": counted}
 
     def item(self, part: Part, status: str = "completed", *, empty: bool = False) -> dict[str, Any]:
-        """The output item that a part is."""
+        """Return a part as an output item."""
         common = {"id": self._ids[part.index], "status": status}
         content = [] if empty else [self.content(part)]
         match part.kind:
@@ -149,20 +152,20 @@ class Response:
                 return {**common, "type": "function_call", **named}
 
     def content(self, part: Part, *, empty: bool = False) -> dict[str, Any]:
-        """The one part of content that text and reasoning have."""
+        """Return the only content part of text or reasoning."""
         text = "" if empty else part.text
         if part.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
         logprobs = [] if empty else self._logprobs.get(part.index, [])
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
-    def place(self, part: Part) -> dict[str, Any]:
-        """Which item an event is about."""
+    def location(self, part: Part) -> dict[str, Any]:
+        """Return the fields that say to which item an event belongs."""
         return {"item_id": self._ids[part.index], "output_index": part.index}
 
 
 class ResponseEvents:
-    """Events of one streamed response (see serve.sse.Encoder). `keep` gets the response when it has ended."""
+    """Events of one streamed response (see serve.http.sse.Encoder). `keep` is called with the ended response."""
 
     def __init__(self, response: Response, keep: Callable[[dict[str, Any]], None]) -> None:
         self._response = response
@@ -189,7 +192,7 @@ class ResponseEvents:
         return b"".join([*written, self._event(f"response.{ended['status']}", response=ended)])
 
     def failing(self, failure: Failure) -> bytes:
-        """What ends a stream that has begun."""
+        """Return the event that ends a started stream with an error."""
         return self._event("response.failed", response=self._response.failed(failure))
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -213,38 +216,38 @@ class ResponseEvents:
         if part.kind == "call":
             return added
         content = response.content(part, empty=True)
-        place = {**response.place(part), "content_index": 0}
-        return added + self._event("response.content_part.added", **place, part=content)
+        location = {**response.location(part), "content_index": 0}
+        return added + self._event("response.content_part.added", **location, part=content)
 
     def _grown(self, part: Part, text: str, logprobs: list[dict[str, Any]]) -> bytes:
-        place = self._response.place(part)
+        location = self._response.location(part)
         match part.kind:
             case "text":
-                place["content_index"] = 0
-                return self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
+                location["content_index"] = 0
+                return self._event("response.output_text.delta", **location, delta=text, logprobs=logprobs)
             case "reasoning":
-                return self._event("response.reasoning_text.delta", **place, content_index=0, delta=text)
+                return self._event("response.reasoning_text.delta", **location, content_index=0, delta=text)
             case "call":
-                return self._event("response.function_call_arguments.delta", **place, delta=text)
+                return self._event("response.function_call_arguments.delta", **location, delta=text)
 
     def _closed(self, part: Part, status: str = "completed") -> bytes:
-        response, place = self._response, self._response.place(part)
+        response, location = self._response, self._response.location(part)
         item = response.item(part, status)
-        done = [self._done(part, place, item)]
+        done = [self._done(part, location, item)]
         if part.kind != "call":
             content = response.content(part)
-            done.append(self._event("response.content_part.done", **place, content_index=0, part=content))
+            done.append(self._event("response.content_part.done", **location, content_index=0, part=content))
         done.append(self._event("response.output_item.done", output_index=part.index, item=item))
         return b"".join(done)
 
-    def _done(self, part: Part, place: Mapping[str, Any], item: Mapping[str, Any]) -> bytes:
+    def _done(self, part: Part, location: Mapping[str, Any], item: Mapping[str, Any]) -> bytes:
         if part.kind == "call":
             kind = "response.function_call_arguments.done"
-            return self._event(kind, **place, name=part.name, arguments=part.text)
+            return self._event(kind, **location, name=part.name, arguments=part.text)
         if part.kind == "reasoning":
-            return self._event("response.reasoning_text.done", **place, content_index=0, text=part.text)
+            return self._event("response.reasoning_text.done", **location, content_index=0, text=part.text)
         logprobs = item["content"][0]["logprobs"]
-        fields = {**place, "content_index": 0, "text": part.text, "logprobs": logprobs}
+        fields = {**location, "content_index": 0, "text": part.text, "logprobs": logprobs}
         return self._event("response.output_text.done", **fields)
 
 

@@ -1,4 +1,4 @@
-"""From a body of /v1/responses to a chat that can be submitted, and the part of the answer that is known before."""
+"""Convert a body of /v1/responses to a chat that can be submitted, and to the constant fields of the response."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from uuid import uuid4
 from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.grammar_spec import Grammar
 from runtime.request import LogprobParams
-from serve.chat.request import ChatRequest, PreparedChat, count_tokens, effort_switch, prepare, render
-from serve.decode import Noted
-from serve.endpoint import tell_noted
-from serve.openai.models import check_model
-from serve.openai.response_format import grammar_of
+from serve.calls.body import report_noted
+from serve.calls.chat.prepare import PreparedChat, count_tokens, prepare, render
+from serve.calls.chat.request import ChatRequest, effort_switch
+from serve.calls.decode import Noted
+from serve.calls.prompts import namespaces_of
+from serve.calls.response_format import grammar_of
+from serve.calls.served_model import ServedModel, choose_model
 from serve.openai.responses.items import (
     Item,
     chat_tool_choice,
@@ -28,7 +30,6 @@ from serve.openai.responses.items import (
 )
 from serve.openai.responses.schema import FunctionTool, InputBody, ResponsesBody
 from serve.openai.responses.store import StoredResponse
-from serve.prompts import namespaces_of
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -36,14 +37,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ResponseCall:
-    """One call, read and checked."""
+    """A call whose body is decoded and checked."""
 
     body: ResponsesBody
     prepared: PreparedChat
     head: Mapping[str, Any]  # the fields of the response that do not change
     input_items: Sequence[Item]
     conversation: Sequence[Mapping[str, Any]]  # messages before the answer, without instructions
-    num_bytes: int  # that all of this takes
+    num_bytes: int  # estimated memory of the call, which limits the store
 
 
 def call_of(
@@ -52,10 +53,10 @@ def call_of(
     previous: StoredResponse | None,
     find_item: Callable[[str], Item | None],
 ) -> ResponseCall:
-    """Raises `InvalidRequest` naming what cannot be done."""
-    asked = _asked(core, body, previous, find_item, "/v1/responses")
+    """Return the call. Raises `InvalidRequest` with the name of the wrong field."""
+    parts = _read_prompt(core, body, previous, find_item, "/v1/responses")
     chat = replace(
-        asked.chat,
+        parts.chat,
         sampling=body.sampling,
         logprobs=LogprobParams(top=body.top_logprobs, text=True) if body.wants_logprobs else None,
         namespace=namespaces_of(body.cache_salt, body.extra_key, 1)[0],
@@ -63,12 +64,12 @@ def call_of(
         label=f"resp_{uuid4().hex}",
     )
     if body.truncation == "auto":
-        chat = fitted(core, chat, asked.num_kept, body.max_output_tokens or 1)
-    prepared = prepare(core, chat)
-    head = _head(body, asked.model, prepared, asked.tools)
-    # As items, as messages, in the answer.
+        chat = fitted(core, chat, parts.num_kept, body.max_output_tokens or 1)
+    prepared = prepare(core, chat, parts.model.adapter)
+    head = _head(body, parts.model.name, prepared, parts.tools)
+    # The input is stored three times: as items, as messages, and in the answer.
     num_bytes = 3 * body.num_bytes + (previous.num_bytes if previous else 0)
-    return ResponseCall(body, prepared, head, asked.items, asked.conversation, num_bytes)
+    return ResponseCall(body, prepared, head, parts.items, parts.conversation, num_bytes)
 
 
 def num_input_tokens(
@@ -77,38 +78,40 @@ def num_input_tokens(
     previous: StoredResponse | None,
     find_item: Callable[[str], Item | None],
 ) -> int:
-    """How many tokens the prompt of such a body has. Raises as `call_of`, and for many times the model's context."""
-    asked = _asked(core, body, previous, find_item, "/v1/responses/input_tokens")
-    chat = fitted(core, asked.chat, asked.num_kept, 1) if body.truncation == "auto" else asked.chat
+    """Return the number of prompt tokens of a body. Raises `InvalidRequest` for wrong fields, as `call_of` does, and
+    for prompts many times longer than the context.
+    """
+    parts = _read_prompt(core, body, previous, find_item, "/v1/responses/input_tokens")
+    chat = fitted(core, parts.chat, parts.num_kept, 1) if body.truncation == "auto" else parts.chat
     return count_tokens(core, chat)
 
 
-class _Asked(NamedTuple):
-    """What makes the prompt of a body."""
+class _PromptParts(NamedTuple):
+    """The parts of a body that form the prompt."""
 
-    model: str
+    model: ServedModel
     items: Sequence[Item]
     conversation: Sequence[Mapping[str, Any]]
     tools: Sequence[FunctionTool]
-    chat: ChatRequest  # that the system's message and the conversation are
-    num_kept: int  # messages at its beginning that are never cut off
+    chat: ChatRequest  # the system message and the conversation
+    num_kept: int  # leading messages that are never removed
 
 
-def _asked(
+def _read_prompt(
     core: EngineCore,
     body: InputBody,
     previous: StoredResponse | None,
     find_item: Callable[[str], Item | None],
     route: str,
-) -> _Asked:
+) -> _PromptParts:
     noted: Noted = {}
-    model = check_model(core, body.model)
+    model = choose_model(core, body.model)
     items = input_items(body.input, find_item)
     conversation = [*(previous.messages if previous else ()), *messages_of(items, noted)]
     if not conversation:
         raise InvalidRequest("input is required.", param="input")
     tools = tools_of(body.tools, noted)
-    tell_noted(noted, core, route)
+    report_noted(noted, core, route)
     choice, offered = chat_tool_choice(body.tool_choice, tools)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
     chat = ChatRequest(
@@ -119,12 +122,12 @@ def _asked(
         grammar=_grammar(body),
         template_kwargs=_template_kwargs(body),
     )
-    return _Asked(model, items, conversation, tools, chat, len(system))
+    return _PromptParts(model, items, conversation, tools, chat, len(system))
 
 
 def _grammar(body: InputBody) -> Grammar | None:
-    wanted = body.text.format if body.text is not None else None
-    return None if wanted is None else grammar_of(wanted.response_format())
+    response_format = body.text.format if body.text is not None else None
+    return None if response_format is None else grammar_of(response_format.response_format())
 
 
 def _template_kwargs(body: InputBody) -> dict[str, Any]:
@@ -133,9 +136,10 @@ def _template_kwargs(body: InputBody) -> dict[str, Any]:
 
 
 def fitted(core: EngineCore, chat: ChatRequest, num_kept: int, num_output: int) -> ChatRequest:
-    """The chat without as many of its oldest turns as it takes to fit, with `num_output` tokens, into the context.
+    """Remove the oldest turns until the prompt and `num_output` more tokens fit into the context; return the shorter
+    chat.
 
-    The first `num_kept` messages and the last turn stay. A turn begins with what the user says.
+    The first `num_kept` messages and the last turn are never removed. A turn begins with a user message.
     """
     messages = chat.messages
     starts = [i for i, m in enumerate(messages) if i >= num_kept and m["role"] == "user"] or [num_kept]
@@ -153,7 +157,9 @@ def fitted(core: EngineCore, chat: ChatRequest, num_kept: int, num_output: int) 
 
 
 def _fits(core: EngineCore, chat: ChatRequest, max_tokens: int) -> bool:
-    """Whether its prompt has no more tokens; what is far too long is neither joined nor encoded."""
+    """Whether the prompt has at most `max_tokens` tokens. If it is much too long, this is decided without joining or
+    encoding its text.
+    """
     if core.tokenizer is None:
         return True
     bound = core.tokenizer.text_limit
@@ -166,9 +172,7 @@ def _fits(core: EngineCore, chat: ChatRequest, max_tokens: int) -> bool:
     return True
 
 
-def _head(
-    body: ResponsesBody, model: str, prepared: PreparedChat, tools: Sequence[FunctionTool]
-) -> dict[str, Any]:
+def _head(body: ResponsesBody, model: str, prepared: PreparedChat, tools: Sequence[FunctionTool]) -> dict[str, Any]:
     sampling = prepared.request.sampling
     reasoning = body.reasoning
     return {
@@ -192,9 +196,9 @@ def _head(
         "service_tier": "default",
         "store": body.store,
         "temperature": sampling.temperature,
-        "text": {"format": _told_format(body)},
+        "text": {"format": _format_object(body)},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [_told_tool(tool) for tool in tools],
+        "tools": [_tool_object(tool) for tool in tools],
         "top_logprobs": body.top_logprobs,
         "top_p": sampling.top_p,
         "truncation": body.truncation,
@@ -202,20 +206,20 @@ def _head(
     }
 
 
-def _told_format(body: ResponsesBody) -> dict[str, Any]:
-    wanted = body.text.format if body.text is not None else None
-    if wanted is None or wanted.type != "json_schema":
-        return {"type": wanted.type if wanted else "text"}
+def _format_object(body: ResponsesBody) -> dict[str, Any]:
+    response_format = body.text.format if body.text is not None else None
+    if response_format is None or response_format.type != "json_schema":
+        return {"type": response_format.type if response_format else "text"}
     return {
         "type": "json_schema",
-        "name": wanted.name or "response",
-        "schema": wanted.schema,
-        "strict": bool(wanted.strict),
-        "description": wanted.description,
+        "name": response_format.name or "response",
+        "schema": response_format.schema,
+        "strict": bool(response_format.strict),
+        "description": response_format.description,
     }
 
 
-def _told_tool(tool: FunctionTool) -> dict[str, Any]:
+def _tool_object(tool: FunctionTool) -> dict[str, Any]:
     return {
         "type": "function",
         "name": tool.name,

@@ -1,4 +1,4 @@
-"""`/v1/responses`: create, retrieve, delete, cancel, list what was put in, and count the tokens of a prompt."""
+"""`/v1/responses`: create, retrieve, delete, cancel, list input items, and count the tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ from starlette.types import ASGIApp
 
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import InvalidRequest, Overloaded
-from serve.access import CLIENT
-from serve.endpoint import json_response, list_page, off_loop, read_all_or_disconnect, read_body
-from serve.errors import ErrorFormat, openai_body
+from serve.calls.body import off_loop
+from serve.calls.chat_completions.schema import NAMES
+from serve.calls.client import CLIENT
+from serve.calls.prompts import of_client
+from serve.http.endpoint import decodes, json_response, list_page, read_all_or_disconnect, read_body
+from serve.http.errors import ErrorFormat, openai_body
+from serve.http.sse import EventStream
 from serve.openai.responses.answer import FRAMING, Response, ResponseEvents
 from serve.openai.responses.call import ResponseCall, call_of, num_input_tokens
-from serve.openai.responses.schema import InputBody, read_input_body, read_responses_body
+from serve.openai.responses.schema import InputBody, ResponsesBody, read_input_body, read_responses_body
 from serve.openai.responses.store import ResponseStore, StoredResponse
-from serve.openai.schema import NAMES
-from serve.prompts import of_client
-from serve.sse import EventStream
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
-MAX_BACKGROUND = 256  # responses that are computed while nobody waits
+MAX_BACKGROUND = 256  # maximum number of responses that are computed in the background
 MAX_LISTED = 100
 
 ERROR_FORMAT = ErrorFormat(
@@ -47,7 +48,7 @@ ERROR_FORMAT = ErrorFormat(
 
 @dataclass(frozen=True, slots=True)
 class _Keeper:
-    """Puts a response away, where the client wants it kept."""
+    """Stores a response, if the request asks for it."""
 
     store: ResponseStore
     call: ResponseCall
@@ -62,13 +63,14 @@ class _Keeper:
             self.store.put(self.stored(ended, [*self.call.conversation, response.message()]))
 
 
+@decodes(ResponsesBody)
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Items in, items out: whole, streamed, or computed in the background."""
+    """Answer a conversation: complete, streamed, or in the background."""
     store, owner = _store(http), CLIENT.get().name
     body = await read_body(http, partial(read_responses_body, core))
     previous = _previous(store, owner, body)
     make = partial(call_of, core, body, previous, partial(store.find_item, owner=owner))
-    # In a thread where an earlier conversation comes with it, or has to be cut.
+    # Use a thread if there is an earlier conversation or truncation, which may take long.
     small = previous is None and body.truncation == "disabled" and len(body.input) < MAX_LISTED
     call = await off_loop(make, small=small)
     response = Response(call.head, call.prepared, core.tokenizer)
@@ -87,8 +89,9 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     return json_response(ended)
 
 
+@decodes(InputBody)
 async def count_input_tokens(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """How many tokens the prompt of such a body has."""
+    """Return the number of prompt tokens of a body."""
     store, owner = _store(http), CLIENT.get().name
     body = await read_body(http, partial(read_input_body, core))
     previous = _previous(store, owner, body)
@@ -98,7 +101,7 @@ async def count_input_tokens(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 def _previous(store: ResponseStore, owner: str, body: InputBody) -> StoredResponse | None:
-    """The response that this one goes on from."""
+    """Return the response that this one continues."""
     if body.previous_response_id is None:
         return None
     previous = store.find(body.previous_response_id, owner)
@@ -111,11 +114,13 @@ def _previous(store: ResponseStore, owner: str, body: InputBody) -> StoredRespon
     return previous
 
 
-# --- in the background ---
+# --- background responses ---
 
 
 async def _begin(core: EngineCore, keeper: _Keeper, response: Response) -> dict[str, Any]:
-    """Start it; the answer says that it is in progress. Raises `Overloaded` when too many are."""
+    """Start to compute a response in the background, and return it with the status in_progress. Raises `Overloaded` if
+    too many background responses are running.
+    """
     store = keeper.store
     if store.num_running >= MAX_BACKGROUND:
         raise Overloaded("Too many responses are computed in the background.", retry_after_s=5)
@@ -128,7 +133,7 @@ async def _begin(core: EngineCore, keeper: _Keeper, response: Response) -> dict[
 
 
 async def _compute(stream: OutputStream, response: Response, keeper: _Keeper, stored: StoredResponse) -> None:
-    """Read the output to its end, or until it is cancelled, and put the response away."""
+    """Read the output until it ends or is cancelled, and store the response."""
     try:
         async with aclosing(stream.chunks()) as arrivals:
             async for chunks in arrivals:
@@ -136,9 +141,9 @@ async def _compute(stream: OutputStream, response: Response, keeper: _Keeper, st
                     response.feed(chunk)
         ended = response.ended()
     except asyncio.CancelledError:
-        stream.close()  # if it was cancelled before it began
+        stream.close()  # needed if the task was cancelled before its first step
         ended = response.ended(cancelled=True)
-    except Exception as error:  # any error ends this response and nothing else
+    except Exception as error:  # an error must not affect other responses
         ended = response.failed(ERROR_FORMAT.failure(error))
     stored.task = None
     stored.response = ended
@@ -146,28 +151,28 @@ async def _compute(stream: OutputStream, response: Response, keeper: _Keeper, st
     keeper.store.update(stored)
 
 
-# --- coming back ---
+# --- stored responses ---
 
 
 async def retrieve(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """A stored response."""
+    """Return a stored response."""
     if http.query_params.get("stream", "false").lower() not in ("", "0", "false"):
         raise InvalidRequest("stream is not supported here; poll the response.", param="stream")
     return json_response(_find(http).response)
 
 
 async def delete(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Forget a response; one in the background is ended."""
+    """Delete a stored response. If it is still computed in the background, cancel it."""
     stored = _find(http)
     _store(http).delete(stored.id, stored.owner)
     return json_response({"id": stored.id, "object": "response", "deleted": True})
 
 
 async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """End a response in the background; one that has ended stays as it is."""
+    """Cancel a background response; a response that has ended stays unchanged."""
     stored = _find(http)
     if not stored.response["background"]:
-        raise InvalidRequest("Only responses in the background can be cancelled.", param="response_id")
+        raise InvalidRequest("Only background responses can be cancelled.", param="response_id")
     if stored.task is not None:
         stored.task.cancel()
         await asyncio.wait([stored.task])
@@ -175,7 +180,7 @@ async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def list_input_items(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """What was put into a stored response, newest first unless `order=asc`."""
+    """Return the input items of a stored response, newest first unless `order=asc`."""
     items = list(reversed(_find(http).input_items))
     return list_page(http, items, limit=20, max_limit=MAX_LISTED)
 

@@ -1,7 +1,7 @@
-"""Input items as messages of a chat, and tools as functions.
+"""Convert input items to messages of a chat, and tools to functions.
 
-Accepted without effect, since it comes back from answers and says nothing new: `status`, `phase`, ids of items,
-`annotations` and `logprobs` of text, `caller` of calls (the model alone).
+Fields that clients copy from answers without adding information are accepted without effect: `status`,
+`phase`, ids of items, `annotations` and `logprobs` of text, `caller` of calls (always the model).
 """
 
 from __future__ import annotations
@@ -12,20 +12,18 @@ from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
-from serve.decode import Noted, decode
+from serve.calls.decode import Noted, decode
 from serve.openai.responses.schema import FunctionTool
 
 Message = dict[str, Any]
 Item = Mapping[str, Any]
 
-_ITEM = frozenset({"type", "id", "status"})  # what all items have
+_ITEM = frozenset({"type", "id", "status"})  # common fields of all items
 
 
 @dataclass(slots=True, kw_only=True)
 class _TextPart:
-    without_effect: ClassVar[frozenset[str]] = frozenset(
-        {"annotations", "logprobs", "prompt_cache_breakpoint"}
-    )
+    without_effect: ClassVar[frozenset[str]] = frozenset({"annotations", "logprobs", "prompt_cache_breakpoint"})
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
@@ -59,7 +57,7 @@ class _CallItem:
 
 @dataclass(slots=True, kw_only=True)
 class _OutputItem:
-    without_effect: ClassVar[frozenset[str]] = _ITEM | {"caller", "name"}  # of the call, which has them too
+    without_effect: ClassVar[frozenset[str]] = _ITEM | {"caller", "name"}  # clients copy these fields from the call
 
     call_id: str
     output: str | _Parts
@@ -78,41 +76,41 @@ class _Reference:
     id: str
 
 
-def input_items(given: str | Sequence[Item], find: Callable[[str], Item | None]) -> list[Item]:
-    """The items, with an id each; `find` looks up what an item_reference names."""
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
+def input_items(value: str | Sequence[Item], find: Callable[[str], Item | None]) -> list[Item]:
+    """Return the input items, each with an id. `find` returns the item to which an item_reference refers."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
     items: list[Item] = []
-    for index, item in enumerate(given):
+    for index, item in enumerate(value):
         kind = item.get("type")
         if kind == "item_reference" or (kind is None and "role" not in item and "id" in item):
             name = decode(_Reference, item, f"input.{index}").id
-            found = find(name)
-            if found is None:
+            referenced = find(name)
+            if referenced is None:
                 raise InvalidRequest(f"Item '{name[:200]}' not found.", param=f"input.{index}.id")
-            items.append(found)
+            items.append(referenced)
         else:
             items.append(_complete(item))
     return items
 
 
 def _complete(item: Item) -> Item:
-    """With its type, an id, and text as a part of content, as clients get it back."""
-    made = {"type": "message", **item, "id": item.get("id") or f"item_{uuid4().hex}"}
-    if made["type"] == "message" and isinstance(made.get("content"), str):
-        text = {"text": made["content"]}
-        if made.get("role") == "assistant":
-            made["content"] = [{"type": "output_text", "annotations": [], **text}]
+    """Return the item as clients get it back: with its type, an id, and its text as a content part."""
+    completed = {"type": "message", **item, "id": item.get("id") or f"item_{uuid4().hex}"}
+    if completed["type"] == "message" and isinstance(completed.get("content"), str):
+        text = {"text": completed["content"]}
+        if completed.get("role") == "assistant":
+            completed["content"] = [{"type": "output_text", "annotations": [], **text}]
         else:
-            made["content"] = [{"type": "input_text", **text}]
-    return made
+            completed["content"] = [{"type": "input_text", **text}]
+    return completed
 
 
 def messages_of(items: Sequence[Item], noted: Noted | None = None) -> list[Message]:
-    """Reasoning, text and calls of the assistant that stand together become one message.
+    """Convert items to messages. Adjacent reasoning, text and calls of the assistant become one message.
 
-    Keys of items that nothing here knows are added to `noted` (see `serve.decode.decode`). Raises `InvalidRequest`
-    naming the item that is wrong.
+    Adds unknown keys of items to `noted` (see `decode`). Raises `InvalidRequest` with the path of the wrong
+    item.
     """
     messages: list[Message] = []
     for index, item in enumerate(items):
@@ -123,15 +121,15 @@ def messages_of(items: Sequence[Item], noted: Noted | None = None) -> list[Messa
             case "function_call":
                 call = decode(_CallItem, item, path, noted=noted)
                 function = {"name": call.name, "arguments": call.arguments or "{}"}
-                made = {"id": call.call_id, "type": "function", "function": function}
-                _assistant(messages).setdefault("tool_calls", []).append(made)
+                tool_call = {"id": call.call_id, "type": "function", "function": function}
+                _assistant(messages).setdefault("tool_calls", []).append(tool_call)
             case "function_call_output":
                 output = decode(_OutputItem, item, path, noted=noted)
                 text = _text(output.output)
                 messages.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
             case "reasoning":
-                thought = decode(_ReasoningItem, item, path, noted=noted)
-                text = _text(thought.content or thought.summary or [])
+                reasoning = decode(_ReasoningItem, item, path, noted=noted)
+                text = _text(reasoning.content or reasoning.summary or [])
                 message = _assistant(messages, new=True)
                 message["reasoning_content"] = message.get("reasoning_content", "") + text
             case other:
@@ -150,10 +148,12 @@ def _add_message(messages: list[Message], item: _MessageItem) -> None:
 
 
 def _assistant(messages: list[Message], *, new: bool = False) -> Message:
-    """The assistant's message that is being put together; a `new` one begins behind text or calls."""
+    """Return the assistant message at the end of `messages`, or start one. With `new`, start another one if the current
+    message has text or calls.
+    """
     last = messages[-1] if messages else None
-    taken = last is not None and (last.get("content") or last.get("tool_calls"))
-    if last is None or last["role"] != "assistant" or (new and taken):
+    has_content = last is not None and (last.get("content") or last.get("tool_calls"))
+    if last is None or last["role"] != "assistant" or (new and has_content):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
 
@@ -167,22 +167,24 @@ def _text(content: str | _Parts) -> str:
 # --- tools ---
 
 
-def tools_of(given: Sequence[Item], noted: Noted | None = None) -> list[FunctionTool]:
-    """Raises `InvalidRequest` for tools that would have to run here. `noted` as in `messages_of`."""
+def tools_of(values: Sequence[Item], noted: Noted | None = None) -> list[FunctionTool]:
+    """Decode the tools, and add their unknown keys to `noted` (see `decode`). Raises `InvalidRequest` for tools that
+    would run in the server.
+    """
     tools = []
-    for index, tool in enumerate(given):
+    for index, tool in enumerate(values):
         path = f"tools.{index}"
         if tool.get("type") != "function":
-            raise InvalidRequest(
-                f"{path}.type must be function: this server runs no tools of its own.", param=f"{path}.type"
-            )
+            custom = tool.get("type") == "custom"
+            why = "custom tools are not supported yet" if custom else "this server does not run tools"
+            raise InvalidRequest(f"{path}.type must be function: {why}.", param=f"{path}.type")
         tools.append(decode(FunctionTool, tool, path, noted=noted))
     return tools
 
 
 def chat_tools(tools: Sequence[FunctionTool]) -> list[dict[str, Any]]:
-    """As chat completions offer them."""
-    made = []
+    """Return the tools in the format of chat completions."""
+    converted = []
     for tool in tools:
         fields = {
             "name": tool.name,
@@ -191,14 +193,14 @@ def chat_tools(tools: Sequence[FunctionTool]) -> list[dict[str, Any]]:
             "strict": tool.strict,
         }
         function = {name: value for name, value in fields.items() if value is not None}
-        made.append({"type": "function", "function": function})
-    return made
+        converted.append({"type": "function", "function": function})
+    return converted
 
 
 def chat_tool_choice(
     choice: str | Item | None, tools: Sequence[FunctionTool]
 ) -> tuple[str | dict[str, Any] | None, Sequence[FunctionTool]]:
-    """The choice as chat completions say it, and the tools that are offered under it."""
+    """Return the choice in the format of chat completions, and the tools that it allows."""
     if choice is None or isinstance(choice, str):
         return choice, tools
     match choice.get("type"):

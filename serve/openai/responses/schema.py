@@ -1,9 +1,10 @@
-"""The bodies of /v1/responses and /v1/responses/input_tokens. Unknown fields of the body are refused; of what is in it,
-named in the log (--refuse-unknown-fields: refused).
+"""Bodies of /v1/responses and /v1/responses/input_tokens.
 
-Accepted without effect: `user`, `safety_identifier`, `prompt_cache_key` and `prompt_cache_retention` (nothing is
-reported, every prefix is cached), `service_tier` (there is one), `max_tool_calls` (of tools that run here: there are
-none), `reasoning.summary` (reasoning is given whole), `text.verbosity`, and of `include` what there is nothing of.
+Unknown fields of the body are refused; unknown fields of nested objects are logged (--refuse-unknown-fields:
+refused). Accepted without effect: `user`, `safety_identifier`, `prompt_cache_key` and
+`prompt_cache_retention` (nothing is reported, all prefixes are cached), `service_tier` (there is one),
+`max_tool_calls` (this server does not run tools), `reasoning.summary` (reasoning is always complete),
+`text.verbosity`, and values of `include` that this server never has.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from runtime.errors import InvalidRequest
-from serve.decode import Length, NotBuilt, Range
-from serve.endpoint import decode_open, parse_object
-from serve.openai.schema import MAX_MESSAGES
-from serve.prompts import Priority, Salt
-from serve.sampling import read_sampling, sampling_names
+from serve.calls.body import decode_open, parse_object
+from serve.calls.chat.request import Effort
+from serve.calls.decode import Length, NotBuilt, Range
+from serve.calls.prompts import MAX_MESSAGES, Priority, Salt
+from serve.calls.sampling import read_sampling, sampling_names
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -39,7 +40,7 @@ class TextFormat:
     description: str | None = None
 
     def response_format(self) -> Mapping[str, Any] | None:
-        """As chat completions say it."""
+        """Return the format as `response_format` of chat completions."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -58,7 +59,7 @@ class TextOptions:
 
 @dataclass(slots=True, kw_only=True)
 class ReasoningOptions:
-    effort: str | None = None
+    effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
@@ -79,7 +80,7 @@ class FunctionTool:
 
 @dataclass(slots=True, kw_only=True)
 class InputBody:
-    """The body of /v1/responses/input_tokens: what makes the prompt."""
+    """The body of /v1/responses/input_tokens: the fields that form the prompt."""
 
     closed: ClassVar[bool] = True
 
@@ -115,24 +116,23 @@ class ResponsesBody(InputBody):
     prompt_cache_retention: str | None = None
     service_tier: Literal["auto", "default"] | None = None
     max_tool_calls: int | None = None
-    cache_salt: Salt | None = None  # these as in /v1/chat/completions
+    cache_salt: Salt | None = None  # fields of /v1/chat/completions, from here on
     extra_key: Salt | None = None
     priority: Priority | None = None
     prompt: NotBuilt = None
     context_management: NotBuilt = None
     moderation: NotBuilt = None
     background_options: NotBuilt = None
-    num_bytes: int = field(init=False, default=0)  # of the body as it came
-    sampling: dict[str, Any] = field(init=False, default_factory=dict)  # as `read_sampling` gives them
+    num_bytes: int = field(init=False, default=0)  # size of the received body
+    # Sampling parameters, as `read_sampling` returns them.
+    sampling: dict[str, Any] = field(init=False, default_factory=dict)
 
     def check(self) -> None:
         """Raises `InvalidRequest` for combinations that make no sense."""
         if self.background and not self.store:
-            raise InvalidRequest("background needs store to be true.", param="background")
+            raise InvalidRequest("background requires store to be true.", param="background")
         if self.background and self.stream:
-            raise InvalidRequest(
-                "stream is not supported with background; poll the response.", param="stream"
-            )
+            raise InvalidRequest("stream is not supported with background; poll the response.", param="stream")
         if self.metadata is not None and len(self.metadata) > MAX_METADATA:
             raise InvalidRequest(f"metadata may have at most {MAX_METADATA} keys.", param="metadata")
         for index, name in enumerate(self.include):
@@ -148,7 +148,7 @@ class ResponsesBody(InputBody):
 _INCLUDES = frozenset(
     {
         LOGPROBS,
-        "reasoning.encrypted_content",  # its content is there in the clear
+        "reasoning.encrypted_content",  # has no effect: reasoning is sent unencrypted
         "file_search_call.results",
         "web_search_call.results",
         "web_search_call.action.sources",
@@ -160,17 +160,15 @@ _INCLUDES = frozenset(
 
 
 def read_input_body(core: EngineCore, raw: bytes) -> InputBody:
-    """Raises `InvalidRequest` naming the field that is wrong."""
+    """Decode a body. Raises `InvalidRequest` with the name of the wrong field."""
     return decode_open(InputBody, parse_object(raw), core, "/v1/responses/input_tokens")
 
 
 def read_responses_body(core: EngineCore, raw: bytes) -> ResponsesBody:
-    """Raises `InvalidRequest` naming the field that is wrong."""
+    """Decode a body. Raises `InvalidRequest` with the name of the wrong field."""
     json = parse_object(raw)
     if "max_tokens" in json:
-        raise InvalidRequest(
-            "max_output_tokens is what max_tokens is called here.", param="max_output_tokens"
-        )
+        raise InvalidRequest("max_tokens is called max_output_tokens in this API.", param="max_output_tokens")
     sampling = {name: json[name] for name in _SAMPLING & json.keys()}
     others = {name: value for name, value in json.items() if name not in sampling}
     body = decode_open(ResponsesBody, others, core, "/v1/responses")

@@ -1,4 +1,4 @@
-"""Responses that clients may come back to, in memory and bounded: the oldest make room."""
+"""Stored responses that clients may continue, in bounded memory: the oldest are removed first."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ MAX_BYTES = 256 * 1024 * 1024
 
 @dataclass(slots=True)
 class StoredResponse:
-    """A response, and what a later one that continues it needs."""
+    """A response, and the data to continue it."""
 
     response: dict[str, Any]
-    owner: str  # name of the key that it belongs to
-    input_items: Sequence[Mapping[str, Any]]  # of this request alone
-    messages: Sequence[Mapping[str, Any]]  # the whole conversation with the answer, without instructions
-    num_bytes_before: int = 0  # of what was there before the answer
-    task: asyncio.Task[None] | None = None  # that writes it, of a response in the background
+    owner: str  # name of the client's API key; empty without a key
+    input_items: Sequence[Mapping[str, Any]]  # items of this request, without the earlier conversation
+    messages: Sequence[Mapping[str, Any]]  # the whole conversation including the answer, but without instructions
+    num_bytes_before: int = 0  # size in bytes without the answer
+    task: asyncio.Task[None] | None = None  # the task that computes a background response; None for others
     num_bytes: int = field(init=False, default=0)
 
     @property
@@ -33,12 +33,15 @@ class StoredResponse:
         return self.response["id"]
 
     def measure(self) -> int:
-        """About the bytes that it takes. Conversations that share messages count them each: they may outlive others."""
+        """Return the approximate size in bytes.
+
+        Messages that several conversations share are counted for each, because any of these may stay the longest.
+        """
         return self.num_bytes_before + 2 * len(orjson.dumps(self.response["output"]))
 
 
 class ResponseStore:
-    """What `store: true` keeps. A client sees what was stored with its own key."""
+    """Responses with `store: true`. A client sees the responses stored with its own key."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
@@ -54,7 +57,7 @@ class ResponseStore:
         return self._num_bytes
 
     def put(self, stored: StoredResponse) -> None:
-        """Keep it, or what it has become; the oldest that nobody writes are forgotten where there is no room."""
+        """Store a response or its new state. The oldest finished ones are removed if the store is full."""
         self._forget(stored.id)
         stored.num_bytes = stored.measure()
         self._stored[stored.id] = stored
@@ -65,29 +68,29 @@ class ResponseStore:
             self._forget(name)
 
     def update(self, stored: StoredResponse) -> None:
-        """Keep what it has become, unless it was deleted meanwhile."""
+        """Store the new state of a response, unless it was deleted in the meantime."""
         if stored.id in self._stored:
             self.put(stored)
 
     @property
     def num_running(self) -> int:
-        """Responses that are still being written."""
+        """Number of responses that are still being computed."""
         return sum(stored.task is not None for stored in self._stored.values())
 
     def find(self, response_id: str, owner: str) -> StoredResponse | None:
-        """None where there is none that belongs to this client."""
+        """Return the response, or None if this client has no such response."""
         stored = self._stored.get(response_id)
         return stored if stored is not None and stored.owner == owner else None
 
     def get(self, response_id: str, owner: str) -> StoredResponse:
-        """As `find`. Raises `NotFound`."""
+        """Return the response. Raises `NotFound` if this client has no such response."""
         stored = self.find(response_id, owner)
         if stored is None:
             raise NotFound(f"Response with id '{response_id[:200]}' not found.", param="response_id")
         return stored
 
     def find_item(self, item_id: str, owner: str) -> Mapping[str, Any] | None:
-        """An input or output item of a stored response, by its id."""
+        """Return an input or output item of a stored response by id."""
         for stored in reversed(self._stored.values()):
             if stored.owner != owner:
                 continue
@@ -97,7 +100,7 @@ class ResponseStore:
         return None
 
     def delete(self, response_id: str, owner: str) -> None:
-        """Raises `NotFound`."""
+        """Delete a response. Raises `NotFound`."""
         stored = self.get(response_id, owner)
         self._forget(response_id)
         if stored.task is not None:

@@ -1,4 +1,4 @@
-"""The first half hour on a GPU, prepared: what to carry there, what to run in which order, and the report.
+"""The first half hour on a GPU machine: the files to bring, the stages to run, and the report.
 
-`gpu-bundle` gathers what the GPU's machine lacks, `gpu-contact` runs every stage under a budget of time.
+`gpu-bundle` collects the files that the machine lacks. `gpu-contact` runs every stage within a time budget.
 """

@@ -1,7 +1,7 @@
-"""`gpu-bundle`: a folder with what a GPU machine lacks that reaches no package index, and a script that uses it.
+"""`gpu-bundle`: collect packages for a GPU machine without a package index, and a script that installs them.
 
-The machine is supposed to have Python 3.12, torch, triton, transformers and pytest; wheels of the rest are gathered,
-pure or for Linux on x86-64, with their exact versions in lock.txt.
+The machine is expected to have Python 3.12, torch, triton, transformers and pytest. Wheels of the other packages are
+collected, pure or for Linux on x86-64, with exact versions in lock.txt.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ROOT = Path(__file__).parents[3]
 PYTHON = (3, 12)
 GLIBC_MINORS = (39, 35, 34, 31, 28, 27, 24, 17, 5)
 MAX_BYTES = 60 * 2**20
-# Beside our own dependencies.
+# packages in addition to Penstock's dependencies
 WANTED = (
     "pytest-asyncio", "pytest-timeout", "hypothesis", "sortedcontainers", "flashinfer-python==0.6.13",
     "apache-tvm-ffi",
 )  # fmt: skip
-# Not there, and not needed by what is run: FlashInfer's command line and its kernels for other machines.
+# Packages that are left out, because no stage needs them: FlashInfer's command line, and kernels for other machines.
 LEFT_OUT = frozenset({"nvidia-cutlass-dsl", "nvidia-cudnn-frontend", "cuda-tile"})
 THERE = frozenset({
     "anyio", "certifi", "click", "einops", "filelock", "h11", "httpcore", "httpx", "idna", "iniconfig", "jinja2",
@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Download, check and describe the wheels; 1 when they do not fit."""
+    """Download, check and describe the wheels. Return 1 if they do not fit."""
     folder = Path(parser().parse_args(argv).output)
     wheels = folder / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
@@ -78,9 +78,7 @@ def main(argv: Sequence[str]) -> int:
         _install(found)
     size = sum(wheel.stat().st_size for wheel in found)
     if size > MAX_BYTES:
-        problems.append(
-            f"The wheels have {size / 2**20:.1f} MiB; at most {MAX_BYTES / 2**20:.0f} may be carried."
-        )
+        problems.append(f"The wheels have {size / 2**20:.1f} MiB; at most {MAX_BYTES / 2**20:.0f} may be carried.")
     (folder / "lock.txt").write_text("".join(f"{line}\n" for line in lock(found)), encoding="utf-8")
     script = folder / "run.sh"
     script.write_text(RUN, encoding="utf-8")
@@ -92,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def wanted() -> list[str]:
-    """Our dependencies that the machine lacks, as pyproject.toml has them, and what else is used there."""
+    """Return the dependencies in pyproject.toml that the machine lacks, and further packages that the stages use."""
     own = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     return [*(need for need in own if canonicalize_name(Requirement(need).name) not in THERE), *WANTED]
 
@@ -102,28 +100,24 @@ def _download(wheels: Path) -> None:
 
 
 def _install(wheels: Sequence[Path]) -> None:
-    """As run.sh does there: into an empty folder, without any index."""
+    """Install as run.sh does: into an empty folder, without a package index."""
     with TemporaryDirectory() as folder:
         _pip("install", "--no-index", "--no-compile", "--target", folder, *map(str, wheels))
 
 
 def _pip(command: str, *words: str) -> None:
-    """Have pip do this for that machine. Raises `ConfigurationError` where it cannot."""
+    """Run pip for the GPU machine's platform. Raises `ConfigurationError` if it fails."""
     platforms = [word for minor in GLIBC_MINORS for word in ("--platform", f"manylinux_2_{minor}_x86_64")]
     platforms += ["--platform", "manylinux2014_x86_64", "--platform", "linux_x86_64"]
     target = ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp", "--no-deps"]
     try:
-        subprocess.run(
-            [sys.executable, "-m", "pip", command, "--quiet", *target, *platforms, *words], check=True
-        )
+        subprocess.run([sys.executable, "-m", "pip", command, "--quiet", *target, *platforms, *words], check=True)
     except subprocess.CalledProcessError as error:
-        raise ConfigurationError(
-            f"pip could not {command} the wheels (exit status {error.returncode})."
-        ) from error
+        raise ConfigurationError(f"pip could not {command} the wheels (exit status {error.returncode}).") from error
 
 
 def check(wheels: Sequence[Path]) -> list[str]:
-    """What would keep these wheels from being installed and imported there."""
+    """Return the reasons why these wheels cannot be installed and imported on the GPU machine."""
     problems = []
     supported = _supported_tags()
     names = {canonicalize_name(parse_wheel_filename(wheel.name)[0]) for wheel in wheels}
@@ -138,10 +132,8 @@ def check(wheels: Sequence[Path]) -> list[str]:
 
 
 def lock(wheels: Sequence[Path]) -> list[str]:
-    """`name==version` of each wheel."""
-    return [
-        f"{name}=={version}" for name, version, _, _ in (parse_wheel_filename(wheel.name) for wheel in wheels)
-    ]
+    """Return `name==version` of each wheel."""
+    return [f"{name}=={version}" for name, version, _, _ in (parse_wheel_filename(wheel.name) for wheel in wheels)]
 
 
 def _supported_tags() -> frozenset[Tag]:
@@ -153,7 +145,7 @@ def _supported_tags() -> frozenset[Tag]:
 
 
 def _needs(wheel: Path) -> set[str]:
-    """Names of the packages that this one requires on that machine, without its extras."""
+    """Return the names of the packages that this package requires on the GPU machine, without extras."""
     there = {"extra": "", "python_version": "3.12", "python_full_version": "3.12.0", "sys_platform": "linux"}
     with ZipFile(wheel) as archive:
         [metadata] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]

@@ -1,4 +1,4 @@
-"""`gpu-contact`: every stage in its own process under its own limit and one budget for all."""
+"""`gpu-contact`: run every stage in its own process, with a limit per stage and a budget for all stages."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from serve.bench.options import new_parser
 
 ROOT = Path(__file__).parents[3]
 PYTHONPATH = os.pathsep.join(str(ROOT / folder) for folder in ("", "tests", "tests/kit", "notebooks"))
-REFUSED = 2  # exit status of a command that says why it cannot be done
-LEAST_S = 5.0  # not worth a start
+REFUSED = 2  # exit status of a command that refuses to run
+LEAST_S = 5.0  # minimum remaining time for which a stage is started
 OUTPUT_CHARS = 4000
-RESTARTS = 20  # of one stage's tests, each after a crash
+RESTARTS = 20  # maximum restarts of one stage's tests after crashes
 
 
 def parser() -> argparse.ArgumentParser:
@@ -43,23 +43,15 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--device", default="cuda", help="cuda, or cpu to rehearse")
     options.add_argument("--budget", type=float, default=1500, help="seconds for all stages together")
     options.add_argument("--output", default="gpu-contact", help="folder of the report")
-    options.add_argument(
-        "--resume", help="contact.json of an earlier run: stages that ended well are not repeated"
-    )
-    options.add_argument(
-        "--stages", nargs="+", metavar="TEXT", help="only stages whose name contains one of these"
-    )
-    options.add_argument(
-        "--every", action="store_true", help="rehearse every case and family, not one of each kind"
-    )
-    options.add_argument(
-        "--report", help="print the report of this contact.json as Markdown, and do nothing else"
-    )
+    options.add_argument("--resume", help="contact.json of an earlier run: stages that ended well are not repeated")
+    options.add_argument("--stages", nargs="+", metavar="TEXT", help="only stages whose name contains one of these")
+    options.add_argument("--every", action="store_true", help="rehearse every case and family, not one of each kind")
+    options.add_argument("--report", help="print the report of this contact.json as Markdown, and do nothing else")
     return options
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the stages; 1 when one failed or was not reached."""
+    """Run the stages. Return 1 if a stage failed or was not reached."""
     options = parser().parse_args(argv)
     if options.report:
         output.say(markdown(read(Path(options.report))))
@@ -77,9 +69,7 @@ def main(argv: Sequence[str]) -> int:
         if not found.done(stage.name):
             result = contact.run(stage)
             found.add(result)
-            output.say(
-                f"{stage.name}: {result['status']} in {result['seconds']:.0f} s {result['note']}".rstrip()
-            )
+            output.say(f"{stage.name}: {result['status']} in {result['seconds']:.0f} s {result['note']}".rstrip())
     output.say(markdown(found.content))
     return 0 if all(found.done(stage.name) for stage in chosen) else 1
 
@@ -89,7 +79,7 @@ def _wanted(stage: Stage, texts: Sequence[str] | None) -> bool:
 
 
 class _Contact:
-    """Runs stages until the deadline; their output goes to one log."""
+    """Runs stages until the deadline. All output goes to one log."""
 
     def __init__(self, device: str, folder: Path, deadline_s: float, *, every: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +92,7 @@ class _Contact:
         }
 
     def run(self, stage: Stage) -> dict[str, Any]:
-        """The stage's entry of the report."""
+        """Run one stage and return its entry of the report."""
         began_s = monotonic()
         limit_s = min(stage.limit_s, self._deadline_s - began_s)
         if limit_s < LEAST_S:
@@ -110,11 +100,7 @@ class _Contact:
         else:
             with TemporaryDirectory() as scratch:
                 file = Path(scratch) / "result"
-                found = (
-                    self._tests(stage, file, limit_s)
-                    if stage.kind == "tests"
-                    else self._once(stage, file, limit_s)
-                )
+                found = self._tests(stage, file, limit_s) if stage.kind == "tests" else self._once(stage, file, limit_s)
         return {"name": stage.name, "seconds": monotonic() - began_s, "note": "", **found}
 
     def _once(self, stage: Stage, file: Path, limit_s: float) -> dict[str, Any]:
@@ -133,7 +119,7 @@ class _Contact:
         return found
 
     def _tests(self, stage: Stage, file: Path, limit_s: float) -> dict[str, Any]:
-        """Tests one after the other; a process that dies is followed by another for the tests that are left."""
+        """Run tests one after the other. If the process crashes, start another process for the remaining tests."""
         deadline_s = monotonic() + limit_s
         words = [
             "-m",
@@ -156,11 +142,13 @@ class _Contact:
             _, text = self._process(stage, command, left_s)
             finished = any(line["outcome"] == "finished" for line in outcomes.read(file))
             if not finished and len(outcomes.read(file)) == known:
-                break  # it does not even start
+                break  # the process does not start at all
         return _summary(file, finished, text)
 
     def _process(self, stage: Stage, command: Sequence[str], limit_s: float) -> tuple[int | None, str]:
-        """Exit status, None after the limit, and what was printed. Its children end with it."""
+        """Run a process and return its exit status (None after the limit) and its output. Its child processes end with
+        it.
+        """
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [PYTHONPATH, os.environ.get("PYTHONPATH", "")])),

@@ -1,8 +1,8 @@
-"""A pytest plugin that writes each test's outcome as soon as it is known, so that a crash costs one test.
+"""A pytest plugin that writes each test's outcome immediately, so that a crash loses only one test.
 
-Lines of JSON: {"test", "outcome", "seconds", "why"}; "outcome" is "started" before the test and "passed", "failed"
-or "skipped" after it. A last line {"outcome": "finished"} says that no test is left. Tests with an outcome in the
-file are not run again.
+The file has lines of JSON: {"test", "outcome", "seconds", "why"}. "outcome" is "started" before the test, and "passed",
+"failed" or "skipped" after it. A last line {"outcome": "finished"} means that no test is left. Tests with an outcome in
+the file are not run again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-LOST = ("CUDA error", "device-side assert", "AcceleratorError")  # after these, the process cannot use its GPU
+LOST = ("CUDA error", "device-side assert", "AcceleratorError")  # errors after which the process cannot use its GPU
 WHY_CHARS = 1500
 
 
@@ -25,7 +25,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def read(file: Path) -> list[dict[str, str | float]]:
-    """All lines of the file; the last may have been cut by a crash."""
+    """Return all lines of the file. A crash may have truncated the last line."""
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     found = []
     for line in lines:
@@ -37,7 +37,7 @@ def read(file: Path) -> list[dict[str, str | float]]:
 
 
 class Outcomes:
-    """Writes the file, leaves out tests that are in it, and ends a session that has lost its GPU."""
+    """Writes the file, skips tests that are in it, and ends a session that has lost its GPU."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -52,9 +52,7 @@ class Outcomes:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             why = str(report.longrepr)[-WHY_CHARS:] if report.longrepr else ""
-            self._write(
-                test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), why=why
-            )
+            self._write(test=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 2), why=why)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item):

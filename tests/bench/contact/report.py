@@ -1,4 +1,4 @@
-"""What came of the stages: one JSON file, and the same as Markdown."""
+"""The report on all stages, as a JSON file and as Markdown."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ GOOD = ("passed", "measured", "refused")
 
 
 class Report:
-    """The stages so far; `write` is called after each of them, so that a cut run loses nothing."""
+    """The results of the stages so far. `write` is called after each stage, so an interrupted run loses nothing."""
 
-    def __init__(
-        self, folder: Path, device: str, budget_s: float, before: Mapping[str, Any] | None = None
-    ) -> None:
-        """`before`: the content of an earlier report that this run continues."""
+    def __init__(self, folder: Path, device: str, budget_s: float, before: Mapping[str, Any] | None = None) -> None:
+        """`before` is the content of an earlier report that this run continues."""
         self._folder = folder
-        self.content: dict[str, Any] = report.document(
-            "gpu-contact", {"device": device, "budget_s": budget_s}, []
-        )
+        self.content: dict[str, Any] = report.document("gpu-contact", {"device": device, "budget_s": budget_s}, [])
         self.content["results"] = list(before["results"]) if before else []
 
     @property
@@ -32,11 +28,11 @@ class Report:
         return self.content["results"]
 
     def done(self, name: str) -> bool:
-        """Whether this stage came to an end that another run would not change."""
+        """Whether this stage has a final result, which another run would not change."""
         return any(stage["name"] == name and stage["status"] in GOOD for stage in self.stages)
 
     def add(self, stage: dict[str, Any]) -> None:
-        """Take in a stage's result, in place of an earlier one of its name, and write both files."""
+        """Add a stage's result, replace an earlier result of the same name, and write both files."""
         self.content["results"] = [other for other in self.stages if other["name"] != stage["name"]] + [stage]
         self.write()
 
@@ -47,17 +43,14 @@ class Report:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The JSON file of an earlier run."""
+    """Read the JSON file of an earlier run."""
     return orjson.loads(path.read_bytes())
 
 
 def markdown(content: Mapping[str, Any]) -> str:
-    """The report for a reader: stages, what failed, figures."""
+    """Return the report in Markdown: stages, failures and figures."""
     machine, versions = content["machine"], content["versions"]
-    where = (
-        ", ".join(machine["gpus"])
-        or f"CPU ({machine['cpu']}): a rehearsal, these figures say nothing about a GPU"
-    )
+    where = ", ".join(machine["gpus"]) or f"CPU ({machine['cpu']}): a rehearsal, these figures say nothing about a GPU"
     with_what = ", ".join(f"{name} {version}" for name, version in versions.items())
     parts = [
         f"# GPU contact, {content['date'][:10]}",
@@ -75,9 +68,7 @@ def _stage_table(content: Mapping[str, Any]) -> list[str]:
     lines = ["| stage | result | seconds | |", "|---|---|---|---|"]
     for stage in content["results"]:
         counts = ", ".join(f"{count} {what}" for what, count in (stage.get("tests") or {}).items() if count)
-        lines.append(
-            f"| {stage['name']} | {stage['status']} | {stage['seconds']:.0f} | {counts or stage['note']} |"
-        )
+        lines.append(f"| {stage['name']} | {stage['status']} | {stage['seconds']:.0f} | {counts or stage['note']} |")
     return [*lines, ""]
 
 

@@ -1,4 +1,4 @@
-"""One server with the demo model, started as users start it: a chat, whole and streamed, must be answered right."""
+"""Smoke test: start a server with the demo model as users do, and check a chat answer, whole and streamed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL_S = 0.05
 
 
 def main(argv: Sequence[str]) -> int:
-    """0 when both answers are right; the server's refusal of its options is exit status 2."""
+    """Return 0 if both answers are right, and 2 if the server refuses its options."""
     parser = argparse.ArgumentParser(prog="bench.contact.smoke")
     parser.add_argument("--device", required=True)
     options, words = parser.parse_known_args(argv)
@@ -46,7 +46,7 @@ async def _smoke(words: Sequence[str]) -> None:
 async def _ready(client: Client) -> bool:
     try:
         response = await client.get("/health")
-    except ExchangeError:  # nobody listens yet
+    except ExchangeError:  # the server does not listen yet
         return False
     return response.status == 200
 

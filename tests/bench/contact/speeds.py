@@ -1,4 +1,4 @@
-"""Kernels beside what the device's memory and arithmetic allow: attention of an 8B model, and what lies around it."""
+"""Measure kernels of an 8B model against the limits of the device's memory bandwidth and arithmetic."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 16
 
 
 class Case(NamedTuple):
-    """Rows of one attention call: (tokens before, tokens computed)."""
+    """Rows of one attention call, as (tokens in the cache, tokens computed)."""
 
     name: str
     rows: tuple[tuple[int, int], ...]
 
     @property
     def work(self) -> Work:
-        """Keys, values, queries and outputs once each in 16 bits; two products per pair of positions."""
+        """Return bytes (keys, values, queries and outputs once, in 16 bits) and operations (two products per pair of
+        positions).
+        """
         seen = sum(start + count for start, count in self.rows)
         pairs = sum(count * start + count * (count + 1) / 2 for start, count in self.rows)
         tokens = sum(count for _, count in self.rows)
@@ -47,7 +49,7 @@ SMALL = (Case("2 rows after 64 tokens each", ((63, 1),) * 2), Case("a prompt of 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, print and write; 1 when a backend failed."""
+    """Measure, print and write the rows. Return 1 if a backend failed."""
     parser = argparse.ArgumentParser(prog="bench.contact.speeds")
     parser.add_argument("--device", required=True)
     parser.add_argument("--small", action="store_true")
@@ -59,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
         for case in SMALL if options.small else FULL:
             rows.append(_attention(file, case, options.device, limits))
             report.say(line_of(rows[-1]))
-            if options.output_file:  # after every row: the next may take the process with it
+            if options.output_file:  # written after every row, because the next one may crash the process
                 results = {"limits": limits, "rows": document_of(rows)}
                 report.write(options.output_file, report.document("speeds", vars(options), results))
     return 1 if any(isinstance(row, Failure) for row in rows) else 0

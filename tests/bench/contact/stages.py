@@ -1,4 +1,4 @@
-"""What is run on a GPU machine, in the order in which a failure tells most."""
+"""The stages of `gpu-contact`, in the order in which a failure is most informative."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ Kind = Literal["command", "tests", "figures"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One process, or one after the other for tests, with a limit of its own."""
+    """A stage with its own limit: one process, or one process after another for tests."""
 
     name: str
     kind: Kind
-    words: tuple[str, ...]  # after the interpreter
+    words: tuple[str, ...]  # arguments of the interpreter
     limit_s: float
-    test_limit_s: float = 120  # of a single test
+    test_limit_s: float = 120  # limit of a single test
 
     def command(self, device: str, scratch: str) -> list[str]:
-        """The command line; what the stage measures is written to `scratch`."""
+        """Return the command line. The stage writes its measurements to `scratch`."""
         fill = {"DEVICE": device, "SCRATCH": scratch}
         return [sys.executable, *(fill.get(word, word) for word in self.words)]
 
 
 def stages(device: str) -> tuple[Stage, ...]:
-    """All stages for this device. On a CPU, the rehearsal, they are the same with the smallest sizes."""
+    """Return all stages for this device. On a CPU, which is a rehearsal, they use the smallest sizes."""
     rehearsal = device == "cpu"
     return (
         _command("environment", ("-m", "serve", "explain", "--device", "DEVICE"), 60),
@@ -44,9 +44,7 @@ def stages(device: str) -> tuple[Stage, ...]:
         _figures("online", rehearsal, 240),
         _figures("cold", rehearsal, 150),
         _speeds(rehearsal),
-        _tests(
-            "tokens of the other families", (*ANSWERS, "-k", "not llama and not (qwen3 and not moe)"), 480
-        ),
+        _tests("tokens of the other families", (*ANSWERS, "-k", "not llama and not (qwen3 and not moe)"), 480),
     )
 
 

@@ -1,4 +1,4 @@
-"""The contact's own parts, without a GPU; the whole rehearsal is slow."""
+"""Tests of `gpu-contact` without a GPU. The complete rehearsal is a slow test."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ from bench.contact.report import Report
 from bench.contact.stages import Stage, stages
 
 
-def run(
-    stage: Stage, tmp_path: Path, budget_s: float = 60, monkeypatch: pytest.MonkeyPatch | None = None
-) -> dict:
+def run(stage: Stage, tmp_path: Path, budget_s: float = 60, monkeypatch: pytest.MonkeyPatch | None = None) -> dict:
     contact = command._Contact("cpu", tmp_path / "out", command.monotonic() + budget_s)
     return contact.run(stage)
 
@@ -96,7 +94,7 @@ def test_every_test_file_and_every_row_is_a_stage() -> None:
     from bench.gpu.command import ROWS
 
     words = [word for one in stages("cuda") for word in one.words]
-    # All but the rows.
+    # all GPU tests except those of the bench rows
     files = {path.name for path in (command.ROOT / "tests/gpu").glob("test_*.py")} - {"test_bench.py"}
     assert {Path(word).name for word in words if word.startswith("tests/gpu")} == files
     assert set(ROWS) <= set(words)
@@ -124,7 +122,7 @@ def test_wheels_that_would_not_work_there_are_named(tmp_path: Path) -> None:
 
 
 def test_the_bundle_has_what_we_need_there() -> None:
-    """Our own dependencies, and what the tests that run there import, as far as the machine lacks them."""
+    """The bundle has Penstock's dependencies and the imports of GPU tests, as far as the machine lacks them."""
     carried = {canonicalize_name(Requirement(need).name) for need in bundle.wanted()}
     own = tomllib.loads((command.ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     assert {canonicalize_name(Requirement(need).name) for need in own} <= carried | bundle.THERE
@@ -137,7 +135,7 @@ def test_the_bundle_has_what_we_need_there() -> None:
 
 
 def imported(file: Path) -> set[str]:
-    """The top-level names that a file imports, wherever it does."""
+    """Return the top-level names that a file imports anywhere."""
     nodes = list(ast.walk(ast.parse(file.read_text())))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]

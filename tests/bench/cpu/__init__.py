@@ -1,5 +1,5 @@
-"""`cpu`: ours and every peer that is installed, on the same work on this machine, in turns.
+"""`cpu`: compare Penstock with every installed peer on the same work on this machine, in turns.
 
-`work` says what is asked, `limits` what it must cost at least on this machine, `engines` who takes part, `process`
-how one of them is asked, `turns` who is asked when, `compare` and `result` what follows.
+`work` defines the jobs, `limits` their minimum cost on this machine, `engines` the participants, `process` how to call
+one of them, `turns` the order of calls, `compare` and `result` the evaluation.
 """

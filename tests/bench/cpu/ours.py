@@ -1,7 +1,7 @@
-"""`python -m bench.cpu.ours`: our engine, asked in the same way as every peer's.
+"""`python -m bench.cpu.ours`: run Penstock with the same interface as every peer.
 
-With `--serve` the same process also serves HTTP, as `penstock serve` would: then jobs in process and requests
-over HTTP meet the same engine. Options that are not the runner's are the engine's.
+With `--serve` the same process also serves HTTP like `penstock serve`, so that jobs in process and requests over HTTP
+use the same engine. Options that the runner does not know are options of the engine.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from bench.cpu.peers.answering import Lines, add_run_options, answer_of, version
 from runtime.config import Args
 from serve import Engine
 from serve.bench.metrics import percentile
-from serve.server import tune_interpreter, uvicorn_config, warm_up
+from serve.server.process import tune_interpreter, uvicorn_config, warm_up
 
-TICK_S = 0.005  # often enough for a percentile, too seldom to take part in what is measured
+TICK_S = 0.005  # frequent enough for a percentile, but too rare to affect the measurement
 PACKAGES = ("penstock", "torch")
 
 
@@ -63,7 +63,7 @@ async def answer(engine: Engine, lag: LoopLag, job: dict[str, Any]) -> dict[str,
 
 
 class LoopLag:
-    """How late the loop wakes a task that sleeps a little, again and again. Idle until `begin`."""
+    """Measures how late the event loop wakes a task that sleeps briefly. Idle until `begin`."""
 
     def __init__(self) -> None:
         self._active = asyncio.Event()
@@ -74,7 +74,7 @@ class LoopLag:
         self._active.set()
 
     def end(self) -> list[float]:
-        """Seconds that each tick came late; at least one."""
+        """Return the delay of each tick in seconds; at least one value."""
         self._active.clear()
         return self._late_s or [0.0]
 
@@ -97,13 +97,13 @@ async def watching() -> AsyncIterator[LoopLag]:
 
 @asynccontextmanager
 async def serving(engine: Engine) -> AsyncIterator[str]:
-    """The application on a free port of the loopback; yields its URL."""
+    """Serve the application on a free port of the loopback interface, and yield its URL."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn_config(engine.core))
         await warm_up(engine.core)
         tune_interpreter()
         async with anyio.create_task_group() as group:
-            # Not `serve`, which takes over the process's signals.
+            # not `serve`, which would install signal handlers
             group.start_soon(server._serve, [listener])
             try:
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""One engine in a process of its own: jobs as JSON lines in, answers as JSON lines out."""
+"""One engine in a separate process: jobs and answers are lines of JSON."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ END_LIMIT_S = 20.0
 
 
 class Runner:
-    """A running engine. What it prints goes to `log`; every failure is a `WorkError` with its last words.
+    """A running engine. Its output goes to `log`. Every failure is a `WorkError` with its last lines.
 
-    It leads a process group of its own in this session: so it can be stopped and continued as a whole, and
-    the kernel ends it when this process dies, even while it is stopped.
+    The process leads a process group, so that it can be stopped and continued as a whole. The kernel kills it when this
+    process dies, even if it is stopped.
     """
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -38,7 +38,7 @@ class Runner:
         self.versions: Mapping[str, str] = {}
 
     def start(self) -> None:
-        """Return when the model is loaded and jobs are taken."""
+        """Return when the model is loaded and the engine accepts jobs."""
         self._rest = b""
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -54,7 +54,7 @@ class Runner:
         self.url, self.versions = ready.get("url"), ready.get("versions", {})
 
     def generate(self, prompts: Sequence[Ids], new_tokens: int) -> float:
-        """Seconds that it took."""
+        """Run a job and return its duration in seconds."""
         answer = self.ask({"prompts": list(prompts), "new_tokens": new_tokens})
         if answer["output_lengths"] != [new_tokens] * len(prompts):
             raise WorkError(f"{self.name} did not give {new_tokens} tokens to each of {len(prompts)} prompts")
@@ -86,22 +86,22 @@ class Runner:
         return json.loads(line)
 
     def pause(self) -> None:
-        """Stop all its processes, whatever they do when they wait."""
+        """Stop all processes of the engine, so that waiting threads use no CPU time."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)
 
     def cpu_s(self) -> float:
-        """Processor time of all its processes so far; of those that ended, what their parents were told."""
+        """Return the CPU time of all its processes so far, including ended child processes."""
         return 0.0 if self._process is None else sum(map(_cpu_s, _with_children(self._process.pid)))
 
     def peak_bytes(self) -> int:
-        """The most memory that its processes held, each at its own time, added up."""
+        """Return the sum of the peak memory of all its processes."""
         return sum(_peak_bytes(pid) for pid in _with_children(self._running().pid))
 
     def stop(self) -> None:
-        """Let it end, and make it end when it does not."""
+        """Ask the engine to end, and kill it if it does not."""
         process = self._process
         if process is None:
             return

@@ -1,4 +1,4 @@
-"""A result: what was measured where, alone or joined from several files, and its text."""
+"""A result: measurements with their machine and time, possibly joined from several files, and their text form."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from bench.cpu.work import FIGURES, GOALS_OF_4_BITS
 from runtime.errors import ConfigurationError
 from serve.bench import report
 
-ROUNDS_OF_A_FILE = 1000  # more than anybody asks for
+ROUNDS_OF_A_FILE = 1000  # more than the maximum number of rounds
 STREAMED_GOAL = 0.9
 TINY = "T"
 
 
 class Part(NamedTuple):
-    """What was measured of one shape with one kind of weights."""
+    """Measurements of one shape with one kind of weights."""
 
     shape: str
     weights: str
@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Sitting(NamedTuple):
-    """When, where and how something was measured."""
+    """Time, place and method of a measurement."""
 
     date: str
     machine: str
@@ -40,7 +40,7 @@ class Sitting(NamedTuple):
 
 
 class Result(NamedTuple):
-    """Everything that a table needs."""
+    """All data for the tables."""
 
     limits: Limits
     parts: Sequence[Part]
@@ -48,7 +48,7 @@ class Result(NamedTuple):
 
 
 def sitting(argv: Sequence[str]) -> Sitting:
-    """This one."""
+    """Return the description of the current measurement."""
     about = report.document("cpu", {}, {}, argv=argv, program=PROGRAM)
     machine = about["machine"]
     flags = " ".join(machine["cpu_flags"])
@@ -56,9 +56,9 @@ def sitting(argv: Sequence[str]) -> Sitting:
 
 
 def join(files: Sequence[str]) -> Result:
-    """Earlier results as one: turns of the same part together, the best limits of all.
+    """Join earlier results: turns of the same part together, and the best limits of all files.
 
-    Rounds of different files follow one another. Raises `ConfigurationError` for what is no result file.
+    Rounds of different files follow one another. Raises `ConfigurationError` for an invalid result file.
     """
     limits: list[Limits] = []
     sittings: list[Sitting] = []
@@ -104,7 +104,7 @@ def _together(one: Part, other: Part) -> Part:
 
 
 def render(result: Result) -> str:
-    """Markdown: where and how, then a table for each part."""
+    """Return Markdown: the measurement's description, then a table for each part."""
     limits = result.limits
     lines = [f"Measured {one.date[:10]} on {one.machine}: `{one.command}`" for one in result.sittings]
     return "\n".join([*lines, limits_text(limits), *(render_part(limits, part) for part in result.parts)])
@@ -119,7 +119,7 @@ def limits_text(limits: Limits) -> str:
 
 def render_part(limits: Limits, part: Part) -> str:
     best = {}
-    if part.shape in SHAPES:  # of other families it is not known what a step must cost
+    if part.shape in SHAPES:  # the minimum cost of a step is not known for other families
         cost = Cost(SHAPES[part.shape], part.weights, limits)
         best = {name: value for name in FIGURES if (value := cost.best(name)) is not None}
     values = by_figure(part.turns)
@@ -128,9 +128,7 @@ def render_part(limits: Limits, part: Part) -> str:
     texts = ["", table(f"{part.shape}, {part.weights}", lines)]
     if (share := streamed_share(values)) is not None:
         reached = "reached" if share >= STREAMED_GOAL else "missed"
-        texts.append(
-            f"\nOver HTTP ours gives {share:.0%} of its output in process ({STREAMED_GOAL:.0%} {reached})."
-        )
+        texts.append(f"\nOver HTTP ours gives {share:.0%} of its output in process ({STREAMED_GOAL:.0%} {reached}).")
     if noisy := sorted(disturbed(part.turns)):
         names = ", ".join(f"{engine} ({figure})" for engine, figure in noisy)
         texts.append(f"\nOthers were using the machine in every turn of {names}.")

@@ -1,4 +1,4 @@
-"""Requests over HTTP, streamed, all at once: what a server's clients see."""
+"""Measure simultaneous streamed requests over HTTP, as a server's clients see them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from serve.bench.workload import Prompt, Vocabulary
 BACKEND = BACKENDS["openai"]
 
 
-def stream_all(
-    url: str, prompts: Sequence[Ids], vocabulary: Vocabulary, *, as_text: bool
-) -> dict[str, float]:
-    """The figures of row 5 by name. Raises `WorkError` when a stream fails.
+def stream_all(url: str, prompts: Sequence[Ids], vocabulary: Vocabulary, *, as_text: bool) -> dict[str, float]:
+    """Return the streaming figures by name. Raises `WorkError` if a stream fails.
 
-    `as_text` is for servers that take no ids: texts that encode to as many tokens, or nearly.
+    With `as_text`, for servers that do not accept ids, prompts are texts with nearly the same number of tokens.
     """
     asked = [_prompt(ids, vocabulary, as_text) for ids in prompts]
     uvloop = {"use_uvloop": sys.platform != "win32"}
@@ -67,18 +65,18 @@ async def _stream(url: str, prompts: Sequence[Prompt], vocabulary: Vocabulary) -
             return _Answer(prompt, sent_s, start_s, response.ended_s, response)
 
         answers, duration_s = await drive(prompts, [0.0] * len(prompts), send)
-    # Only now: looking into the events takes as long as some steps of a small model.
+    # after the measurement, because decoding the events takes as long as several steps of a small model
     return [_outcome(answer, vocabulary) for answer in answers], duration_s
 
 
 class _Answer(NamedTuple):
-    """What came of one prompt, not looked into yet."""
+    """The undecoded outcome of one prompt."""
 
     prompt: Prompt
     sent_s: float
     start_s: float
     ended_s: float
-    what: Response | str  # the latter: why there is none
+    what: Response | str  # the response, or the reason why there is none
 
 
 def _outcome(answer: _Answer, vocabulary: Vocabulary) -> Outcome:

@@ -32,9 +32,7 @@ def written(tmp_path: Path, name: str, content: object) -> str:
     return str(file)
 
 
-def test_results_of_several_runs_are_joined_into_one_table(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_results_of_several_runs_are_joined_into_one_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = written(tmp_path, "a", result(3000.0, "ours", Limits(60e9, 1e12)))
     peer = written(tmp_path, "b", result(2000.0, "openvino", Limits(80e9, 0.9e12)))
     assert command.main(["--join", ours, peer]) == 0

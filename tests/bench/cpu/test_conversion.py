@@ -1,4 +1,4 @@
-"""The conversions that are ours: what a peer reads must be the checkpoint that we read."""
+"""The conversions written here: a peer must read the same weights from the file as Penstock from the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.checkpoints import Shape, write_checkpoint
 from bench.cpu.engines import SCRIPTS
 from bench.families import write_family
 from bench.test_families import tiny
-from runtime.models.formats.bits import unpack
+from runtime.loading.formats.bits import unpack
 
 TINY = Shape(hidden=32, layers=2, heads=4, kv_heads=2, head_dim=8, mlp=48, vocab=320, tied=False)
 
@@ -39,9 +39,7 @@ def test_llama_cpp_gets_every_weight_bit_by_bit(checkpoint: Path, monkeypatch: p
     assert all(torch.equal(torch.tensor(read[name]), ours[name].float()) for name in ours)
 
 
-def test_llama_cpp_rotates_pairs_where_we_rotate_halves(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llama_cpp_rotates_pairs_where_we_rotate_halves(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     convert = script("gguf_file", monkeypatch).tensors
     written = {name: torch.tensor(w) for name, w in convert(checkpoint, config)}

@@ -27,7 +27,7 @@ answering.main((), convert, None)
 
 @pytest.fixture
 def peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Peer:
-    """A peer whose Python is this one and whose script converts by naming its source."""
+    """A peer that runs on this Python, and whose conversion writes the source's name."""
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts" / "run_named.py").write_text(CONVERT)
     (tmp_path / "scripts" / "answering.py").write_text((SCRIPTS / "answering.py").read_text())

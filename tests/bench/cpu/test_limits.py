@@ -14,7 +14,7 @@ SLOW_MEMORY, SLOW_MATMUL = Limits(1.0, 1e30), Limits(1e30, 1.0)
 
 
 def test_a_decode_step_reads_the_weights_once_and_each_rows_cache() -> None:
-    cache = 2 * 2 * 1 * 4 * 2 * 10  # keys and values, layers, heads, dimensions, bytes, tokens
+    cache = 2 * 2 * 1 * 4 * 2 * 10  # keys and values x layers x heads x dimensions x bytes x tokens
     assert Cost(TINY, "bf16", SLOW_MEMORY).step_s(1, 1, 9) == 2 * (BODY + HEAD) + cache
     assert Cost(TINY, "int8", SLOW_MEMORY).step_s(3, 1, 9) == BODY + HEAD + 3 * cache
 

@@ -62,8 +62,6 @@ def test_ours_serves_streams_and_says_its_loops_lag(model: Path, tmp_path: Path)
 def test_options_of_the_engine_that_it_refuses_end_the_runner(model: Path, tmp_path: Path) -> None:
     found = contest()
     command = our_command(model, "bf16", 1, "--no-such-option 1")
-    found.measure_in_process(
-        [Runner(OURS, command, our_environment(1), tmp_path / "log")], [decode()], starts=False
-    )
+    found.measure_in_process([Runner(OURS, command, our_environment(1), tmp_path / "log")], [decode()], starts=False)
     [failure] = found.failures
     assert "no-such-option" in failure.reason

@@ -11,7 +11,7 @@ from bench.cpu.engines import SCRIPTS, TESTS
 from bench.cpu.process import Runner
 from bench.cpu.work import WorkError
 
-# A runner script as peers have them, whose model counts up from the prompt's last id.
+# A runner script like those of peers, whose model counts up from the prompt's last id.
 SCRIPT = """
 import os, sys
 import answering
@@ -140,7 +140,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def wait_until_gone(pid: int) -> None:
-    """The kernel says when: a file descriptor of the process becomes readable."""
+    """Wait until the process has ended, which makes its file descriptor readable."""
     import select
 
     try:

@@ -11,7 +11,7 @@ from bench.cpu.work import OUTPUT, STREAMS, Ids, WorkError, concurrency, shared_
 
 
 class ScriptedContender:
-    """Needs `token_s` for each token that it adds, and keeps a diary that contenders may share."""
+    """Takes `token_s` per generated token, and writes a log that contenders may share."""
 
     def __init__(self, name: str, token_s: float, diary: list[str] | None = None) -> None:
         self.name = name
@@ -19,7 +19,7 @@ class ScriptedContender:
         self.versions: Mapping[str, str] = {name: "1"}
         self.diary = [] if diary is None else diary
         self.asked: list[Sequence[Ids]] = []
-        self.fails_at: int | None = None  # the number of the call
+        self.fails_at: int | None = None  # number of the call that fails
         self.running = self.paused = False
         self._token_s = token_s
 

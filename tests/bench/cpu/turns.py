@@ -1,4 +1,6 @@
-"""Who is asked when: each row of work goes round all engines, A B A B, while the others stand still."""
+"""The order of measurements: each row of work runs on all engines in turn (A B A B), while the other engines are
+stopped.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ from bench.cpu.work import (
     WorkError,
 )
 
-TOLERATED = 0.05  # share of the machine that others may use before it is mentioned
-MIN_WATCH_S = 1.0  # of all processors together: they are counted in hundredths
-WARM_UP = -1  # the number of a round that is not counted
+TOLERATED = 0.05  # share of the machine that other processes may use without a note in the result
+MIN_WATCH_S = 1.0  # minimum CPU time, over all processors, for a measurement with a resolution of 10 ms
+WARM_UP = -1  # number of the round that is not counted
 Stream = Callable[[str, Sequence[Ids]], dict[str, float]]
 Say = Callable[[str], None]
 
@@ -39,7 +41,7 @@ class Turn(NamedTuple):
     figure: str
     round: int
     value: float
-    others: float = 0.0  # the share of the machine's processors that others used meanwhile
+    others: float = 0.0  # share of the machine's CPU time that other processes used during the turn
 
     @property
     def disturbed(self) -> bool:
@@ -47,7 +49,7 @@ class Turn(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """An engine that took no further part, and why."""
+    """An engine that dropped out, with the reason."""
 
     engine: str
     what: str
@@ -55,7 +57,7 @@ class Failure(NamedTuple):
 
 
 class Contender(Protocol):
-    """An engine that takes part: a `process.Runner`, or a scripted other."""
+    """A participating engine: a `process.Runner`, or a scripted one in tests."""
 
     name: str
     url: str | None
@@ -72,7 +74,7 @@ class Contender(Protocol):
 
 
 class CpuWatch:
-    """How much processor time others took since it was made: neither this process nor the contender."""
+    """Measures the CPU time of other processes (neither this process nor the contender) since its creation."""
 
     def __init__(self, contender: Contender) -> None:
         self._contender = contender
@@ -83,29 +85,27 @@ class CpuWatch:
         return busy_s, all_s, self._contender.cpu_s() + process_time()
 
     def others(self) -> float:
-        """As a share of all the machine's processors; 0 where it was too short to tell."""
+        """Return the share of the machine's CPU time that other processes used; 0 if the time was too short."""
         busy_s, all_s, own_s = (after - before for before, after in zip(self._before, self._now()))
         return max(busy_s - own_s, 0.0) / all_s if all_s >= MIN_WATCH_S else 0.0
 
 
 def machine_s() -> tuple[float, float]:
-    """Seconds that all processors were busy, and all there were, since the machine started."""
+    """Return the busy seconds of all processors, and their total seconds, since the machine started."""
     try:
         first = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0]
     except OSError:
         return 0.0, 0.0
-    user, nice, system, idle, wait, *rest = (
-        int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in first.split()[1:9]
-    )
+    user, nice, system, idle, wait, *rest = (int(ticks) / os.sysconf("SC_CLK_TCK") for ticks in first.split()[1:9])
     busy = user + nice + system + sum(rest)
     return busy, busy + idle + wait
 
 
 @dataclass
 class Contest:
-    """Contenders on one model, and what came of it. Use `measure_in_process`, then `measure_streams`.
+    """Contenders on one model, and their results. Use `measure_in_process`, then `measure_streams`.
 
-    `alone` surrounds each round: a machine that has other work may hold it there.
+    `alone` is a context around each round, which may wait while the machine has other work.
     """
 
     seed: str
@@ -117,10 +117,8 @@ class Contest:
     failures: list[Failure] = field(default_factory=list)
     versions: dict[str, Mapping[str, str]] = field(default_factory=dict)
 
-    def measure_in_process(
-        self, contenders: Sequence[Contender], measures: Sequence[Measure], *, starts: bool
-    ) -> None:
-        """Rows of work in the engines' own processes; with `starts` also how they start and what they hold."""
+    def measure_in_process(self, contenders: Sequence[Contender], measures: Sequence[Measure], *, starts: bool) -> None:
+        """Run rows of work in the engines' processes. With `starts`, also measure their start and their memory."""
         with self._running(contenders, starts=starts) as alive:
             for measure in measures:
                 for number in range(WARM_UP, self.rounds):
@@ -132,7 +130,7 @@ class Contest:
                     self._note(contender.name, {MEMORY.name: contender.peak_bytes() / 2**20}, 0)
 
     def measure_streams(self, contenders: Sequence[tuple[Contender, Stream]]) -> None:
-        """Row 5: contenders that serve, each with how requests go to it. Ours also says its loop's lag."""
+        """Measure streaming on contenders that serve HTTP. For Penstock, also measure the event loop's lag."""
         streams = {contender.name: stream for contender, stream in contenders}
         with self._running([contender for contender, _ in contenders], starts=False) as alive:
             for number in range(WARM_UP, self.rounds):
@@ -142,7 +140,7 @@ class Contest:
 
     @contextmanager
     def _running(self, contenders: Sequence[Contender], *, starts: bool) -> Iterator[list[Contender]]:
-        """Those that could be started, standing still."""
+        """Yield the contenders that could be started, stopped."""
         alive: list[Contender] = []
         try:
             for contender in contenders:
@@ -201,7 +199,7 @@ class Contest:
     def _stream_ours(
         self, ours: Contender, url: str, stream: Stream, prompts: Sequence[Ids], number: int
     ) -> dict[str, float]:
-        """The same engine is also asked in process, and how late its loop was while it streamed."""
+        """Measure Penstock's streams, with its throughput in process and its event loop's lag during the streams."""
         direct = IN_PROCESS.run(ours, self._draw("beside streams", number))
         ours.ask({"watch": True})
         streamed = stream(url, prompts)
@@ -218,9 +216,7 @@ class Contest:
             if contender in alive:
                 alive.remove(contender)
 
-    def _note(
-        self, engine: str, values: Mapping[str, float], number: int, watch: CpuWatch | None = None
-    ) -> None:
+    def _note(self, engine: str, values: Mapping[str, float], number: int, watch: CpuWatch | None = None) -> None:
         others = 0.0 if watch is None else watch.others()
         for figure, value in values.items():
             turn = Turn(engine, figure, number, value, others)

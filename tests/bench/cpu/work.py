@@ -1,4 +1,4 @@
-"""The rows of work: what is asked of an engine in this process, and the figures that come of it."""
+"""The rows of work for engines in their processes, and the figures that result."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ Ids = list[int]
 
 
 class WorkError(Exception):
-    """An engine did not do what was asked."""
+    """Raised if an engine did not do its work."""
 
 
 class Asked(Protocol):
-    """Somebody who generates; returns the seconds that it took. Raises `WorkError`."""
+    """A function that generates, and returns the duration in seconds. Raises `WorkError`."""
 
     def generate(self, prompts: Sequence[Ids], new_tokens: int) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number, and what is aimed at."""
+    """One measured figure with its goals."""
 
     row: int
     name: str
     unit: str
-    goal: float | None = None  # ratio to the best peer
-    share_goal: float | None = None  # of what the machine's limits allow
-    most: float | None = None  # of itself
+    goal: float | None = None  # goal for the ratio to the best peer
+    share_goal: float | None = None  # goal for the share of the machine's limit
+    most: float | None = None  # upper limit of the figure itself
     higher_is_better: bool = True
 
 
 class Draw:
-    """Prompts of random ids. No two begin alike but by chance; the same seed gives the same prompts."""
+    """Draws prompts of random ids, which share no prefix except by chance. The same seed gives the same prompts."""
 
     def __init__(self, seed: int | str, vocab: int) -> None:
         self._random = random.Random(seed)
@@ -52,7 +52,7 @@ class Draw:
 
 
 PREFILL_LENGTHS = (512, 2048)
-PREFILL_TOKENS = 4096  # of all prompts of a length
+PREFILL_TOKENS = 4096  # total tokens of all prompts of one length
 DECODE_PROMPT, DECODE_TOKENS = 32, 128
 CONCURRENCIES = (8, 32, 64)
 PROMPT, OUTPUT = 128, 64
@@ -63,16 +63,16 @@ FIRST_PROMPT = 32
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Something to ask, again and again with new prompts, and what it is called."""
+    """A job with a name, which is repeated with new prompts."""
 
     row: int
     figures: tuple[Figure, ...]
-    run: Callable[[Asked, Draw], dict[str, float]]  # figures by name
+    run: Callable[[Asked, Draw], dict[str, float]]  # returns figures by name
     warm_up: Callable[[Asked, Draw], object]
 
 
 def prefill(length: int) -> Measure:
-    """Tokens per second of one prompt until its first token: the median of a few prompts, one by one."""
+    """Tokens per second of one prompt up to its first token: the median of several prompts, one by one."""
     figure = Figure(1, f"prefill {length:,}", "tok/s", 1.0, share_goal=0.6)
 
     def run(engine: Asked, draw: Draw) -> dict[str, float]:
@@ -83,7 +83,7 @@ def prefill(length: int) -> Measure:
 
 
 def decode() -> Measure:
-    """Tokens per second of one sequence after its first token: what a second, longer run adds to a short one."""
+    """Tokens per second of one sequence after its first token: the difference between a long and a short run."""
     figure = Figure(2, "decode, batch 1", "tok/s", 1.0, share_goal=0.75)
 
     def run(engine: Asked, draw: Draw) -> dict[str, float]:
@@ -95,7 +95,7 @@ def decode() -> Measure:
 
 
 def concurrency(number: int, row: int = 3, goal: float | None = 1.2) -> Measure:
-    """Output tokens per second of requests that come all at once."""
+    """Output tokens per second of simultaneous requests."""
     figure = Figure(row, f"concurrency {number}", "tok/s", goal)
 
     def run(engine: Asked, draw: Draw) -> dict[str, float]:
@@ -109,7 +109,9 @@ def concurrency(number: int, row: int = 3, goal: float | None = 1.2) -> Measure:
 
 
 def shared_prefix() -> Measure:
-    """Output tokens per second of requests that begin alike: a beginning never seen before, and once more."""
+    """Output tokens per second of requests with a common prefix: first with a new prefix, then with the same prefix
+    again.
+    """
     cold, warm = (Figure(4, f"shared prefix, {state}", "tok/s", 1.2) for state in ("cold", "warm"))
 
     def run(engine: Asked, draw: Draw) -> dict[str, float]:
@@ -155,7 +157,7 @@ FIGURES: Mapping[str, Figure] = {
         MEMORY,
     )
 }
-# What is aimed at with weights of 4 bits, where it is more: the ratio, and the share of the limit.
+# Goals with 4-bit weights, if they are higher: the ratio, and the share of the limit.
 GOALS_OF_4_BITS: Mapping[str, tuple[float, float | None]] = {
     "prefill 512": (1.2, None),
     "decode, batch 1": (1.5, 0.8),
@@ -166,5 +168,5 @@ ROWS = tuple(sorted({figure.row for figure in FIGURES.values()}))
 
 
 def measures_of(rows: Sequence[int]) -> Iterator[Measure]:
-    """What is asked in process for these rows."""
+    """Return the jobs in process for these rows."""
     return (measure for measure in MEASURES if measure.row in rows)

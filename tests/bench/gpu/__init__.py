@@ -1,1 +1,1 @@
-"""The figures of one device, each beside what its memory and its arithmetic allow: `penstock bench gpu`."""
+"""Figures of one device, each next to the limit of its memory and arithmetic: `penstock bench gpu`."""

@@ -1,4 +1,4 @@
-"""What the rows of the table are measured with: models of real shapes without weights, sizes, engines."""
+"""The setup of the GPU benchmark: models of real shapes without weights, sizes, and engines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.config import Args
 from runtime.errors import EngineFailure
 from serve.bench.offline import throughput
 from serve.bench.workload import RandomLengths, Vocabulary, random_prompts
-from serve.engine import Engine
+from serve.python.engine import Engine
 
 Result = TypeVar("Result")
 
@@ -30,7 +30,7 @@ TINY = Shape(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, mlp=128, voc
 
 
 class Model(NamedTuple):
-    """A shape under the name of the model that has it."""
+    """The shape of a real model, under its name."""
 
     name: str
     shape: Shape
@@ -51,19 +51,20 @@ MODELS: Mapping[str, Model] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is asked. Lengths in tokens."""
+    """Sizes of the workloads. Lengths are in tokens."""
 
-    decode: tuple[int, int] = (128, 512)  # in, out
-    repetitions: int = 3  # of decode
-    offline: tuple[int, int, int] = (256, 1024, 1024)  # requests, in, out
-    mixed: tuple[int, int, int] = (256, 100, 1024)  # requests; lengths from, to, in and out
+    decode: tuple[int, int] = (128, 512)  # (input, output)
+    repetitions: int = 3  # repetitions of `decode`
+    offline: tuple[int, int, int] = (256, 1024, 1024)  # (requests, input, output)
+    mixed: tuple[int, int, int] = (256, 100, 1024)  # (requests, minimum length, maximum length), for inputs and outputs
     rates: tuple[float, ...] = (1, 8, 32)  # requests per second
-    online: tuple[int, int] = (512, 256)  # in, out
+    online: tuple[int, int] = (512, 256)  # (input, output)
     online_s: float = 30
-    groups: tuple[int, int] = (16, 16)  # groups, requests of each
-    prefix: tuple[int, int, int] = (2048, 128, 128)  # shared, own, out
-    streams: tuple[int, int, int] = (64, 128, 1024)  # streams, in, out
-    launch: tuple[int, int, tuple[int, ...]] = (64, 512, (0, 256, 2048))  # rows, after tokens, prompts beside
+    groups: tuple[int, int] = (16, 16)  # (groups, requests per group)
+    prefix: tuple[int, int, int] = (2048, 128, 128)  # (shared prefix, own prompt, output)
+    streams: tuple[int, int, int] = (64, 128, 1024)  # (streams, input, output)
+    # (rows, cached tokens, lengths of a prompt in the same step)
+    launch: tuple[int, int, tuple[int, ...]] = (64, 512, (0, 256, 2048))
     launch_steps: int = 40
     cold_timeout_s: float = 300
 
@@ -88,37 +89,37 @@ SMALL = Sizes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
-    """One run of the benchmark. `words` are options of the engine as they were typed; they win over ours."""
+    """One run of the benchmark. `words` are options of the engine from the command line; they override the defaults."""
 
     device: str
     folder: Path  # for configurations and tokenizers
     limits: Limits
     sizes: Sizes = FULL
-    only: Model | None = None  # instead of each row's own model
+    only: Model | None = None  # replaces each row's own model
     words: tuple[str, ...] = ()
 
     def model(self, name: str) -> Model:
-        """The model of this name, unless all rows are to have another one."""
+        """Return the model with this name, or the model that replaces all models."""
         return self.only or MODELS[name]
 
     def cost(self, model: Model) -> Cost:
-        """What the model's work takes at least, with the cache that the engine is told to have."""
+        """Return the minimum cost of the model's work, with the engine's cache dtype."""
         cache = Args.parse(self.words).get("kv_cache_dtype")
         return Cost(model.shape, model.dtype, None if cache == "auto" else cache)
 
     def path(self, model: Model) -> str:
-        """A checkpoint of the model without weights, written when it is first asked for."""
+        """Return a checkpoint of the model without weights, and write it if it does not exist."""
         directory = self.folder / model.name
-        if not (directory / "tokenizer_config.json").is_file():  # what is written last
+        if not (directory / "tokenizer_config.json").is_file():  # the file that is written last
             write_description(model.shape, directory, model.dtype)
         return str(directory)
 
     def tries_only(self, model: Model) -> bool:
-        """Whether a small cache will do: a tiny model could have one of hundreds of millions of tokens."""
+        """Whether a small cache suffices: a tiny model could get a cache of hundreds of millions of tokens."""
         return self.device == "cpu" or model.shape is TINY
 
     def args(self, model: Model, **ours: Any) -> Args:
-        """The engine's options for this model with weights that nobody reads from a disk."""
+        """Return the engine's options for this model with dummy weights."""
         base = {
             "model_path": self.path(model),
             "load_format": "dummy",
@@ -130,7 +131,7 @@ class Bench:
         return Args.of(**{**base, **ours, **Args.parse(self.words).keywords()})
 
     def run(self, model: Model, work: Callable[[Engine], Awaitable[Result]], **ours: Any) -> Result:
-        """Await `work` with an engine of its own, on a loop of its own, and give the memory back."""
+        """Await `work` with a new engine on a new event loop, then free its memory."""
         try:
             return anyio.run(
                 partial(_with_engine, self.args(model, **ours), work), backend_options={"use_uvloop": True}
@@ -145,7 +146,7 @@ async def _with_engine(args: Args, work: Callable[[Engine], Awaitable[Result]]) 
 
 
 async def warm_up(engine: Engine, model: Model, requests: int) -> None:
-    """Short requests, as many as will be measured; then wait until no graph is left to be captured."""
+    """Send as many short requests as will be measured, then wait until all graphs are captured."""
     from runtime.worker.model_runner import ModelRunner
 
     lengths = RandomLengths(input_tokens=32, output_tokens=8, range_ratio=0.25)
@@ -162,7 +163,7 @@ async def warm_up(engine: Engine, model: Model, requests: int) -> None:
 
 
 def release(device: str) -> None:
-    """Let the device have what nothing uses any more, so that the next engine finds it free."""
+    """Free unused memory of the device for the next engine."""
     gc.collect()
     if device.startswith("cuda"):
         import torch

@@ -1,4 +1,4 @@
-"""From nothing to the first token: a server started as users start it."""
+"""The time from the start of a server to its first token."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from serve.bench.client import Client, ExchangeError
 
 POLL_S = 0.01
 STOP_S = 30.0
-LAST_WORDS = 4000  # characters of the server's log in an error
+LAST_WORDS = 4000  # maximum characters of the server's log in an error
 
 
 def cold(bench: Bench) -> list[Figure]:
-    """Seconds from the start of a server's process to the first token that a client gets, twice.
+    """Return the seconds from the start of a server's process to a client's first token, twice.
 
-    The first time no kernel is compiled yet, the second time Triton finds those of the first.
+    In the first run no kernel is compiled. In the second run Triton finds the kernels of the first.
     """
     model = bench.model("llama-3.1-8b")
     words = [
@@ -60,9 +60,9 @@ def cold(bench: Bench) -> list[Figure]:
 
 
 async def first_token(words: Sequence[str], kernels: str, timeout_s: float) -> float:
-    """Seconds until a server that is started with these options has given a token.
+    """Return the seconds until a server with these options has generated a token.
 
-    `kernels` is where Triton keeps what it compiled. Raises `EngineFailure` with the server's last words.
+    `kernels` is Triton's cache folder. Raises `EngineFailure` with the end of the server's log.
     """
     began_s = perf_counter()
     async with (
@@ -83,7 +83,7 @@ async def _gives_a_token(client: Client) -> bool:
     body = orjson.dumps({"input_ids": [5, 6, 7, 8], "sampling_params": sampling})
     try:
         response = await client.post("/generate", body)
-    except ExchangeError:  # nobody listens yet
+    except ExchangeError:  # the server does not listen yet
         return False
     if response.status != 200:
         raise EngineFailure(f"The first request was answered with {response.status}.")
@@ -92,7 +92,7 @@ async def _gives_a_token(client: Client) -> bool:
 
 @asynccontextmanager
 async def running_server(words: Sequence[str], variables: Mapping[str, str] | None = None):
-    """A server's process and its address, ended at the end; an error gets the last words of its log."""
+    """Run a server, and yield its process and address. Ends it afterwards; an error contains the end of its log."""
     port = _free_port()
     command = [sys.executable, "-m", "serve", *words, "--host", "127.0.0.1", "--port", str(port)]
     with TemporaryDirectory() as folder, open(f"{folder}/log", "w+b") as log:

@@ -41,9 +41,7 @@ def parser() -> argparse.ArgumentParser:
         program=PROGRAM,
     )
     options.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS), help="what to measure")
-    options.add_argument(
-        "--shape", choices=tuple(MODELS), help="one model for all rows; tiny has small sizes"
-    )
+    options.add_argument("--shape", choices=tuple(MODELS), help="one model for all rows; tiny has small sizes")
     options.add_argument("--device", default="cuda", help="cuda, cuda:N, or cpu to try the command")
     options.add_argument("--work-dir", help="keeps the tokenizers, so that a second run starts sooner")
     add_output_options(options)
@@ -85,9 +83,7 @@ def _measure(
         rows += found
         if options.output_file:
             results = {"limits": limits, "rows": document_of(rows)}
-            content = report.document(
-                "gpu", {**vars(options), "engine": words}, results, argv=argv, program=PROGRAM
-            )
+            content = report.document("gpu", {**vars(options), "engine": words}, results, argv=argv, program=PROGRAM)
             report.write(options.output_file, content)
     return rows
 

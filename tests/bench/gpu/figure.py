@@ -1,4 +1,4 @@
-"""A measured figure beside its limit, and the table that holds them."""
+"""A measured figure with its limit, and the table of figures."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ NONE = "-"
 
 
 class Figure(NamedTuple):
-    """One line. `limit` is in the unit of `value`; a time can only be longer than it, a rate only lower."""
+    """One line of the table. `limit` has the unit of `value`: a lower limit for times, an upper limit for rates."""
 
     what: str
     model: str
     value: float
     unit: str
     limit: float | None = None
-    bound: str = ""  # what the limit is made of: "bytes", "operations"
+    bound: str = ""  # the resource that determines the limit: "bytes" or "operations"
     lower_is_better: bool = False
 
     @property
     def share(self) -> float | None:
-        """How near the limit it is: 1 is there."""
+        """How close the value is to the limit: 1 means that it is reached."""
         if self.limit is None or not self.value:
             return None
         return self.limit / self.value if self.lower_is_better else self.value / self.limit
@@ -41,7 +41,7 @@ HEAD = ("| what | model | measured | limit | of the limit | limited by |", "|---
 
 
 def line_of(row: Figure | Failure) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     if isinstance(row, Failure):
         return f"| {row.what} | {NONE} | not measured: {' '.join(row.why.split())} | | | |"
     limit = NONE if row.limit is None else f"{text_of(float(row.limit))} {row.unit}"
@@ -51,7 +51,7 @@ def line_of(row: Figure | Failure) -> str:
 
 
 def limit_lines(limits: Limits) -> list[str]:
-    """The table of what the device itself can do."""
+    """Return the table of the device's own limits."""
     return [
         "| what the device does | measured |",
         "|---|---|",
@@ -62,7 +62,7 @@ def limit_lines(limits: Limits) -> list[str]:
 
 
 def heading(content: Mapping[str, Any], device: str) -> str:
-    """Where, when and with what: the first paragraph, from a result document."""
+    """Return the first paragraph of a result document: place, time and versions."""
     machine, versions = content["machine"], content["versions"]
     names = ("python", "torch", "triton", "flashinfer-python", "uvloop")
     with_what = ", ".join(f"{name} {versions[name]}" for name in names if name in versions)
@@ -74,7 +74,5 @@ def heading(content: Mapping[str, Any], device: str) -> str:
 
 
 def document_of(rows: Iterable[Figure | Failure]) -> list[dict[str, Any]]:
-    """The rows for the result file."""
-    return [
-        {**row._asdict(), "share": row.share} if isinstance(row, Figure) else row._asdict() for row in rows
-    ]
+    """Return the rows for the result file."""
+    return [{**row._asdict(), "share": row.share} if isinstance(row, Figure) else row._asdict() for row in rows]

@@ -1,8 +1,8 @@
-"""What launching costs: of steps that are replayed, and of mixed ones, which are launched kernel by kernel.
+"""The cost of launches: for replayed steps, and for mixed steps, which are launched kernel by kernel.
 
-Steps follow each other without a pause, launched ahead as in life. The time that the device thread takes to launch
-one, as a part of a step's time, says whether the device waits for launches (near 100 %) or they are hidden behind its
-work. Only in the first case can a graph of such steps pay.
+Steps follow each other without a pause and are launched ahead, as in real use. The result is the device thread's launch
+time as a share of a step's time. Near 100 % the device waits for launches, and a graph of such steps would help.
+Otherwise launches are hidden by the device's work.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from bench.gpu.figure import Figure
 from bench.gpu.limits import Work
 from bench.gpu.online_rows import measured_runner
 from bench.step import FIRST_TOKEN, make_batch
-from serve.engine import Engine
+from serve.python.engine import Engine
 
 if TYPE_CHECKING:
     from runtime.batch import Batch
     from runtime.worker.step_timer import TimedStep
 
 IDS_ONLY = {"skip_tokenizer_init": True}
-AHEAD = 2  # steps in flight beside the one that runs
+AHEAD = 2  # steps in flight in addition to the running step
 
 
 def launches(bench: Bench) -> list[Figure]:
-    """Rows that decode, alone and beside prompts of some lengths, with a small model and a large one."""
+    """Measure decode rows, alone and together with prompts of several lengths, with a small and a large model."""
     models = {bench.model(name).name: bench.model(name) for name in ("qwen3-0.6b", "qwen3-8b")}
     return [figure for model in models.values() for figure in _of(bench, model)]
 
@@ -71,7 +71,7 @@ def _figures(
 
 
 async def _timed(engine: Engine, batch: Batch, number: int) -> list[TimedStep]:
-    """Steps of this batch one after the other; nobody else may use the engine."""
+    """Time consecutive steps of this batch. The engine must be idle otherwise."""
     runner = measured_runner(engine.core)
     for _ in range(2):  # compiles kernels
         await asyncio.shield(runner.launch(batch))
@@ -86,7 +86,9 @@ async def _timed(engine: Engine, batch: Batch, number: int) -> list[TimedStep]:
 
 
 def mixed_batch(num_rows: int, context_len: int, prompt_len: int, page_size: int) -> Batch:
-    """Rows that decode after so many tokens, and a last one that computes a prompt, each with pages of its own."""
+    """Return a batch of decode rows with this number of cached tokens and a prompt as the last row, each with its own
+    pages.
+    """
     import numpy as np
 
     decode = make_batch(num_rows, context_len, 1, page_size)
@@ -107,7 +109,8 @@ def mixed_batch(num_rows: int, context_len: int, prompt_len: int, page_size: int
         page_table=table,
         sampling=replace(
             decode.sampling,
-            rows=rows,
+            positions=np.append(rows[:-1], np.int32(num_rows + prompt_len - 1)),
+            row_of=rows,
             greedy=np.ones(num_rows + 1, np.bool_),
             uniform=np.zeros(num_rows + 1, np.float32),
         ),

@@ -1,6 +1,6 @@
-"""What the device can do at most, measured, and what a workload must read and compute at least, counted.
+"""The measured limits of the device, and the minimum bytes and operations of a workload.
 
-Limits: bytes a second by large copies and sums, operations a second by a product of matrices.
+Limits: bytes per second of large copies and sums, and operations per second of a matrix product.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "fp8_e5m2": 1
 
 
 class Work(NamedTuple):
-    """Bytes that come from the device's memory, and multiplications and additions."""
+    """Bytes that are read from the device's memory, and operations (multiplications and additions)."""
 
     bytes: float = 0.0
     operations: float = 0.0
@@ -26,7 +26,7 @@ class Work(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One request: so many tokens in and out, of which the first `shared` are those of its whole group."""
+    """One request: its input and output tokens. The first `shared` input tokens are common to its group."""
 
     input: int
     output: int
@@ -34,14 +34,14 @@ class Job(NamedTuple):
 
 
 class Cost:
-    """Of a model of this shape. Only what cannot be avoided counts.
+    """The minimum cost of a model with this shape.
 
-    Weights are read once a step, keys and values once by every token that attends to them, and a prefix that
-    running requests share once for all of them; activations stay on the chip.
+    Weights are read once per step. Keys and values are read once by every token that attends to them, and once for all
+    running requests that share a prefix. Activations stay on the chip.
     """
 
     def __init__(self, shape: Shape, dtype: str, cache_dtype: str | None = None) -> None:
-        """`cache_dtype` is that of keys and values, where it is another one."""
+        """`cache_dtype` is the dtype of keys and values, if it differs from that of the model."""
         sizes = dict(parameter_sizes(shape))
         embedding = prod(sizes.pop("model.embed_tokens.weight"))
         head = embedding if shape.tied else prod(sizes.pop("lm_head.weight"))
@@ -54,7 +54,7 @@ class Cost:
         self.kv_token_bytes = 2 * shape.layers * shape.kv_heads * shape.head_dim * BYTES[cache_dtype or dtype]
 
     def decode(self, contexts: Iterable[float]) -> Work:
-        """One step that gives one token to each row, which attends to so many tokens."""
+        """Return the cost of one decode step, in which each row attends to this number of tokens."""
         contexts = list(contexts)
         seen = sum(contexts)
         return Work(
@@ -63,16 +63,16 @@ class Cost:
         )
 
     def prompt(self, tokens: int) -> Work:
-        """A prompt to its first token, all in one step."""
+        """Return the cost of a prompt up to its first token, in one step."""
         attended = tokens * (tokens + 1) / 2
         operations = 2 * self._matmul * tokens + 2 * self._head + 4 * self._layers_width * attended
         return Work(self.weight_bytes, operations)
 
     def all_at_once(self, jobs: Sequence[Job], groups: int = 0) -> Work:
-        """All jobs side by side from the first step to the last token of the longest.
+        """Return the cost of all jobs in parallel, from the first step to the last token of the longest job.
 
-        With `groups`, jobs share the beginnings of their prompts in so many equal groups, computed once each
-        and read once a step for the whole group.
+        With `groups`, the jobs are divided into equal groups with a shared prefix. Each prefix is computed once and
+        read once per step for the whole group.
         """
         steps = max(job.output for job in jobs)
         work = Work(bytes=float(steps * self.weight_bytes))
@@ -86,8 +86,8 @@ class Cost:
         return work
 
     def _own(self, job: Job) -> Work:
-        """What one job needs beyond the weights and the prefix that it shares."""
-        last = job.input + job.output - 1  # tokens computed in all, the last one's KV not among them
+        """Return the cost of one job without the weights and the shared prefix."""
+        last = job.input + job.output - 1  # number of computed tokens; the last token's KV is not needed
         steps = job.output - 1
         read = steps * (job.input - job.shared) + steps * (steps + 1) / 2
         attended = (last * (last + 1) - job.shared * (job.shared + 1)) / 2
@@ -95,18 +95,18 @@ class Cost:
         return Work(read * self.kv_token_bytes, operations + 4 * self._layers_width * attended)
 
 
-REPETITIONS = 5  # the fastest counts: a limit is not to be beaten
-CALLS = 10  # between two looks at the clock
+REPETITIONS = 5  # the fastest repetition counts, because a limit must not be exceeded
+CALLS = 10  # calls between two readings of the clock
 LARGE_BYTES, LARGE_SIDE = 4 * 2**30, 8192
 SMALL_BYTES, SMALL_SIDE = 16 * 2**20, 256
 
 
 class Limits(NamedTuple):
-    """Measured on one device."""
+    """Limits measured on one device."""
 
-    copied_bytes_per_s: float  # read and written
-    summed_bytes_per_s: float  # read
-    operations_per_s: float  # of a square product, a multiplication and an addition being two
+    copied_bytes_per_s: float  # bytes read and written
+    summed_bytes_per_s: float  # bytes read
+    operations_per_s: float  # of a square matrix product; a multiplication and an addition are two operations
     dtype: str
 
     @property
@@ -114,17 +114,17 @@ class Limits(NamedTuple):
         return max(self.copied_bytes_per_s, self.summed_bytes_per_s)
 
     def seconds(self, work: Work) -> float:
-        """The shortest time in which the work can be done, reading and computing side by side."""
+        """Return the minimum time for the work, if reading and computing overlap completely."""
         return max(work.bytes / self.bytes_per_s, work.operations / self.operations_per_s)
 
     def bound(self, work: Work) -> str:
-        """What that time is spent on: "bytes" or "operations"."""
+        """Return the resource that determines the time: "bytes" or "operations"."""
         by_bytes = work.bytes / self.bytes_per_s >= work.operations / self.operations_per_s
         return "bytes" if by_bytes else "operations"
 
 
 def measure_limits(device: str, dtype: str, *, small: bool) -> Limits:
-    """Measure this device; `small` takes little memory and time, and says little."""
+    """Measure this device. `small` takes little memory and time, but the result is not meaningful."""
     import torch
 
     num_bytes, side = (SMALL_BYTES, SMALL_SIDE) if small else (LARGE_BYTES, LARGE_SIDE)
@@ -137,7 +137,7 @@ def measure_limits(device: str, dtype: str, *, small: bool) -> Limits:
 
 
 def _transfers(num_bytes: int, device: str) -> tuple[float, float]:
-    """Bytes per second of copying so many, each counted twice, and of summing them."""
+    """Return the bytes per second of copies (each byte counts twice) and of sums over this many bytes."""
     import torch
 
     source = torch.ones(num_bytes // 4, device=device)
@@ -148,7 +148,7 @@ def _transfers(num_bytes: int, device: str) -> tuple[float, float]:
 
 
 def fastest(call: Callable[[], object], device: str) -> float:
-    """Seconds of one call, the device's queue kept full."""
+    """Return the seconds per call while the device's queue stays full."""
     for _ in range(3):
         call()
     times = []

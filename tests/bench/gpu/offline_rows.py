@@ -1,4 +1,4 @@
-"""Rows that ask the engine directly: one row decoding, and workloads that are all there at once."""
+"""Rows that call the engine directly: a single decoding request, and workloads that are submitted at once."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from serve.bench.workload import (
     random_prompts,
     shared_prefix_prompts,
 )
-from serve.engine import Engine
+from serve.python.engine import Engine
 
-# Ids in, ids out: what a device does is measured, not what texts cost.
+# Requests send and receive ids, because the device is measured and not the tokenizer.
 IDS_ONLY = {"skip_tokenizer_init": True}
 
 
 def decode(bench: Bench) -> list[Figure]:
-    """Tokens per second of one request alone, after its first token."""
+    """Tokens per second of a single request after its first token."""
     model, (length, output) = bench.model("llama-3.1-8b"), bench.sizes.decode
     shape = SharedPrefixes(
         groups=bench.sizes.repetitions + 1,
@@ -55,7 +55,7 @@ def decode(bench: Bench) -> list[Figure]:
 
 
 def offline(bench: Bench) -> list[Figure]:
-    """Output tokens per second of equal requests that are all there at once."""
+    """Output tokens per second of equal requests that are submitted at once."""
     model, (requests, length, output) = bench.model("qwen3-8b"), bench.sizes.offline
     lengths = RandomLengths(input_tokens=length, output_tokens=output, range_ratio=1.0)
     prompts = random_prompts(lengths, requests, SEED, model.vocabulary, as_text=False)
@@ -64,9 +64,9 @@ def offline(bench: Bench) -> list[Figure]:
 
 
 def mixed(bench: Bench) -> list[Figure]:
-    """The same with lengths that are drawn."""
+    """Output tokens per second of requests with random lengths."""
     model, (requests, low, high) = bench.model("qwen3-0.6b"), bench.sizes.mixed
-    # Half a token more, so that the product is not rounded down to the length below.
+    # Half a token is added, so that the product is not rounded down to the next lower length.
     lengths = RandomLengths(input_tokens=high, output_tokens=high, range_ratio=(low + 0.5) / high)
     prompts = random_prompts(lengths, requests, SEED, model.vocabulary, as_text=False)
     what = f"{requests} requests at once, {low} to {high} tokens in and out"
@@ -74,7 +74,7 @@ def mixed(bench: Bench) -> list[Figure]:
 
 
 def prefix(bench: Bench) -> list[Figure]:
-    """Requests whose prompts begin alike, in groups."""
+    """Requests in groups with a shared prefix."""
     model, (groups, each) = bench.model("qwen3-8b"), bench.sizes.groups
     shared, own, output = bench.sizes.prefix
     shape = SharedPrefixes(
@@ -113,7 +113,5 @@ def _throughput(
     if groups:
         found = 100 * (results.cached_tokens or 0) / results.input_tokens
         most = 100 * shared * (len(jobs) - groups) / results.input_tokens
-        figures.append(
-            Figure(f"{what}: prompt tokens from the cache", model.name, found, "%", most, "what is shared")
-        )
+        figures.append(Figure(f"{what}: prompt tokens from the cache", model.name, found, "%", most, "what is shared"))
     return figures

@@ -1,4 +1,4 @@
-"""Rows over HTTP: engine and server in this process, clients in another one."""
+"""Rows over HTTP: engine and server run in this process, clients in another process."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from bench.loopback import measure_from_outside, serve_on_loopback
 from runtime.actors.engine_core import EngineCore
 from runtime.errors import ConfigurationError
 from serve.bench.metrics import percentile
-from serve.engine import Engine
-from serve.server import tune_interpreter
+from serve.python.engine import Engine
+from serve.server.process import tune_interpreter
 
 if TYPE_CHECKING:
     from runtime.worker.model_runner import ModelRunner
     from runtime.worker.step_timer import StepTimer
 
-EDGE = 0.1  # share of the steps at each end that are not steady decoding
+EDGE = 0.1  # share of the steps at each end that are excluded, because decoding is not steady there
 
 
 def online(bench: Bench) -> list[Figure]:
-    """First token and gaps between tokens at some rates of requests."""
+    """Time to the first token and time between tokens at several request rates."""
     model = bench.model("qwen3-8b")
 
     async def work(engine: Engine) -> list[dict[str, Any]]:
@@ -35,9 +35,7 @@ def online(bench: Bench) -> list[Figure]:
 
     found = bench.run(model, work)
     return [
-        figure
-        for rate, results in zip(bench.sizes.rates, found)
-        for figure in _latencies(bench, model, rate, results)
+        figure for rate, results in zip(bench.sizes.rates, found) for figure in _latencies(bench, model, rate, results)
     ]
 
 
@@ -80,7 +78,7 @@ def _latencies(bench: Bench, model: Model, rate: float, results: dict[str, Any])
 
 
 def occupancy(bench: Bench) -> list[Figure]:
-    """How much of the time the device runs steps while chat streams are written in the same process."""
+    """Share of time in which the device runs steps while the same process serves chat streams."""
     model, (streams, length, output) = bench.model("qwen3-8b"), bench.sizes.streams
     path = bench.path(model)
 
@@ -103,19 +101,17 @@ def occupancy(bench: Bench) -> list[Figure]:
 
 
 def measured_runner(core: EngineCore) -> ModelRunner:
-    """The one runner of this process. Raises `ConfigurationError` for an engine of several."""
+    """Return the only runner of this process. Raises `ConfigurationError` for an engine with several runners."""
     from runtime.worker.model_runner import ModelRunner
 
     runners = core.runners
     if len(runners) != 1 or not isinstance(runners[0], ModelRunner):
-        raise ConfigurationError(
-            "Occupancy is that of one device: leave out --tp-size, --pp-size and --dp-size."
-        )
+        raise ConfigurationError("Occupancy is that of one device: leave out --tp-size, --pp-size and --dp-size.")
     return runners[0]
 
 
 def busy_percentages(measured: StepTimer) -> dict[str, float]:
-    """The mean over steady decoding, and what a tenth of its steps stay below and above."""
+    """Return the mean over steady decoding, and the 10th and 90th percentile of its steps."""
     steps = measured.steps
     first, last = int(len(steps) * EDGE), int(len(steps) * (1 - EDGE))
     shares = sorted(100 * share for share in measured.shares()[first:last])
@@ -130,7 +126,7 @@ def busy_percentages(measured: StepTimer) -> dict[str, float]:
 
 @asynccontextmanager
 async def _serving(engine: Engine) -> AsyncIterator[str]:
-    """The engine's application, in an interpreter tuned as a server's; yields its URL."""
+    """Serve the engine's application, in an interpreter that is tuned like a server's. Yields its URL."""
     before, switch_s = gc.get_threshold(), sys.getswitchinterval()
     tune_interpreter()
     try:

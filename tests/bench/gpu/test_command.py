@@ -1,4 +1,4 @@
-"""The command from end to end on a CPU, with a tiny model; on a GPU it is the same but for the device."""
+"""The command from end to end on a CPU with a tiny model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRY = ["gpu", "--device", "cpu", "--shape", "tiny"]
 
 
 def lines(printed: str) -> list[list[str]]:
-    """The cells of the last table."""
+    """Return the cells of the last table."""
     table = printed.rpartition("|---|---|---|---|---|---|")[2]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.strip().splitlines()]
 

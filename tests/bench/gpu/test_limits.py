@@ -1,4 +1,4 @@
-"""What a workload must read and compute, against counting it out."""
+"""The cost model against explicit counting."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from bench.gpu.bench import MODELS
 from bench.gpu.limits import Cost, Job, Limits, Work, measure_limits
 
 UNIT = Shape(hidden=1, layers=1, heads=1, kv_heads=1, head_dim=1, mlp=1, vocab=10, tied=True)
-MATMUL, HEAD, NORMS = 7, 10, 3  # weights: q, k, v, o, gate, up, down; the vocabulary; two norms and the last
-KV = 2 * 4  # bytes of a token
+# weights: q, k, v, o, gate, up, down; the vocabulary; two norms per layer and the last norm
+MATMUL, HEAD, NORMS = 7, 10, 3
+KV = 2 * 4  # bytes of a token's KV
 
 
 def test_a_decode_step_reads_the_weights_once_and_every_rows_keys() -> None:
@@ -31,11 +32,11 @@ def test_a_whole_workload_is_the_sum_of_its_tokens(jobs: list[Job]) -> None:
             computed += 1
             attended += position + 1
             if position >= job.input:
-                read += position + 1  # a step of its own, which reads all keys so far
+                read += position + 1  # a separate step, which reads all keys so far
         logits += job.output
     work = Cost(UNIT, "float32").all_at_once(jobs)
     assert work.operations == 2 * MATMUL * computed + 2 * HEAD * logits + 4 * attended
-    # A decode step's own key need not come from memory.
+    # A decode step does not read its own key from memory.
     own = sum(job.output - 1 for job in jobs)
     weights = max(job.output for job in jobs) * 4 * (MATMUL + HEAD + NORMS)
     assert weights + (read - own) * KV <= work.bytes <= weights + read * KV

@@ -1,4 +1,4 @@
-"""The cases of gated activations, for every implementation."""
+"""Test cases of gated activations, for every implementation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
 
 
 def expected(case: Case) -> list[Tensor]:
-    """The formulas, in float64."""
+    """Return the results of the formulas in float64."""
     g, value = inputs(case).double().chunk(2, dim=-1)
     active = {
         "silu": g / (1 + torch.exp(-g)),

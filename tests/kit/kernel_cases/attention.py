@@ -1,4 +1,4 @@
-"""The cases of paged attention, for every implementation, and a dense reference that does nothing clever."""
+"""Test cases of paged attention for every implementation, and a simple dense reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ops.attention import AttentionMetadata, AttentionOptions
 
 SINGLE = ((70, 1), (127, 1), (31, 1))
-MIXED = ((40, 1), (0, 21), (3, 1), (30, 18), (0, 1))  # (start, count) of rows
+MIXED = ((40, 1), (0, 21), (3, 1), (30, 18), (0, 1))  # (start, count) of each row
 
 
 class Case(NamedTuple):
@@ -22,7 +22,7 @@ class Case(NamedTuple):
     num_kv_heads: int = 2
     head_dim: int = 64
     dtype: torch.dtype = torch.float32
-    pool_dtype: torch.dtype | None = None  # None: dtype
+    pool_dtype: torch.dtype | None = None  # None: the same as `dtype`
     window: int | None = None
     chunked: bool = False
     soft_cap: float | None = None
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What `attend` is given."""
+    """The arguments of `attend`."""
 
     q: Tensor
     k_pool: Tensor
@@ -85,7 +85,7 @@ SCALE = 0.2
 
 
 def step(case: Case, seed: int = 0) -> Step:
-    """Rows with pages of their own in random order. What is nobody's is not a number."""
+    """Return rows with their own pages in random order. All other memory is NaN."""
     rng = np.random.default_rng(seed)
     size, shape = case.page_size, (case.num_kv_heads, case.head_dim)
     pages_of = [-(-(start + count) // size) for start, count in case.rows]
@@ -110,9 +110,7 @@ def step(case: Case, seed: int = 0) -> Step:
 def options(case: Case) -> AttentionOptions:
     sinks = torch.linspace(-1, 3, case.num_heads) if case.sinks else None
     slopes = torch.logspace(-1, -6, case.num_heads, base=2.0) if case.slopes else None
-    return AttentionOptions(
-        SCALE, case.window, case.chunked, case.soft_cap, sinks, slopes, case.k_scale, case.v_scale
-    )
+    return AttentionOptions(SCALE, case.window, case.chunked, case.soft_cap, sinks, slopes, case.k_scale, case.v_scale)
 
 
 def outputs(backend: ModuleType, case: Case, **more: Any) -> list[Tensor]:
@@ -124,7 +122,7 @@ def expected(case: Case) -> list[Tensor]:
 
 
 def dense(given: Step, options: AttentionOptions) -> Tensor:
-    """One softmax per token and head over the positions it may see."""
+    """Compute one softmax per token and head over the visible positions."""
     scale, window, chunked, soft_cap, sinks, slopes, k_scale, v_scale, _ = options
     outs: list[Tensor] = []
     group, size = given.q.shape[1] // given.k_pool.shape[1], given.inputs.page_size

@@ -1,4 +1,4 @@
-"""The cases of cache writes and page copies, for every implementation."""
+"""Test cases of cache writes and page copies, for every implementation."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ CASES = {
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, AttentionMetadata]:
-    """k, v, both pools and the places of two rows."""
+    """Return k, v, both pools and the metadata of two rows."""
     generator = torch.Generator().manual_seed(2)
     both = torch.randn(4, 2 * case.num_kv_heads, case.head_dim, generator=generator)
     if case.pool_dtype.itemsize == 1:
-        # What fp8 holds exactly: Triton's interpreter loses the carry where rounding raises the exponent.
+        # Only values that fp8 represents exactly: Triton's interpreter loses the carry if rounding raises the exponent.
         both = both.to(case.pool_dtype).float()
     both = both.to(case.dtype)
     k, v = both[:, : case.num_kv_heads], both[:, case.num_kv_heads :]
@@ -58,16 +58,22 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor, AttentionMetadat
 
 
 def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
-    """Both pools after a store and after copying pages 9 and 11 to 0 and 3, as float32."""
+    """Return both pools as float32: after a store, after copying pages 9 and 11 to 0 and 3 of the same pool, and to 0
+    and 1 of a smaller pool.
+    """
     k, v, k_pool, v_pool, places = inputs(case)
     backend.store(k, v, k_pool, v_pool, places, k_scale=case.k_scale, v_scale=case.v_scale)
     stored = [k_pool.float(), v_pool.float()]
-    backend.copy_pages(k_pool, v_pool, torch.tensor([9, 11]), torch.tensor([0, 3]))
-    return [*stored, k_pool.float(), v_pool.float()]
+    sources = torch.tensor([9, 11])
+    other = torch.zeros_like(v_pool[:3])
+    for pool in (k_pool, v_pool):
+        backend.copy_pages(pool, pool, sources, torch.tensor([0, 3]))
+    backend.copy_pages(v_pool, other, sources, torch.tensor([0, 1]))
+    return [*stored, k_pool.float(), v_pool.float(), other.float()]
 
 
 def expected(case: Case) -> list[Tensor]:
-    """One token and one page after the other."""
+    """Compute one token and one page after another."""
     k, v, k_pool, v_pool, places = inputs(case)
     for new, pool, scale in ((k, k_pool, case.k_scale), (v, v_pool, case.v_scale)):
         for token, slot in enumerate(places.slot_mapping.tolist()):
@@ -79,4 +85,5 @@ def expected(case: Case) -> list[Tensor]:
     copies = [k_pool.float(), v_pool.float()]
     for pool in copies:
         pool[0], pool[3] = pool[9].clone(), pool[11].clone()
-    return [k_pool.float(), v_pool.float(), *copies]
+    other = torch.stack([v_pool[9], v_pool[11], torch.zeros_like(v_pool[0])]).float()
+    return [k_pool.float(), v_pool.float(), *copies, other]

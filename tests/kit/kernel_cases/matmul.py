@@ -1,4 +1,4 @@
-"""The cases of products with weights of 4 bits in groups, for every implementation."""
+"""Test cases of products with grouped 4-bit weights, for every implementation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES = {
 
 
 def inputs(case: Case) -> tuple[Tensor, GroupedWeight, Tensor | None]:
-    """x, the weight and a bias. Scales and zeros are what 16 bits hold."""
+    """Return x, the weight and a bias. Scales and zeros are representable in 16 bits."""
     generator = torch.Generator().manual_seed(6)
 
     def draw(*shape: int) -> Tensor:
@@ -48,7 +48,7 @@ def inputs(case: Case) -> tuple[Tensor, GroupedWeight, Tensor | None]:
 
 
 def of_module(module: Any) -> Any:
-    """A backend's product of x with a weight that it packs itself: what it packs stays where it computes."""
+    """Return a backend's product of x with a weight that the backend packs."""
 
     def multiply(x: Tensor, weight: GroupedWeight, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         packed = module.prepare_grouped(weight, x.dtype)
@@ -63,7 +63,7 @@ def outputs(backend: Any, case: Case) -> list[Tensor]:
 
 
 def expected(case: Case) -> list[Tensor]:
-    """In float64, rounded once."""
+    """Return the product in float64, rounded once."""
     x, weight, bias = inputs(case)
     product = x.double() @ weight.dequantised().double().T
     return [(product if bias is None else product + bias.double()).to(case.dtype), product.to(case.dtype)]

@@ -1,4 +1,4 @@
-"""The cases of mixtures of experts, for every implementation."""
+"""Test cases of mixtures of experts, for every implementation."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Case(NamedTuple):
     scoring: str = "softmax"
     activation: str = "silu"
     dtype: torch.dtype = torch.float32
-    levels: int | None = None  # so many different logits only: the others are equal
+    levels: int | None = None  # number of different logits; further logits repeat them
     weigh_inputs: bool = False
-    favourite: int | None = None  # an expert that every token takes
+    favourite: int | None = None  # an expert that every token selects
 
 
 CASES = {
@@ -45,7 +45,7 @@ CASES = {
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Logits of experts, tokens, and the experts' two weights."""
+    """Return router logits, tokens, and the two weights of the experts."""
     generator = torch.Generator().manual_seed(8)
 
     def draw(*shape: int, scale: float = 1.0) -> Tensor:
@@ -62,7 +62,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
-    """Weights, experts and the mixture."""
+    """Return routing weights, experts and the mixture's output."""
     logits, x, gate_up, down = inputs(case)
     weights, experts = backend.route(logits, case.top_k, renormalise=case.renormalise, scoring=case.scoring)
     mixture = backend.prepare_experts(Mixture(gate_up, down))
@@ -71,7 +71,7 @@ def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
 
 
 def expected(case: Case) -> list[Tensor]:
-    """One token and one expert after the other, in float64."""
+    """Compute one token and one expert after another, in float64."""
     logits, x, gate_up, down = (t.double() for t in inputs(case))
     all_weights, all_experts, mixed = [], [], []
     for token, line in zip(x, logits):

@@ -1,4 +1,4 @@
-"""The cases of normalisation, for every implementation."""
+"""Test cases of normalisation, for every implementation."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Case(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     unit_offset: bool = False
-    sliced: bool = False  # heads cut out of wider tokens, as queries are
-    centred: bool = False  # layer normalisation
+    sliced: bool = False  # heads are slices of wider tokens, like queries
+    centred: bool = False  # whether to subtract the mean (layer normalisation)
     bias: bool = False
 
 
@@ -38,7 +38,7 @@ EPS = 1e-3
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, residual, weight and bias. The values are well off a mean of 0."""
+    """Return x, residual, weight and bias. The mean of the values is far from 0."""
     generator = torch.Generator().manual_seed(7)
     wide = (*case.shape[:-2], 2 * case.shape[-2], case.shape[-1]) if case.sliced else case.shape
     x = torch.randn(wide, generator=generator).add(0.5)[..., : case.shape[-2], :].to(case.dtype)
@@ -48,7 +48,7 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
-    """The norm, then the norm of the sum and the sum."""
+    """Return the norm of x, then the norm of the sum and the sum."""
     x, residual, weight, bias = inputs(case)
     if case.centred:
         norm = partial(backend.layer_norm, weight=weight, bias=bias if case.bias else None, eps=EPS)
@@ -60,7 +60,7 @@ def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
 
 
 def expected(case: Case) -> list[Tensor]:
-    """The formula, in float64."""
+    """Return the result of the formula in float64."""
     x, residual, weight, bias = (t.double() for t in inputs(case))
     factor = weight + 1 if case.unit_offset else weight
 

@@ -1,4 +1,4 @@
-"""The cases of rotary position embedding, for every implementation."""
+"""Test cases of rotary position embedding, for every implementation."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     fused: bool = False  # queries and keys are slices of one tensor
     positions: tuple[int, ...] = (7, 0, 19)
+    axis_of_pair: tuple[int, ...] = ()  # position axis of each pair; (): positions have one axis
 
 
 CASES = {
@@ -33,11 +34,13 @@ CASES = {
     "interleaved vectors": Case(head_dim=48, rotated=40, interleaved=True),
     "slices of one tensor": Case(fused=True, rotated=4),
     "one token": Case(positions=(3,)),
+    "three axes": Case(axis_of_pair=(0, 0, 1, 2)),
+    "three axes by turns, partial": Case(rotated=6, dtype=torch.bfloat16, fused=True, axis_of_pair=(2, 1, 0)),
 }
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, table and positions."""
+    """Return q, k, table and positions."""
     generator = torch.Generator().manual_seed(3)
     heads = case.num_heads + case.num_kv_heads
     both = torch.randn(len(case.positions), heads, case.head_dim, generator=generator).to(case.dtype)
@@ -53,14 +56,29 @@ def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     )
 
 
+def axes(case: Case) -> Tensor:
+    """Return the positions on three axes, [3, T]."""
+    positions = torch.tensor(case.positions, dtype=torch.int64)
+    return torch.stack([positions, (positions * 3 + 1) % 20, (positions * 7 + 2) % 20])
+
+
 def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
-    return list(backend.rotate(*inputs(case), interleaved=case.interleaved, plan_cache={}))
+    q, k, table, positions = inputs(case)
+    if case.axis_of_pair:
+        table = backend.angles(table, axes(case), torch.tensor(case.axis_of_pair, dtype=torch.int32))
+        positions = None
+    return list(backend.rotate(q, k, table, positions, interleaved=case.interleaved, plan_cache={}))
 
 
 def expected(case: Case) -> list[Tensor]:
-    """Pairs as complex numbers, turned by multiplication, in float64."""
+    """Rotate pairs as complex numbers, in float64."""
     q, k, table, positions = inputs(case)
-    cos, sin = table[positions].double().unsqueeze(1).chunk(2, dim=-1)
+    lines = table[positions]
+    if case.axis_of_pair:
+        of_axes = table[axes(case)]  # [3, T, R]
+        order = case.axis_of_pair * 2  # axis of each cosine, then of each sine
+        lines = torch.stack([of_axes[axis, :, place] for place, axis in enumerate(order)], dim=-1)
+    cos, sin = lines.double().unsqueeze(1).chunk(2, dim=-1)
     return [_turned(x.double(), torch.complex(cos, sin), case) for x in (q, k)]
 
 

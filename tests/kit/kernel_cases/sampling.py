@@ -1,4 +1,4 @@
-"""The cases of choosing tokens, for every implementation."""
+"""Test cases of sampling, for every implementation."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ops.sampling import Masks, SamplingArrays
+from ops.sampling import NO_LIMIT, Masks, SamplingArrays
 
-OFF = 2**30
+OFF = NO_LIMIT["top_k"]
 ROWS = 4
 
 
 class Case(NamedTuple):
     arrays: dict[str, Any] = {}
     vocab_size: int = 100
-    levels: int | None = None  # so many different logits only: the others are equal
-    forbidden: float = 0.0  # share of -inf
-    spoil: float | None = None  # a logit of row 1
+    levels: int | None = None  # number of different logits; further logits repeat them
+    forbidden: float = 0.0  # share of logits that are -inf
+    spoil: float | None = None  # value of one logit of row 1
 
 
 CASES = {
@@ -42,6 +42,8 @@ CASES = {
     ),
     "top_k of one among zeros of both signs": Case({"top_k": 1}, levels=3),
     "top_k and min_p": Case({"top_k": 50, "min_p": 0.3, "temperature": 2.0}),
+    "XTC": Case({"xtc_probability": 1.0, "xtc_threshold": [0.0, 0.01, 0.05, 0.9], "top_p": [1.0, 0.9, 1.0, 1.0]}),
+    "typical_p": Case({"typical_p": [0.1, 0.5, 1.0, 0.9], "min_p": [0.0, 0.0, 0.0, 0.1]}),
     "forbidden tokens": Case({"top_k": [OFF, 90, OFF, 90], "top_p": [0.9, 1.0, 1.0, 0.9]}, forbidden=0.5),
     "not a number": Case(spoil=float("nan")),
     "infinite": Case({"greedy": [False, True, False, True]}, spoil=float("inf")),
@@ -49,14 +51,20 @@ CASES = {
 UNIFORMS = ((0.0, 0.25, 0.5, 0.99999994), (0.9, 0.1, 0.7, 0.3))
 
 
+def rows(count: int, **fields: Any) -> SamplingArrays:
+    """Return arrays of `count` rows. A field is one value for all rows, or one per row. Limits are off by default."""
+    values = {"greedy": False, "temperature": 1.0, **NO_LIMIT, "xtc_threshold": 0.1, "uniform": 0.5, **fields}
+    dtypes = {"greedy": torch.bool, "top_k": torch.int32}
+    return SamplingArrays(
+        **{
+            name: torch.as_tensor(value, dtype=dtypes.get(name, torch.float32)).expand(count).contiguous()
+            for name, value in values.items()
+        }
+    )
+
+
 def arrays(case: Case, uniforms: tuple[float, ...]) -> SamplingArrays:
-    values = {"greedy": False, "temperature": 1.0, "top_k": OFF, "top_p": 1.0, "min_p": 0.0}
-    values.update(case.arrays, uniform=uniforms)
-    kinds = {"greedy": torch.bool, "top_k": torch.int32}
-    fields = {
-        n: torch.as_tensor(v, dtype=kinds.get(n, torch.float32)).expand(ROWS) for n, v in values.items()
-    }
-    return SamplingArrays(**{name: field.contiguous() for name, field in fields.items()})
+    return rows(ROWS, **case.arrays, uniform=uniforms)
 
 
 def logits(case: Case) -> Tensor:
@@ -72,12 +80,12 @@ def logits(case: Case) -> Tensor:
 
 
 def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
-    """Ids and soundness, for each set of uniform numbers."""
+    """Return ids and soundness, for each set of uniform numbers."""
     return [x for u in UNIFORMS for x in backend.choose(logits(case), arrays(case, u))]
 
 
 def penalized(backend: ModuleType, vocab_size: int = 100) -> Tensor:
-    """Logits of which rows 3 and 1 are penalised."""
+    """Return logits after penalties on rows 3 and 1."""
     generator = torch.Generator().manual_seed(4)
     x = torch.randn(ROWS, vocab_size, generator=generator)
     counts = torch.randint(0, 3, (3, vocab_size), dtype=torch.int32, generator=generator)
@@ -88,7 +96,7 @@ def penalized(backend: ModuleType, vocab_size: int = 100) -> Tensor:
 
 
 def masked(backend: ModuleType, vocab_size: int = 100, spare_words: int = 0) -> Tensor:
-    """Logits of which rows 2 and 0 are masked, by bits of every kind."""
+    """Return logits after masks on rows 2 and 0, whose bits cover all cases."""
     generator = torch.Generator().manual_seed(6)
     x, words = torch.randn(ROWS, vocab_size, generator=generator), -(-vocab_size // 32) + spare_words
     bitmask = torch.randint(-(2**31), 2**31, (2, words), generator=generator).to(torch.int32)

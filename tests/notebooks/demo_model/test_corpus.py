@@ -1,4 +1,4 @@
-"""The corpus is a function of its seed, and what is asked in evaluation is never trained."""
+"""The corpus depends only on its seed, and never contains questions of the evaluation."""
 
 from __future__ import annotations
 
@@ -92,9 +92,7 @@ def test_every_chat_ends_with_an_answer_to_learn(skill: str) -> None:
             assert [wanted for _, wanted in render(document)][-2:] == [True, False]
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "sign"), [(478, 364, "+"), (999, 1, "+"), (500, 123, "-"), (12, 345, "-")]
-)
+@pytest.mark.parametrize(("a", "b", "sign"), [(478, 364, "+"), (999, 1, "+"), (500, 123, "-"), (12, 345, "-")])
 def test_thought_ends_with_the_right_result(a: int, b: int, sign: arithmetic.Sign) -> None:
     last = arithmetic.thought(a, b, sign).splitlines()[-1]
     assert last == f"{a} {sign} {b} = {a + b if sign == '+' else a - b}"

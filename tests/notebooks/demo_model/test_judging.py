@@ -1,4 +1,4 @@
-"""The judges of the evaluation accept right answers and refuse wrong ones."""
+"""The checks of the evaluation accept right answers and reject wrong ones."""
 
 from __future__ import annotations
 
@@ -20,11 +20,7 @@ def test_an_argument_answer_is_right_only_for_its_own_argument() -> None:
     facts = arguments.facts()
     right = [arguments.states(fact)(fact.answer) for fact in facts]
     assert all(right)
-    wrong = [
-        arguments.states(fact)(other.answer)
-        for fact, other in pairwise(facts)
-        if fact.sentence != other.sentence
-    ]
+    wrong = [arguments.states(fact)(other.answer) for fact, other in pairwise(facts) if fact.sentence != other.sentence]
     assert not any(wrong)
 
 

@@ -1,4 +1,4 @@
-"""Training computes what Qwen3 computes, keeps documents apart, learns, and goes on where it stopped."""
+"""Training computes the same as Qwen3, separates documents, learns, and resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_exported_weights_compute_the_same_in_transformers(tmp_path: Path, token
     with torch.no_grad():
         for weight in made.network.parameters():
             weight.add_(torch.randn_like(weight) * 0.1)
-            weight.copy_(weight.bfloat16())  # as exported
+            weight.copy_(weight.bfloat16())  # the precision of exported weights
     made.save(tmp_path / "checkpoint.pt")
     export.write(tmp_path / "checkpoint.pt", tokenizer, tmp_path / "model")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
@@ -103,9 +103,7 @@ def test_training_goes_on_where_it_stopped(tmp_path: Path, encoded: Encoded) -> 
     second.restore(tmp_path / "checkpoint.pt")
     assert second.step == 5
     ours = next(first.run(Mixture({"tables": encoded}, {"tables": 1.0}, seed=9)))
-    assert next(second.run(Mixture({"tables": encoded}, {"tables": 1.0}, seed=9))) == pytest.approx(
-        ours, rel=1e-4
-    )
+    assert next(second.run(Mixture({"tables": encoded}, {"tables": 1.0}, seed=9))) == pytest.approx(ours, rel=1e-4)
 
 
 def test_rate_rises_stays_and_falls_to_zero() -> None:

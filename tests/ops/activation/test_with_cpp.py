@@ -1,4 +1,4 @@
-"""Gates in C++."""
+"""Activations in C++."""
 
 from __future__ import annotations
 
@@ -58,9 +58,7 @@ def test_infinity_opens_a_gate(activation: str) -> None:
 def test_what_is_no_number_stays_none(activation: str) -> None:
     x = torch.ones(2, 40)
     x[0, 3] = x[1, 19] = torch.nan
-    assert torch.equal(
-        backend("activation").gate(x, activation).isnan(), native.gate(x.clone(), activation).isnan()
-    )
+    assert torch.equal(backend("activation").gate(x, activation).isnan(), native.gate(x.clone(), activation).isnan())
 
 
 def test_columns_of_a_wider_tensor_are_read_right() -> None:

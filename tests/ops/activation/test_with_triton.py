@@ -1,4 +1,4 @@
-"""Gate kernels in the interpreter."""
+"""Activation kernels in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a CUDA graph needs of attention in Triton: launches that depend on shapes and on nothing on the host."""
+"""Requirements of CUDA graphs on Triton attention: launches depend only on shapes, not on host data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAGE, WIDTH, ROWS = 4, 8, 3
 
 
 class Recorder:
-    """Stands for a kernel and notes how it is launched."""
+    """Replaces a kernel and records its launches."""
 
     def __init__(self, launches: list[Any]) -> None:
         self.launches = launches
@@ -50,7 +50,7 @@ def test_rows_of_any_length_are_launched_alike(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_wider_table_is_launched_with_another_stride_alone(monkeypatch: pytest.MonkeyPatch):
-    """So the buffers' fixed width is what is captured, and not the longest row's."""
+    """The fixed width of the buffers is captured, not that of the longest row."""
     narrow, wide = (
         launches(
             monkeypatch,

@@ -10,9 +10,7 @@ from ops.attention import AttentionOptions, native
 from ops.attention.hybrid import hybrid
 
 
-@pytest.mark.parametrize(
-    "name", ["mixed rows", "single tokens", "one long row", "sinks, window and soft cap"]
-)
+@pytest.mark.parametrize("name", ["mixed rows", "single tokens", "one long row", "sinks, window and soft cap"])
 def test_two_backends_together_equal_one(name: str) -> None:
     both = hybrid(native.attend, native.attend)
     given, asked = step(CASES[name]), options(CASES[name])

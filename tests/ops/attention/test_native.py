@@ -1,4 +1,4 @@
-"""Paged attention against a dense reference that does nothing clever."""
+"""Paged attention against a simple dense reference."""
 
 from __future__ import annotations
 
@@ -48,9 +48,7 @@ def test_native_equals_the_dense_reference_in_every_case(name) -> None:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=120)
-def test_random_batches_equal_the_dense_reference(
-    rows, page_size, heads, window, soft_cap, has_sinks, seed
-) -> None:
+def test_random_batches_equal_the_dense_reference(rows, page_size, heads, window, soft_cap, has_sinks, seed) -> None:
     case = make_case(rows, page_size, *heads, head_dim=8, seed=seed)
     sinks = torch.linspace(-2, 2, heads[0]) if has_sinks else None
     check(case, window=window, soft_cap=soft_cap, sinks=sinks)
@@ -72,7 +70,7 @@ def test_single_tokens_in_several_groups_equal_the_dense_reference(monkeypatch) 
 def test_rows_may_share_pages() -> None:
     case = make_case([(0, 20), (16, 1), (16, 6)], 8, 4, 2, 8)
     table = case.inputs.page_table.clone()
-    table[1:, :2] = table[0, :2]  # the first 16 positions of all three
+    table[1:, :2] = table[0, :2]  # all three rows share the first 16 positions
     inputs = AttentionMetadata.build([0, 16, 16], [20, 1, 6], table.numpy(), 8)
     check(case._replace(inputs=inputs))
 
@@ -80,9 +78,7 @@ def test_rows_may_share_pages() -> None:
 def test_the_largest_window_changes_nothing() -> None:
     case = make_case([(9, 1), (0, 10), (4, 3)], 4, 2, 2, 8)
     full = native.attend(case.q, case.k_pool, case.v_pool, case.inputs, AttentionOptions(scale=1.0))
-    wide = native.attend(
-        case.q, case.k_pool, case.v_pool, case.inputs, AttentionOptions(scale=1.0, window=10)
-    )
+    wide = native.attend(case.q, case.k_pool, case.v_pool, case.inputs, AttentionOptions(scale=1.0, window=10))
     torch.testing.assert_close(wide, full)
 
 
@@ -97,7 +93,7 @@ def test_half_precision_stays_close_and_keeps_its_dtype(dtype) -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """The size in bytes of the largest tensor that any operation made."""
+    """Records the size in bytes of the largest tensor that any operation created."""
 
     nbytes = 0
 

@@ -1,4 +1,4 @@
-"""Rows that name the same pages first: the C++ kernel reads those once, and no bit of a result shows it."""
+"""Rows with common first pages: the C++ kernel reads these pages once, without changing any bit of the results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kernel_cases.attention import Step
 from ops.attention import AttentionMetadata, AttentionOptions, with_cpp
 
 SCALE = 0.2
-BLOCK = 256  # keys
-Rows = list[tuple[int, int, int, int]]  # (start, count, an earlier row, keys in common with it)
+BLOCK = 256  # keys per block
+Rows = list[tuple[int, int, int, int]]  # (start, count, an earlier row, number of keys in common with it)
 SYSTEM_PROMPT: Rows = [(1024 + i, 1, 0, 1024) for i in range(12)]
 
 
@@ -29,14 +29,14 @@ def shared_and_copied(
     dtype: Any = torch.float32,
     page: int = 16,
 ) -> tuple[Step, Step]:
-    """The same step with pages in common and with copies of them."""
+    """Return the results of the same step with shared pages and with copies of the pages."""
     generator = torch.Generator().manual_seed(len(rows))
     starts, counts = [row[0] for row in rows], [row[1] for row in rows]
     width = max(start + count for start, count, *_ in rows) // page + 1
     own = np.random.default_rng(0).permutation(len(rows) * width).astype(np.int32).reshape(-1, width)
-    k_pool, v_pool = torch.randn(
-        2, own.size, heads[1], page, head_dim, generator=generator, dtype=torch.float32
-    ).to(dtype)
+    k_pool, v_pool = torch.randn(2, own.size, heads[1], page, head_dim, generator=generator, dtype=torch.float32).to(
+        dtype
+    )
     table = own.copy()
     for row, (start, _, earlier, common) in enumerate(rows):
         pages = min(common, start, starts[earlier]) // page
@@ -67,9 +67,7 @@ def sharing_rows(draw: st.DrawFn) -> Rows:
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.sampled_from([1, 16, 24, 64, 512]),
     st.integers(1, 2),
-    st.fixed_dictionaries(
-        {}, optional={"soft_cap": st.just(2.0), "window": st.just(700), "slopes": st.just(True)}
-    ),
+    st.fixed_dictionaries({}, optional={"soft_cap": st.just(2.0), "window": st.just(700), "slopes": st.just(True)}),
     st.sampled_from([0, 5_000, 40_000, 2**22]),
 )
 def test_pages_in_common_give_the_bits_that_copies_give(
@@ -91,13 +89,11 @@ def test_pages_in_common_give_the_bits_that_copies_give(
 def test_pages_in_common_give_the_same_bits_on_lesser_processors(processor, dtype) -> None:
     attend = with_cpp.make_attend(launcher(2, *LESSER[processor]))
     shared, copied = shared_and_copied([*SYSTEM_PROMPT, (600, 40, 0, 512)], dtype=dtype)
-    assert torch.equal(
-        attend(*shared, AttentionOptions(scale=SCALE)), attend(*copied, AttentionOptions(scale=SCALE))
-    )
+    assert torch.equal(attend(*shared, AttentionOptions(scale=SCALE)), attend(*copied, AttentionOptions(scale=SCALE)))
 
 
 def parts_after(step: Step, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Tensor:
-    """What the tasks of a step have given each other, zero elsewhere."""
+    """Return the partial results that the tasks of a step have written; zero elsewhere."""
     parts = torch.zeros(2**18)
     kernels = launcher(2)
     launch = kernels.launch
@@ -125,4 +121,4 @@ def test_rows_wait_for_each_other_only_where_they_share_whole_blocks(monkeypatch
 def test_a_row_that_shares_little_does_not_shorten_what_others_share(monkeypatch) -> None:
     shared, _ = shared_and_copied([(1024, 1, 0, 0), (300, 1, 0, 256), *[(1024, 1, 0, 1024)] * 20])
     taken = int(parts_after(shared, monkeypatch).nonzero().max()) + 1
-    assert taken == 4 * 21 * 6 * (16 + 2)  # blocks, rows that share all of them, heads, a sum and its mass
+    assert taken == 4 * 21 * 6 * (16 + 2)  # blocks x rows that share all of them x heads x (sum and mass)

@@ -88,18 +88,14 @@ def test_bfloat16_is_about_as_exact_as_torchs_own_attention(rows, strength) -> N
     given = given._replace(q=given.q * strength)
     q, k_pool, v_pool = (x.double() for x in given[:3])
     exact = native.attend(q, k_pool, v_pool, given.inputs, AttentionOptions(scale=SCALE))
-    ours, theirs = (
-        mean_error(b.attend(*given, AttentionOptions(scale=SCALE)), exact) for b in (backend(), native)
-    )
+    ours, theirs = (mean_error(b.attend(*given, AttentionOptions(scale=SCALE)), exact) for b in (backend(), native))
     assert ours < 1.2 * theirs
 
 
 def rows_of(given: Step, rows: Sequence[tuple[int, int, int]]) -> Step:
-    """The batch of (row, start, count) over the same cache; queries are those of the row's own positions."""
+    """Return the batch of (row, start, count) over the same cache. Queries are those of the row's positions."""
     firsts = np.cumsum([0, *given.inputs.counts_host])
-    places = [
-        firsts[row] + start - given.inputs.starts_host[row] + np.arange(count) for row, start, count in rows
-    ]
+    places = [firsts[row] + start - given.inputs.starts_host[row] + np.arange(count) for row, start, count in rows]
     table = given.inputs.page_table.numpy()[[row for row, _, _ in rows]]
     starts, counts = [start for _, start, _ in rows], [count for _, _, count in rows]
     inputs = AttentionMetadata.build(starts, counts, table, given.inputs.page_size)
@@ -113,9 +109,7 @@ def test_a_token_has_the_same_bits_alone_batched_and_chunked(dtype, head_dim, wi
     attend = backend(2).attend
     expected = attend(*whole, AttentionOptions(scale=SCALE, window=window))
     chunks = [(0, 0, 33), (0, 33, 512), (0, 545, 255), (1, 0, 1), (1, 1, 529)]
-    assert torch.equal(
-        attend(*rows_of(whole, chunks), AttentionOptions(scale=SCALE, window=window)), expected
-    )
+    assert torch.equal(attend(*rows_of(whole, chunks), AttentionOptions(scale=SCALE, window=window)), expected)
     for position in (0, 255, 256, 257, 511, 799):
         alone = attend(*rows_of(whole, [(0, position, 1)]), AttentionOptions(scale=SCALE, window=window))
         assert torch.equal(alone[0], expected[position])
@@ -131,7 +125,7 @@ def test_a_result_has_the_same_bits_on_any_number_of_threads(rows, monkeypatch) 
     expected = backend(1).attend(*given, AttentionOptions(scale=SCALE))
     for num_threads in (2, 3, 7):
         assert torch.equal(backend(num_threads).attend(*given, AttentionOptions(scale=SCALE)), expected)
-    monkeypatch.setattr(with_cpp, "NUM_PARTS", 0)  # no room to divide keys
+    monkeypatch.setattr(with_cpp, "NUM_PARTS", 0)  # no memory to divide keys
     assert torch.equal(backend(3).attend(*given, AttentionOptions(scale=SCALE)), expected)
 
 
@@ -147,21 +141,17 @@ def test_queries_may_stand_in_a_wider_tensor() -> None:
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 def test_a_value_that_is_no_number_reaches_only_those_who_read_it(dtype) -> None:
     given = attention.step(Case(((9, 1), (0, 300)), dtype=dtype))
-    page = int(given.inputs.page_table[1, 18])  # positions 288 to 303
+    page = int(given.inputs.page_table[1, 18])  # holds positions 288 to 303
     for pool in (given.k_pool, given.v_pool):
         spoiled = [pool.clone() if pool is other else other for other in (given.k_pool, given.v_pool)]
-        spoiled[0 if pool is given.k_pool else 1][page, 0, 11:] = torch.nan  # the last one
-        lost = (
-            backend().attend(given.q, *spoiled, given.inputs, AttentionOptions(scale=SCALE)).isnan().all(-1)
-        )
+        spoiled[0 if pool is given.k_pool else 1][page, 0, 11:] = torch.nan  # the last head
+        lost = backend().attend(given.q, *spoiled, given.inputs, AttentionOptions(scale=SCALE)).isnan().all(-1)
         assert lost[300, :2].all()  # both heads of kv head 0, at the last position
         assert not lost[:, 2:].any()
         assert not lost[0].any()
 
 
-@pytest.mark.parametrize(
-    "case", [Case(head_dim=24), Case(dtype=torch.float16), CASES["fp8 e5m2 with scales"]]
-)
+@pytest.mark.parametrize("case", [Case(head_dim=24), Case(dtype=torch.float16), CASES["fp8 e5m2 with scales"]])
 def test_what_the_kernel_does_not_compute_goes_to_native(case) -> None:
     found, wanted = (attention.outputs(b, case)[0] for b in (backend(), native))
     assert torch.equal(found, wanted)

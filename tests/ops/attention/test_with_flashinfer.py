@@ -1,4 +1,4 @@
-"""What FlashInfer is told, computed by stand-ins with its signatures."""
+"""The arguments of FlashInfer's calls, checked by fakes with its signatures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_fa3_takes_rows_of_all_lengths_in_one_launch(name: str) -> None:
 
 def test_fa3_refuses_a_cache_of_another_dtype() -> None:
     case = CASES["fp8 with scales"]
-    with pytest.raises(ValueError, match="use triton"):
+    with pytest.raises(ValueError, match="Use triton"):
         FlashInfer("fa3").attend(*step(case), options(case))
 
 
@@ -91,18 +91,16 @@ def test_captured_steps_are_planned_anew_each_over_its_own_page_table(kernels: s
     q, k_pool, v_pool, metadata = step(case)
     tables = [replace(metadata, page_table=metadata.page_table.clone(), replans={}) for _ in range(2)]
     for one in tables:
-        backend.attend(q, k_pool, v_pool, one, options(case))  # captured: from now on only run again
+        backend.attend(q, k_pool, v_pool, one, options(case))  # captured: only replayed from here on
     for one, starts in zip(tables, ([33, 3], [2, 5])):
         rows = replace(one, starts=torch.tensor(starts, dtype=torch.int32), starts_host=starts, plan_cache={})
         [replan] = (one.replans or {}).values()
         replan(rows)
     for one, starts in zip(tables, ([33, 3], [2, 5])):
-        rows = replace(
-            metadata, starts=torch.tensor(starts, dtype=torch.int32), starts_host=starts, plan_cache={}
-        )
+        rows = replace(metadata, starts=torch.tensor(starts, dtype=torch.int32), starts_host=starts, plan_cache={})
         wanted = native.attend(q, k_pool, v_pool, rows, options(case))
         found = backend.attend(q, k_pool, v_pool, one, options(case))
-        torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-3)  # the stand-in adds in another order
+        torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-3)  # the fake sums in another order
     assert len(backend._buffers) == len(backend._fixed) == 2
 
 
@@ -116,16 +114,14 @@ def test_captured_steps_are_planned_anew_each_over_its_own_page_table(kernels: s
     ],
 )
 def test_what_it_lacks_is_refused(case: Case) -> None:
-    with pytest.raises(ValueError, match="use triton"):
+    with pytest.raises(ValueError, match="Use triton"):
         FlashInfer().attend(*step(case), options(case))
 
 
 @pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_record_is_that_of_flashinfer(
-    wrapper: type, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_record_is_that_of_flashinfer(wrapper: type, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "flashinfer")
     flashinfer = import_module("flashinfer")
     real = inspect.signature(getattr(getattr(flashinfer, wrapper.__name__), method))

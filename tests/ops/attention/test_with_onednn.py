@@ -12,7 +12,7 @@ Case = tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata]
 
 
 def paged(starts: list[int], heads: int, kv_heads: int, head_dim: int, strength: float = 1.0) -> Case:
-    """(q, k_pool, v_pool, inputs) of single tokens in bfloat16; what is nobody's is not a number."""
+    """Return (q, k_pool, v_pool, inputs) of single tokens in bfloat16. Unused memory is NaN."""
     generator = torch.Generator().manual_seed(len(starts))
     width = max(starts) // PAGE + 1
     table = np.random.default_rng(0).permutation(len(starts) * width).astype(np.int32).reshape(-1, width)
@@ -27,7 +27,7 @@ def paged(starts: list[int], heads: int, kv_heads: int, head_dim: int, strength:
 
 
 def errors(case: Case, window: int | None = None) -> tuple[float, float]:
-    """Mean distance from float64 of (the products, torch's attention)."""
+    """Return the mean distances from float64 of (the products, torch's attention)."""
     q, k_pool, v_pool, inputs = case
     truth = native.attend(
         q.double(), k_pool.double(), v_pool.double(), inputs, AttentionOptions(scale=0.3, window=window)
@@ -39,9 +39,7 @@ def errors(case: Case, window: int | None = None) -> tuple[float, float]:
 
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize("heads", [(3, 3), (6, 3), (9, 3), (8, 2)])
-@pytest.mark.parametrize(
-    "starts", [[12] * 16, [13, 15, 15, 14, 13, 12, 15, 14] * 4, [40, 3, 41, 0, 38, 2] * 6]
-)
+@pytest.mark.parametrize("starts", [[12] * 16, [13, 15, 15, 14, 13, 12, 15, 14] * 4, [40, 3, 41, 0, 38, 2] * 6])
 def test_products_are_about_as_exact_as_torchs_own_attention(starts, heads, window) -> None:
     ours, theirs = errors(paged(starts, *heads, head_dim=24), window=window)
     assert ours < 1.5 * theirs
@@ -55,9 +53,7 @@ def test_large_scores_are_not_rounded_before_the_softmax() -> None:
 @pytest.mark.parametrize(("rows", "capped"), [(10, None), (11, 2.0)])
 def test_small_batches_and_capped_scores_are_left_to_native(rows, capped) -> None:
     case = paged([9] * rows, 3, 3, head_dim=8)
-    ours, theirs = (
-        m.attend(*case, AttentionOptions(scale=0.3, soft_cap=capped)) for m in (with_onednn, native)
-    )
+    ours, theirs = (m.attend(*case, AttentionOptions(scale=0.3, soft_cap=capped)) for m in (with_onednn, native))
     assert torch.equal(ours, theirs)
 
 

@@ -1,4 +1,4 @@
-"""Attention kernels in the interpreter."""
+"""Attention kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ops.attention import AttentionMetadata, AttentionOptions, native
 pytestmark = pytest.mark.interpreter
 
 SINGLE = ((70, 1), (127, 1), (3, 1))
-SHORT_SPLIT = 16  # so that short rows are cut as well
+SHORT_SPLIT = 16  # so short that short rows are split too
 
 
 @pytest.fixture
@@ -49,9 +49,7 @@ def test_the_kernels_equal_native(name: str, with_triton: ModuleType) -> None:
         ),
     ],
 )
-def test_any_cut_of_the_keys_gives_the_same(
-    case: Case, cuts: dict[str, int], with_triton: ModuleType
-) -> None:
+def test_any_cut_of_the_keys_gives_the_same(case: Case, cuts: dict[str, int], with_triton: ModuleType) -> None:
     agree(outputs(with_triton, case, **cuts), outputs(native, case))
 
 
@@ -59,9 +57,7 @@ def test_a_row_gives_the_same_bits_alone_and_in_a_batch(with_triton: ModuleType)
     q, k_pool, v_pool, inputs = step(Case(((70, 1), (5, 1), (90, 1))))
     together = with_triton.attend(q, k_pool, v_pool, inputs, AttentionOptions(scale=0.2))
     first = AttentionMetadata.build([70], [1], inputs.page_table[:1, :5].numpy(), 16)
-    assert torch.equal(
-        with_triton.attend(q[:1], k_pool, v_pool, first, AttentionOptions(scale=0.2)), together[:1]
-    )
+    assert torch.equal(with_triton.attend(q[:1], k_pool, v_pool, first, AttentionOptions(scale=0.2)), together[:1])
 
 
 @pytest.mark.slow
@@ -88,25 +84,25 @@ def test_random_batches_equal_native(seed: int, with_triton: ModuleType) -> None
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        # decode
+        # decode kernel
         ("begin = low + split * size", "begin = low"),
         ("peak + tl.log2(total)", "peak"),
         ("token.to(tl.int64) * q_token_stride", "row.to(tl.int64) * q_token_stride"),
-        # merge
+        # merge kernel
         ("total = total * kept + added", "total = total + added"),
         ("tl.load(sinks + head).to(tl.float32) * LOG2_E", "tl.load(sinks + head).to(tl.float32)"),
         ("summed / total * v_scale", "summed / total"),
-        # prefill
-        ("kv_head * GROUP + lines % GROUP", "kv_head * GROUP + 0 * lines"),
-        ("start + tokens, begin", "start + lines, begin"),
+        # prefill kernel
+        ("kv_head * GROUP + tile_rows % GROUP", "kv_head * GROUP + 0 * tile_rows"),
+        ("start + tokens, begin", "start + tile_rows, begin"),
         ("peak = tl.load(sinks + heads, mask=is_query, other=0.0)", "peak = 0.0 * heads"),
-        # all of them
+        # all kernels
         ("scores * (2.0 / SOFT_CAP)", "scores * (1.0 / SOFT_CAP)"),
         ("> positions[:, None] - WINDOW", ">= positions[:, None] - WINDOW"),
         ("keys % PAGE", "keys % PAGE // 2"),
         ("slope[:, None] * (keys[None, :] - positions[:, None])", "slope[:, None] * positions[:, None]"),
         ("tl.load(slopes + heads, mask=in_group < GROUP", "tl.load(slopes + in_group, mask=in_group < GROUP"),
-        ("tl.load(slopes + heads, mask=is_query", "tl.load(slopes + lines % GROUP, mask=is_query"),
+        ("tl.load(slopes + heads, mask=is_query", "tl.load(slopes + tile_rows % GROUP, mask=is_query"),
     ],
 )
 def test_a_broken_kernel_is_noticed(old: str, new: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What TensorRT-LLM's kernels are told, computed by stand-ins with their signatures."""
+"""The arguments of TensorRT-LLM's kernels, checked by fakes with their signatures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trtllm_batch_decode_with_kv_cache(
     cum_seq_lens_q=None, skip_softmax_threshold_scale_factor=None, kv_cache_sf=None,
     uses_shared_paged_kv_idx=True, lse=None, return_lse=False,
 ) -> Tensor:  # fmt: skip
-    assert backend == "trtllm-gen"  # else a Hopper GPU would take other kernels
+    assert backend == "trtllm-gen"  # a Hopper GPU would use other kernels otherwise
     assert len(query) == len(seq_lens)
     return _compute(dict(locals()), [1] * len(query), max_seq_len)
 
@@ -50,7 +50,7 @@ def trtllm_batch_context_with_kv_cache(
 
 
 def _compute(given: dict[str, Any], counts: list[int], longest: int) -> Tensor:
-    """Native attention over what was given."""
+    """Compute native attention with these arguments."""
     assert given["kv_layout"] == "HND"
     assert given["seq_lens"].dtype == given["block_tables"].dtype == torch.int32
     assert given["query"].is_contiguous()
@@ -81,7 +81,7 @@ CALLS = {
 
 
 def modules() -> dict[str, ModuleType]:
-    """Stand for `flashinfer.decode` and `flashinfer.prefill`."""
+    """Return fakes of `flashinfer.decode` and `flashinfer.prefill`."""
     stand_ins = {"flashinfer": ModuleType("flashinfer")}
     for name, call in CALLS.items():
         stand_ins[name] = ModuleType(name)
@@ -136,7 +136,7 @@ def test_an_engine_has_one_workspace_for_all_layers() -> None:
     ],
 )
 def test_what_it_lacks_is_refused(case: Case) -> None:
-    with pytest.raises(ValueError, match="use triton"):
+    with pytest.raises(ValueError, match="Use triton"):
         TensorRT().attend(*step(case), options(case))
 
 

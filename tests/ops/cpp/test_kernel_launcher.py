@@ -1,4 +1,4 @@
-"""Kernels one by one, in a graph, and their threads."""
+"""Kernels that run one by one or in a graph, and their threads."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ WEIGHT = torch.ones(32)
 
 
 def os_threads() -> set[str]:
-    """Of this process, by number: those of earlier tests may end meanwhile."""
+    """Return the ids of this process's threads. Threads of earlier tests may end in the meantime."""
     return set(os.listdir("/proc/self/task"))
 
 
 def captured(run: KernelLauncher, layers: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor):
-    """The graph of layers over x, and where its result will be."""
+    """Return the graph of layers over x, and the tensor that receives its result."""
     results = []
     graph = run.capture(len(x), lambda: results.append(layers(x)))
     return graph, results[0]
@@ -108,7 +108,7 @@ def test_keys_that_were_not_just_rotated_are_stored_by_themselves() -> None:
 def test_many_layers_need_the_memory_of_one() -> None:
     run, x = launcher(1), drawn(64, 32)
     sizes = [captured(run, norms(run, count), x)[0].nbytes for count in (2, 3, 50)]
-    assert sizes[0] == sizes[1] == sizes[2] == 2 * x.nbytes  # what goes in and what comes out
+    assert sizes[0] == sizes[1] == sizes[2] == 2 * x.nbytes  # input and output
 
 
 def test_memory_is_used_again_only_when_nobody_holds_a_view_of_it() -> None:
@@ -157,7 +157,7 @@ def test_what_torch_computes_cannot_be_captured(compute) -> None:
     run, x = launcher(1), drawn(4, 4)
     with pytest.raises(NotCapturable, match="computed by torch"):
         run.capture(4, lambda: compute(x))
-    assert run.empty((2,), torch.float32).shape == (2,)  # it is no longer capturing
+    assert run.empty((2,), torch.float32).shape == (2,)  # the launcher is no longer capturing
     assert torch.equal(norm.make(run)["rms_norm"](x, WEIGHT[:4], 1.0), norms_of(x))
 
 
@@ -172,7 +172,7 @@ def test_views_can_be_captured() -> None:
 
 def test_something_else_than_the_tokens_of_the_step_cannot_be_captured() -> None:
     run, x = launcher(1), drawn(4, 32)
-    with pytest.raises(NotCapturable, match="something else"):
+    with pytest.raises(NotCapturable, match="one row per token"):
         run.capture(4, lambda: norm.make(run)["rms_norm"](x[:2], WEIGHT, 1e-5))
 
 
@@ -186,14 +186,14 @@ def test_positions_that_are_not_the_steps_own_cannot_be_captured() -> None:
 
     run.capture(4, lambda: turn(positions), step)
     other = positions + 1
-    with pytest.raises(NotCapturable, match="positions that are not the step's own"):
+    with pytest.raises(NotCapturable, match="positions from another buffer"):
         run.capture(4, lambda: turn(other), step)
 
 
 def test_a_graph_takes_no_more_tokens_than_it_has_room_for() -> None:
     run = launcher(1)
     graph, _ = captured(run, norms(run, 1), drawn(4, 32))
-    with pytest.raises(ValueError, match="takes 4 tokens, not 5"):
+    with pytest.raises(ValueError, match="has 5 tokens, but"):
         graph.run(Step(num_tokens=5))
 
 
@@ -240,14 +240,14 @@ def test_after_closing_nothing_runs() -> None:
     run, x = launcher(2), drawn(4, 32)
     graph, _ = captured(run, norms(run, 1), x)
     run.close()
-    with pytest.raises(RuntimeError, match="have ended"):
+    with pytest.raises(RuntimeError, match="is closed"):
         norms(run, 1)(x)
-    with pytest.raises(RuntimeError, match="have ended"):
+    with pytest.raises(RuntimeError, match="is closed"):
         graph.run(Step(num_tokens=1))
 
 
 class SlowLibrary:
-    """A library whose kernels take until they are told to end; notes what happens in which order."""
+    """A library whose kernels run until they are told to end. Records the order of events."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -279,7 +279,7 @@ def test_threads_do_not_end_while_they_run_kernels() -> None:
     closing.join(10)
     running.join(10)
     assert slow.events == ["run", "closed"]
-    with pytest.raises(RuntimeError, match="have ended"):
+    with pytest.raises(RuntimeError, match="is closed"):
         run.run(0, 1, Step())
 
 

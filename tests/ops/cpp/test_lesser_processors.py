@@ -1,4 +1,4 @@
-"""The kernels compiled for processors that know less than this one: the same results but for roundings."""
+"""The kernels compiled for processors with fewer instruction sets: equal results except for rounding."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ def test_small_operations_follow_their_formulas(processor: str, operation: str) 
     cases = OPERATIONS[operation]
     lesser = backend(operation, 2, *LESSER[processor])
     for case in cases.CASES.values():
-        if torch.float16 not in case and not getattr(case, "centred", False):  # no layer norm in C++
+        if torch.float16 not in case and not getattr(case, "centred", False):  # the C++ kernels have no layer norm
             agree(cases.outputs(lesser, case), cases.expected(case))
 
 
 @pytest.mark.parametrize("processor", LESSER)
 @pytest.mark.parametrize("weight_bits", [None, 8])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_are_right_and_independent_of_the_batch(
-    processor: str, dtype, weight_bits: int | None
-) -> None:
+def test_products_are_right_and_independent_of_the_batch(processor: str, dtype, weight_bits: int | None) -> None:
     cpp = backend("matmul", 2, *LESSER[processor], weight_bits=weight_bits)
     for out_size, in_size in ((7, 8), (70, 68), (96, 512)):
         plain, x = drawn(out_size, in_size, dtype=dtype), drawn(23, in_size, dtype=dtype)
@@ -52,6 +50,4 @@ def test_8_bits_are_the_same_bits_with_a_matrix_unit_and_without(dtype, rows: in
         found, expected = (cpp.logits(x, cpp.prepare(plain)) for cpp in (ours, theirs))
         assert torch.equal(found, expected)
         bias = drawn(out_size, dtype=dtype)
-        assert torch.equal(
-            ours.linear(x, ours.prepare(plain), bias), theirs.linear(x, theirs.prepare(plain), bias)
-        )
+        assert torch.equal(ours.linear(x, ours.prepare(plain), bias), theirs.linear(x, theirs.prepare(plain), bias))

@@ -1,4 +1,4 @@
-"""Where the system refuses the matrix unit to a process, AVX-512 takes its place."""
+"""If the system refuses the matrix unit to a process, the kernels use AVX-512 instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from cpp_kernels import library
 from ops.machine import Machine
 
-# A filter of system calls: arch_prctl fails with EPERM from here on, and everything else is let through.
+# Installs a system call filter: arch_prctl fails with EPERM from here on; all other calls are allowed.
 REFUSED = """
 import ctypes, struct
 from pathlib import Path
@@ -43,7 +43,7 @@ def test_products_are_right_without_the_unit() -> None:
     machine = Machine.probe()
     if "amx_bf16" not in machine.cpu_flags or machine.compiler is None:
         pytest.skip("there is no matrix unit that could be refused, or no compiler")
-    script = REFUSED.replace("PATH", repr(str(library().path)))  # compiled before anything is refused
+    script = REFUSED.replace("PATH", repr(str(library().path)))  # compiled before the filter is installed
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     if done.returncode == 77:
         pytest.skip("this system takes no filter of system calls")

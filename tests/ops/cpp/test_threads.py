@@ -1,4 +1,4 @@
-"""Threads that share work: all of it is done once, sleepers are woken, and who is away is not waited for."""
+"""Threads that share work: every task runs once, sleeping threads are woken, and absent threads are not awaited."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from cpp_kernels import compiler
 from ops.cpp.build import SOURCES
 
-# Runs so many rounds of kernels of four parts each, in which threads are late by turns, beside a plain loop, and prints
-# the first round in which they differ. What a round is made of is freed when it is over.
+# Runs rounds of kernels with four parts each, in which threads are late in turn, next to a plain loop. Prints the first
+# round with a different result. The data of a round is freed after it.
 PROGRAM = """
 #include <cstdio>
 #include <cstdlib>
@@ -70,7 +70,7 @@ int main(int, char** arguments) {
 }
 """
 
-# Two threads of a group, moved by hand in one.
+# Two threads of a group, both driven by one thread.
 BY_HAND = """
 #include <cstdio>
 #include "thread_group.h"
@@ -103,7 +103,7 @@ int main() {
 
 
 def built(source: str, folder: Path) -> Path:
-    """A program, with the headers in its folder before ours."""
+    """Compile a program. Headers in its folder override the library's headers."""
     (folder / "program.cpp").write_text(source)
     program = folder / "program"
     command = [compiler(), "-std=c++20", "-O2", "-pthread", f"-I{SOURCES}"]
@@ -113,7 +113,7 @@ def built(source: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def sleepers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program, in which threads sleep at once where they would look for a while."""
+    """Return the program in a version in which threads sleep immediately instead of polling."""
     folder = tmp_path_factory.mktemp("sleepers")
     replaced = 0
     for header in ("pool.h", "thread_group.h", "step.h"):
@@ -136,15 +136,15 @@ def test_a_thread_that_is_away_is_not_waited_for_and_joins_later(tmp_path: Path)
     done = subprocess.run([program], capture_output=True, text=True, check=True, timeout=100)
     joined, all_tasks, late, amid, again, both, mine, left, waited, nodes = map(int, done.stdout.split())
     assert (joined, all_tasks, again) == (1, 9, 9)
-    assert (late, amid) == (0, 0)  # nobody joins a node beyond its first part
+    assert (late, amid) == (0, 0)  # no thread joins a node after its first part
     assert (both, mine, left) == (1, 9, 0)
     assert (waited, nodes) == (1, 2)
 
 
 def test_what_wakes_sleepers_is_written_in_the_one_order_of_all_threads() -> None:
-    """A weaker store may become visible after `notify_all` has looked for sleepers and seen none.
+    """With a weaker memory order, the store might become visible after `notify_all` has looked for sleeping threads.
 
-    That cannot be provoked: on x86 it would take a store that is delayed for longer than a thread needs to sleep.
+    A test cannot provoke this: on x86 a store would have to be delayed for longer than a thread needs to sleep.
     """
     written = []
     for header in ("pool.h", "thread_group.h"):

@@ -1,4 +1,4 @@
-"""The embedding in C++, from plain weights and from a head's packed: bit for bit torch's."""
+"""The embedding in C++, from plain weights and from packed weights of an LM head: equal to torch bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embedding kernels in the interpreter."""
+"""Embedding kernels in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cache writes in C++: nothing is computed, so every bit is as it was."""
+"""Cache writes in C++, which must preserve every bit."""
 
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def test_float8_is_rounded_as_torch_does(dtype: torch.dtype, pool_dtype: torch.d
     between = every[every.isfinite()].sort().values
     between = (between[1:] + between[:-1]) / 2  # ties
     few = torch.tensor([1e-9, 3e38, -3e38, torch.inf, -torch.inf, torch.nan])
-    numbers = torch.cat([every, between, between * 1.001, torch.randn(800), 1e-3 * torch.randn(400), few]).to(
-        dtype
-    )
+    numbers = torch.cat([every, between, between * 1.001, torch.randn(800), 1e-3 * torch.randn(400), few]).to(dtype)
     numbers = torch.nn.functional.pad(numbers, (0, -len(numbers) % 64)).view(-1, 2, 32)
     pools = torch.zeros(2, len(numbers), 2, 1, 32).to(pool_dtype)
     backend("kv").store(numbers, -numbers, *pools, places(len(numbers), 1, len(numbers)))

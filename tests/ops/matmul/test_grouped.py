@@ -1,4 +1,4 @@
-"""Weights of few bits in groups: rounded, packed, multiplied."""
+"""Grouped weights with few bits: rounding, packing and products."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from ops.select import select
 
 NF4 = (-1.0, -0.69, -0.52, -0.39, -0.28, -0.18, -0.09, 0.0, 0.08, 0.16, 0.25, 0.34, 0.44, 0.56, 0.72, 1.0)
 WHOLE_NUMBERS = tuple(map(float, (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)))
-SHAPES = [(1, 8, 8), (32, 32, 32), (100, 256, 128), (33, 96, 96), (70, 160, 16)]  # O, I, group
-PROCESSORS = [(), *(pytest.param(march, marks=pytest.mark.slow) for march in LESSER.values())]  # a build each
+SHAPES = [(1, 8, 8), (32, 32, 32), (100, 256, 128), (33, 96, 96), (70, 160, 16)]  # (O, I, group)
+# each needs its own build
+PROCESSORS = [(), *(pytest.param(march, marks=pytest.mark.slow) for march in LESSER.values())]
 
 
 def weight(
@@ -34,7 +35,7 @@ def weight(
 
 
 def halved(made: GroupedWeight) -> Tensor:
-    """As kernels hold it beside bfloat16: scales of 16 bits, a table in bfloat16."""
+    """Round as kernels for bfloat16 do: 16-bit scales, a bfloat16 table."""
     table = tuple(torch.tensor(made.table).bfloat16().tolist())
     shifts = None if made.shifts is None else made.shifts.half().float()
     return made._replace(scales=made.scales.half().float(), shifts=shifts, table=table).dequantised()
@@ -74,7 +75,7 @@ def test_a_vocabulary_is_packed_in_pieces_and_looked_up(dtype: torch.dtype, bits
     assert packed.nbytes == whole.nbytes
     x = torch.randn(3, 64).to(dtype)
     assert torch.equal(kernels.logits(x, packed), kernels.logits(x, whole))
-    with pytest.raises(ValueError, match="32 at a time"):
+    with pytest.raises(ValueError, match="panels of 32"):
         kernels.prepare_grouped(first, dtype, into=packed, first=16)
     plain = (given.dequantised() if dtype == torch.float32 else halved(given)).to(dtype)
     ids = torch.tensor([0, 99, 31, 32, 64])
@@ -93,7 +94,7 @@ def test_weights_of_several_forms_have_one_in_common_without_loss() -> None:
         (given[:2], GroupForm(16, 6)),
         (given[2:], GroupForm(32, 5, shifted=False)),
         ([given[0], tabled], GroupForm(32, 8)),
-        # Of these 5 bits have no whole units.
+        # For 5 bits these shapes have no whole units.
         (
             [weight(8, 64, 16), given[2]],
             GroupForm(16, 6, shifted=False),
@@ -121,7 +122,7 @@ def test_rounded_rows_are_multiplied_exactly(dtype: torch.dtype, march: tuple[st
             plain = given.dequantised() if dtype == torch.float32 else halved(given)
             for rows in (1, 3, 13, 30):
                 x = torch.randint(-127, 128, (rows, shape[1])).to(dtype)
-                x[:, 0] = 127  # so that rounding changes nothing
+                x[:, 0] = 127  # so that rounding to 8 bits is exact
                 x *= 0.125
                 wanted = x.double() @ plain.double().T
                 bound = 1e-5 * float((x.double().abs() @ plain.double().abs().T).max())
@@ -150,9 +151,7 @@ def test_a_row_that_is_no_number_spoils_only_itself() -> None:
 @pytest.mark.parametrize("num_threads", THREADS)
 @pytest.mark.parametrize("march", [(), pytest.param(LESSER["AVX2"], marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_is_the_same_alone_and_among_others(
-    dtype: torch.dtype, march: tuple[str, ...], num_threads: int
-) -> None:
+def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype, march: tuple[str, ...], num_threads: int) -> None:
     kernels = backend("matmul", num_threads, *march)
     for shifted, rounded, bits in (
         (False, False, 4),
@@ -173,7 +172,7 @@ def test_a_row_is_the_same_alone_and_among_others(
 def test_scales_of_16_bits_are_the_nearest() -> None:
     kernels = backend("matmul")
     scales = torch.tensor([[0.0], [6e-8], [3e-6], [6.1e-5], [1 / 3], [-0.7], [1000.3], [65504.0]])
-    codes = torch.full((8, 8), 9, dtype=torch.uint8)  # ones
+    codes = torch.full((8, 8), 9, dtype=torch.uint8)  # codes of 1
     x = torch.zeros(1, 8, dtype=torch.bfloat16)
     x[0, 0] = 1
     found = kernels.logits(x, kernels.prepare_grouped(GroupedWeight(codes, scales), torch.bfloat16))

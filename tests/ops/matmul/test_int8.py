@@ -1,4 +1,4 @@
-"""Products with weights of 8 bits in plain torch."""
+"""Products with 8-bit weights in torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHAPES = [(1, 1), (7, 5), (33, 65), (64, 128)]  # [O, I]
 
 
 def wide(weight: torch.Tensor) -> torch.Tensor:
-    """What the weight becomes: each output's largest number is 127 of its steps. float64."""
+    """Return the quantised weight in float64. The largest magnitude of each output becomes 127 steps."""
     scales = weight.double().abs().amax(1, keepdim=True) / 127
     return (weight.float() / scales.float().clamp_min(1e-30)).round().double() * scales
 

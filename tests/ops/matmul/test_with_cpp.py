@@ -27,9 +27,7 @@ def bias_of(size: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_are_no_further_from_the_truth_than_plain_torch(
-    dtype, shape, with_bias, num_threads
-) -> None:
+def test_products_are_no_further_from_the_truth_than_plain_torch(dtype, shape, with_bias, num_threads) -> None:
     cpp, weight = backend("matmul", num_threads), drawn(*shape, dtype=dtype)
     packed, bias = cpp.prepare(weight), bias_of(shape[0], dtype) if with_bias else None
     assert isinstance(packed, PackedWeight)
@@ -39,7 +37,7 @@ def test_products_are_no_further_from_the_truth_than_plain_torch(
         ours, plain = cpp.linear(x, packed, bias), native.linear(x, weight, bias)
         assert (ours.shape, ours.dtype) == (plain.shape, dtype)
         error, allowed = ((out.double() - truth).abs().sum() for out in (ours, plain))
-        slack = 1.05 if dtype == torch.bfloat16 else 6  # a sum in order of depth loses more than a tree does
+        slack = 1.05 if dtype == torch.bfloat16 else 6  # a sum in order of depth is less exact than a tree
         assert error <= slack * allowed + truth.abs().sum() * torch.finfo(dtype).eps / 4
 
 
@@ -77,9 +75,7 @@ def test_any_dimensions_and_any_strides_are_read(dtype, weight_bits) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_columns_of_another_tensor_are_packed_right(dtype) -> None:
     cpp, wide, x = backend("matmul"), drawn(64, 33, dtype=dtype), drawn(3, 64, dtype=dtype)
-    assert torch.equal(
-        cpp.linear(x, cpp.prepare(wide.t())), cpp.linear(x, cpp.prepare(wide.t().contiguous()))
-    )
+    assert torch.equal(cpp.linear(x, cpp.prepare(wide.t())), cpp.linear(x, cpp.prepare(wide.t().contiguous())))
 
 
 @pytest.mark.parametrize("weight_bits", [None, 8])
@@ -87,7 +83,7 @@ def test_weights_that_no_kernel_takes_stay_as_they_are(weight_bits) -> None:
     cpp = backend("matmul", weight_bits=weight_bits)
     strange = [drawn(4, 6, dtype=torch.float64)]
     if weight_bits is None:
-        strange.append(drawn(4, 3, dtype=torch.bfloat16))  # no whole lanes
+        strange.append(drawn(4, 3, dtype=torch.bfloat16))  # a size that does not fill lanes
     for weight in strange:
         x = drawn(2, weight.shape[1]).to(weight.dtype)
         assert cpp.prepare(weight) is weight
@@ -127,15 +123,15 @@ def test_rows_alone_are_the_rows_among_others_on_any_threads(
 
 
 def inverse(top: torch.Tensor) -> torch.Tensor:
-    """How many of its steps a number has of which `top` has 127, in float32 as the kernels compute it."""
+    """Return 127 / top in float32, computed like the kernels."""
     return torch.where(top > 0, torch.full_like(top, 127) / top, 0.0)  # 127 / top is 127 times its reciprocal
 
 
 def emulated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T by the definition: one scale for each output and one for each row; float64."""
+    """Compute x @ weight.T by the definition, in float64: one scale per output and one per row."""
     x, weight = x.float(), weight.float()
     top, most = (t.abs().amax(1, keepdim=True) for t in (weight, x))
-    steps = x.double() * inverse(most).double()  # fused with what rounds it, so not rounded before
+    steps = x.double() * inverse(most).double()  # not rounded, because the kernel fuses the product with the rounding
     total = steps.round() @ (weight * inverse(top)).round().double().T
     return total * (most / 127).double() * (top / 127).double().T
 

@@ -32,7 +32,8 @@ def test_packed_products_are_no_further_from_the_truth(dtype, shape, rows, with_
     assert ours.shape == plain.shape
     assert ours.dtype == dtype
     error, allowed = ((out.double() - truth).abs().sum() for out in (ours, plain))
-    slack = 1 if dtype == torch.bfloat16 else 4  # bfloat16 rounds the sum once; in float32 the order decides
+    # bfloat16 rounds the sum once; in float32 the order of summation matters
+    slack = 1 if dtype == torch.bfloat16 else 4
     assert error <= slack * allowed + truth.abs().sum() * torch.finfo(dtype).eps / 8
 
 
@@ -54,9 +55,7 @@ def test_a_weight_that_cannot_be_packed_stays_as_it_is(caplog) -> None:
     weight, x = drawn(4, 3, dtype=torch.float64), drawn(2, 3, dtype=torch.float64)
     with_onednn.packs.cache_clear()
     assert with_onednn.prepare(weight) is with_onednn.prepare(weight) is weight
-    assert [record.getMessage()[:38] for record in caplog.records] == [
-        "oneDNN cannot pack weights in torch.fl"
-    ]
+    assert [record.getMessage()[:38] for record in caplog.records] == ["oneDNN cannot pack weights in torch.fl"]
     torch.testing.assert_close(with_onednn.linear(x, weight), x @ weight.T)
 
 

@@ -1,4 +1,4 @@
-"""Products with weights of 8 and 4 bits in the interpreter."""
+"""Products with 8-bit and 4-bit weights in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_weight_stays_in_4_bits_through_a_parameter() -> None:
     wanted = with_triton.linear(x, packed)
     other = with_triton.prepare_grouped(weight._replace(codes=15 - weight.codes), torch.float16)
     assert not torch.equal(with_triton.linear(x, other), wanted)
-    other.untyped_storage().copy_(held.untyped_storage())  # as new weights come to a layer
+    other.untyped_storage().copy_(held.untyped_storage())  # like a weight update
     assert torch.equal(with_triton.linear(x, other), with_triton.linear(x, held))
     assert torch.equal(with_triton.linear(x, held), wanted)
 
@@ -78,7 +78,7 @@ def test_8_bits_are_rounded_as_elsewhere(shape: tuple[int, int, int]) -> None:
         slack=2,
     )
     assert with_triton.prepare(weight) is weight
-    with pytest.raises(ValueError, match="8 bits, not 3"):
+    with pytest.raises(ValueError, match="8 bits, not to 3"):
         with_triton.prepare(weight, bits=3)
 
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts, one pair after the other."""
+"""Mixtures of experts against a computation of one pair after another."""
 
 from __future__ import annotations
 

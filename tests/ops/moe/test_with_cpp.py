@@ -30,7 +30,7 @@ TYPED = {
 @pytest.mark.parametrize("case", TYPED.values(), ids=TYPED)
 def test_kernels_follow_the_formula(case: Case, num_threads: int) -> None:
     found = outputs(backend("moe", num_threads), case)
-    wanted = outputs(native, case)  # experts of logits that are rounded alike
+    wanted = outputs(native, case)  # experts chosen by logits with the same rounding
     agree(found, wanted)
     if case.dtype == torch.float32:
         agree(found, expected(case))
@@ -63,8 +63,7 @@ def test_weights_of_8_bits_are_near(dtype: torch.dtype) -> None:
     prepared = ours.prepare_experts(mixture, bits=8)
     assert isinstance(prepared.down, PackedWeight8)
     found, wanted = (
-        each.mix(x, weight, weights, experts, "silu")
-        for each, weight in ((ours, prepared), (native, mixture))
+        each.mix(x, weight, weights, experts, "silu") for each, weight in ((ours, prepared), (native, mixture))
     )
     assert (found - wanted).abs().max() < 0.04 * wanted.abs().max()
     assert (found - wanted).abs().max() > 0
@@ -73,14 +72,12 @@ def test_weights_of_8_bits_are_near(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rounded_rows", [False, True])
 @pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_weights_of_4_bits_are_those_of_their_groups(
-    dtype: torch.dtype, shifted: bool, rounded_rows: bool
-) -> None:
+def test_weights_of_4_bits_are_those_of_their_groups(dtype: torch.dtype, shifted: bool, rounded_rows: bool) -> None:
     logits, x, gate_up, down = inputs(Case(40, 6, 2, 64, 48, dtype=dtype))
     parts = [round_experts(weight, 16)._replace(rounded_rows=rounded_rows) for weight in (gate_up, down)]
     if shifted:
         parts = [part._replace(shifts=0.1 * torch.randn_like(part.scales).half().float()) for part in parts]
-    parts = [part._replace(scales=part.scales.half().float()) for part in parts]  # as kernels hold them
+    parts = [part._replace(scales=part.scales.half().float()) for part in parts]  # scales in 16 bits, like the kernels
     biases = (drawn(6, 96, dtype=dtype), drawn(6, 64, dtype=dtype))
     mixture = GroupedMixture(parts[0], parts[1], *biases)
     weights, experts = native.route(logits, 2, renormalise=True)

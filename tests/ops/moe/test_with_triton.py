@@ -1,4 +1,4 @@
-"""Kernels of mixtures of experts in the interpreter."""
+"""Mixture-of-experts kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -55,11 +55,15 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
             "tl.where(left >= top - 1, ids, EXPERTS - 1)",
         ),
         ("a few tokens", "scores = scores / (tl.sum(scores, axis=0) + 1e-20)", "scores = scores * 1.0"),
-        ("scores as they are", "tl.sum(tl.exp(x - peak), axis=0)", "tl.sum(tl.exp(found - peak), axis=0)"),
+        (
+            "scores as they are",
+            "tl.sum(tl.exp(x - peak), axis=0)",
+            "tl.sum(tl.exp(top_logits - peak), axis=0)",
+        ),
         ("a few tokens", "order + position + rank, base + lanes", "order + position + rank, position + rank"),
         ("a few tokens", "expert.to(tl.int64) * OUT + columns", "0 * expert.to(tl.int64) + columns"),
         ("a few tokens", "pairs // TOP_K, positions", "positions // TOP_K, positions"),
-        ("products longer and wider than a tile", "tl.load(lines + base", "tl.load(lines"),
+        ("products longer and wider than a tile", "tl.load(weight_rows + base", "tl.load(weight_rows"),
         ("a few tokens", "total += tl.load(weights + pair) * result", "total += result"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Normalisation kernels in the interpreter."""
+"""Normalisation kernels in Triton's interpreter."""
 
 from __future__ import annotations
 

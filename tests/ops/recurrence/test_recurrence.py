@@ -1,4 +1,6 @@
-"""Recurrent layers against transformers' own functions, however a sequence is cut; in C++ to the same bits."""
+"""Recurrent layers against transformers' functions, for any division of a sequence into steps. In C++ the division
+does not change any bit.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def cut(length: int, cuts: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def steps(cuts: tuple[int, ...]) -> list[list[tuple[int, int, int]]]:
-    """For each step the (row, first, end) that it computes: row by row cut at these positions."""
+    """Return the (row, first, end) that each step computes, if rows are divided at these positions."""
     parts = [cut(length, cuts) for length in LENGTHS]
     return [
         [(row, *each[number]) for row, each in enumerate(parts) if number < len(each)]
@@ -34,7 +36,9 @@ def steps(cuts: tuple[int, ...]) -> list[list[tuple[int, int, int]]]:
 
 
 def run(operation, inputs: list[list[torch.Tensor]], pool: torch.Tensor, cuts: tuple[int, ...]):
-    """`operation(operands, segments)` over several steps -> outputs of each row; row r has line r + 1."""
+    """Run `operation(operands, segments)` over several steps, and return the outputs of each row. Row r has slot r +
+    1.
+    """
     outputs: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
     for step in steps(cuts):
         spans, place = [], 0
@@ -66,9 +70,7 @@ def test_delta_rule(cuts: tuple[int, ...], kernels: Any) -> None:
     inputs = [drawn(groups, size), drawn(groups, size), drawn(heads, out_size), drawn(heads), drawn(heads)]
     pool = torch.zeros(len(LENGTHS) + 1, heads, size, out_size)
     found = run(
-        lambda each, segments: kernels.delta_rule(
-            *each, rate=rate, shift=shift, pool=pool, segments=segments
-        ),
+        lambda each, segments: kernels.delta_rule(*each, rate=rate, shift=shift, pool=pool, segments=segments),
         inputs,
         pool,
         cuts,
@@ -146,25 +148,23 @@ def test_convolution(cuts: tuple[int, ...], biased: bool, kernels: Any) -> None:
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_convolution_between_gates(
-    cuts: tuple[int, ...], biased: bool, dtype: torch.dtype, kernels: Any
-) -> None:
+def test_convolution_between_gates(cuts: tuple[int, ...], biased: bool, dtype: torch.dtype, kernels: Any) -> None:
     torch.manual_seed(0)
     size, kernel = 150, 3
     weight, bias = torch.randn(size, kernel).to(dtype), torch.randn(size).to(dtype) if biased else None
     pool, inputs = torch.zeros(len(LENGTHS) + 1, kernel - 1, size), [drawn(3 * size, dtype=dtype)]
 
     def operation(each: list[torch.Tensor], segments: Segments) -> torch.Tensor:
-        before, behind, x = each[0].chunk(3, dim=-1)
-        return kernels.convolve(x, weight.t().contiguous(), bias, pool, segments, gates=(before, behind))
+        before, after, x = each[0].chunk(3, dim=-1)
+        return kernels.convolve(x, weight.t().contiguous(), bias, pool, segments, gates=(before, after))
 
     found = run(operation, inputs, pool, cuts)
     atol, rtol = (1e-5, 1e-4) if dtype == torch.float32 else (1e-2, 1e-2)
     for row, (ours, given) in enumerate(zip(found, inputs[0], strict=True)):
-        before, behind, x = given.float().chunk(3, dim=-1)
+        before, after, x = given.float().chunk(3, dim=-1)
         wide = None if bias is None else bias.float()
         convolved = lfm2.causal_conv1d_fn((before * x).t().unsqueeze(0), weight.float(), wide)[0].t()
-        torch.testing.assert_close(ours.float(), behind * convolved, atol=atol, rtol=rtol)
+        torch.testing.assert_close(ours.float(), after * convolved, atol=atol, rtol=rtol)
         if len(x) >= kernel:
             assert torch.equal(pool[row + 1], (before * x)[1 - kernel :])
 
@@ -209,6 +209,6 @@ def test_states_in_cpp_are_those_of_torch_and_the_same_bits_however_cut(
         for ours, theirs in zip(whole, outputs(native, name, ()), strict=True):
             error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
             assert error < (1e-5 if pool_dtype == dtype == torch.float32 else 5e-3)
-        if pool_dtype == torch.float32:  # which a state is kept in unrounded
+        if pool_dtype == torch.float32:  # the pool does not round states
             cut = outputs(backend("recurrence", 1), name, (1, 2, 33, 64))
             assert all(torch.equal(ours, theirs) for ours, theirs in zip(whole, cut, strict=True))

@@ -1,4 +1,4 @@
-"""Rotation against complex multiplication."""
+"""Rotation against multiplication of complex numbers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def test_pairs_turn_like_complex_numbers_and_the_rest_passes(interleaved, rotate
     angles = torch.rand(20, rotated // 2) * 6
     positions = torch.tensor([7, 0, 19])
     q, k = torch.randn(3, 4, 8), torch.randn(3, 2, 8)
-    for x, out in zip(
-        (q, k), rotate(q.clone(), k.clone(), table_of(angles), positions, interleaved=interleaved)
-    ):
+    for x, out in zip((q, k), rotate(q.clone(), k.clone(), table_of(angles), positions, interleaved=interleaved)):
         head = x[..., :rotated]
         first, second = (head[..., ::2], head[..., 1::2]) if interleaved else head.chunk(2, dim=-1)
         turn = torch.polar(torch.ones(3, 1, rotated // 2), angles[positions].unsqueeze(1))

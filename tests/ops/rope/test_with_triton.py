@@ -1,4 +1,4 @@
-"""Rotation kernels in the interpreter."""
+"""Rotation kernels in Triton's interpreter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forbidding tokens by bits."""
+"""Masks that forbid tokens."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernel_cases.sampling import masked
+from kernel_cases.sampling import masked, rows
 from ops.sampling import native
 
 
 def bits(allowed: set[int], num_words: int) -> Tensor:
-    """One row of words in which the bits of these ids are 1."""
+    """Return one row of words in which the bits of these ids are 1."""
     words = [sum(1 << i % 32 for i in allowed if i // 32 == word) for word in range(num_words)]
-    return torch.tensor([words]).to(torch.int32)  # wraps around
+    return torch.tensor([words]).to(torch.int32)  # values of 2**31 or more become negative
 
 
 @pytest.mark.parametrize("allowed", [{0}, {31}, {32}, {31, 32, 69}, set(range(70)), set()])
@@ -34,18 +34,14 @@ def test_rows_come_in_any_order() -> None:
 
 
 def test_a_row_without_any_token_is_not_sound() -> None:
-    from ops.sampling import SamplingArrays
-
-    logits, one = torch.randn(1, 40), torch.ones(1)
+    logits = torch.randn(1, 40)
     native.apply_bitmask(logits, torch.tensor([0]), bits(set(), 2))
-    _, sound = native.choose(logits, SamplingArrays(one > 0, one, one.int(), one, one, one - 1))
+    _, sound = native.choose(logits, rows(1, greedy=True))
     assert not sound.any()
 
 
 @pytest.mark.parametrize("vocab_size", [64, 100])
-def test_shifts_on_a_device_and_bytes_on_the_host_agree(
-    vocab_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shifts_on_a_device_and_bytes_on_the_host_agree(vocab_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = masked(native, vocab_size)
     monkeypatch.setattr(native, "_is_host", lambda _logits: False)
     assert torch.equal(masked(native, vocab_size), wanted)

@@ -15,9 +15,7 @@ def assert_close(found: torch.Tensor, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found.numpy(), expected, rtol=2e-6, atol=2e-6)
 
 
-def penalised(
-    x: float, count: int, in_prompt: bool, frequency: float, presence: float, repetition: float
-) -> float:
+def penalised(x: float, count: int, in_prompt: bool, frequency: float, presence: float, repetition: float) -> float:
     x -= frequency * count
     if count:
         x -= presence
@@ -81,9 +79,7 @@ def test_scores_of_a_row_do_not_depend_on_its_neighbours() -> None:
 
 def test_equal_scores_are_ranked_by_id_and_forbidden_ones_come_last() -> None:
     logits = torch.tensor([[-INF, 0.0, 1.0, 0.0, 1.0]])
-    scores = native.score(
-        logits, torch.ones(1), torch.tensor([2]), 128, torch.empty((1, 0), dtype=torch.int64)
-    )
+    scores = native.score(logits, torch.ones(1), torch.tensor([2]), 128, torch.empty((1, 0), dtype=torch.int64))
     assert scores.top_ids.tolist() == [[2, 4, 1, 3, 0]]
     assert scores.top[0, -1] == -INF
     assert scores.requested.shape == (1, 0)

@@ -9,6 +9,7 @@ import torch
 
 from cpp_kernels import LESSER, THREADS, backend
 from kernel_cases.sampling import CASES, masked, outputs
+from kernel_cases.sampling import rows as sampling_rows
 from ops.sampling import Masks, SamplingArrays, native
 
 
@@ -19,13 +20,14 @@ def rows(vocab_size: int, count: int = 24) -> tuple[torch.Tensor, SamplingArrays
     picked = [kinds[index] for index in torch.randint(len(kinds), (count,), generator=g).tolist()]
     greedy, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*picked))
     spread = 10 ** torch.rand(count, generator=g)
-    return torch.randn(count, vocab_size, generator=g) * spread[:, None], SamplingArrays(
-        greedy,
-        0.2 + 2 * torch.rand(count, generator=g),
-        top_k.int(),
-        top_p,
-        min_p,
-        torch.rand(count, generator=g),
+    return torch.randn(count, vocab_size, generator=g) * spread[:, None], sampling_rows(
+        count,
+        greedy=greedy,
+        temperature=0.2 + 2 * torch.rand(count, generator=g),
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        uniform=torch.rand(count, generator=g),
     )
 
 
@@ -51,7 +53,7 @@ def test_a_row_chooses_the_same_alone_in_a_batch_and_as_in_native(vocab_size: in
 def test_uniform_numbers_reach_both_ends_of_what_is_allowed() -> None:
     x = torch.full((3, 150_000), -torch.inf)
     x[:, 7:149_995] = 0.0
-    ids = backend("sampling", 2).choose(x, _plain(torch.tensor([0.0, 1 - 2**-24, 1.0])))[0]
+    ids = backend("sampling", 2).choose(x, sampling_rows(3, uniform=torch.tensor([0.0, 1 - 2**-24, 1.0])))[0]
     assert ids.tolist() == [7, 149_994, 149_994]
 
 
@@ -62,7 +64,7 @@ def test_an_unsound_row_is_reported_and_harms_no_neighbour(bad: float, place: in
     if bad == -torch.inf:
         x[1] = bad
     x[1, place] = bad
-    ids, sound = backend("sampling", 2).choose(x, _plain(torch.full((3,), 0.5)))
+    ids, sound = backend("sampling", 2).choose(x, sampling_rows(3))
     assert (ids.tolist(), sound.tolist()) == ([35, 0, 35], [True, False, True])
 
 
@@ -100,8 +102,3 @@ def test_kernels_for_other_processors_choose_the_same(processor: str) -> None:
     for case in CASES.values():
         assert all(torch.equal(x, y) for x, y in zip(outputs(kernels, case), outputs(native, case)))
     assert torch.equal(masked(kernels, 5000), masked(native, 5000))
-
-
-def _plain(uniform: torch.Tensor) -> SamplingArrays:
-    one = torch.ones_like(uniform)
-    return SamplingArrays(one < 0, one, (2**30 * one).int(), one, 0 * one, uniform)

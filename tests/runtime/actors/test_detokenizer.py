@@ -18,7 +18,7 @@ BAD = 66
 
 
 class Letters:
-    """Of a tokenizer and its decoders: every id is a letter, and one id breaks it."""
+    """A fake tokenizer and its decoders: every id is a letter, and one id raises an exception."""
 
     def decoder(self, *given: Any) -> Letters:
         return self
@@ -33,7 +33,7 @@ class Letters:
 
 
 class Scheduled:
-    """See SchedulerHandle."""
+    """A fake SchedulerHandle."""
 
     def __init__(self) -> None:
         self.aborted: list[int] = []
@@ -63,15 +63,11 @@ def start(requests: LiveRequests, scheduler: Scheduled | None = None, **sampling
     return live
 
 
-def delta(
-    live: LiveRequest, token: int, finish: Finish | None = None, index: int = 0, **values: Any
-) -> Delta:
+def delta(live: LiveRequest, token: int, finish: Finish | None = None, index: int = 0, **values: Any) -> Delta:
     return Delta(live.request.id, index, [token], finish, Usage(1, 1, 0), **values)
 
 
-async def test_output_that_cannot_be_decoded_costs_its_request_alone(
-    requests: LiveRequests, actor: DetokenizerActor
-):
+async def test_output_that_cannot_be_decoded_costs_its_request_alone(requests: LiveRequests, actor: DetokenizerActor):
     scheduler = Scheduled()
     good, bad = start(requests, scheduler), start(requests, scheduler)
     actor.process([delta(bad, BAD), delta(good, 97)])
@@ -87,7 +83,8 @@ async def test_others_get_the_loop_while_a_step_of_many_streams_is_decoded(
     requests: LiveRequests, actor: DetokenizerActor, monkeypatch: pytest.MonkeyPatch
 ):
     clock = count()
-    monkeypatch.setattr(detokenizer_module, "monotonic", lambda: next(clock))  # a second for every look
+    # every reading of the clock is one second later
+    monkeypatch.setattr(detokenizer_module, "monotonic", lambda: next(clock))
     streams = [start(requests) for _ in range(4 * TURN_DELTAS)]
     running = asyncio.create_task(actor.run())
     await asyncio.sleep(0)
@@ -99,7 +96,7 @@ async def test_others_get_the_loop_while_a_step_of_many_streams_is_decoded(
         seen.append(len(requests))
     running.cancel()
     assert {0, TURN_DELTAS, 2 * TURN_DELTAS, 3 * TURN_DELTAS} <= set(seen)
-    for live in streams:  # and no stream's pieces changed their order
+    for live in streams:  # the order of each stream's pieces is unchanged
         assert [chunk.text for chunk in await live.output.whole()] == ["ab"]
 
 
@@ -107,7 +104,7 @@ async def test_scheduler_learns_of_a_stop_string(requests: LiveRequests, actor: 
     scheduler = Scheduled()
     live = start(requests, scheduler, n=2, stop=("b",))
     actor.process([delta(live, 97, index=0), delta(live, 98, index=0), delta(live, 97, END, index=1)])
-    actor.process([delta(live, 99, index=0)])  # was under way
+    actor.process([delta(live, 99, index=0)])  # this delta was already on its way
     assert scheduler.ended == [(live.request.id, 0)]
     first, second = await live.output.whole()
     assert (first.text, first.finish, second.text) == ("a", Finish("stop", matched="b"), "a")

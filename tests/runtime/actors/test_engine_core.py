@@ -9,7 +9,7 @@ import pytest
 import fake_runner
 import scripted_core
 from runtime.actors import scheduler, tokenizer
-from runtime.actors.engine_core import EngineCore
+from runtime.actors.engine_core import EngineCore, _failure
 from runtime.actors.output_stream import OutputStream, read_all
 from runtime.actors.step_times import QueueRate
 from runtime.errors import EngineClosed, EngineFailure, InvalidRequest, OutOfMemory, Overloaded, StepFailed
@@ -43,7 +43,7 @@ async def test_requests_side_by_side_get_their_own_tokens():
 async def test_requests_of_one_moment_begin_together():
     async with scripted_core.running() as (core, runner):
 
-        async def ask(num_turns: int) -> OutputStream:  # as handlers do, each in a task of its own
+        async def ask(num_turns: int) -> OutputStream:  # like handlers, each in its own task
             for _ in range(num_turns):
                 await asyncio.sleep(0)
             return core.submit(request(3, 4, seed=num_turns))
@@ -84,10 +84,7 @@ async def test_a_failure_that_does_not_come_back_costs_nobody():
 async def test_a_step_that_fails_costs_the_request_alone_for_which_it_fails(num_poisonous: int):
     async with scripted_core.running() as (core, runner):
         sampling = SamplingParams(max_new_tokens=30, seed=1)
-        outputs = [
-            core.submit(Request(ids=(seed, 4), sampling=sampling, label=f"number {seed}"))
-            for seed in range(7)
-        ]
+        outputs = [core.submit(Request(ids=(seed, 4), sampling=sampling, label=f"number {seed}")) for seed in range(7)]
         await until(lambda: runner.num_launched >= 5)
         lost = [2, 5][:num_poisonous]
         runner.poison = {f"number {seed}" for seed in lost}
@@ -148,16 +145,14 @@ async def test_hanging_step_ends_the_engine_with_a_clear_error():
 async def test_full_queue_refuses_the_newest_alone():
     async with scripted_core.running(max_queued=2) as (core, runner):
         runner.open.clear()
-        running: list[OutputStream] = [
-            core.submit(request(seed=seed)) for seed in range(scripted_core.NUM_SEQUENCES)
-        ]
+        running: list[OutputStream] = [core.submit(request(seed=seed)) for seed in range(scripted_core.NUM_SEQUENCES)]
         await until(lambda: core.status().num_running == scripted_core.NUM_SEQUENCES)
         queued = []
         for seed in (20, 21):
-            core.check_room()
+            core.check_queue_space()
             queued.append(core.submit(request(seed=seed)))
         with pytest.raises(Overloaded, match="queue is full"):
-            core.check_room()
+            core.check_queue_space()
         with pytest.raises(Overloaded, match="queue is full"):
             core.submit(request())
         runner.open.set()
@@ -189,7 +184,7 @@ async def test_too_much_text_at_once_is_refused(monkeypatch: pytest.MonkeyPatch)
         for output in outputs:
             with pytest.raises(InvalidRequest, match="no tokenizer"):
                 await output.whole()
-        with pytest.raises(InvalidRequest, match="no tokenizer"):  # alone it may be of any length
+        with pytest.raises(InvalidRequest, match="no tokenizer"):  # ids alone may be of any length
             await core.submit(Request(text="a" * 1100)).whole()
 
 
@@ -203,9 +198,7 @@ async def test_the_prompts_of_one_call_are_let_in_together():
         with pytest.raises(Overloaded, match="queue is full"):
             await core.submit_all([request(), request()])
         runner.open.set()
-        assert [len(chunks[0].ids) for chunks in await read_all(call)] == [
-            8
-        ] * 3 * scripted_core.NUM_SEQUENCES
+        assert [len(chunks[0].ids) for chunks in await read_all(call)] == [8] * 3 * scripted_core.NUM_SEQUENCES
         core.check()
 
 
@@ -219,7 +212,8 @@ async def test_who_waits_too_long_is_told_to_come_again():
             await waiting.whole()
         assert caught.value.retry_after_s >= 1
         runner.open.set()
-        for output in running + following:  # who runs, and the prompts of a call that was let in, are let be
+        # running requests, and further prompts of an accepted call, are not affected
+        for output in running + following:
             [chunk] = await output.whole()
             assert len(chunk.ids) == 8
         core.check()
@@ -227,8 +221,8 @@ async def test_who_waits_too_long_is_told_to_come_again():
 
 def test_the_wait_is_what_is_queued_over_how_fast_the_queue_moves():
     queue = QueueRate()
-    assert queue.wait_s(10) == 0  # nothing is known
-    queue.note(0.0, 3, 0)  # nobody waits: who comes begins at once, however few
+    assert queue.wait_s(10) == 0  # the rate is unknown
+    queue.note(0.0, 3, 0)  # the queue is empty, so a new request starts immediately
     queue.note(1.0, 8, 20)
     queue.note(2.0, 5, 15)
     queue.note(7.0, 5, 10)
@@ -240,7 +234,7 @@ def test_the_wait_is_what_is_queued_over_how_fast_the_queue_moves():
 
 async def test_generated_tokens_are_those_of_the_outputs():
     async with scripted_core.running(chunk_tokens=4, log_interval_steps=1) as (core, _):
-        ids = tuple(range(3, 43))  # ten steps of which only the last yields a token
+        ids = tuple(range(3, 43))  # ten steps, of which only the last yields a token
         [chunk] = await core.submit(request(*ids, new=5)).whole()
         assert len(chunk.ids) == 5
         await until(lambda: core.status().num_requests == 0)
@@ -332,3 +326,13 @@ async def test_replies_end_when_the_core_ends():
         await output.whole()
     assert isinstance(core, EngineCore)
     assert core.status().state == "closed"
+
+
+def test_a_failure_is_found_at_any_depth_of_nested_groups():
+    lost = StepFailed("Worker 1 ended.")
+    inner = ExceptionGroup("second actor", [KeyError("b"), ExceptionGroup("its task", [lost])])
+    found = _failure(ExceptionGroup("actors", [ExceptionGroup("first actor", [KeyError("a")]), inner]))
+    assert type(found) is StepFailed
+    assert found.message == "Worker 1 ended."
+    other = _failure(ExceptionGroup("actors", [KeyError("a"), ExceptionGroup("inner", [KeyError("b")])]))
+    assert type(other) is EngineFailure

@@ -16,7 +16,7 @@ PROCESSOR = InputProcessor(fake_core.make_plan(), fake_core.make_facts(eos_ids=f
 
 
 class CountedId(int):
-    """A token id that counts its comparisons, as a scan for the smallest and the largest makes them."""
+    """A token id that counts its comparisons, to detect scans for the smallest and the largest id."""
 
     num_compared = 0
 
@@ -29,9 +29,7 @@ class CountedId(int):
         return int(self) > int(other)
 
 
-def request(
-    *ids: int, logprobs: LogprobParams | None = None, truncate: bool = False, **sampling: Any
-) -> Request:
+def request(*ids: int, logprobs: LogprobParams | None = None, truncate: bool = False, **sampling: Any) -> Request:
     return Request(ids=ids, sampling=SamplingParams(**sampling), logprobs=logprobs, truncate=truncate)
 
 

@@ -39,7 +39,7 @@ async def test_second_reader_is_refused():
     mailbox: Mailbox[int] = Mailbox()
     reader = asyncio.create_task(mailbox.take_all())
     await asyncio.sleep(0)
-    with pytest.raises(RuntimeError, match="one reader"):
+    with pytest.raises(RuntimeError, match="single reader"):
         await mailbox.wait()
     mailbox.put(0)
     await reader

@@ -51,7 +51,7 @@ async def test_whole_gives_one_chunk_per_choice_in_order():
 
 async def test_many_are_read_whole_without_a_task_for_each():
     outputs = [make_output()[0] for _ in range(5)]
-    outputs[3].put(chunk("d", END))  # before anybody reads
+    outputs[3].put(chunk("d", END))  # before a reader exists
     reader = asyncio.create_task(read_all(outputs))
     num_tasks = len(asyncio.all_tasks())
     await asyncio.sleep(0)
@@ -111,7 +111,7 @@ async def test_reader_that_does_not_keep_up_is_aborted(monkeypatch: pytest.Monke
     output, aborted = make_output()
     for _ in range(10):
         output.put(chunk("a"))
-    output.put(chunk("a"))  # the one that passes the limit may have come alone, and be large
+    output.put(chunk("a"))  # the chunk that exceeds the limit may be the only unread one, and large
     assert not aborted
     output.put(chunk("a"))
     assert aborted == [output.request_id]
@@ -152,7 +152,7 @@ async def test_ids_and_logprobs_without_text_are_bounded_too(monkeypatch: pytest
         output, aborted = make_output()
         limit = 100_000 // (10 * output_stream_module.ID_BYTES)
         if wanted is not None:
-            limit //= 8  # 21 pairs for each id
+            limit //= 8  # 21 pairs per id
         for _ in range(limit + 2):
             output.put(chunk("", ids=(7,) * 10)._replace(logprobs=wanted))
         assert aborted[:1] == [output.request_id]
@@ -169,10 +169,10 @@ async def test_what_a_push_takes_wakes_nobody():
     async def read() -> list[str]:
         return [chunk.text async for chunks in output.chunks(push) for chunk in chunks]
 
-    output.put(chunk("a"))  # before anybody reads
+    output.put(chunk("a"))  # before a reader exists
     reader = asyncio.create_task(read())
     await asyncio.sleep(0)
-    for text in ("b", "c", "d", "e"):  # it takes b, not c, and is not asked while c is unread
+    for text in ("b", "c", "d", "e"):  # `push` takes b but not c, and is not called again while c is unread
         output.put(chunk(text))
     await asyncio.sleep(0)
     output.put(chunk("f", END))
@@ -210,7 +210,7 @@ async def test_what_a_push_raises_is_the_readers():
 
     reader = asyncio.create_task(read())
     await asyncio.sleep(0)
-    output.put(chunk("a"))  # the writer goes on
+    output.put(chunk("a"))  # the writer continues
     with pytest.raises(KeyError, match="mine"):
         await reader
     assert aborted == [output.request_id]

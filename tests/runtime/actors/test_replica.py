@@ -1,4 +1,4 @@
-"""How replicas start: beside the event loop, at the same time, and whole or not at all."""
+"""Replicas start concurrently and without blocking the event loop, and either completely or not at all."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def planned(**options: Any) -> tuple[Plan, ModelFacts]:
 
 
 def workers() -> list[list[str]]:
-    """The command lines of the worker processes of this one. Other children, a compiler say, are nobody's workers."""
+    """Return the command lines of this process's worker processes. Other child processes, for example a compiler, do
+    not count.
+    """
     found: list[list[str]] = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
@@ -61,11 +63,12 @@ def workers() -> list[list[str]]:
 
 
 def prompt_batch(prompts: Sequence[Sequence[int]], *, vectors: Sequence[int] = ()) -> Batch:
-    """Rows that compute whole prompts; `vectors` are those of which a vector is wanted, the others choose a token."""
+    """Return a batch of whole prompts. `vectors` are the rows that compute an embedding; other rows choose a token."""
     rows = np.array([row for row in range(len(prompts)) if row not in vectors], np.int32)
     width = -(-max(map(len, prompts)) // PAGE_SIZE)
     sampling = Sampling(
-        rows=rows,
+        positions=np.cumsum([len(prompt) for prompt in prompts], dtype=np.int32)[rows] - 1,
+        row_of=rows,
         greedy=np.ones(len(rows), np.bool_),
         uniform=np.zeros(len(rows), np.float32),
     )
@@ -84,7 +87,7 @@ def prompt_batch(prompts: Sequence[Sequence[int]], *, vectors: Sequence[int] = (
 
 
 async def step(replica: Replica, batch: Batch) -> StepOutput:
-    """One step of a replica, watched as in life."""
+    """Run one step of a replica, watched as in production."""
     watching = asyncio.create_task(replica.runner.watch())
     future = replica.runner.launch(batch)
     replica.runner.finish_oldest()
@@ -134,7 +137,7 @@ async def test_vectors_are_those_of_transformers_beside_rows_that_choose_tokens(
 
 
 def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[threading.Thread]:
-    """The threads that call this."""
+    """Record the threads that call this function."""
     threads: list[threading.Thread] = []
     original = getattr(owner, name)
 
@@ -182,7 +185,7 @@ async def test_replicas_load_at_the_same_time_and_are_sized_when_all_have_loaded
     load, memory = ModelWorker.__init__, ModelWorker.memory
 
     def loads(self: ModelWorker, setup: Any) -> None:
-        together.wait(10)  # BrokenBarrierError unless all three are here
+        together.wait(10)  # raises BrokenBarrierError unless all three arrive
         load(self, setup)
         events.append("loaded")
 
@@ -199,7 +202,7 @@ async def test_replicas_load_at_the_same_time_and_are_sized_when_all_have_loaded
 
 
 def fail_in(monkeypatch: pytest.MonkeyPatch, name: str, error: Exception, *, when: int) -> None:
-    """Have the worker's method raise at its n-th call."""
+    """Make the worker's method raise at its n-th call."""
     original: Callable[..., Any] = getattr(ModelWorker, name)
     calls: list[object] = []
 

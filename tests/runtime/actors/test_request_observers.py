@@ -1,4 +1,4 @@
-"""What is logged of requests, through the real actors."""
+"""Logs of requests, written through the real actors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def logged(
     ids: tuple[int, ...] = (3, 4, 5),
     fails: bool = False,
 ) -> list[str]:
-    """The messages about one request."""
+    """Return the messages about one request."""
     sampling = SamplingParams(max_new_tokens=4, seed=1, ignore_eos=True)
     with caplog.at_level(logging.INFO, "penstock.requests"):
         async with scripted_core.running(observe=plan) as (core, runner):

@@ -1,4 +1,4 @@
-"""Several replicas share the requests, and one that dies takes only what it had begun with it."""
+"""Several replicas share the requests. If one fails, only requests that have output are lost."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ async def test_a_replica_that_is_back_gets_its_share_of_those_that_wait():
         runners[0].open.set()
         found = await asyncio.gather(*map(whole, outputs[:-1]))
         assert found == [expected((3, 4, place)) for place in range(12)]
-        assert runners[2].num_launched >= 4 * 8  # of the twelve, of eight steps each
+        assert runners[2].num_launched >= 4 * 8  # of the twelve requests, with eight steps each
         core.check()
 
 
@@ -197,9 +197,7 @@ def test_round_robin_takes_turns_whatever_they_hold():
     assert [policy(replicas) for _ in range(5)] == [0, 1, 2, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("method", "chosen"), [("shortest_queue", 1), ("minimum_tokens", 2), ("longest_prefix", 0)]
-)
+@pytest.mark.parametrize(("method", "chosen"), [("shortest_queue", 1), ("minimum_tokens", 2), ("longest_prefix", 0)])
 def test_each_method_looks_at_its_own_measure(method: str, chosen: int):
     assert pick(method, (4, 900, 64), (2, 500, 0), (3, 100, 16)) == chosen
 

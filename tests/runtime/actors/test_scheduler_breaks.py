@@ -1,4 +1,4 @@
-"""Whatever raises inside the scheduler, wherever, costs at most one request; the others get their tokens."""
+"""An exception anywhere in the scheduler costs at most one request. All other requests get their tokens."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def expected() -> list[list[int]]:
 
 
 class Fault:
-    """Raises at the given calls of a function, before or after it did its work."""
+    """Raises at the given calls of a function, before or after its work."""
 
     def __init__(self, at: range, *, after: bool) -> None:
         self.at, self.after, self.num_calls, self.num_raised = at, after, 0, 0
@@ -87,7 +87,7 @@ def faults() -> Iterator[tuple[range, bool]]:
 
 
 async def trouble(fault: Fault, whole: list[list[int]]) -> int:
-    """Run requests of which one is aborted; the number that were lost to the fault."""
+    """Run requests, abort one of them, and return the number of requests that the fault ended."""
     lost = 0
     async with scripted_core.running() as (core, _):
         sampling = SamplingParams(max_new_tokens=NEW, seed=1)
@@ -133,7 +133,7 @@ async def test_any_call_may_fail(owner: Any, name: str, monkeypatch: pytest.Monk
 
 
 async def test_what_goes_on_failing_costs_the_newest_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every step in which the newest request would run fails: the others are answered."""
+    """Every step with the newest request fails. All other requests are answered."""
     build = BatchBuilder.build
 
     def breaks(self: BatchBuilder, number: int) -> Any:

@@ -1,4 +1,4 @@
-"""Every option that works changes what is done, and every field of the plan has a reader."""
+"""Every supported option changes the plan, and every field of the plan has a reader."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "dtype": "bfloat16",
 }
-HYBRID = {"architectures": ["Qwen3_5ForCausalLM"]}  # instead: a model with recurrent layers
+HYBRID = {"architectures": ["Qwen3_5ForCausalLM"]}  # a model with recurrent layers
 CPU = replace(Machine.named("cpu"), compiler="/usr/bin/c++")
 H200 = Machine.named("h200")
 FOUR_GPUS = replace(H200, gpus=H200.gpus * 4)
 NODES = {"nnodes": 2, "tp_size": 2, "dist_init_addr": "first:5000"}
-# Machines, and options without which others have no meaning.
+# Machines, with options that other options require.
 SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {}),
     (CPU, {"enable_torch_compile": True}),
@@ -46,14 +46,17 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"kv_cache_dtype": "fp8_e4m3"}),
     (CPU, {"enable_priority_scheduling": True, "enable_trace": True}),
     (CPU, NODES),
+    (CPU, {"speculative_algorithm": "NGRAM"}),
+    (CPU, {"enable_lora": True}),
     (CPU, {"collect_tokens_histogram": True, "log_requests": True}),
     (H200, {}),
     (FOUR_GPUS, {"tp_size": 2}),
     (CPU, {"json_model_override_args": HYBRID}),
-    (CPU, {"model_path": str(ROOT)}),  # which is here
+    (CPU, {"model_path": str(ROOT)}),  # an existing path
 ]
-# What an option takes that no value made up by a test would be.
+# Values of options that do not accept arbitrary values.
 VALUES: dict[str, list[Any]] = {
+    "public_origin": ["https://models.example"],
     "device": ["cpu"],
     "chat_template": ["llama-3"],
     "completion_template": ["star_coder"],
@@ -73,25 +76,29 @@ VALUES: dict[str, list[Any]] = {
     "constrained_json_whitespace_pattern": [" ?"],
     "kv_events_config": [{"publisher": "zmq"}],
     "torchao_config": ["int4wo-128"],
+    "lora_paths": [["a=adapter"]],
+    "lora_target_modules": [["q_proj"]],
+    "max_loaded_loras": [9],
 }
-# What was chosen, as users call it: `explain` shows it, and the engine reads `choices`.
+# Options whose choice the plan also has as text for `explain`; the engine reads `choices`.
 SHOWN = {f"{kind}_backend" for kind in ("attention", "prefill_attention", "decode_attention", "sampling")}
-BY_ITSELF = {"config"}  # a file with other options: see test_config_file
+BY_ITSELF = {"config"}  # a file with other options; see test_config_file
 
 
 class Checkpoint:
-    """A folder with a model's configuration, which is found whatever one looks for."""
+    """A folder with a model's configuration, which is found under every name."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         (folder / "config.json").write_text(json.dumps(CONFIG))
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
         self._folder = str(folder)
         self._asked: list[Any] = []
         patch.setattr(assemble, "locate", self._locate)
 
     def done(self, machine: Machine, **keywords: Any) -> Any:
-        """All that an engine is made of: the plan, the model's facts, and where its files were looked for.
+        """Return everything from which an engine is built: the plan, the model's facts, and the searched folders.
 
-        None if the arguments are refused.
+        Returns None if the arguments are refused.
         """
         self._asked = []
         try:
@@ -116,7 +123,7 @@ def values(option: Option) -> Iterator[Any]:
 
 
 def changes(checkpoint: Checkpoint, option: Option) -> Iterator[str]:
-    """The values of the option with which something else is done than without it, in some situation."""
+    """Return the values of the option that change the result in at least one situation."""
     for machine, keywords in SITUATIONS:
         before = checkpoint.done(machine, **keywords)
         for value in values(option):
@@ -125,20 +132,21 @@ def changes(checkpoint: Checkpoint, option: Option) -> Iterator[str]:
                 yield repr(value)
 
 
-@pytest.mark.parametrize("option", [o for o in options() if o.name not in BY_ITSELF], ids=lambda o: o.name)
-def test_an_option_changes_what_is_done_if_and_only_if_it_works(
-    option: Option, checkpoint: Checkpoint
-) -> None:
-    """What is done with and without it is compared: reading an option and dropping the value would fail too."""
-    if option.spec.outcome is Outcome.PLANNED:
-        return  # refused: see test_declarations
+@pytest.mark.parametrize(
+    "option",
+    # A start refuses planned options; see test_declarations.
+    [o for o in options() if o.name not in BY_ITSELF and o.spec.outcome is not Outcome.PLANNED],
+    ids=lambda o: o.name,
+)
+def test_an_option_changes_what_is_done_if_and_only_if_it_works(option: Option, checkpoint: Checkpoint) -> None:
+    """The results with and without the option are compared, so an option that is read but ignored fails too."""
     changed = next(changes(checkpoint, option), None)
     assert (changed is not None) == (option.spec.outcome is Outcome.WORKS)
 
 
 @cache
 def names_read() -> frozenset[str]:
-    """The attributes that product code reads outside the resolution of the options."""
+    """Return the attributes that product code reads, outside the resolution of options."""
     files = [path for folder in ("serve", "runtime", "ops") for path in (ROOT / folder).rglob("*.py")]
     configuration = ROOT / "runtime" / "config"
     read: set[str] = set()
@@ -150,7 +158,9 @@ def names_read() -> frozenset[str]:
 
 
 def test_every_field_of_the_plan_is_read() -> None:
-    """By name: a field is missed whose name is also read of something else, such as `path`."""
+    """Fields are matched by name, so the test misses a field whose name is also read from another object, for example
+    `path`.
+    """
     sections = get_type_hints(Plan).values()
     names = {field.name for section in sections for field in fields(section)} - SHOWN
     assert names - names_read() == set()

@@ -9,9 +9,7 @@ from runtime.config.resolve.graph_sizes import GIB, Buckets, buckets
 MANY = 2048
 
 
-@pytest.mark.parametrize(
-    ("gibibytes", "top", "count"), [(24, 8, 4), (80, 160, 23), (139, 256, 35), (178, 512, 51)]
-)
+@pytest.mark.parametrize(("gibibytes", "top", "count"), [(24, 8, 4), (80, 160, 23), (139, 256, 35), (178, 512, 51)])
 def test_larger_gpus_capture_larger_batches(gibibytes: int, top: int, count: int) -> None:
     sizes = buckets(gibibytes * GIB, MANY).sizes
     assert sizes[:4] == (1, 2, 4, 8)
@@ -48,9 +46,7 @@ def test_without_padding_small_sizes_are_all_there_and_only_they_match() -> None
     batch_size=st.integers(-1, 700),
     padding=st.booleans(),
 )
-def test_a_batch_takes_the_smallest_graph_that_holds_it(
-    sizes: list[int], batch_size: int, padding: bool
-) -> None:
+def test_a_batch_takes_the_smallest_graph_that_holds_it(sizes: list[int], batch_size: int, padding: bool) -> None:
     taken = buckets(139 * GIB, MANY, sizes=sizes, padding=padding).take(batch_size)
     fitting = [size for size in sizes if size >= batch_size] if batch_size >= 1 else []
     if padding:

@@ -42,9 +42,7 @@ def test_all_mistakes_are_said_at_once() -> None:
 
 
 def test_paths_mappings_and_whole_numbers_are_taken() -> None:
-    args = Args.of(
-        model=Path("m"), json_model_override_args='{"a": 1}', watchdog_timeout=3, lora_paths=[{"x": 1}]
-    )
+    args = Args.of(model=Path("m"), json_model_override_args='{"a": 1}', watchdog_timeout=3, lora_paths=[{"x": 1}])
     assert args.model.model_path == "m"
     assert args.model.json_model_override_args == {"a": 1}
     assert args.schedule.watchdog_timeout == 3.0

@@ -1,4 +1,4 @@
-"""The launch commands of SGLang's documentation are understood, and its defaults may be said."""
+"""The launch commands of SGLang's documentation are understood, and its defaults are accepted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ tensor-parallel-size: 2
 enable-metrics: true
 log-requests: true
 """
-# Defaults of SGLang that a script may spell out.
+# Defaults of SGLang that a script may set explicitly.
 DEFAULTS = [
     "--base-gpu-id 0",
     "--gpu-id-step 1",
@@ -56,9 +56,7 @@ def words_of(line: str, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("line", LINES)
-def test_line_is_done_or_refused_under_the_name_of_what_it_says(
-    line: str, machine: str, tmp_path: Path
-) -> None:
+def test_line_is_done_or_refused_under_the_name_of_what_it_says(line: str, machine: str, tmp_path: Path) -> None:
     args = Args.parse(words_of(line, tmp_path))
     _, builder = decide(args, MACHINES[machine], ANY_MODEL)
     assert builder.refusals.keys() <= args.explicitly_set
@@ -71,9 +69,7 @@ def test_line_is_done_or_refused_under_the_name_of_what_it_says(
 
 
 def test_what_the_command_line_says_wins_over_the_file(tmp_path: Path) -> None:
-    plan = resolve(
-        Args.parse([*words_of("--config CONFIG", tmp_path), "--port", "5", "--tp", "4"]), CPU, ANY_MODEL
-    )
+    plan = resolve(Args.parse([*words_of("--config CONFIG", tmp_path), "--port", "5", "--tp", "4"]), CPU, ANY_MODEL)
     assert (plan.serve.host, plan.serve.port, plan.parallel.tp_size) == ("0.0.0.0", 5, 4)
     assert (plan.observe.metrics, plan.observe.request_log_level) == (True, 2)
 

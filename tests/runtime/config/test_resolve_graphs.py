@@ -1,4 +1,4 @@
-"""Which steps are captured or compiled, and what is refused where neither can be."""
+"""Which steps are captured or compiled, and which options are refused if neither is possible."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_attention_on_gpus_is_captured(backend: str):
 @pytest.mark.parametrize(
     ("keywords", "reason"),
     [
-        ({"decode_attention_backend": "torch_native"}, "attention by torch_native reads the lengths"),
+        ({"decode_attention_backend": "torch_native"}, "torch_native reads the lengths"),
         ({"triton_attention_split_tile_size": 512}, "the longest row decides"),
     ],
 )
@@ -86,14 +86,14 @@ def test_compilation_is_asked_for_and_needs_a_compiler():
     assert plan(CPU, enable_torch_compile=True, torch_compile_max_bs=4).graphs.compile_max_rows == 4
     assert "needs a C++ compiler" in refusals(replace(CPU, compiler=None), enable_torch_compile=True)
     assert "triton" in refusals(replace(H200, packages={}), enable_torch_compile=True)
-    assert "only with --enable-torch-compile" in refusals(CPU, torch_compile_max_bs=4)
+    assert "has no effect without --enable-torch-compile" in refusals(CPU, torch_compile_max_bs=4)
 
 
 def test_several_ranks_capture_where_they_share_layers_and_never_compile():
     two = replace(H200, gpus=H200.gpus * 2)
     assert plan(two, tp_size=2).graphs == plan(two).graphs
     assert plan(two, pp_size=2).graphs.sizes == ()
-    assert "in stages" in refusals(two, pp_size=2, cuda_graph_bs=[1])
+    assert "pipeline parallelism" in refusals(two, pp_size=2, cuda_graph_bs=[1])
     assert "one rank only" in refusals(two, tp_size=2, enable_torch_compile=True)
 
 

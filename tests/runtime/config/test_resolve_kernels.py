@@ -1,4 +1,4 @@
-"""Which kernels a machine gets, and what it is told about the others."""
+"""Which kernels a machine gets, and why it does not get others."""
 
 from __future__ import annotations
 
@@ -21,16 +21,14 @@ H200 = Machine.named("h200")
 
 
 def decided(machine: Machine, **keywords: Any) -> tuple[KernelPlan, Mapping[str, str], dict[str, str]]:
-    """The kernels' plan, the reasons and the refusals."""
+    """Return the kernel plan, its reasons and the refusals."""
     plan, builder = decide(Args.of(**{"model_path": "/models/small"} | keywords), machine, ANY_MODEL)
     return plan.kernels, plan.kernels.reasons, builder.refusals
 
 
 def test_a_cpu_runs_plain_torch_and_says_why() -> None:
     kernels, reasons, refusals = decided(Machine.named("cpu"))
-    assert {kernels.choices[operation] for operation in kernels.choices if operation != "matmul"} == {
-        "native"
-    }
+    assert {kernels.choices[operation] for operation in kernels.choices if operation != "matmul"} == {"native"}
     assert kernels.attention_backend == "torch_native"
     assert "triton needs an NVIDIA GPU" in reasons["attention_backend"]
     assert not refusals
@@ -48,9 +46,7 @@ def test_a_cpu_runs_plain_torch_and_says_why() -> None:
         ({"enable_torch_compile": True}, "gptq", "native"),
     ],
 )
-def test_a_gpu_multiplies_weights_of_4_bits_in_triton(
-    asked: dict[str, Any], stored: str | None, file: str
-) -> None:
+def test_a_gpu_multiplies_weights_of_4_bits_in_triton(asked: dict[str, Any], stored: str | None, file: str) -> None:
     facts = replace(ANY_MODEL, quantization=stored)
     plan, builder = decide(Args.of(model_path="/models/small", **asked), H200, facts)
     assert plan.kernels.choices["matmul"] == file
@@ -94,12 +90,12 @@ def test_a_gpu_that_is_not_used_does_not_count() -> None:
 def test_what_is_not_built_is_refused_with_what_it_needs(name: str) -> None:
     _, _, refusals = decided(H200, attention_backend=name)
     assert "not supported yet (and needs" in refusals["attention_backend"]
-    assert name == "aiter" or "latent attention, which other backends" in refusals["attention_backend"]
+    assert name == "aiter" or "latent attention (which other backends" in refusals["attention_backend"]
 
 
 def test_flashinfer_does_not_sample_and_the_reason_is_said() -> None:
     _, _, refusals = decided(H200, sampling_backend="flashinfer")
-    assert "a seed gives the same tokens with every implementation" in refusals["sampling_backend"]
+    assert "seeds give the same tokens with every implementation" in refusals["sampling_backend"]
 
 
 @pytest.mark.parametrize(
@@ -126,9 +122,7 @@ def test_each_generation_has_its_kernels(name: str, machines: set[str]) -> None:
         ("trtllm_mha", {"page_size": 64}, None),
     ],
 )
-def test_a_cache_that_the_kernels_cannot_read_is_refused(
-    name: str, keywords: dict[str, Any], told: str | None
-) -> None:
+def test_a_cache_that_the_kernels_cannot_read_is_refused(name: str, keywords: dict[str, Any], told: str | None) -> None:
     _, _, refusals = decided(
         Machine.named("b200"), attention_backend="triton", decode_attention_backend=name, **keywords
     )
@@ -191,7 +185,7 @@ def test_prompts_and_output_may_differ() -> None:
     kernels, reasons, _ = decided(H200, prefill_attention_backend="torch_native")
     assert kernels.choices["prefill_attention"] == "native"
     assert kernels.choices["attention"] == "with_triton"
-    assert reasons["decode_attention_backend"] == "that of --attention-backend"
+    assert reasons["decode_attention_backend"] == "the value of --attention-backend"
 
 
 def test_splitting_reaches_the_plan_and_is_refused_where_nobody_reads_it() -> None:
@@ -204,14 +198,14 @@ def test_splitting_reaches_the_plan_and_is_refused_where_nobody_reads_it() -> No
 
 
 def backends_of(option: str) -> list[str]:
-    """Every name that the option takes, those that are built first."""
+    """Return every value of the option, supported values first."""
     named = next(each for each in options() if each.name == option).spec.choices
     built = ATTENTION if option == "attention_backend" else SAMPLING
     return [*built, *(name for name in named if name not in built)]
 
 
 def table() -> str:
-    """Backend by machine: chosen, possible or what is missing."""
+    """Return a table of backends by machine: chosen, possible, or the missing requirement."""
     lines = ["| option | backend | " + " | ".join(MACHINES) + " |", "|---" * (2 + len(MACHINES)) + "|"]
     for option in ("attention_backend", "sampling_backend"):
         for backend in backends_of(option):
@@ -229,7 +223,7 @@ def _cell(option: str, backend: str, machine: Machine) -> str:
 
 
 def capabilities() -> str:
-    """What each backend of attention needs and computes."""
+    """Return a table of the requirements and features of each attention backend."""
 
     def any_of(values: tuple[object, ...]) -> str:
         return ", ".join(map(str, values)) or "any"

@@ -1,4 +1,4 @@
-"""`--quantization` beside what a checkpoint holds."""
+"""`--quantization` with checkpoints of different formats."""
 
 from __future__ import annotations
 
@@ -37,11 +37,9 @@ def test_a_form_may_be_named_and_need_not(stored: str) -> None:
 
 
 def test_another_form_than_the_checkpoints_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="the checkpoint's form is gptq"):
+    with pytest.raises(ConfigurationError, match="the checkpoint's format is gptq"):
         model(replace(FACTS, quantization="gptq"), quantization="awq")
-    with pytest.raises(
-        ConfigurationError, match="the checkpoint is not quantized; use w4a16 or w4a8 or w8a8_int8"
-    ):
+    with pytest.raises(ConfigurationError, match="the checkpoint is not quantised; use w4a16 or w4a8 or w8a8_int8"):
         model(quantization="awq")
 
 
@@ -56,7 +54,7 @@ def test_another_form_than_the_checkpoints_is_refused() -> None:
 )
 def test_whoever_asks_for_a_form_that_is_not_there_learns_how_to_get_it(name: str, how: str) -> None:
     with pytest.raises(
-        ConfigurationError, match=f"use w4a16 or w4a8 or w8a8_int8.* a checkpoint in that form, .*{how}"
+        ConfigurationError, match=f"use w4a16 or w4a8 or w8a8_int8.* a checkpoint in this format, .*{how}"
     ):
         model(quantization=name)
 

@@ -1,10 +1,11 @@
-"""Batches survive their way to a worker, and a failed step of any rank is the end of all."""
+"""Batches reach a worker unchanged, and a failed step of any rank ends the whole group."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,26 @@ import pytest
 import torch
 
 import fake_runner
-from runtime.batch import Batch, StepOutput
+from runtime.batch import (
+    UNKNOWN,
+    AdapterPlacement,
+    Batch,
+    Drafts,
+    Ints,
+    MediaSpan,
+    PageCopy,
+    PromptLogprobs,
+    Sampling,
+    StepOutput,
+    StepStats,
+)
 from runtime.distributed import group_runner
 from runtime.distributed.group_runner import GroupRunner, decode_batch, encode_batch
 from runtime.distributed.link import HEAD, Frame, decode, encode
-from runtime.distributed.mesh import Mesh, RankInfo
 from runtime.distributed.worker_group import WorkerGroup
 from runtime.errors import WorkerFailed
+from runtime.mesh.mesh import Mesh
+from runtime.mesh.rank_info import RankInfo
 from runtime.request import LogprobParams
 
 
@@ -29,7 +43,7 @@ def sent(content: bytes) -> Frame:
 
 
 def batches() -> list[Batch]:
-    """Of prompts, of output tokens, and with logprobs of a prompt."""
+    """Yield batches of prompts, of output tokens, and with logprobs of a prompt."""
     seen: list[Batch] = []
     drive = fake_runner.Drive(watch=seen.append)
     drive.add(fake_runner.make_sequence(range(3, 12)), fake_runner.make_sequence(range(5, 9)))
@@ -39,24 +53,89 @@ def batches() -> list[Batch]:
     return seen
 
 
-def test_arrays_of_a_batch_arrive():
+def ints(*values: int) -> Ints:
+    return np.array(values, np.int32)
+
+
+# For every field, a value that differs from the default, so that a lost field is detected.
+VALUES: dict[str, Any] = {
+    "number": 7,
+    "sequences": (object(),),
+    "starts": ints(4, 0),
+    "counts": ints(1, 3),
+    "sequence_indices": ints(2, 5),
+    "token_ids": ints(UNKNOWN, 11, 12, 13),
+    "page_table": ints(3, 4, 5, 0).reshape(2, 2),
+    "sampling": Sampling(ints(0, 3), ints(0, 1), greedy=np.ones(2, np.bool_), uniform=np.zeros(2, np.float32)),
+    "prompt_logprobs": (PromptLogprobs(1, 1, ints(12, 13), LogprobParams(start=0)),),
+    "embedding_rows": ints(1),
+    "row_values": {"adapter": ints(0, 2)},
+    "kinds": {"state": {"spans": ints(1, 2, 0, 1).reshape(1, 4)}},
+    "drafts": Drafts(ints(1), ints(2)),
+    "unknown_starts": np.array([True, False]),
+    "position_offsets": ints(*range(12)).reshape(3, 4),
+    "media": (
+        MediaSpan(1, np.array([[0.5, -2.0]], np.float32)),
+        MediaSpan(2, np.array([[1.0, 3.0], [4.0, 0.25]], np.float32)),
+    ),
+    "copies": (
+        PageCopy("device", "host", ints(3, 4), ints(0, 9)),
+        PageCopy("host", "device", ints(7), ints(3)),
+    ),
+    "adapters": (AdapterPlacement(2, 17), AdapterPlacement(1, 4)),
+    "stats": StepStats(num_new=1),
+}
+STAY_HERE = {"sequences", "stats"}  # only the scheduler reads these
+SAMPLING_TRAVELS = {"positions", "row_of"}  # only rank 0 chooses tokens
+
+
+def same(left: object, right: object) -> bool:
+    """Whether two values of a batch are equal: arrays including dtypes, mappings and tuples by their entries."""
+    if isinstance(left, np.ndarray):
+        equal = isinstance(right, np.ndarray) and left.dtype == right.dtype and np.array_equal(left, right)
+        return bool(equal)
+    if isinstance(left, Mapping):
+        return (
+            isinstance(right, Mapping)
+            and left.keys() == right.keys()
+            and all(same(value, right[key]) for key, value in left.items())
+        )
+    if isinstance(left, tuple):
+        return (
+            isinstance(right, tuple)
+            and len(left) == len(right)
+            and all(same(*each) for each in zip(left, right, strict=True))
+        )
+    if isinstance(left, Drafts):
+        return isinstance(right, Drafts) and all(
+            same(getattr(left, field.name), getattr(right, field.name)) for field in fields(Drafts)
+        )
+    return left == right
+
+
+def test_every_field_of_a_batch_arrives():
+    assert {field.name for field in fields(Batch)} == VALUES.keys(), "give the new field a value here"
+    batch = Batch(**VALUES)
+    copy = decode_batch(sent(encode_batch(batch)))
+    for name in VALUES.keys() - STAY_HERE - {"sampling", "prompt_logprobs"}:
+        default = next(field.default for field in fields(Batch) if field.name == name)
+        assert not same(getattr(batch, name), default), f"{name} has its default value here"
+        assert same(getattr(batch, name), getattr(copy, name)), name
+    assert batch.sampling is not None
+    assert copy.sampling is not None
+    for name in SAMPLING_TRAVELS:
+        assert same(getattr(batch.sampling, name), getattr(copy.sampling, name)), name
+    for mine, yours in zip(batch.prompt_logprobs, copy.prompt_logprobs, strict=True):
+        assert (mine.row, mine.offset, len(mine.targets)) == (yours.row, yours.offset, len(yours.targets))
+
+
+def test_batches_of_a_scheduler_arrive():
     for batch in batches():
         copy = decode_batch(sent(encode_batch(batch)))
-        assert copy.number == batch.number
-        for name in ("starts", "counts", "sequence_indices", "token_ids", "page_table"):
-            assert np.array_equal(getattr(copy, name), getattr(batch, name)), name
+        for name in VALUES.keys() - STAY_HERE - {"sampling", "prompt_logprobs"}:
+            assert same(getattr(batch, name), getattr(copy, name)), name
         assert (copy.sampling is None) == (batch.sampling is None)
-        if copy.sampling is not None and batch.sampling is not None:
-            assert np.array_equal(copy.sampling.rows, batch.sampling.rows)
-
-
-def test_wanted_prompt_positions_arrive():
-    wanted = [batch for batch in batches() if batch.prompt_logprobs]
-    assert wanted
-    for batch in wanted:
-        copy = decode_batch(sent(encode_batch(batch)))
-        for mine, yours in zip(batch.prompt_logprobs, copy.prompt_logprobs, strict=True):
-            assert (mine.row, mine.offset, len(mine.targets)) == (yours.row, yours.offset, len(yours.targets))
+        assert len(copy.prompt_logprobs) == len(batch.prompt_logprobs)
 
 
 def test_empty_arrays_and_sets_arrive():
@@ -70,15 +149,8 @@ def test_objects_do_not_travel():
         encode({"thing": object()})
 
 
-def test_rows_that_want_a_vector_arrive():
-    batch = replace(batches()[0], embedding_rows=np.array([1], np.int32))
-    copy = decode_batch(sent(encode_batch(batch)))
-    assert copy.embedding_rows is not None
-    assert copy.embedding_rows.tolist() == [1]
-
-
 class OwnRank:
-    """Rank 0's runner; a test says how its steps end."""
+    """The runner of rank 0. The test decides how its steps end."""
 
     kernels_description = ""
 

@@ -1,4 +1,4 @@
-"""Frames arrive whole and in order, however large; a closed end is noticed on both sides."""
+"""Frames of any size arrive complete and in order, and both sides notice when the other side closes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def test_worker_answers_and_ends():
     assert [(await link.receive()).body, (await link.receive()).body] == [{"one": 1}, {"two": 2}]
     with pytest.raises(LinkClosed):
         await link.receive()
-    link.send(encode({}))  # says nothing: reading does
+    link.send(encode({}))  # does not raise; reading does
     link.close()
 
 

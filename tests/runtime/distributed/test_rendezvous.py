@@ -1,4 +1,4 @@
-"""Only a machine that knows the token, has the model and is missing gets in; both sides prove it."""
+"""Only a machine that knows the token, has the same model and is expected may join. Both sides prove the token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.errors import ConfigurationError
 
 
 def take(joined: dict[int, tuple[socket.socket, str]]) -> set[int]:
-    """The ranks; their connections are closed."""
+    """Accept the ranks, and close their connections."""
     for connection, _ in joined.values():
         connection.close()
     return set(joined)
@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 async def meet(*, rank: int = 1, token: str = "secret", model: str = "model") -> list[int]:
-    """Rank 1 is missing; this rank joins, and its outcome is raised. The ranks that were accepted."""
+    """Let this rank join a group that waits for rank 1. Raise its error, or return the accepted ranks."""
     address = ("127.0.0.1", free_port())
     accepting = asyncio.create_task(MasterListener(address, "secret", "model").accept([1]))
     try:
@@ -80,7 +80,7 @@ async def test_strangers_do_not_keep_a_rank_out():
 
 
 def test_nobody_there_is_said_in_time():
-    with pytest.raises(ConfigurationError, match="no first machine"):
+    with pytest.raises(ConfigurationError, match="No first machine"):
         join_master(("127.0.0.1", free_port()), "secret", 1, "model", 0.0)
 
 

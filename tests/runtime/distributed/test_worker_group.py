@@ -1,4 +1,4 @@
-"""One worker process: what it inherits, and how its end is told."""
+"""One worker process: the descriptors that it inherits, and how its end is reported."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from runtime.errors import WorkerFailed
 NONSENSE = {
     "setup": {
         "rank_info": {"rank": 1, "tp_size": 2},
-        "facts": {"eos_ids": [], "no such field": 1},
-        "model": {},
+        "models": {"target": {"facts": {"eos_ids": [], "no such field": 1}, "plan": {}}},
         "kernels": {"choices": {}, "settings": {}},
     }
 }
@@ -57,7 +56,7 @@ async def test_worker_that_sends_what_is_no_message_is_named_with_the_reason():
     ours, theirs = socket.socketpair()
     worker = WorkerProcess(2, ours, "10.0.0.7")
     theirs.sendall(b"\xff" * 64)
-    with pytest.raises(WorkerFailed, match=r"Rank 2 \(on 10.0.0.7\) sent what is no message") as caught:
+    with pytest.raises(WorkerFailed, match=r"Rank 2 \(on 10.0.0.7\) sent an invalid message") as caught:
         await worker.receive()
     assert isinstance(caught.value.__cause__, ValueError)
     theirs.close()
@@ -66,7 +65,7 @@ async def test_worker_that_sends_what_is_no_message_is_named_with_the_reason():
 async def test_a_group_names_the_failed_rank_and_ends_the_others():
     group = WorkerGroup()
     await group.start(ParallelPlan(tp_size=3), fake_core.make_facts(), {})
-    watching = asyncio.create_task(group.watch())
+    watching = asyncio.create_task(group.watch(lambda rank, frame: None))
     group.workers[1].kill()
     with pytest.raises(WorkerFailed, match=r"Rank 2 .* was killed by SIGKILL"):
         await watching

@@ -1,4 +1,4 @@
-"""Whoever follows the events knows what is in the tree."""
+"""A subscriber that follows the events knows the content of the tree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZE = 2
 
 
 class Follower:
-    """The prefixes that a cache is said to hold, by hash."""
+    """The prefixes that a cache holds according to its events, by hash."""
 
     def __init__(self) -> None:
         self.prefixes: dict[int, tuple[int, ...]] = {}
@@ -83,4 +83,5 @@ def test_hashes_tell_prefixes_and_namespaces_apart():
     again = PageEvents(SIZE)
     again.stored([5], [7, 8], None, None)
     again.stored([9], [7, 8], 5, None)
-    assert [each[1] for each in again.take()[1:]] == [[block] for block in first[1]]  # in every process
+    # hashes are equal in every process
+    assert [each[1] for each in again.take()[1:]] == [[block] for block in first[1]]

@@ -16,7 +16,7 @@ def test_pages_handed_out_are_distinct_and_come_back():
 
 def test_allocating_too_many_pages_allocates_none():
     pool = PagePool(3)
-    with pytest.raises(ValueError, match="4 pages asked for, 3 free"):
+    with pytest.raises(ValueError, match="4 pages requested, 3 free"):
         pool.allocate(4)
     assert pool.num_free == 3
 

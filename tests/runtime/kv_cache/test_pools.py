@@ -26,7 +26,7 @@ def test_a_forked_process_writes_to_a_copy() -> None:
     pool[0].k.fill_(1)
     address = pool[0].k.data_ptr()
     child = os.fork()
-    if child == 0:  # nothing of torch: its threads are not here
+    if child == 0:  # the child process must not use torch, whose threads do not exist there
         ctypes.c_float.from_address(address).value = 7
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

@@ -9,7 +9,7 @@ from runtime.sequence import Sequence
 
 
 def compute(cache: PrefixCache, sequence: Sequence, end: int) -> None:
-    """Give pages for the first `end` tokens, as a step that computes them would."""
+    """Allocate pages for the first `end` tokens, like a step that computes them."""
     sequence.pages += cache.allocate(-(-end // cache.page_size) - len(sequence.pages))
     sequence.num_computed = end
 
@@ -42,7 +42,7 @@ def test_wanted_prompt_logprobs_limit_what_is_reused():
     assert reusable_tokens(make_sequence(range(8), logprobs=LogprobParams(start=3))) == 3
     assert reusable_tokens(make_sequence(range(8), logprobs=LogprobParams(start=-1))) == 7
     asked = make_sequence(range(8), logprobs=LogprobParams(start=3))
-    asked.next_logprob = 7  # all have been asked for before a retraction
+    asked.next_logprob = 7  # all logprobs were requested before a retraction
     assert reusable_tokens(asked) == 7
 
 
@@ -67,7 +67,7 @@ def test_pending_tokens_are_not_shared():
     sequence = make_sequence(range(3))
     sequence.num_pending = 2
     cache.lock(sequence)
-    compute(cache, sequence, 4)  # the fourth token is computed and not known yet
+    compute(cache, sequence, 4)  # the fourth token is computed but not known yet
     cache.insert(sequence)
     assert sequence.num_shared == 2
     cache.check([sequence])
@@ -85,7 +85,7 @@ def test_allocating_pages_evicts_what_nobody_uses():
     compute(cache, new, 3)
     cache.check([new])
     assert cache.num_used == 3
-    with pytest.raises(ValueError, match="2 pages asked for, 1 free"):
+    with pytest.raises(ValueError, match="2 pages requested, 1 free"):
         cache.allocate(2)
 
 
@@ -113,7 +113,7 @@ def test_untrusted_pages_are_not_found_again():
             cache.free(duplicates.pages)
     cache.discard(broken)
     cache.check([other])
-    assert cache.match_length(make_sequence([1, 2, 3, 4, 5])) == 2  # what the other still holds
+    assert cache.match_length(make_sequence([1, 2, 3, 4, 5])) == 2  # pages that the other sequence still holds
 
 
 def test_emptying_spares_what_is_locked():

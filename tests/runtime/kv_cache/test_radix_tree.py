@@ -8,7 +8,7 @@ from runtime.kv_cache.radix_tree import Node, RadixTree
 
 
 def insert(tree: RadixTree, ids: list[int], pages: list[int], namespace: str | None = None) -> list[int]:
-    """Enter ids as a finished sequence would; returns the pages that the tree did not take over."""
+    """Insert ids like a finished sequence. Return the pages that the tree did not take over."""
     node, known = tree.lock(ids, len(ids), namespace)
     start = len(known)
     node, more = tree.insert(node, ids[start * tree.page_size :], pages[start:])
@@ -62,7 +62,7 @@ def test_a_lock_stays_on_the_end_of_its_run_when_others_split_it():
     held, _ = tree.lock([1, 2, 3, 4], 4)
     insert(tree, [1, 9], [20, 21])
     tree.check([held])
-    assert tree.evict(9) == [21]  # all others are on the way to the lock
+    assert tree.evict(9) == [21]  # all other pages are on the path to the lock
     tree.unlock(held)
     tree.check([])
     assert sorted(tree.evict(9)) == [10, 11, 12, 13]
@@ -166,9 +166,7 @@ def test_check_finds_a_lock_without_holder():
         st.tuples(st.lists(st.integers(0, 1), max_size=14), st.booleans(), st.integers(0, 4)), max_size=25
     ),
 )
-def test_the_tree_agrees_with_a_dictionary_of_prefixes(
-    page_size: int, entries: list[tuple[list[int], bool, int]]
-):
+def test_the_tree_agrees_with_a_dictionary_of_prefixes(page_size: int, entries: list[tuple[list[int], bool, int]]):
     tree = RadixTree(page_size)
     known: dict[tuple[int, ...], int] = {}  # prefix of whole pages -> its last page
     held: list[Node] = []

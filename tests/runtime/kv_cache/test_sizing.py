@@ -1,4 +1,4 @@
-"""What the KV cache gets, what stays free for steps, and the table that says so."""
+"""The size of the KV cache, the memory reserved for steps, and the memory table."""
 
 from __future__ import annotations
 
@@ -81,9 +81,7 @@ def test_what_steps_need_stays_free():
 def test_steps_that_leave_nothing_are_refused():
     steps = StepMemory(activation_bytes=10 * GIB, measured=True)
     with pytest.raises(ConfigurationError, match="Not enough memory"):
-        size_pool(
-            plan(H200), SPECS, available_bytes=9 * GIB, total_bytes=9 * GIB, weight_bytes=0, steps=steps
-        )
+        size_pool(plan(H200), SPECS, available_bytes=9 * GIB, total_bytes=9 * GIB, weight_bytes=0, steps=steps)
 
 
 def test_largest_step_is_a_chunk_or_the_longest_prompt_and_all_who_run_beside_it():
@@ -106,18 +104,20 @@ def test_table_names_every_use_of_memory():
     known = {
         "device": "cuda",
         "total_bytes": 100 * GIB,
-        "weight_bytes": 16 * GIB,
+        "weight_bytes": {"target": 16 * GIB},
         "kv_bytes": 60 * GIB,
         "kv_reason": "as asked",
         "free_bytes": 20 * GIB,
     }
-    lines = memory_table(
-        **known, steps=StepMemory(activation_bytes=4 * GIB, graph_bytes=GIB, measured=True)
-    ).split("\n")
+    lines = memory_table(**known, steps=StepMemory(activation_bytes=4 * GIB, graph_bytes=GIB, measured=True)).split(
+        "\n"
+    )
     assert [line.split()[:-1][0] for line in lines[1:]] == ["weights", "KV", "activations", "CUDA", "free"]
     assert lines[-1].split()[1] == "15.00"
     assert lines[2] == "  KV cache       60.00  as asked"
     assert "activations" not in memory_table(**known)
+    both = memory_table(**{**known, "weight_bytes": {"target": 16 * GIB, "draft": GIB}})
+    assert both.split("\n")[1] == "  weights        17.00  16.00 of the target, 1.00 of the draft"
 
 
 def test_pool_takes_a_modest_share_without_a_gpu() -> None:
@@ -133,8 +133,9 @@ def test_pool_is_not_larger_than_what_can_be_used() -> None:
 def test_asked_fraction_holds_weights_and_cache() -> None:
     made = plan(mem_fraction_static=0.5)
     page = 16 * TOKEN_BYTES
-    assert pages(made, available=8 * GIB, weights=2 * GIB) == 3 * GIB // page  # 8 free, 5 stay free
-    # Mapped weights do not show as used.
+    # 8 GiB are free, of which 5 GiB stay free
+    assert pages(made, available=8 * GIB, weights=2 * GIB) == 3 * GIB // page
+    # Mapped weights do not count as used memory.
     assert pages(made, available=10 * GIB, weights=2 * GIB) == 3 * GIB // page
 
 
@@ -143,7 +144,7 @@ def test_asked_tokens_cap_the_pool() -> None:
     made = plan(max_total_tokens=10**12)
     count, why = size_pool(made, SPECS, available_bytes=GIB, total_bytes=GIB, weight_bytes=0)
     assert count == int(0.3 * GIB) // (16 * TOKEN_BYTES)
-    assert "less than --max-total-tokens asks for" in why
+    assert "fewer than --max-total-tokens requests" in why
     with pytest.raises(ConfigurationError, match="less than one page"):
         plan(max_total_tokens=15)
 
@@ -152,19 +153,17 @@ def test_pool_without_room_is_refused_with_what_is_needed_and_there() -> None:
     asked = r"^Not enough memory\. Please try to increase --mem-fraction-static\. "
     with pytest.raises(ConfigurationError, match=asked) as refused:
         pages(plan(mem_fraction_static=0.1), available=7 * GIB, weights=2 * GIB)
-    assert "the weights take 2.00 GiB, all else 1.00, and one page of 16 tokens takes 0.0" in str(
-        refused.value
-    )
-    assert str(refused.value).endswith(": 0.31 of the 10.00 GiB that are there, and 0.1 of them is 1.00.")
+    assert "the weights take 2.00 GiB, other programs 1.00, and one page of 16 tokens takes 0.0" in str(refused.value)
+    assert str(refused.value).endswith(": 0.31 of the 10.00 GiB of memory. The fraction 0.1 allows 1.00 GiB.")
     assert pages(plan(mem_fraction_static=0.31), available=7 * GIB, weights=2 * GIB) >= 1
-    with pytest.raises(ConfigurationError, match=r"more than the 2\.00 GiB that are there"):
+    with pytest.raises(ConfigurationError, match=r"more than the 2\.00 GiB of memory"):
         pages(plan(mem_fraction_static=0.9), available=0, total=2 * GIB, weights=2 * GIB)
     with pytest.raises(
-        ConfigurationError, match=r"the 0\.00 GiB that are free, and 0\.3 of them is 0\.00\.$"
+        ConfigurationError, match=r"the 0\.00 GiB of free memory\. The fraction 0\.3 allows 0\.00 GiB\.$"
     ):
         pages(plan(), available=1 << 10)
     steps = StepMemory(activation_bytes=10 * GIB, measured=True)
-    with pytest.raises(ConfigurationError, match=r"of the 2\.00 GiB that are free steps need 10\.50\.$"):
+    with pytest.raises(ConfigurationError, match=r"steps need 10\.50 of the 2\.00 GiB of free memory\.$"):
         size_pool(plan(), SPECS, available_bytes=2 * GIB, total_bytes=10 * GIB, weight_bytes=GIB, steps=steps)
 
 

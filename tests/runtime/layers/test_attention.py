@@ -1,4 +1,4 @@
-"""What the attention layer hands to its kernels beyond queries, keys and values."""
+"""The arguments of kernels that the attention layer sets in addition to queries, keys and values."""
 
 from __future__ import annotations
 
@@ -25,21 +25,18 @@ from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.rope_parameters import RopeParameters
 from runtime.layers.sharding import TensorParallelGroup
-from runtime.models.parameters import collect_shards, split
+from runtime.loading.parameters import collect_shards, split
 
 INDEX, SIZE, HEADS, KV_HEADS, DIM = 5, 12, 4, 2, 6
 TENSORS = {
-    **{
-        f"a.{part}_proj.weight": torch.randn(heads * DIM, SIZE)
-        for part, heads in (("q", 4), ("k", 2), ("v", 2))
-    },
+    **{f"a.{part}_proj.weight": torch.randn(heads * DIM, SIZE) for part, heads in (("q", 4), ("k", 2), ("v", 2))},
     "a.o_proj.weight": torch.randn(SIZE, HEADS * DIM),
     "a.sinks": torch.linspace(-2, 2, HEADS),
 }
 
 
 class Together:
-    """A rank whose sums are taken by the test."""
+    """A rank whose all-reduce the test computes."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -84,7 +81,7 @@ def run(made: Attention, pool_dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class Remembered:
-    """Another kind of cache: the keys and values of one row in plain tensors, of which only a window is kept."""
+    """Another kind of cache: keys and values of one row in plain tensors, which keep only a window."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -97,9 +94,7 @@ class Remembered:
     def store(self, kernels: Any, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Any) -> None:
         self.k, self.v = torch.cat([self.k, k]), torch.cat([self.v, v])
 
-    def attend(
-        self, kernels: Any, q: Tensor, batch: ForwardBatch, scales: Any, options: AttentionOptions
-    ) -> Tensor:
+    def attend(self, kernels: Any, q: Tensor, batch: ForwardBatch, scales: Any, options: AttentionOptions) -> Tensor:
         self.k, self.v = self.k[-self.size :], self.v[-self.size :]
         keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (self.k, self.v))
         scores = torch.einsum("thd,shd->hts", q, keys) * options.scale
@@ -108,7 +103,7 @@ class Remembered:
 
 def test_a_layer_never_knows_the_kind_of_its_cache() -> None:
     made, size = layer(sinks=False), 3
-    cache: Any = Remembered(size)  # it holds no latent vectors
+    cache: Any = Remembered(size)  # has no latent vectors
     x = torch.randn(7, SIZE)
     pools = torch.zeros(2, 2, KV_HEADS, 4, DIM)
     windowed = layer(sinks=False)
@@ -187,8 +182,8 @@ def test_scales_come_from_the_checkpoint_or_are_one(tmp_path: Path) -> None:
     for content, reason in (
         (scales_file({"0": {"0": 0.5}}), "rank 0, layer 1 must be a positive number, not None"),
         (scales_file({"0": {"0": 0.5, "1": True}}), "layer 1 must be a positive number, not True"),
-        (scales_file(scales | {"1": {}}), "has scales of the ranks 0, 1, and there are 1"),
-        (scales_file(scales, model_type="qwen3"), "made for qwen3 models"),
+        (scales_file(scales | {"1": {}}), "has scales of the ranks 0, 1, but --tp-size is 1"),
+        (scales_file(scales, model_type="qwen3"), "is for qwen3 models"),
         (scales_file(scales, dtype="float8_e5m2"), "must be float8_e4m3fn"),
         ("[" * 9, "cannot be read"),
         ("[]", "has no kv_cache"),

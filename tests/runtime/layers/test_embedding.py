@@ -1,4 +1,4 @@
-"""Both ends of a vocabulary: vectors of tokens, and logits."""
+"""Token embeddings and logits of a vocabulary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def embedding(kernels: Kernels | None = None, **options: Any) -> Embedding:
 
 
 def of_ids(token_ids: list[int], **changes: Any) -> ForwardBatch:
-    nothing: Any = None  # an embedding looks at the tokens alone
+    nothing: Any = None  # an embedding reads only the tokens
     ids = torch.tensor(token_ids)
     return ForwardBatch(token_ids=ids, positions=ids, attention=nothing, cache=nothing, **changes)
 
@@ -37,7 +37,8 @@ def test_vectors_are_scaled_and_the_scale_is_rounded_as_the_weights_are() -> Non
 
 def test_vectors_of_the_batch_take_the_place_of_ids() -> None:
     embed, vectors = embedding(scale=3.0), torch.randn(3, 4)
-    assert torch.equal(embed(of_ids([99, 99, 99], input_embeds=vectors)), vectors)
+    whole = torch.ones(3, dtype=torch.bool)
+    assert torch.equal(embed(of_ids([99, 99, 99], input_embeds=vectors, embeds_mask=whole)), vectors)
     mask = torch.tensor([True, False, True])
     mixed = embed(of_ids([99, 5, 99], input_embeds=vectors, embeds_mask=mask))
     assert torch.equal(mixed[[0, 2]], vectors[[0, 2]])
@@ -79,7 +80,7 @@ def test_a_tied_head_in_another_layout_leaves_the_embedding_and_claims_no_tensor
 
 
 def test_a_tied_head_in_a_layout_that_the_embedding_reads_is_held_once() -> None:
-    def embed_backwards(token_ids: Tensor, weight: Tensor, scale: float | None) -> Tensor:
+    def embed_backwards(token_ids: Tensor, weight: Tensor, scale: float | None, media: None) -> Tensor:
         return weight.flip(0)[token_ids]
 
     def logits_backwards(hidden: Tensor, weight: Tensor) -> Tensor:

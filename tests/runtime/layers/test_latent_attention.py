@@ -1,4 +1,4 @@
-"""Latent attention in whole models: absorbed and expanded, in steps of any kind."""
+"""Latent attention in whole models: absorbed and expanded, in every kind of step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ops.select import select
 from runtime.layers import latent_attention
 from runtime.layers.build import Build
 from runtime.layers.latent_attention import LatentAttention
-from runtime.models.decoder import Decoder
+from runtime.modeling.decoder import Decoder
 from serve import Engine
 
 THRESHOLD = 1e-4  # as in tests/runtime/models/test_parity.py
@@ -40,7 +40,7 @@ def path_of(name: str) -> str:
 
 
 def in_steps(model: Decoder, counts: tuple[int, ...]) -> Tensor:
-    """The logits of one sequence that is computed in steps of so many tokens, [T, V]."""
+    """Return the logits [T, V] of one sequence that is computed in steps of these sizes."""
     pool = paged_forward.pool_for(model, 4, 16)
     table = np.array([[2, 0, 3, 1]], np.int32)
     logits, done = [], 0
@@ -74,7 +74,7 @@ def test_each_way_needs_weights_of_its_own(choices: Any, weights: str) -> None:
     wrong = (in_steps(model, (40, 20)) - expected("deepseek_v3")).abs().amax(-1) > THRESHOLD
     assert wrong.any()
     if weights == "absorbing":
-        assert not wrong[:40].any()  # which are expanded
+        assert not wrong[:40].any()  # these tokens are expanded
 
 
 @pytest.mark.parametrize("choices", [None, cpp_kernels.CHOICES], ids=["torch", "C++"])
@@ -108,7 +108,7 @@ def test_nothing_is_expanded_on_a_gpu_or_where_that_is_asked_for() -> None:
     def made(device: str, always_absorbed: bool = False) -> LatentAttention:
         build: Any = Build(select(), device=torch.device(device), always_absorbed=always_absorbed)
         return LatentAttention(
-            "a", 0, 64, 4, build, rank=512, query_rank=None, plain_dim=128, rope_dim=64, value_dim=128,
+            "a", 0, 64, 4, build, rank=512, query_rank=None, nope_dim=128, rope_dim=64, value_dim=128,
             rope=None, scale=1.0, bias=False,  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
 
@@ -122,7 +122,7 @@ async def test_tokens_are_the_same_alone_in_a_batch_cached_and_in_chunks(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cpp_kernels.library()
-    monkeypatch.setattr(latent_attention, "fewest_to_expand", lambda *sizes: 7)
+    monkeypatch.setattr(latent_attention, "min_tokens_to_expand", lambda *sizes: 7)
     prompts, wanted = greedy.prompts(), greedy.reference(family)
     path = greedy.model_path(family)
     for options in ({}, {"chunked_prefill_size": 16}, {"disable_radix_cache": True}):
@@ -135,7 +135,7 @@ async def test_tokens_are_the_same_alone_in_a_batch_cached_and_in_chunks(
 
 
 async def test_an_engine_that_is_asked_to_expands_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(latent_attention, "fewest_to_expand", lambda *sizes: pytest.fail("expanded"))
+    monkeypatch.setattr(latent_attention, "min_tokens_to_expand", lambda *sizes: pytest.fail("expanded"))
     wanted = greedy.reference("deepseek_v3")
     options: dict[str, Any] = {"skip_tokenizer_init": True, "dtype": "float32"}
     path = greedy.model_path("deepseek_v3")

@@ -10,7 +10,7 @@ from runtime.layers.linear import Linear
 from runtime.layers.weight import SubLayer
 
 BUILD = Build(select())
-BATCH: Any = None  # without adapters a linear layer looks at nothing of it
+BATCH: Any = None  # a linear layer without adapters does not read the batch
 
 
 def test_fused_parts_compute_side_by_side_what_they_would_alone() -> None:

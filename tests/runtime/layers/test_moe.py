@@ -1,4 +1,4 @@
-"""A mixture of experts as a layer: whole, and in parts over ranks."""
+"""A mixture of experts as a layer, whole and divided among ranks."""
 
 from __future__ import annotations
 
@@ -13,25 +13,22 @@ from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.moe import MoE, Routing
 from runtime.layers.sharding import TensorParallelGroup
-from runtime.models.config import Config
-from runtime.models.parameters import collect_shards, split
+from runtime.loading.parameters import collect_shards, split
+from runtime.modeling.config import Config
 from runtime.models.qwen2 import has_experts
+from runtime.models.registry import config_of
 
 SIZE, INNER, EXPERTS = 6, 8, 5
-BATCH: Any = None  # without adapters these layers look at nothing of it
+BATCH: Any = None  # these layers do not read the batch without adapters
 TENSORS = {
     "m.gate.weight": torch.randn(EXPERTS, SIZE),
-    **{
-        f"m.experts.{x}.{part}.weight": torch.randn(INNER, SIZE)
-        for x in range(5)
-        for part in ("gate_proj", "up_proj")
-    },
+    **{f"m.experts.{x}.{part}.weight": torch.randn(INNER, SIZE) for x in range(5) for part in ("gate_proj", "up_proj")},
     **{f"m.experts.{x}.down_proj.weight": torch.randn(SIZE, INNER) for x in range(5)},
 }
 
 
 class Together:
-    """A rank whose sums are taken by the test."""
+    """A rank whose all-reduce the test computes."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -73,7 +70,7 @@ def test_experts_are_cut_along_their_inner_dimension(size: int) -> None:
 
 
 def config(**values: object) -> Config:
-    return Config({"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 6, **values})
+    return config_of({"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 6, **values})
 
 
 def test_the_configuration_says_which_layers_have_experts() -> None:

@@ -1,4 +1,4 @@
-"""What belongs to a quantisation method: how a weight is read, prepared and multiplied."""
+"""The interface of a quantisation method: how a weight is read, prepared and multiplied."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from runtime.layers.build import Build
 from runtime.layers.linear import Linear
 from runtime.layers.quantization import LinearLayout, QuantizationMethod, Unquantized
 from runtime.layers.weight import Shard, SubLayer, frozen, parameter
-from runtime.models.parameters import collect_shards
+from runtime.loading.parameters import collect_shards
 
-BATCH: Any = None  # without adapters a linear layer looks at nothing of it
+BATCH: Any = None  # a linear layer without adapters does not read the batch
 X = torch.randn(3, 12)
 
 
 class RowScales:
-    """Whole numbers with a scale for each output, both from the checkpoint."""
+    """Integers with one scale per output, both read from the checkpoint."""
 
     def allocate(self, layer: nn.Module, layout: LinearLayout) -> None:
         layer.weight = parameter(layout.out_size, layout.in_size, dtype=torch.int8)
@@ -94,9 +94,7 @@ def test_a_method_says_how_weights_are_read_prepared_and_multiplied() -> None:
     wanted = linear(Unquantized(), plain)(X, BATCH)
     torch.testing.assert_close(linear(RowScales(), stored)(X, BATCH), wanted, rtol=1e-5, atol=1e-3)
     rank = linear(RowScales(), stored, cut=True)(X, BATCH)
-    torch.testing.assert_close(
-        rank, torch.cat([wanted[:, 4:8], wanted[:, 10:12]], dim=1), rtol=1e-5, atol=1e-3
-    )
+    torch.testing.assert_close(rank, torch.cat([wanted[:, 4:8], wanted[:, 10:12]], dim=1), rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("in_cpp", [False, True])
@@ -115,12 +113,6 @@ def test_8_bits_are_for_every_product_but_the_routers(in_cpp: bool) -> None:
         assert not isinstance(layer.mlp.router.weight, rounded)
         x = torch.randn(5, 32)
         found, wanted = layer.mlp(x, BATCH), other.mlp(x, BATCH)
-        assert (
-            isinstance(layer.mlp.gate_up, PackedWeight8)
-            == isinstance(layer.mlp.down, PackedWeight8)
-            == in_cpp
-        )
-        torch.testing.assert_close(
-            found, wanted, atol=0.03 * wanted.abs().max().item() if in_cpp else 1e-5, rtol=0
-        )
+        assert isinstance(layer.mlp.gate_up, PackedWeight8) == isinstance(layer.mlp.down, PackedWeight8) == in_cpp
+        torch.testing.assert_close(found, wanted, atol=0.03 * wanted.abs().max().item() if in_cpp else 1e-5, rtol=0)
     assert isinstance(model.head.prepared, rounded)

@@ -1,4 +1,4 @@
-"""What the parity tests do not show: scalings beyond what transformers can be asked for in one pass."""
+"""RoPE scalings that the parity tests do not cover, because transformers needs several passes for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from ops.attention import AttentionMetadata
 from ops.select import select
@@ -20,9 +22,9 @@ def parameters(**values) -> RopeParameters:
 
 
 def at(positions: list[Any]) -> ForwardBatch:
-    """One token, or one on each of three axes, at each of these positions."""
+    """Return a batch with one token at each of these positions."""
     tensor = torch.tensor(positions)
-    count = tensor.shape[-1]
+    count = len(tensor)
     attention = AttentionMetadata.build([0], [count], np.zeros((1, count), np.int32), 1)
     return ForwardBatch(
         token_ids=torch.zeros(count, dtype=torch.int64), positions=tensor, attention=attention, cache={}
@@ -34,7 +36,8 @@ def test_dynamic_scaling_waits_until_the_context_is_longer_than_trained() -> Non
     within, _ = inverse_frequencies(parameters(kind="dynamic", factor=2.0), 64)
     beyond, _ = inverse_frequencies(parameters(kind="dynamic", factor=2.0), 128)
     assert torch.equal(within, plain)
-    # At twice the context the base grows by 3 ** (dim / (dim - 2)), so the slowest pair turns a third as fast.
+    # At twice the context the base grows by 3 ** (dim / (dim - 2)), so the slowest pair rotates at a third of its
+    # speed.
     torch.testing.assert_close(beyond[-1], plain[-1] / 3)
     assert beyond[0] == plain[0]
 
@@ -77,3 +80,18 @@ def test_partial_rotation_leaves_the_rest_of_each_head() -> None:
     turned, _ = rope(q, q, at([5]))
     assert torch.equal(turned[..., 4:], q[..., 4:])
     assert not torch.equal(turned[..., :4], q[..., :4])
+
+
+def test_interleaved_sections_are_those_of_qwen3_vl() -> None:
+    rope_parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [5, 2, 1]}
+    config = Qwen3VLTextConfig(hidden_size=32, num_attention_heads=2, head_dim=16, rope_parameters=rope_parameters)
+    axes = torch.stack([torch.arange(9), torch.arange(9) * 2, 20 - torch.arange(9)])
+    cos, sin = Qwen3VLTextRotaryEmbedding(config)(torch.zeros(1), axes[:, None])
+    found = {}
+    for interleaved in (True, False):
+        parts = parameters(dim=16, sections=(5, 2, 1), sections_interleaved=interleaved)
+        rope = Rope(parts, 64, select(), torch.device("cpu"))
+        found[interleaved] = rope._angles(axes)
+    wanted = torch.cat([cos[0, :, :8], sin[0, :, :8]], dim=-1)
+    torch.testing.assert_close(found[True], wanted)
+    assert (found[False] - wanted).abs().max() > 0.1

@@ -1,4 +1,4 @@
-"""Where layers are cut, and that the parts together compute what the whole does."""
+"""The division of layers into shards, whose results together equal those of the whole layer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from runtime.layers.lm_head import LMHead
 from runtime.layers.sharding import shard_range
 from runtime.layers.weight import SubLayer
 
-BATCH: Any = None  # without adapters a linear layer looks at nothing of it
+BATCH: Any = None  # a linear layer without adapters does not read the batch
 
 
 class FakeGroup:
-    """One rank whose sums are its own part, which the test adds up."""
+    """A rank whose all-reduce returns its own part; the test adds the parts."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -64,7 +64,7 @@ def fill(module, tensors: dict[str, Tensor]) -> None:
 
 
 def of_ids(token_ids: Tensor) -> ForwardBatch:
-    nothing: Any = None  # an embedding looks at the tokens alone
+    nothing: Any = None  # an embedding reads only the tokens
     return ForwardBatch(token_ids=token_ids, positions=token_ids, attention=nothing, cache=nothing)
 
 

@@ -1,4 +1,4 @@
-"""`--torchao-config`: the numbers are those of torchao."""
+"""`--torchao-config` gives the same values as torchao."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_logits_are_those_of_a_model_that_torchao_rounded(asked: str) -> None:
     path = tiny_checkpoints.cached("qwen3", hidden_size=64, intermediate_size=128, head_dim=16)
     theirs: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     quantize_(theirs, CONFIGS[asked], filter_fn=heads_apart)
-    for module in theirs.modules():  # what its weights are; its own products want other types
+    for module in theirs.modules():  # compare the weights only, because torchao's products need other dtypes
         if isinstance(module, torch.nn.Linear) and hasattr(module.weight, "dequantize"):
             module.weight = torch.nn.Parameter(module.weight.detach().dequantize())
     ours = paged_forward.load(path, quantization=asked)
@@ -79,7 +79,7 @@ def test_they_stay_in_4_bits_where_there_are_kernels() -> None:
 
 
 def test_dynamic_8_bits_are_our_own() -> None:
-    """torchao's scale is the largest magnitude through 127.5, ours through 127: they are within a step."""
+    """torchao's scale is the largest magnitude / 127.5, Penstock's is / 127. The values differ by at most one step."""
     layer = torch.nn.Linear(64, 32, bias=False)
     weight = layer.weight.detach().clone()
     quantize_(layer, Int8DynamicActivationInt8WeightConfig())
@@ -93,7 +93,7 @@ def test_dynamic_8_bits_are_our_own() -> None:
 @pytest.mark.parametrize(
     ("asked", "more", "reason"),
     [
-        ("fp8dq-per_row", {}, "needs a GPU that multiplies float8"),
+        ("fp8dq-per_row", {}, "needs float8 products on a GPU"),
         ("int4wo-48", {}, "is unknown; use int8dq, int8wo"),
         ("int8wo", {"quantization": "w4a16"}, "cannot be combined"),
     ],

@@ -1,4 +1,4 @@
-"""Every metric is declared once, and every name of the original is served or absent for a reason."""
+"""Every metric is declared once, and every metric of SGLang is served or has a reason for its absence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from runtime.metrics.declarations import ABSENT, BY_NAME, METRICS, Metric
+from bench.documents import ABSENT_METRICS
+from runtime.metrics.declarations import BY_NAME, METRICS, Metric
 
 NAMES = {
     "gauge": """
@@ -38,9 +39,9 @@ KINDS = {f"sglang:{name}": kind for kind, names in NAMES.items() for name in nam
 
 def test_every_name_of_the_original_is_served_or_absent_for_a_reason() -> None:
     assert len(KINDS) == 55
-    assert set(KINDS) - set(BY_NAME) == set(ABSENT)
-    assert not set(ABSENT) & set(BY_NAME)
-    assert all(reason and not reason.endswith(".") for reason in ABSENT.values())
+    assert set(KINDS) - set(BY_NAME) == set(ABSENT_METRICS)
+    assert not set(ABSENT_METRICS) & set(BY_NAME)
+    assert all(reason and not reason.endswith(".") for reason in ABSENT_METRICS.values())
 
 
 def test_what_is_served_is_of_the_kind_of_the_original() -> None:

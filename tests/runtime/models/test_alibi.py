@@ -1,4 +1,4 @@
-"""Scores that lose by distance (ALiBi): the slopes, and Baichuan of 13B, against transformers."""
+"""ALiBi, where scores decrease with distance: the slopes, and Baichuan 13B, against transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import tiny_checkpoints
 from ops.select import select
 from runtime.errors import CheckpointError
 from runtime.layers.attention import alibi_slopes
-from runtime.models.decoder import Decoder
+from runtime.modeling.decoder import Decoder
 
 SEQUENCES = [list(range(3, 3 + length)) for length in (41, 23, 100)]
 THRESHOLD = 1e-4
@@ -36,7 +36,9 @@ def test_slopes_are_those_of_transformers(num_heads: int) -> None:
 
 
 def larger_baichuan(folder: Path) -> str:
-    """As those of 13B are published: without `max_position_embeddings`, by the class of Baichuan 2."""
+    """Write a checkpoint like the published 13B models: without `max_position_embeddings`, with the class of Baichuan
+    2.
+    """
     path = tiny_checkpoints.write(folder, "baichuan", head_dim=16, hidden_size=64)
     file = folder / "config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
@@ -47,7 +49,7 @@ def larger_baichuan(folder: Path) -> str:
 
 
 def by_transformers(path: str, ids: list[int]) -> torch.Tensor:
-    """Its twin, a Llama at position 0 everywhere, which rotates nothing, with Bloom's slopes in its mask."""
+    """Return the logits of an equivalent Llama with all tokens at position 0 and Bloom's slopes in its mask."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         tiny_checkpoints.readable(path), dtype=torch.float32, attn_implementation="eager"
     )

@@ -1,4 +1,4 @@
-"""Models without a family of ours, served through transformers' modules: tokens are those of transformers alone."""
+"""Models without a native family, served with transformers' modules, generate the tokens of transformers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from transformers.models.auto.modeling_auto import (
 import tiny_checkpoints
 import tiny_foreign
 from runtime.errors import CheckpointError, ConfigurationError
-from runtime.models.by_transformers.attention import without_messages_of, writing_part
-from runtime.models.config import read_facts
+from runtime.loading.facts import read_facts
+from runtime.models.by_transformers.attention import causal_lm, without_messages_of
 from runtime.models.registry import find
 from serve import Engine
 from tiny_checkpoints import redraw
@@ -36,7 +36,7 @@ NEW_TOKENS = 10
 
 @cache
 def checkpoint(model_type: str, auto: Any = AutoModelForCausalLM) -> str:
-    """A checkpoint of this kind in a folder that goes with the process."""
+    """Return a temporary checkpoint of this kind."""
     folder = str(Path(_scratch().name) / auto.__name__ / model_type)
     model = auto.from_config(tiny_foreign.config(model_type), dtype=torch.float32)
     redraw(model, seed=0)
@@ -45,9 +45,9 @@ def checkpoint(model_type: str, auto: Any = AutoModelForCausalLM) -> str:
 
 
 def greedy(model_type: str, auto: Any = AutoModelForCausalLM) -> list[list[int]]:
-    """The tokens that transformers chooses for each of `PROMPTS`, one whole pass for each."""
+    """Return the greedy tokens of transformers for each of `PROMPTS`, with one whole pass per token."""
     path = checkpoint(model_type, auto)
-    model = writing_part(auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"))
+    model = causal_lm(auto.from_pretrained(path, dtype=torch.float32, attn_implementation="eager"))
     found = []
     for prompt in PROMPTS:
         ids = list(prompt)
@@ -72,8 +72,8 @@ def _scratch() -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix="transformers-models-")
 
 
-COMMON_PAGED = ("deepseek_v3", "gpt2", "gpt_oss")  # over our cache
-COMMON_HELD = ("bart", "bloom", "mamba2")  # over transformers' caches
+COMMON_PAGED = ("deepseek_v3", "gpt2", "gpt_oss")  # models that use Penstock's paged cache
+COMMON_HELD = ("bart", "bloom", "mamba2")  # models that use transformers' caches
 COMMON = (*COMMON_PAGED, *COMMON_HELD)
 MORE = (
     "afmoe", "apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe", "ctrl",
@@ -105,7 +105,7 @@ RARE_HELD = (
     "zaya",
 )  # fmt: skip
 RARE = (*RARE_PAGED, *RARE_HELD)
-SEEING = (  # of which only the text part is served
+SEEING = (  # multimodal models, of which only the text part is served
     "aria", "aya_vision", "blip-2", "chameleon", "cohere2_vision", "cohere_compass", "cosmos3_edge", "cosmos3_omni",
     "deepseek_ocr2", "deepseek_vl", "deepseek_vl_hybrid", "emu3", "ernie4_5_vl_moe", "exaone4_5", "fuyu", "gemma4",
     "gemma4_unified", "git", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "glmga", "got_ocr2", "granite4_vision",
@@ -125,15 +125,11 @@ NOT_SERVED = {
     "xlm": "tokens see later ones",
     "xlnet": "tokens see later ones",
 }
-NOT_TRIED = {  # no small checkpoint of them could be made
+NOT_TRIED = {  # models for which no small checkpoint can be made
     "blt": "its tokens are made of patches of bytes by further models; not tried",
     "dots3_note": "its configuration is that of several models; not tried",
-    **dict.fromkeys(
-        ("emu3", "mllama"), "transformers does not know again what it writes of its text part; not tried"
-    ),
-    **dict.fromkeys(
-        ("gemma4_assistant", "gemma4_unified_assistant"), "it drafts for another model; not tried"
-    ),
+    **dict.fromkeys(("emu3", "mllama"), "transformers does not know again what it writes of its text part; not tried"),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it drafts for another model; not tried"),
     "moss_transcribe_diarize": "its configuration is that of several models; not tried",
     **dict.fromkeys(("musicgen", "musicgen_melody"), "it writes sound; not tried"),
 }
@@ -164,13 +160,10 @@ GREEDY = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
 
 
 async def served(path: str, **options: Any) -> list[list[int]]:
-    """Together, in chunks, and again from the prefix cache."""
+    """Serve the prompts together, in chunks, and again from the prefix cache."""
     async with Engine(path, **OPTIONS, **options) as engine:
         first, second = [
-            [
-                answer["output_ids"]
-                for answer in await engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)
-            ]
+            [answer["output_ids"] for answer in await engine.generate(input_ids=PROMPTS, sampling_params=GREEDY)]
             for _ in range(2)
         ]
     assert first == second
@@ -184,7 +177,9 @@ async def test_tokens_are_those_of_transformers(model_type: str) -> None:
 
 
 async def test_angles_of_long_texts_do_not_depend_on_the_chunk(tmp_path: Path) -> None:
-    """Longrope has other angles beyond the trained length: of a long text in chunks and of its first tokens alike."""
+    """Longrope has other angles beyond the trained context. Chunks of a long text and its first tokens alone must
+    agree.
+    """
     factors = {"short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 3.0, 5.0]}
     path = tiny_checkpoints.write(
         tmp_path,
@@ -209,7 +204,7 @@ async def test_angles_of_long_texts_do_not_depend_on_the_chunk(tmp_path: Path) -
 
 
 @pytest.mark.slow
-# Which there are depends on transformers' version.
+# the set of models depends on transformers' version
 @pytest.mark.parametrize("model_type", [kind for kind in (*MORE, *HELD) if kind in CONFIG_MAPPING])
 async def test_tokens_of_many_more_are_those_of_transformers(model_type: str) -> None:
     path = checkpoint(model_type)
@@ -238,7 +233,7 @@ async def test_tokens_of_models_that_also_see_are_those_of_transformers(model_ty
 
 
 async def test_gemma_3n_is_served_without_what_it_sees_with(tmp_path: Path) -> None:
-    """Its text part alone, from a checkpoint of the whole in the published names."""
+    """Only the text part is served, from a complete checkpoint with the published names."""
     tensors = load_file(Path(checkpoint("gemma3n_text")) / "model.safetensors")
     whole = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
     whole |= {f"model.{name}.weight": torch.ones(3) for name in ("vision_tower.stem", "embed_audio.norm")}
@@ -254,7 +249,7 @@ async def test_gemma_3n_is_served_without_what_it_sees_with(tmp_path: Path) -> N
 
 
 async def test_a_class_may_be_written_otherwise(tmp_path: Path) -> None:
-    """As Phi-3.5-MoE's is in the files that were published before transformers had it."""
+    """As in Phi-3.5-MoE's files, which were published before transformers supported it."""
     shutil.copytree(checkpoint("phimoe"), tmp_path, dirs_exist_ok=True)
     values = json.loads((tmp_path / "config.json").read_text())
     assert values["architectures"] == ["PhimoeForCausalLM"]
@@ -276,7 +271,7 @@ def test_every_model_that_also_sees_is_accounted_for() -> None:
 
 
 def test_every_causal_model_of_transformers_is_accounted_for() -> None:
-    """Those without a family are served here or listed as not, with the reason; the document lists the same."""
+    """Models without a native family are served here or listed with a reason, and the document has the same list."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     foreign = {kind for kind, name in names.items() if not (isinstance(name, str) and find(name))}
     tested = {*COMMON, *MORE, *HELD, *RARE, "gemma3n"}
@@ -288,7 +283,7 @@ def test_every_causal_model_of_transformers_is_accounted_for() -> None:
 
 
 def listed(names: Mapping[str, Any]) -> list[str]:
-    """What the document says of each architecture, a line for each way and one for models that also see."""
+    """Return the document's entry for each architecture: a line per implementation, and one for multimodal models."""
 
     def line(kinds: Iterable[str]) -> str:
         return ", ".join(f"`{kind}`" for kind in sorted(kinds) if kind in names)
@@ -338,12 +333,12 @@ async def test_what_sees_later_tokens_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_window_that_attention_is_not_told_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="a window that its attention is not told"):
+    with pytest.raises(CheckpointError, match="a window that it does not pass to attention"):
         read_facts(checkpoint("moshi"))
 
 
 async def test_caches_of_transformers_come_back_from_behind_pages() -> None:
-    """A prefix is found and gone on from: tokens are still those of transformers."""
+    """A sequence continues from a cached prefix, and generates the tokens of transformers."""
     path, wanted = checkpoint("codegen"), greedy("codegen")
     small = {**OPTIONS, "max_mamba_cache_size": 64, "page_size": 4}
     async with Engine(path, **small) as engine:
@@ -389,13 +384,11 @@ async def test_what_only_families_of_ours_can_do_is_refused(options: dict[str, A
 
 
 async def test_a_model_that_mixes_tokens_elsewhere_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its trial before serving notices; here the norm of the first layer sees the token before."""
+    """The trial before serving detects it. Here the norm of the first layer reads the previous token."""
     from transformers.models.persimmon import modeling_persimmon
 
     forward = modeling_persimmon.PersimmonMLP.forward
-    monkeypatch.setattr(
-        modeling_persimmon.PersimmonMLP, "forward", lambda self, x: forward(self, x.roll(1, 1) + x)
-    )
+    monkeypatch.setattr(modeling_persimmon.PersimmonMLP, "forward", lambda self, x: forward(self, x.roll(1, 1) + x))
     with pytest.raises(CheckpointError, match="logits differ"):
         async with Engine(checkpoint("persimmon"), **OPTIONS):
             pass

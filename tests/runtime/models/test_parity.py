@@ -1,4 +1,4 @@
-"""Every family in every variant against transformers, and proof that each declared feature matters."""
+"""Every family in every variant against transformers, and a check that each declared feature affects the logits."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from ops.matmul.with_cpp import PackedWeight
 from ops.select import select
 from runtime.errors import CheckpointError
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.models.config import read_facts
-from runtime.models.decoder import Decoder
+from runtime.loading.facts import read_facts
+from runtime.modeling.decoder import Decoder
 from runtime.models.registry import ARCHITECTURES
 from serve import Engine
 
-THRESHOLD = 1e-4  # float32 noise is near 1e-6, the smallest real mistake seen is 3.5e-4
+THRESHOLD = 1e-4  # float32 noise is about 1e-6; the smallest real error so far was 3.5e-4
 LENGTHS = (41, 23, 60)
 
 
 @cache
 def expected(name: str) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """Three random sequences and their logits by transformers."""
+    """Return three random sequences, and their logits by transformers."""
     generator = torch.Generator().manual_seed(3)
     ids = [torch.randint(0, 128, (length,), generator=generator).tolist() for length in LENGTHS]
     return ids, [tiny_checkpoints.reference(path_of(name), sequence) for sequence in ids]
@@ -43,9 +43,7 @@ def path_of(name: str) -> str:
     return tiny_checkpoints.cached(VARIANTS[name].family, **VARIANTS[name].config)
 
 
-def load(
-    name: str, overrides: dict[str, Any] | None = None, choices: Mapping[str, str] | None = None
-) -> Decoder:
+def load(name: str, overrides: dict[str, Any] | None = None, choices: Mapping[str, str] | None = None) -> Decoder:
     context = VARIANTS[name].context_length
     changes: dict[str, Any] = {} if context is None else {"context_length": context}
     return paged_forward.load(path_of(name), overrides, kernels=select(choices), **changes)
@@ -66,8 +64,8 @@ def test_every_logit_equals_transformers(name: str, page_size: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", tiny_checkpoints.CONFIGS)
 def test_in_bfloat16_most_tokens_stay_close(family: str) -> None:
-    """Half of the tokens have logits that differ by less than 3 % of their deviation, on average. Of the others some
-    get another expert, where a router's two best are nearly equal.
+    """On average, the logits of half of the tokens differ by less than 3 % of their standard deviation. Some other
+    tokens get another expert, because a router's two best experts are nearly equal.
     """
     path = tiny_checkpoints.cached(family)
     ids = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -108,12 +106,11 @@ def test_every_logit_equals_transformers_with_attention_in_cpp(family: str, page
 
 
 FIRST = [
-    next(name for name, variant in VARIANTS.items() if variant.family == family)
-    for family in tiny_checkpoints.CONFIGS
+    next(name for name, variant in VARIANTS.items() if variant.family == family) for family in tiny_checkpoints.CONFIGS
 ]
 
 
-@pytest.mark.parametrize("name", [*FIRST, "granitemoehybrid-dense"])  # with one group for all heads
+@pytest.mark.parametrize("name", [*FIRST, "granitemoehybrid-dense"])  # one group for all heads
 def test_two_ranks_together_give_every_logit(name: str) -> None:
     path, ranks = path_of(name), ranks_in_threads.Ranks(2)
     ids, logits = expected(name)
@@ -162,7 +159,7 @@ async def test_tokens_served_over_the_cpu_graph_equal_transformers(
     family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     cpp_kernels.library()
-    called: list[int] = []  # tokens of each call of the model
+    called: list[int] = []  # number of tokens of each call of the model
     forward = Decoder.forward
 
     def counted(self: Decoder, batch: ForwardBatch) -> torch.Tensor:
@@ -174,11 +171,9 @@ async def test_tokens_served_over_the_cpu_graph_equal_transformers(
         async with Engine(greedy.model_path(family), skip_tokenizer_init=True) as engine:
             answers = await engine.generate(input_ids=greedy.prompts(), sampling_params=greedy.GREEDY)
     assert [answer["output_ids"] for answer in answers] == greedy.reference(family)
-    reason = [
-        text for text in caplog.messages if text.startswith("Steps are computed operation by operation")
-    ]
+    reason = [text for text in caplog.messages if text.startswith("Steps are computed operation by operation")]
     assert not reason
-    assert len(called) == 1  # while it was recorded
+    assert len(called) == 1  # only during the capture
 
 
 def test_every_registered_architecture_has_a_variant() -> None:

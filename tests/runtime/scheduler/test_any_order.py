@@ -1,4 +1,4 @@
-"""In whatever order things happen, every page is accounted for, outputs are as computed alone, and all end."""
+"""For every order of events, every page is accounted for, outputs equal those computed alone, and all requests end."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from fake_runner import Drive, make_plan, make_sequence, reference_embedding
 from late_host_data import LateForcedTokens, LateHostData
 from runtime.constraint import Output
 from runtime.errors import ContextOverflow
-from runtime.request import Delta, Finish, LogprobParams, Request
+from runtime.request import Adapter, Delta, Finish, LogprobParams, Request
 from runtime.scheduler import budget
 from runtime.sequence import Sequence
+from scripted_drafts import script_drafts
 
-VOCAB = 5  # small, so that prompts share prefixes by chance and outputs meet stop ids
+VOCAB = 5  # small, so that prompts share prefixes by chance and outputs contain stop ids
 
 
 class AnyOrder(RuleBasedStateMachine):
@@ -42,7 +43,13 @@ class AnyOrder(RuleBasedStateMachine):
         num_states=st.sampled_from([0, 0, 2, 7, 40]),
         windowed_share=st.sampled_from([0.0, 0.5, 1.0]),
         max_forced=st.sampled_from([0, 8]),
+        max_drafts=st.sampled_from([0, 1, 3, 8]),
+        max_step_drafts=st.sampled_from([2, 256]),
+        overlap_drafts=st.booleans(),
         forced_share=st.sampled_from([0.0, 0.0, 1.0]),
+        num_host_pages=st.sampled_from([0, 1, 5, 100]),
+        adapter_slots=st.sampled_from([1, 2, 8]),
+        adapters_fifo=st.booleans(),
     )
     def start(
         self,
@@ -57,11 +64,16 @@ class AnyOrder(RuleBasedStateMachine):
         window: int | None,
         windowed_share: float,
         num_states: int,
+        num_host_pages: int,
+        max_drafts: int,
         **plan: Any,
     ):
-        self.patch = pytest.MonkeyPatch()  # long outputs, of which only a part is reserved, in small
+        # shrinks the estimate for long outputs, of which admission reserves only a part
+        self.patch = pytest.MonkeyPatch()
         self.patch.setattr(budget, "RESERVED_OUTPUT_TOKENS", reserved)
-        plan |= {"new_token_ratio": ratio, "min_new_token_ratio": 0.0}
+        # recurrent states can go back by one token only
+        self.max_drafts = min(max_drafts, 1) if num_states else max_drafts
+        plan |= {"new_token_ratio": ratio, "min_new_token_ratio": 0.0, "max_drafts": self.max_drafts}
         self.drive = Drive(
             make_plan(**plan),
             num_pages=num_tokens // page_size,
@@ -72,12 +84,14 @@ class AnyOrder(RuleBasedStateMachine):
             window=window,
             num_windowed=int(windowed_share * num_tokens // page_size),
             num_states=num_states,
+            num_host_pages=0 if window is not None or num_states else num_host_pages,
         )
-        if not depth:  # a step that brings several tokens must be the only one of its sequence
+        if not depth:  # a sequence must not have another step in flight if a step may bring several tokens
             self.drive.runner.tokens_per_step = tokens_per_step
         self.late = LateHostData(VOCAB, is_held=lambda output_ids: True)
         self.added: list[Sequence] = []
-        self.interrupted: dict[Sequence, str] = {}  # ended from outside: aborted, stopped early, lost, broken
+        # sequences that were ended from outside: aborted, stopped early, lost, broken
+        self.interrupted: dict[Sequence, str] = {}
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
@@ -86,11 +100,13 @@ class AnyOrder(RuleBasedStateMachine):
         stop_ids=st.sampled_from([(), (), (3,)]),
         num_choices=st.sampled_from([1, 1, 2, 3]),
         seed=st.integers(0, 2),
-        namespace=st.sampled_from([None, "adapter"]),
+        namespace=st.sampled_from([None, "salt"]),
+        adapter=st.sampled_from([None, None, None, *(Adapter(number, str(number), "") for number in (1, 2, 3))]),
         urgency=st.sampled_from([0, 0, 5, 20, 40]),
         logprob_start=st.sampled_from([-1, -1, 0, 3]),
         wants_embedding=st.sampled_from([False, False, False, True]),
         constrained=st.sampled_from([False, True]),
+        temperature=st.sampled_from([0.0, 0.0, 1.0]),
     )
     def add(
         self,
@@ -104,6 +120,8 @@ class AnyOrder(RuleBasedStateMachine):
         constrained: bool,
         **values: Any,
     ):
+        if values["adapter"] is not None:
+            values["namespace"] = (values["namespace"], values["adapter"].name)
         if repeat % 3 == 0 and self.added:  # continue an earlier conversation
             prompt = (self.added[repeat % len(self.added)].ids + prompt)[: 14 + repeat % 8]
         logprobs = LogprobParams(start=logprob_start) if 0 <= logprob_start < len(prompt) else None
@@ -112,7 +130,7 @@ class AnyOrder(RuleBasedStateMachine):
         choices: list[Sequence] = []
 
         def forced(choice: int, output: Output) -> tuple[int, ...]:
-            """Up to five tokens of what the choice is going to write, here and there."""
+            """Return up to five of the choice's next tokens at some positions."""
             count = (7 * output.num_output + 3 * choice + repeat) % 6
             return tuple(self.drive.expected(choices[choice])[output.num_output :][:count])
 
@@ -138,6 +156,7 @@ class AnyOrder(RuleBasedStateMachine):
         else:
             self.drive.add(first, *others)
             self.added += [first, *others]
+            script_drafts(self.drive.scheduler, self.drive.expected, VOCAB, self.max_drafts)
 
     @precondition(lambda self: self.late.num_held)
     @rule(which=st.integers(0, 1000))
@@ -150,7 +169,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(step_s=st.sampled_from([None, 0.0, 1.0]))
     def note_step_time(self, step_s: float | None):
-        """By which forced tokens are appended, or sampled."""
+        """Record step times, on which appending or sampling of forced tokens depends."""
         self.drive.scheduler.note_step_time(step_s)
 
     @rule(num_steps=st.integers(1, 3))
@@ -235,6 +254,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert self.drive.cache.num_used == 0
         assert self.drive.scheduler.flush()
         assert self.drive.cache.num_free == self.drive.cache.num_pages
+        assert self.drive.cache.host is None or not self.drive.cache.host.num_used
 
     def _interrupt(self, sequences: list[Sequence], how: str) -> None:
         for sequence in sequences:

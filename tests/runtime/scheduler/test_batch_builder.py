@@ -1,4 +1,4 @@
-"""Which rows a step gets: budgets, chunks, mixing, admission and deferral."""
+"""The rows of a step: budgets, chunks, mixing, admission and deferral."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any
 
 from fake_runner import Drive, make_plan, make_sequence
 from runtime.batch import Batch
+from runtime.request import LogprobParams
 from runtime.sequence import Sequence
 
 
 def shapes(drive: Drive, *sequences: Sequence, num_steps: int) -> list[list[int]]:
-    """The token counts of the rows of the next steps."""
+    """Return the token counts of the rows of the next steps."""
     drive.add(*sequences)
     batches = [drive.step() for _ in range(num_steps)]
     return [batch.counts.tolist() for batch in batches if batch is not None]
@@ -42,6 +43,22 @@ def test_decode_rows_are_deducted_and_chunks_end_at_a_page():
     drive = Drive(plan(chunk_tokens=8), prefix=False, depth=0)
     assert shapes(drive, make_sequence([1, 2], max_new_tokens=9), num_steps=1) == [[2]]
     assert shapes(drive, make_sequence(range(14)), num_steps=3) == [[1, 4], [1, 4], [1, 6]]
+
+
+def test_prompts_with_logprobs_are_cut_and_do_not_hold_up_others():
+    drive = Drive(plan(chunk_tokens=64, max_running=9), depth=0, page_size=4)
+    drive.scheduler.limit_steps(None, None, scored=(12, 8))
+    drive.add(make_sequence([1, 2], max_new_tokens=20))
+    drive.step()
+    scored = [make_sequence(range(i, i + 20), logprobs=LogprobParams(start=0), max_new_tokens=1) for i in (3, 30)]
+    late = make_sequence(range(21), logprobs=LogprobParams(start=16), max_new_tokens=1)
+    others = make_sequence([9] * 6), late
+    assert shapes(drive, *scored, *others, num_steps=3) == [[1, 8, 6, 16], [1, 1, 8], [1, 1, 4, 5]]
+    drive.run()
+    for sequence in scored:
+        [found] = [delta for delta in drive.deltas if delta.request_id == sequence.request.id]
+        assert found.prompt_logprobs is not None
+        assert [token for _, token in found.prompt_logprobs.chosen] == sequence.ids[:20]
 
 
 def test_many_decode_rows_leave_prompts_at_least_a_page():
@@ -119,7 +136,7 @@ def test_rows_of_one_step_share_pages_that_it_writes():
 
 
 def test_a_sequence_waits_for_a_prefix_that_another_is_computing():
-    drive = Drive(plan(chunk_tokens=10), page_size=4)  # 8 of 10 tokens: two are left in each step
+    drive = Drive(plan(chunk_tokens=10), page_size=4)  # 8 of 10 tokens, which leaves two in each step
     first, same = make_sequence(range(20), max_new_tokens=1), make_sequence(range(20), max_new_tokens=1)
     other = make_sequence([40, 41], max_new_tokens=1)
     drive.add(first, same, other)
@@ -153,7 +170,7 @@ def test_a_batch_counts_what_it_is_made_of():
     first = drive.step()
     drive.add(make_sequence([*range(8), 9]))
     second = drive.step()
-    assert [batch.stats for batch in (first, second) if batch] == [(1, 0, 9, 0), (1, 8, 1, 1)]
+    assert [batch.stats for batch in (first, second) if batch] == [(1, 0, 9, 0, 0), (1, 8, 1, 1, 0)]
 
 
 def test_a_batch_is_padded_and_numbered():

@@ -9,7 +9,7 @@ from runtime.scheduler.budget import NewTokenRatio, PromptBudget, pages_ahead
 def test_a_cut_ends_at_a_page_boundary():
     budget = PromptBudget(make_plan(chunk_tokens=10), 4, 0)
     assert budget.grant(4, 40) == 8
-    assert budget.grant(4, 13) == 9  # what ends within the budget is not cut
+    assert budget.grant(4, 13) == 9  # a prompt that ends within the budget is not cut
     budget.spend(8)
     assert budget.grant(0, 5) == 0
     assert budget.grant(0, 2) == 2
@@ -49,9 +49,7 @@ def test_without_chunks_only_the_first_prompt_may_exceed_the_limit():
 
 
 def test_the_ratio_sinks_to_its_minimum_and_starts_anew_when_idle():
-    ratio = NewTokenRatio(
-        make_plan(new_token_ratio=0.5, min_new_token_ratio=0.2, new_token_ratio_decay=0.125)
-    )
+    ratio = NewTokenRatio(make_plan(new_token_ratio=0.5, min_new_token_ratio=0.2, new_token_ratio_decay=0.125))
     values = []
     for _ in range(4):
         ratio.decay()
@@ -77,9 +75,7 @@ def test_a_retraction_lifts_the_ratio_to_what_was_really_produced():
     ("max_new_tokens", "ratio", "pages"),
     [(8, 0.0, 1), (8, 1.0, 3), (8, 0.5, 2), (100_000, 1.0, 1 + 4096 // 4)],
 )
-def test_pages_ahead_count_known_tokens_and_a_share_of_the_output(
-    max_new_tokens: int, ratio: float, pages: int
-):
+def test_pages_ahead_count_known_tokens_and_a_share_of_the_output(max_new_tokens: int, ratio: float, pages: int):
     assert pages_ahead(make_sequence([1] * 4, max_new_tokens=max_new_tokens), ratio, 4) == pages
 
 

@@ -7,12 +7,10 @@ import pytest
 from fake_runner import Drive, make_plan, make_sequence
 from late_host_data import LateForcedTokens, LateHostData
 from runtime.constraint import Output
-from runtime.scheduler.fast_forward import LEAST_ROW_S
+from runtime.scheduler.fast_forward import MIN_ROW_S
 
 
-@pytest.mark.parametrize(
-    ("step_s", "are_appended"), [(None, True), (4.1 * LEAST_ROW_S, True), (3.9 * LEAST_ROW_S, False)]
-)
+@pytest.mark.parametrize(("step_s", "are_appended"), [(None, True), (4.1 * MIN_ROW_S, True), (3.9 * MIN_ROW_S, False)])
 def test_forced_tokens_are_appended_where_a_row_takes_longer_than_finding_them(
     step_s: float | None, are_appended: bool
 ) -> None:
@@ -31,7 +29,7 @@ def test_forced_tokens_are_appended_where_a_row_takes_longer_than_finding_them(
     drive.add(*sequences)
     drive.step()
     late.is_held = lambda output_ids: True
-    drive.step()  # the first tokens have come, and what applies behind them is asked for
+    drive.step()  # the first tokens have arrived, and the data after them is requested
     assert (drive.scheduler.awaited_masks is not None) is are_appended
     late.deliver_all()
     drive.run()

@@ -1,4 +1,4 @@
-"""In a pipeline no batch waits for the tokens of another one in flight, and they are of even size."""
+"""In a pipeline, batches in flight have equal sizes and do not wait for each other's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that state no limit are admitted by what such outputs turn out to be, not by the length of the context."""
+"""Admission of requests without a limit depends on the measured length of such outputs, not on the context length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGES, PAGE_SIZE, VOCAB = 96, 4, 5000
 
 
 def crowd(count: int, length: int) -> list[Sequence]:
-    """Sequences without a limit whose outputs end by themselves after so many tokens."""
+    """Return sequences without a limit, whose outputs end after this number of tokens."""
     found = []
     for seed in range(count):
         free = make_sequence([seed, 3, 5], max_new_tokens=length, seed=seed)
@@ -23,9 +23,7 @@ def crowd(count: int, length: int) -> list[Sequence]:
 
 def drive_of(open_ended_tokens: int, **plan: object) -> Drive:
     made = make_plan(max_running=24, open_ended_tokens=open_ended_tokens, **plan)
-    return Drive(
-        made, num_pages=PAGES, page_size=PAGE_SIZE, context_length=PAGES * PAGE_SIZE, vocab_size=VOCAB
-    )
+    return Drive(made, num_pages=PAGES, page_size=PAGE_SIZE, context_length=PAGES * PAGE_SIZE, vocab_size=VOCAB)
 
 
 def most_running(drive: Drive) -> int:
@@ -44,7 +42,7 @@ def test_many_run_at_once_although_each_could_fill_the_cache(depth: int) -> None
     drive.depth = depth
     sequences = crowd(24, 10)
     drive.add(*sequences)
-    assert most_running(drive) >= 16  # twenty further tokens are expected of each at least
+    assert most_running(drive) >= 16  # at least twenty further tokens are expected of each sequence
     assert [drive.output(s) for s in sequences] == [drive.expected(s) for s in sequences]
 
 
@@ -69,7 +67,7 @@ def test_the_estimate_follows_the_outputs_that_end() -> None:
     assert ratio.open_tokens == pytest.approx(20, abs=0.1)
     long = make_sequence([1], max_new_tokens=None)
     long.ids += [2] * 300
-    ratio.lift([long, limited])  # a retraction: outputs were longer than thought
+    ratio.lift([long, limited])  # a retraction: outputs were longer than expected
     assert ratio.open_tokens == 320
 
 

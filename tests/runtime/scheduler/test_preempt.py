@@ -1,4 +1,4 @@
-"""Retraction: pages are taken from somebody, and nothing is lost."""
+"""Retraction takes the pages of a sequence, without changing its output."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from runtime.sequence import Sequence
 
 @pytest.fixture
 def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Admission reserves next to nothing, as if every output ended at once."""
+    """Return a plan whose admission reserves almost nothing, as if every output ended immediately."""
     monkeypatch.setattr(budget, "RESERVED_OUTPUT_TOKENS", 1)
 
 
 def crowd(*shapes: tuple[int, int]) -> list[Sequence]:
-    """Sequences with these lengths of prompt and output."""
+    """Return sequences with these lengths of prompt and output."""
     return [make_sequence([i] * n, max_new_tokens=m, seed=i) for i, (n, m) in enumerate(shapes)]
 
 
@@ -159,11 +159,9 @@ def test_known_tokens_go_on_with_the_pages_of_a_decode_row_that_retracted_itself
 
 
 def preempting(urgencies: list[int], *, num_pages: int = 64, **plan: object) -> tuple[Drive, list[Sequence]]:
-    """One after the other come with these urgencies; all run to their end."""
+    """Add sequences with these urgencies one after another, and run all to their end."""
     drive = Drive(make_plan(priorities=True, **plan), num_pages=num_pages, page_size=1)
-    sequences = [
-        make_sequence([i] * 4, max_new_tokens=8, seed=i, urgency=each) for i, each in enumerate(urgencies)
-    ]
+    sequences = [make_sequence([i] * 4, max_new_tokens=8, seed=i, urgency=each) for i, each in enumerate(urgencies)]
     for sequence in sequences:
         drive.add(sequence)
         drive.step()

@@ -11,7 +11,7 @@ from runtime.sequence import Sequence
 
 
 def cache_with(*prefixes: list[int]) -> PrefixCache:
-    """A cache of single-token pages that knows these prefixes."""
+    """Return a cache with pages of one token that holds these prefixes."""
     cache = PrefixCache(100, 1)
     for prefix in prefixes:
         sequence = make_sequence(prefix)
@@ -23,7 +23,7 @@ def cache_with(*prefixes: list[int]) -> PrefixCache:
 
 
 def ordered(policy: str, cache: PrefixCache, sequences: list[Sequence]) -> list[int]:
-    """The indices of the sequences in the order in which they are tried."""
+    """Return the indices of the sequences in the order of admission."""
     queue = WaitingQueue(policy, cache)
     for sequence in sequences:
         queue.add(sequence)

@@ -14,7 +14,7 @@ from runtime.sequence import Sequence
 
 
 def samplings(*sequences: Sequence, depth: int = 1, plan: Any = None, **pool: Any) -> list[Sampling]:
-    """Run sequences to their end; the sampling arrays of every step."""
+    """Run sequences to their end, and return the sampling arrays of every step."""
     found: list[Sampling] = []
 
     def watch(batch: Batch) -> None:
@@ -62,7 +62,7 @@ def test_parameters_are_gathered_by_row():
     )
     assert first.greedy.tolist() == [False, True, True]
     params = {name: array.tolist() for name, array in first.params.items()}
-    assert params == {  # greedy rows are neutral, so that nobody divides by zero
+    assert params == {  # greedy rows have neutral values, which avoid division by zero
         "temperature": [0.5, 1.0, 1.0],
         "top_k": [7, 2**30, 2**30],
         "top_p": [np.float32(0.9), 1.0, 1.0],
@@ -78,7 +78,7 @@ def test_parameters_that_are_neutral_for_all_who_run_are_left_out():
     short = make_sequence([1], top_k=7, max_new_tokens=1)
     found = samplings(short, make_sequence([2], min_p=0.5, max_new_tokens=4))
     names = [sorted(step.params) for step in found]
-    assert names == [["min_p", "top_k"]] * 2 + [["min_p"]] * 2  # one step more is in flight when it ends
+    assert names == [["min_p", "top_k"]] * 2 + [["min_p"]] * 2  # one more step is in flight when the sequence ends
     assert not any(step.params for step in samplings(make_sequence([1]), make_sequence([2], temperature=0.0)))
 
 

@@ -1,4 +1,4 @@
-"""The life of a sequence, from the queue to its last Delta."""
+"""A sequence from the queue to its last Delta."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from fake_runner import Drive, make_plan, make_sequence, reference_embedding
 from runtime.batch import UNKNOWN, Batch
 from runtime.errors import ContextOverflow, EngineFailure, Overloaded
-from runtime.request import Finish, LogprobParams
+from runtime.request import Finish, LogprobParams, Usage
 from runtime.scheduler.apply import RowFailed
 
 GONE = Finish("abort", message="gone")
@@ -33,7 +33,7 @@ def test_one_delta_per_sequence_and_step_with_its_usage():
     sequence = make_sequence([1, 2, 3], max_new_tokens=3)
     drive.add(sequence)
     drive.run()
-    assert [delta.usage for delta in drive.deltas] == [(3, 1, 0), (3, 2, 0), (3, 3, 0)]
+    assert [delta.usage[:3] for delta in drive.deltas] == [(3, 1, 0), (3, 2, 0), (3, 3, 0)]
     assert [len(delta.ids) for delta in drive.deltas] == [1, 1, 1]
     assert last_finish(drive) == Finish("length", length=3)
 
@@ -45,7 +45,7 @@ def test_first_tokens_come_before_the_last_prompt_is_computed():
     drive.add(*sequences)
     drive.step()
     assert [sequence.num_output for sequence in sequences] == [1, 1, 0, 0, 0]
-    drive.step()  # beside these two, fewer prompts
+    drive.step()  # fewer prompts fit next to these two
     assert [sequence.num_output for sequence in sequences] == [2, 2, 1, 0, 0]
     drive.step()
     assert [sequence.num_output for sequence in sequences] == [3, 3, 2, 1, 0]
@@ -142,7 +142,7 @@ def test_an_embedding_ends_its_request_without_a_token(chunk_tokens: int | None)
     assert [batch.embedding_rows is not None for batch in batches if batch].count(True) == 1
     drive.run()
     (delta,) = [delta for delta in drive.deltas if delta.request_id == wanting.request.id]
-    assert (delta.ids, delta.finish, delta.usage) == ([], Finish("stop"), (11, 0, 0))
+    assert (delta.ids, delta.finish, delta.usage) == ([], Finish("stop"), Usage(11, 0, 0))
     assert delta.embedding == reference_embedding(wanting)
     assert drive.output(talking) == drive.expected(talking)
 
@@ -201,7 +201,7 @@ def test_choices_of_a_prompt_compute_it_once():
     drive.add(first, *others)
     batch = drive.step()
     assert batch is not None
-    assert batch.counts.tolist() == [12, 4, 4]  # all but the page that holds the last token
+    assert batch.counts.tolist() == [12, 4, 4]  # all but the page with the last token
     drive.run()
     assert [drive.output(s) for s in (first, *others)] == [drive.expected(s) for s in (first, *others)]
     assert [s.num_cached for s in (first, *others)] == [0, 8, 8]
@@ -222,7 +222,7 @@ def test_a_finished_sequence_leaves_its_prefix_with_its_output():
 
 def test_a_full_queue_refuses_the_whole_request():
     drive = Drive(make_plan(max_queued=2, max_running=1))
-    drive.add(make_sequence([1]))  # takes the free row, so it does not count
+    drive.add(make_sequence([1]))  # it takes the free row, so it does not count
     drive.add(make_sequence([2]), make_sequence([3]))
     with pytest.raises(Overloaded, match="queue is full"):
         drive.add(make_sequence([4]), make_sequence([5]))
@@ -236,7 +236,7 @@ def test_a_full_queue_refuses_the_whole_request():
 def test_a_queue_of_many_tokens_is_full_too():
     drive = Drive(make_plan(max_queued_tokens=10, max_running=1))
     long, short = make_sequence(range(20)), make_sequence([3] * 6)
-    drive.add(long)  # nothing waits
+    drive.add(long)  # the queue is empty
     with pytest.raises(Overloaded, match="too many tokens"):
         drive.add(short)
     drive.step()
@@ -246,7 +246,7 @@ def test_a_queue_of_many_tokens_is_full_too():
         drive.add(make_sequence([5]))
     of_a_call = make_sequence([5])
     of_a_call.request = replace(of_a_call.request, follows=True)
-    drive.add(of_a_call)  # behind the first of its call, which was taken
+    drive.add(of_a_call)  # after the first prompt of the same call, which was accepted
     drive.scheduler.abort([short, of_a_call], Finish("abort"))
     drive.add(make_sequence([5] * 6))
     drive.run()
@@ -297,7 +297,7 @@ def test_a_choice_that_met_a_stop_string_ends_silently():
     for _ in range(3):
         drive.step()
     drive.scheduler.end(first)
-    drive.scheduler.end(first)  # known already
+    drive.scheduler.end(first)  # the sequence is known already
     drive.scheduler.check()
     num_known = len(drive.output(first))
     drive.run()
@@ -320,7 +320,9 @@ def test_a_failed_row_ends_only_its_sequence_and_is_not_cached():
 
 
 def failing(drive: Drive, poisonous: set[int]) -> tuple[list[int], list[int]]:
-    """Run to the end where steps with these requests fail -> who was given up, and the rows of the failed steps."""
+    """Run to the end while steps with these requests fail. Return the failed requests, and the rows of the failed
+    steps.
+    """
     lost: list[int] = []
     rows: list[int] = []
     for _ in range(500):
@@ -433,4 +435,4 @@ def test_an_idle_schedule_has_nothing_to_fill():
     assert drive.scheduler.fill() is None
     drive.add(make_sequence([1], max_new_tokens=1))
     assert drive.scheduler.fill() is not None
-    assert drive.scheduler.fill() is None  # until the step in flight is applied
+    assert drive.scheduler.fill() is None  # no batch until the step in flight is applied

@@ -109,11 +109,7 @@ PARTS = [{"type": "text", "text": "yes "}]
 
 @pytest.mark.parametrize(
     ("source", "ending"),
-    [
-        (source, text)
-        for source in (TINY, LLAMA_LIKE, TRIMMING)
-        for text in ("yes", "yes \n", "", "<|im_end|>")
-    ]
+    [(source, text) for source in (TINY, LLAMA_LIKE, TRIMMING) for text in ("yes", "yes \n", "", "<|im_end|>")]
     + [(TINY, PARTS)],
 )
 def test_final_message_is_continued_as_transformers_does(source, ending):
@@ -128,9 +124,7 @@ def test_parts_are_joined_for_templates_of_strings():
 
 
 def test_string_becomes_a_part_for_templates_of_parts():
-    source = (
-        "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}|{% endfor %}{% endfor %}"
-    )
+    source = "{% for m in messages %}{% for part in m['content'] %}{{ part['text'] }}|{% endfor %}{% endfor %}"
     assert compiled(source).render([USER]) == " hello\n\nthere |"
 
 
@@ -171,13 +165,13 @@ def test_texts_are_replaced_in_loops_that_have_variables():
 @pytest.mark.parametrize(
     ("source", "message", "text"),
     [
-        (  # loops over what it does not call by its content, and takes texts only
+        (  # iterates over `content` without testing its type, and accepts texts only
             "{% for m in messages %}{% if m.role == 'call' %}{% for c in m.content %}{% endfor %}{% endif %}"
             "{{ 'user ' + m['content'] }}{% endfor %}",
             {"role": "user", "content": [{"type": "text", "text": "hello"}]},
             "user hello",
         ),
-        (  # knows calls without content, and looks into it before it does
+        (  # supports calls without content, but reads the content before the test
             "{% for m in messages %}{{ 'thought ' if '</think>' in m.content }}"
             "{% if m.content is none %}none{% endif %}{{ m.tool_calls | length }} call{% endfor %}",
             {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -195,12 +189,9 @@ def test_messages_are_given_in_another_way_to_a_template_that_fails(source, mess
 )
 def test_tools_may_leave_out_what_their_template_reads(source):
     for given in ({"name": "f"}, {"name": "f", "parameters": {}}, {"name": "f", "parameters": None}):
-        assert (
-            compiled(source).render([USER], tools=[{"type": "function", "function": given}]).startswith("# ")
-        )
+        assert compiled(source).render([USER], tools=[{"type": "function", "function": given}]).startswith("# ")
     assert (
-        compiled("{{ tools }}").render([USER], tools=[{"function": {"name": "f"}}])
-        == "[{'function': {'name': 'f'}}]"
+        compiled("{{ tools }}").render([USER], tools=[{"function": {"name": "f"}}]) == "[{'function': {'name': 'f'}}]"
     )
 
 
@@ -287,5 +278,5 @@ def test_unusable_choices_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="cannot be read"):
         load_template(str(tmp_path / "none.jinja"), {}, SPECIAL)
     (tmp_path / "broken.jinja").write_text("{% for %}")
-    with pytest.raises(ConfigurationError, match="no valid jinja"):
+    with pytest.raises(ConfigurationError, match="not valid jinja"):
         load_template(str(tmp_path / "broken.jinja"), {}, SPECIAL)

@@ -14,9 +14,7 @@ from runtime.tokenizer.backend import FastBackend
 from runtime.tokenizer.incremental import MAX_HELD, IncrementalDecoder
 from runtime.tokenizer.tokenizer import Tokenizer
 
-TOKENIZERS = {
-    kind: Tokenizer(FastBackend(tiny_tokenizers.build(kind)[0]), {}) for kind in tiny_tokenizers.KINDS
-}
+TOKENIZERS = {kind: Tokenizer(FastBackend(tiny_tokenizers.build(kind)[0]), {}) for kind in tiny_tokenizers.KINDS}
 kinds = st.sampled_from(tiny_tokenizers.KINDS)
 BEYOND = 600  # ids beyond the vocabulary of 512, as dummy weights may sample
 some_ids = st.lists(st.integers(0, BEYOND), max_size=40)
@@ -33,7 +31,7 @@ def cut(ids: list[int], cuts: list[int]) -> list[list[int]]:
 
 
 def whole(kind: str, ids: list[int], skip: bool) -> str:
-    """The library's decoder; with byte fallback that library gives up a whole run for one broken byte."""
+    """Decode with the library. With byte fallback, the library drops a whole run for one invalid byte."""
     backend = TOKENIZERS[kind].backend
     if kind != "metaspace":
         return backend.decode(ids, skip)
@@ -47,7 +45,7 @@ def whole(kind: str, ids: list[int], skip: bool) -> str:
 
 
 def added(kind: str, prompt: list[int], output: list[int], skip: bool) -> str:
-    """decode(prompt + output) minus decode(prompt); a character begun in the prompt is the output's."""
+    """Return decode(prompt + output) without decode(prompt). A character that began in the prompt counts as output."""
     before, text = whole(kind, prompt, skip), whole(kind, prompt + output, skip)
     return text[len(before) :] if text.startswith(before) else text[len(before) - 1 :]
 
@@ -62,9 +60,7 @@ def test_pushes_add_up_to_the_whole_text_for_any_chunking(kind, prompt, output, 
 def test_streamed_encoding_of_any_text_is_its_decoding(kind, text, cuts):
     tokenizer = TOKENIZERS[kind]
     [ids] = tokenizer.encode_batch([text])
-    assert (
-        stream(tokenizer, [], cut(ids, cuts)) == tokenizer.decode(ids) == tokenizer.backend.decode(ids, True)
-    )
+    assert stream(tokenizer, [], cut(ids, cuts)) == tokenizer.decode(ids) == tokenizer.backend.decode(ids, True)
 
 
 @pytest.mark.parametrize("kind", ["byte_bpe", "metaspace"])
@@ -109,7 +105,7 @@ def test_invalid_bytes_are_not_held_back():
 
 
 def suffix_tokenizer() -> Tokenizer:
-    """Marks the ends of words, so that its decoder must know which token is the last."""
+    """Return a tokenizer that marks the ends of words, so its decoder must know which token is the last."""
     library = Library(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     library.decoder = decoders.BPEDecoder(suffix="</w>")
@@ -151,7 +147,7 @@ def test_added_token_outside_the_byte_alphabet_is_plain_text():
 
 
 def fused_tokenizer() -> Tokenizer:
-    """Byte-level with a needless second stage, which the table does not know."""
+    """Return a byte-level tokenizer with an unnecessary second stage, which the table does not support."""
     library, _ = tiny_tokenizers.build("byte_bpe")
     state = json.loads(library.to_str())
     state["decoder"] = {"type": "Sequence", "decoders": [state["decoder"], {"type": "Fuse"}]}

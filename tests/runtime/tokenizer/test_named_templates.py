@@ -1,4 +1,4 @@
-"""Chat templates by name, against prompts as the families' publishers write them."""
+"""Built-in chat templates, against prompts as the families' publishers write them."""
 
 from __future__ import annotations
 
@@ -54,9 +54,7 @@ def test_prompts_are_those_of_the_families():
 
 def test_prompts_with_a_hole(tmp_path: Path):
     assert middle_template("star_coder").prompt("a", "b") == "<fim_prefix>a<fim_suffix>b<fim_middle>"
-    assert (
-        middle_template("deepseek_coder").prompt("a", "b") == "<｜fim▁begin｜>a<｜fim▁hole｜>b<｜fim▁end｜>"
-    )
+    assert middle_template("deepseek_coder").prompt("a", "b") == "<｜fim▁begin｜>a<｜fim▁hole｜>b<｜fim▁end｜>"
     own = tmp_path / "own.json"
     marks = {"fim_begin_token": "<P>", "fim_middle_token": "<M>", "fim_end_token": "<S>"}
     own.write_text(json.dumps({"name": "own", **marks, "fim_position": "end"}))

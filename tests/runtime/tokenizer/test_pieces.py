@@ -1,4 +1,4 @@
-"""Baichuan's tokenizer: a sentencepiece model beside code of its own, compared with sentencepiece itself."""
+"""Baichuan's tokenizer (a sentencepiece model with custom code), compared with sentencepiece."""
 
 from __future__ import annotations
 
@@ -49,10 +49,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         )
     (made / "tokenizer_config.json").write_text(json.dumps(CONFIG))
     model = library(made)
-    turns = {
-        f"{who}_token_id": model.piece_to_id(f"<reserved_{n}>")
-        for who, n in (("user", 106), ("assistant", 107))
-    }
+    turns = {f"{who}_token_id": model.piece_to_id(f"<reserved_{n}>") for who, n in (("user", 106), ("assistant", 107))}
     (made / "generation_config.json").write_text(json.dumps(turns))
     return made
 
@@ -108,9 +105,7 @@ async def test_a_chat_is_answered_as_by_transformers(folder: Path, tmp_path: Pat
     user, assistant = turns.values()
     prompt = [*model.encode("be brief"), user, *model.encode("hello world"), assistant]
     reference: Any = tiny_checkpoints.auto_of(path).from_pretrained(tiny_checkpoints.readable(path))
-    expected = reference.generate(
-        torch.tensor([prompt]), do_sample=False, max_new_tokens=6, eos_token_id=None
-    )
+    expected = reference.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=6, eos_token_id=None)
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello world"}]
     async with Engine(model_path=path, log_level="error") as engine:
         answer = await engine.chat(messages, temperature=0, max_tokens=6, ignore_eos=True)
@@ -119,15 +114,13 @@ async def test_a_chat_is_answered_as_by_transformers(folder: Path, tmp_path: Pat
     assert answer.choices[0].message.content == whole.removeprefix(before)
 
 
-def test_what_cannot_be_read_is_refused(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**CONFIG, "eos_token": "<none>"}))
     (tmp_path / "tokenizer.model").write_bytes((folder / "tokenizer.model").read_bytes())
-    with pytest.raises(ConfigurationError, match="has no <none>"):
+    with pytest.raises(ConfigurationError, match="lacks the tokens <none>"):
         load(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"broken")
-    with pytest.raises(ConfigurationError, match="no sentencepiece model"):
+    with pytest.raises(ConfigurationError, match="not a sentencepiece model"):
         load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**CONFIG, "tokenizer_class": "Other"}))
     with pytest.raises(ConfigurationError, match="--trust-remote-code"):

@@ -13,7 +13,7 @@ stop_strings = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_s
 
 
 def whole(text: str, stops: tuple[str, ...], keep: bool) -> tuple[str, str | None]:
-    """Read character by character; the first moment at which the text ends in a stop ends it."""
+    """Read character by character, and end the text as soon as it ends with a stop string."""
     for end in range(len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]
         if matches:

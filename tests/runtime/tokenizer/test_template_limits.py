@@ -1,4 +1,4 @@
-"""No template, whatever a client feeds it, takes more than its time and memory; honest ones are not refused."""
+"""No template exceeds its limits of time and memory, whatever a client sends. Ordinary templates are not refused."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ HOSTILE = {
     "loops without a body's value": "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}",
     "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
     "{{ f(100) }}",
-    "text in a macro's loop": "{% macro f() %}{% for i in range(99999) %}"
-    + "x" * 10000
-    + "{% endfor %}{% endmacro %}"
+    "text in a macro's loop": "{% macro f() %}{% for i in range(99999) %}" + "x" * 10000 + "{% endfor %}{% endmacro %}"
     "{{ f() | length }}",
     "doubling": "{% set ns = namespace(x='xx') %}{% for i in range(90) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "doubling by ~": "{% set ns = namespace(x='xx') %}{% for i in range(90) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
@@ -119,7 +117,7 @@ async def test_on_a_loop_long_work_is_sent_to_a_thread() -> None:
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        ('{{ {"a": "ü"} | tojson(ensure_ascii=False, sort_keys=True) }}', '{"a": "ü"}'),  # as GLM's
+        ('{{ {"a": "ü"} | tojson(ensure_ascii=False, sort_keys=True) }}', '{"a": "ü"}'),  # used by GLM
         ("{{ [1, 2] | join(d='-') }}", "1-2"),
         ("{{ [1, 2, 3] | batch(linecount=2, fill_with=0) | list }}", "[[1, 2], [3, 0]]"),
         ("{{ [1, 2] | slice(slices=2) | list }}", "[[1], [2]]"),

@@ -1,4 +1,4 @@
-"""The bound never says that a text has more tokens than it has, and refuses enormous texts at once."""
+"""The bound never exceeds the real number of tokens, and refuses enormous texts immediately."""
 
 from __future__ import annotations
 
@@ -70,9 +70,7 @@ def test_tokenizers_that_drop_text_have_no_bound(tmp_path: Path) -> None:
     library.normalizer = normalizers.Replace(tokenizers.Regex("x+"), "")
     assert limit_of(library) is None
     library.normalizer = None  # type: ignore[assignment]
-    library.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]
-    )
+    library.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()])
     assert limit_of(library) is None
 
 
@@ -91,7 +89,7 @@ def test_a_text_far_too_long_is_refused_and_others_are_not() -> None:
         limit.check(["é", "a" * 10 * many, "é" * 4], many)
     sparse = TextLimit(10, ignores_spaces=True)
     sparse.check([" " * 100_000 + "a"], 100)
-    sparse.check_length("a" * 2000, 100)  # it may be white space
+    sparse.check_length("a" * 2000, 100)  # the text may be whitespace
     with pytest.raises(ContextOverflow):
         sparse.check([" " * CHARS_AT_ONCE + "a" * 1000, " ", "a" * 10], 100)
 

@@ -37,9 +37,7 @@ TABLED = {
     "unigram, always": unigram("always"),
     "unigram, first": unigram("first"),
     "unigram, never": unigram("never"),
-    "gemma": with_decoder(
-        "metaspace", decoders.Sequence([REPLACE, decoders.ByteFallback(), decoders.Fuse()])
-    ),
+    "gemma": with_decoder("metaspace", decoders.Sequence([REPLACE, decoders.ByteFallback(), decoders.Fuse()])),
     "byte level in a sequence": with_decoder("byte_bpe", decoders.Sequence([decoders.ByteLevel()])),
     "wordpiece without cleanup": with_decoder("wordpiece", decoders.WordPiece(cleanup=False)),
     "no decoder": with_decoder("wordpiece", None),
@@ -51,7 +49,7 @@ def test_table_says_what_the_decoder_says(name, ids, skip):
     tokenizer = Tokenizer(FastBackend(TABLED[name]), {})
     assert tokenizer.bytes_of is not None
     whole = tokenizer.backend.decode(ids, skip)
-    if name != "gemma" or "\ufffd" not in whole:  # a broken byte: ours shows the characters around it
+    if name != "gemma" or "\ufffd" not in whole:  # invalid bytes: Penstock shows the characters around them
         assert tokenizer.decode(ids, skip_special_tokens=skip) == whole
 
 

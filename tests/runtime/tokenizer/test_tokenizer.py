@@ -39,7 +39,7 @@ def load(path: Path, *, vocab_size: int = 512, mode: str = "auto", trust: bool =
 
 
 def write(path: Path, kind: tiny_tokenizers.Kind = "byte_bpe", **changes: object) -> Path:
-    """A tokenizer's directory with some keys of its configuration changed; None removes a key."""
+    """Write a tokenizer with some configuration keys changed; None removes a key."""
     tiny_tokenizers.write(path, kind)
     (path / "config.json").write_text('{"model_type": "llama"}')
     config = json.loads((path / "tokenizer_config.json").read_text()) | changes
@@ -54,9 +54,7 @@ def test_loads_to_the_same_tokenizer_as_transformers(tmp_path, kind):
     for special in (True, False):
         [ids] = ours.encode_batch([SENTENCE], add_special_tokens=special)
         assert ids == theirs(SENTENCE, add_special_tokens=special)["input_ids"]
-        assert ours.decode(ids, skip_special_tokens=special) == theirs.decode(
-            ids, skip_special_tokens=special
-        )
+        assert ours.decode(ids, skip_special_tokens=special) == theirs.decode(ids, skip_special_tokens=special)
     assert ours.bos_id == theirs.bos_token_id
     assert ours.eos_ids == {theirs.eos_token_id}
     assert ours.special_ids == {*range(4 if kind == "wordpiece" else 3)}
@@ -167,7 +165,7 @@ def test_broken_or_missing_files_are_named(tmp_path):
 def test_code_of_its_own_runs_only_when_trusted(tmp_path, caplog):
     write(tmp_path, auto_map={"AutoTokenizer": ["code.Slow", None]})
     assert load(tmp_path).vocab_size == 512
-    assert "tokenizer.json is used instead" in caplog.text
+    assert "reads its tokenizer.json instead" in caplog.text
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(ConfigurationError, match="--trust-remote-code"):
         load(tmp_path)

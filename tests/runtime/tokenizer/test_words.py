@@ -41,18 +41,14 @@ def made_of(kind) -> Words:
     return made
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"lowercase": False}, {"strip_accents": False}, {"clean_text": False}]
-)
+@pytest.mark.parametrize("settings", [{}, {"lowercase": False}, {"strip_accents": False}, {"clean_text": False}])
 def test_gives_the_ids_of_the_whole_text(settings):
     theirs, draw = library(**settings), random.Random(0)
     ours = made_of(theirs)
     for _ in range(1500):
         text = "".join(draw.choices(PARTS, k=draw.randrange(24)))
         for special in (True, False):
-            assert ours.encode(text, special) == theirs.encode(text, add_special_tokens=special).ids, repr(
-                text
-            )
+            assert ours.encode(text, special) == theirs.encode(text, add_special_tokens=special).ids, repr(text)
 
 
 def test_keeps_so_many_words_and_no_long_ones(monkeypatch):

@@ -1,4 +1,4 @@
-"""Steps on a device that is late: whatever order its streams take, the tokens are those of a prompt device."""
+"""Steps on a late device: for every order of its streams, the tokens equal those of a prompt device."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import late_steps
 from fake_device import LateDevice, Overwritten, Waited
+from runtime.batch import Batch
 from runtime.worker.step_inputs import Staging
 
 Prompts = list[tuple[list[int], int]]
@@ -26,9 +27,7 @@ orders = st.builds(LateDevice, st.builds(Random, st.integers(0, 2**32)), st.samp
 
 @settings(max_examples=15)
 @given(prompts=prompts, device=orders, depth=st.integers(0, 2))
-def test_any_legal_order_of_completions_gives_the_same_tokens(
-    prompts: Prompts, device: LateDevice, depth: int
-):
+def test_any_legal_order_of_completions_gives_the_same_tokens(prompts: Prompts, device: LateDevice, depth: int):
     assert late_steps.outputs(prompts, device=device, depth=depth) == late_steps.outputs(prompts, depth=depth)
 
 
@@ -47,6 +46,68 @@ def test_graphs_captured_at_any_time_give_the_same_tokens(
     assert found == late_steps.outputs(prompts, depth=depth)
 
 
+@settings(max_examples=15)
+@given(
+    prompts=prompts,
+    device=orders,
+    depth=st.integers(0, 2),
+    sizes=st.sampled_from([(), (1, 2, 4)]),
+)
+def test_drafts_change_no_token_in_any_legal_order(
+    prompts: Prompts, device: LateDevice, depth: int, sizes: tuple[int, ...]
+):
+    expected = late_steps.outputs(prompts, depth=depth)
+    assert late_steps.outputs(prompts, device=device, depth=depth, sizes=sizes, drafts=expected) == expected
+
+
+def test_graphs_are_replayed_beside_steps_with_drafts():
+    expected, drafted = late_steps.outputs(PROMPTS), []
+    device = LateDevice(Random(0))
+    found = late_steps.outputs(
+        PROMPTS,
+        device=device,
+        sizes=(1, 2, 4),
+        drafts=expected,
+        watch=lambda batch: drafted.append(batch.drafts is not None),
+    )
+    assert found == expected
+    assert set(drafted) == {True, False}
+
+
+# Greedy rows whose drafts copy the future output, and rows without drafts.
+WITH_DRAFTS: tuple[dict[str, Any], ...] = ({"temperature": 0.0}, {"temperature": 0.0, "logit_bias": {3: 0.1}})
+LONG: Prompts = [(prompt, 20 + new) for prompt, new in PROMPTS]
+
+
+def outputs_with_drafts(device: LateDevice | None, **options: Any) -> tuple[list[list[int]], int]:
+    """Return the outputs, and the number of rows whose start only the device knew."""
+    num_unknown = 0
+
+    def count(batch: Batch) -> None:
+        nonlocal num_unknown
+        if batch.unknown_starts is not None:
+            num_unknown += int(batch.unknown_starts.sum())
+
+    options = {"ways": WITH_DRAFTS, "num_pages": 64, "watch": count} | options
+    return late_steps.outputs(LONG, device=device, **options), num_unknown
+
+
+@pytest.mark.parametrize("sizes", [(), (4,), (1, 2, 4)])
+@pytest.mark.parametrize("num_pages", [24, 64])
+def test_rows_that_follow_drafts_in_flight_give_the_same_tokens(sizes: tuple[int, ...], num_pages: int):
+    plain, _ = outputs_with_drafts(None)
+    on_host, num_on_host = outputs_with_drafts(None, drafts=plain, num_pages=num_pages)
+    assert on_host == plain
+    assert num_on_host > 10
+    for seed in range(3):
+        device = LateDevice(Random(seed), haste=seed / 3)
+        found, num_unknown = outputs_with_drafts(
+            device, drafts=plain, sizes=sizes, num_pages=num_pages, depth=1 + seed % 2
+        )
+        assert found == plain
+        assert num_unknown > 10
+
+
 def test_steps_run_late_and_copies_are_made():
     device = LateDevice(Random(0), haste=0)
     assert late_steps.outputs(PROMPTS, device=device) == late_steps.outputs(PROMPTS)
@@ -55,7 +116,7 @@ def test_steps_run_late_and_copies_are_made():
 
 @pytest.mark.parametrize("sizes", [(), (4,)])
 def test_a_step_makes_one_copy_to_the_device(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
-    """Its inputs, and how its rows choose, whether it is replayed or not."""
+    """One copy holds its inputs and its sampling arrays, whether or not it is replayed."""
     device = LateDevice(Random(0))
     uploads: list[int] = []
     upload = device.upload
@@ -78,11 +139,23 @@ def test_a_step_makes_one_copy_to_the_device(sizes: tuple[int, ...], monkeypatch
     assert num_steps > 20
 
 
-# --- that the proof can fail ---
+# --- proof that the tests can fail ---
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_upper_bound_instead_of_a_length_is_noticed(is_late: bool, monkeypatch: pytest.MonkeyPatch):
+    plain, _ = outputs_with_drafts(None)
+    if is_late:
+        monkeypatch.setattr("runtime.worker.step_inputs._take_lengths", lambda *given: None)
+    else:
+        monkeypatch.setattr("runtime.worker.model_runner.with_exact_starts", lambda batch, lengths: batch)
+        monkeypatch.setattr("runtime.worker.step_inputs._take_lengths", lambda *given: None)
+    found, _ = outputs_with_drafts(LateDevice(Random(0)) if is_late else None, drafts=plain)
+    assert found != plain
 
 
 def tries(**options: Any) -> list[Any]:
-    """What many orders give: tokens, or the error that stopped them."""
+    """Return the results of many random orders: tokens, or the error."""
     found = []
     for seed in range(5):
         try:
@@ -99,7 +172,7 @@ def test_buffer_that_is_written_too_early_is_noticed(monkeypatch: pytest.MonkeyP
 
 
 def test_buffers_that_do_not_wait_are_noticed_however_many_take_turns(monkeypatch: pytest.MonkeyPatch):
-    """With haste 0 a copy runs only when a result is waited for: three launches behind it is too late."""
+    """With haste 0 a copy runs only when a result is awaited. Three launches later is too late."""
     monkeypatch.setattr(Staging, "_wait_until_read", lambda self: None)
     with pytest.raises(Overwritten):
         late_steps.outputs(PROMPTS, device=LateDevice(Random(0), haste=0), depth=4)

@@ -7,7 +7,7 @@ import late_steps
 from ops.machine import Machine
 from ops.select import select
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.models.loader import load_model
+from runtime.loading.loader import load_model
 from runtime.worker.compiled import CompiledForward, compilable
 from runtime.worker.device import CpuDevice
 

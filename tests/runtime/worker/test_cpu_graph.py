@@ -1,4 +1,4 @@
-"""Recorded steps: bit for bit what the kernels in C++ give one by one, and what plain torch gives."""
+"""Captured steps on a CPU: bit for bit equal to single C++ kernels, and close to plain torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runtime.batch import UNKNOWN, Batch, LogprobParams, PromptLogprobs, Samplin
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.embedding import Embedding
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.models.decoder import Decoder
+from runtime.modeling.decoder import Decoder
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.device import CpuDevice
 from runtime.worker.sampler import chooses_greedily
@@ -33,13 +33,13 @@ STEPS = st.lists(st.lists(st.integers(0, 9), min_size=MAX_ROWS, max_size=MAX_ROW
 
 
 def kernels(num_threads: int) -> Kernels:
-    library()  # skips where there is no compiler
+    library()  # skips the test without a compiler
     return select(CHOICES, {"with_cpp": {"num_threads": num_threads}})
 
 
 @cache
 def models(family: str, dtype: str, quantization: str | None) -> tuple[Decoder, Kernels, Decoder, Decoder]:
-    """One whose steps are captured on two threads, one for one thread, and plain torch."""
+    """Return a model that is captured on two threads, one for one thread, and one in plain torch."""
     path = tiny_checkpoints.cached(family, head_dim=16, tie_word_embeddings=family == "qwen3")
     two, one, load = kernels(2), kernels(1), paged_forward.load
     return (
@@ -51,7 +51,7 @@ def models(family: str, dtype: str, quantization: str | None) -> tuple[Decoder, 
 
 
 class Sequences:
-    """Random tokens of some rows, of which every step computes some more."""
+    """Random tokens of several rows. Every step computes some more of them."""
 
     def __init__(self, page_size: int, seed: int, *, with_states: bool = False) -> None:
         self.with_states = with_states
@@ -63,7 +63,7 @@ class Sequences:
         self.last_tokens = torch.from_numpy(self.rng.integers(0, 128, MAX_ROWS))
 
     def batch(self, counts: list[int]) -> Batch:
-        """The next tokens: of rows that compute one it may be known on the device only."""
+        """Return a batch of the next tokens. In single-token rows, only the device may know the token."""
         rows = np.array([row for row, count in enumerate(counts) if count], np.int32)
         number = np.array([count for count in counts if count], np.int32)
         ids = self.rng.integers(0, 128, number.sum()).astype(np.int32)
@@ -72,22 +72,24 @@ class Sequences:
         starts = self.done[rows]
         self.done[rows] += number
         order = self.rng.permutation(MAX_ROWS).astype(np.int32)
-        sampling = greedy(np.flatnonzero(self.rng.random(len(rows)) < 0.7).astype(np.int32))
-        read, written = self.lines[rows].T  # by turns, so that a step can be computed once more
+        sampling = greedy(np.flatnonzero(self.rng.random(len(rows)) < 0.7).astype(np.int32), number)
+        read, written = self.lines[rows].T  # slots alternate, so that a step can be repeated
         self.lines[rows] = np.stack([written, np.where(read == 0, rows + 1 + MAX_ROWS, read)], 1)
         spans = np.stack([read, written, ends - number, number], 1)
         kinds = {"state": {"spans": spans.astype(np.int32)}} if self.with_states else {}
         return Batch(0, (), starts, number, order[rows], ids, self.table[rows], sampling, kinds=kinds)
 
 
-def greedy(rows: np.ndarray) -> Sampling:
-    return Sampling(rows, np.ones(len(rows), np.bool_), np.zeros(len(rows), np.float32))
+def greedy(rows: np.ndarray, counts: np.ndarray) -> Sampling:
+    """Return sampling arrays with which each of these rows chooses a token at its last position."""
+    positions = np.cumsum(counts, dtype=np.int32)[rows] - 1
+    return Sampling(positions, rows, np.ones(len(rows), np.bool_), np.zeros(len(rows), np.float32))
 
 
 def eager(model: Decoder, pool: KVPool, batch: Batch, last_tokens: torch.Tensor) -> torch.Tensor:
-    """The logits of the sampling rows, operation by operation."""
+    """Return the logits of the sampling rows, computed operation by operation."""
     inputs = prepare(batch, pool, Staging(CpuDevice()), last_tokens)
-    return model.logits(model(inputs.forward)[inputs.last_index])
+    return model.logits(model(inputs.forward)[inputs.samples.index])
 
 
 PRECISIONS = [
@@ -97,7 +99,7 @@ PRECISIONS = [
     ("float32", "w4a16", 1e-4),
     ("bfloat16", "w4a8", None),
 ]
-# The others are in a second pass.
+# The other models are in a second pass.
 EACH_PRECISION = (
     "gemma2",
     "gpt_neox",
@@ -106,7 +108,7 @@ EACH_PRECISION = (
     "phi3",
     "qwen3_moe",
 )
-# Their logits are scaled, bounded or biased.
+# Models whose logits are scaled, capped or biased.
 MORE_THAN_PRODUCTS = {
     "cohere",
     "cohere2",
@@ -159,7 +161,7 @@ def test_a_recorded_step_is_the_kernels_one_by_one_is_plain_torch(
         assert torch.equal(ids, one_by_one.argmax(-1))
         assert sound.all()
         assert batch.sampling is not None
-        assert torch.equal(last_tokens[batch.sequence_indices[batch.sampling.rows]], ids)
+        assert torch.equal(last_tokens[batch.sequence_indices[batch.sampling.row_of]], ids)
 
 
 def a_graph(family: str = "llama") -> tuple[CpuGraph, KVPool, Kernels]:
@@ -180,7 +182,7 @@ def batch_of(counts: list[int], **changes: Any) -> Batch:
         "sequence_indices": rows,
         "token_ids": np.arange(number.sum(), dtype=np.int32),
         "page_table": table,
-        "sampling": greedy(rows),
+        "sampling": greedy(rows, number),
     }
     return Batch(**{**values, **changes})
 
@@ -208,29 +210,29 @@ def test_a_row_without_finite_logits_is_not_sound_and_hurts_no_other(broken: flo
     assert sound.tolist() == [True, False, True]
 
 
-def test_hidden_states_of_any_rows_are_those_of_the_model() -> None:
+def test_hidden_states_of_any_positions_are_those_of_the_model() -> None:
     graph, _, _ = a_graph()
     model, last_tokens = models("llama", "float32", None)[2], torch.zeros(MAX_ROWS, dtype=torch.int64)
     batch = batch_of([3, 1, 5], sampling=None)
     own = paged_forward.pool_for(model, NUM_PAGES, 16)
     with torch.inference_mode():
         wanted = model(prepare(batch, own, Staging(CpuDevice()), last_tokens).forward)
-        found = graph.hidden(batch, last_tokens, np.array([0, 2], np.int32))
-    assert torch.equal(found, wanted[[2, 8]])
+        found = graph.hidden(batch, last_tokens, np.array([1, 2, 8], np.int32))
+    assert torch.equal(found, wanted[[1, 2, 8]])
 
 
 THREES = torch.full((32,), 3.0)
 
 
 class NormedEmbedding(Embedding):
-    """An embedding as a family might write it, of kernels that can be captured."""
+    """An embedding with kernels that can be captured, as a family might define it."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return self.kernels.rms_norm(super().forward(batch), THREES, 1e-6)
 
 
 class ScaledInTorch(Embedding):
-    """And one of which torch computes a part."""
+    """The same embedding with a part that torch computes."""
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         return super().forward(batch) * 3.0
@@ -252,8 +254,7 @@ def test_whatever_the_models_embedding_does_is_captured() -> None:
     with torch.inference_mode():
         wanted = eager(model, pools[2], batch, last_tokens)
         found, other = (
-            paged_forward.graph_logits(graph, each, batch, last_tokens)
-            for graph, each in zip(graphs, (model, plain))
+            paged_forward.graph_logits(graph, each, batch, last_tokens) for graph, each in zip(graphs, (model, plain))
         )
     assert torch.equal(found, wanted)
     assert not torch.equal(other, wanted)
@@ -267,7 +268,7 @@ def test_an_embedding_that_torch_scales_is_not_captured() -> None:
 
 
 def test_only_plain_greedy_rows_are_chosen_by_the_graph() -> None:
-    plain = greedy(np.array([0, 1], np.int32))
+    plain = greedy(np.array([0, 1], np.int32), np.array([1, 1]))
     assert chooses_greedily(plain)
     assert not chooses_greedily(replace(plain, greedy=np.array([True, False])))
     assert not chooses_greedily(replace(plain, logprobs=(None, LogprobParams(top=1))))

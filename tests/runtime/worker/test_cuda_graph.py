@@ -21,7 +21,7 @@ from ops.attention.with_flashinfer import FlashInfer
 from runtime.batch import Batch, Bias, Sampling
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.models.loader import load_model
+from runtime.loading.loader import load_model
 from runtime.request import LogprobParams
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.sampler import Sampler
@@ -39,7 +39,7 @@ def steps(*sizes: int, padding: bool = True, capture: bool = True, **options: An
 
 
 def batch(num_rows: int, *, start: int = 5, count: int = 1) -> Batch:
-    """Rows with pages of their own; each samples."""
+    """Return a batch of rows with their own pages, which all sample."""
     width = -(-(start + count) // PAGE_SIZE)
     return Batch(
         number=0,
@@ -50,7 +50,8 @@ def batch(num_rows: int, *, start: int = 5, count: int = 1) -> Batch:
         token_ids=np.arange(3, 3 + num_rows * count, dtype=np.int32),
         page_table=np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width),
         sampling=Sampling(
-            rows=np.arange(num_rows, dtype=np.int32),
+            positions=np.arange(1, num_rows + 1, dtype=np.int32) * count - 1,
+            row_of=np.arange(num_rows, dtype=np.int32),
             greedy=np.ones(num_rows, np.bool_),
             uniform=np.zeros(num_rows, np.float32),
         ),
@@ -148,9 +149,7 @@ def test_failed_capture_leaves_the_others_usable(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("allowed", [False, True])
-def test_garbage_collector_rests_during_a_capture_unless_it_is_allowed(
-    allowed: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_garbage_collector_rests_during_a_capture_unless_it_is_allowed(allowed: bool, monkeypatch: pytest.MonkeyPatch):
     made = steps(1, capture=False, collect_garbage=allowed)
     seen: list[bool] = []
     capture = made.device.capture
@@ -176,7 +175,7 @@ def test_profile_of_each_capture_is_logged(caplog: pytest.LogCaptureFixture):
 
 
 def ways(made: Steps, monkeypatch: pytest.MonkeyPatch) -> Callable[[Batch], str]:
-    """How a batch gets its tokens: by a graph, or by the sampler behind one."""
+    """Return how a batch gets its tokens: from a graph, or from the sampler after a graph."""
     calls: list[str] = []
     replay, sample = LateGraph.replay, Sampler.sample
     monkeypatch.setattr(LateGraph, "replay", lambda graph: calls.append("graph") or replay(graph))
@@ -210,18 +209,29 @@ def test_a_graph_goes_on_to_tokens_where_all_rows_sample_and_want_nothing_more(
     assert not graphs.is_waiting()
     bias = Bias(np.zeros(1, np.int64), np.ones(1, np.int64), np.ones(1, np.float32))
     assert run(choosing(3, bias=bias)) == "sampler"
-    while graphs.is_waiting():  # now there was a step whose rows want more
+    while graphs.is_waiting():  # a step with rows that need more than tokens has run
         graphs.capture_next()
     assert run(choosing(3, bias=bias)) == "graph, sampler"
     assert run(choosing(3, logprobs=(None, LogprobParams(top=1), None))) == "graph, sampler"
     first_two = {
-        "rows": np.arange(2, dtype=np.int32),
+        "positions": np.arange(2, dtype=np.int32),
+        "row_of": np.arange(2, dtype=np.int32),
         "greedy": drawn[:2],
         "uniform": np.zeros(2, np.float32),
     }
     assert run(choosing(3, **first_two)) == "graph, sampler"
     assert run(choosing(3)) == "graph"
     assert run(batch(2, count=2)) == "sampler"
+
+
+def test_a_limit_that_the_captured_kernel_lacks_is_left_to_the_sampler(monkeypatch: pytest.MonkeyPatch):
+    made = steps(2, choice=replace(late_steps.choice(), limits=frozenset({"top_k"})))
+    run = ways(made, monkeypatch)
+    drawn = np.array([False, True])
+    top_p = {"top_p": np.array([0.5, 1], np.float32)}
+    assert run(choosing(2, greedy=drawn, params={"top_k": np.array([3, 2**30], np.int32)})) == "graph"
+    assert run(choosing(2, params=top_p)) == "graph"  # it belongs to another sequence: all rows of this step are greedy
+    assert run(choosing(2, greedy=drawn, params=top_p)) == "sampler"
 
 
 def test_a_choice_that_is_planned_on_the_host_is_captured_for_greedy_rows_alone(
@@ -235,7 +245,7 @@ def test_a_choice_that_is_planned_on_the_host_is_captured_for_greedy_rows_alone(
 
     made = steps(2, choice=replace(late_steps.choice(), choose=planned, greedy_only=True))
     run = ways(made, monkeypatch)
-    assert plans == [[True, True]] * 2  # the run that warms up, and the captured one
+    assert plans == [[True, True]] * 2  # the warm-up run and the captured run
     assert run(choosing(2)) == "graph"
     mixed = choosing(2, greedy=np.array([True, False]))
     assert run(mixed) == "sampler"
@@ -244,7 +254,7 @@ def test_a_choice_that_is_planned_on_the_host_is_captured_for_greedy_rows_alone(
 
 
 def test_rows_that_drew_before_leave_nothing_to_those_that_come(monkeypatch: pytest.MonkeyPatch):
-    """How rows choose is copied with the other inputs; without that, the tokens are others."""
+    """The sampling arrays are copied with the other inputs; otherwise the tokens differ."""
     fill = CudaGraphRunner._fill
     expected = late_steps.outputs(PROMPTS)
     options: dict[str, Any] = {"sizes": (4,), "capture_every": 1}
@@ -258,7 +268,7 @@ def test_rows_that_drew_before_leave_nothing_to_those_that_come(monkeypatch: pyt
 
 @pytest.fixture
 def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashInfer:
-    """Models whose captured steps attend by stand-ins of FlashInfer's wrappers for CUDA graphs."""
+    """Return models whose captured steps attend with fakes of FlashInfer's wrappers for CUDA graphs."""
     backend = FlashInfer(getattr(request, "param", "auto"))
 
     def attend(*step: Any) -> torch.Tensor:
@@ -268,9 +278,7 @@ def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "flashinfer", recorded_flashinfer.module())
     monkeypatch.setattr(with_flashinfer, "WORKSPACE_BYTES", 16)
     monkeypatch.setattr(with_flashinfer, "check_heads", lambda q: None)
-    model = load_model(
-        late_steps.facts(), late_steps.model_plan(), replace(late_steps.kernels(), attend=attend)
-    )
+    model = load_model(late_steps.facts(), late_steps.model_plan(), replace(late_steps.kernels(), attend=attend))
     monkeypatch.setattr(late_steps, "model", lambda: model)
     return backend
 
@@ -279,12 +287,10 @@ def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("haste", [0.0, 0.7])
 def test_rows_are_planned_anew_before_each_replay(planned: FlashInfer, haste: float):
     device = LateDevice(Random(1), haste)
-    assert late_steps.outputs(PROMPTS, device=device, sizes=(1, 2, 4), capture_every=2) == late_steps.outputs(
-        PROMPTS
-    )
+    assert late_steps.outputs(PROMPTS, device=device, sizes=(1, 2, 4), capture_every=2) == late_steps.outputs(PROMPTS)
     assert len(planned._fixed) == 3
     buffers = {wrapper.fixed._buffers[1].data_ptr() for wrapper in planned._fixed.values()}
-    assert len(buffers) == 1  # shared by the sizes
+    assert len(buffers) == 1  # shared by all sizes
 
 
 @pytest.mark.parametrize("lost", ["plan", "wait"])
@@ -303,7 +309,7 @@ def test_a_plan_that_is_old_or_comes_too_early_is_noticed(lost: str, monkeypatch
     assert late_steps.outputs(PROMPTS, device=device, sizes=(4,), depth=2, capture_every=1) != expected
 
 
-# --- that the proof can fail ---
+# --- proof that the tests can fail ---
 
 
 def test_inputs_that_are_bound_anew_instead_of_copied_are_noticed(monkeypatch: pytest.MonkeyPatch):

@@ -62,8 +62,6 @@ async def test_closed_thread_takes_nothing_and_leaves_no_thread():
     before = set(threading.enumerate())
     thread = DeviceThread(asyncio.get_running_loop(), separate_reads=True)
     await asyncio.to_thread(thread.close)
-    assert set(threading.enumerate()) <= before | {
-        t for t in threading.enumerate() if "penstock" not in t.name
-    }
+    assert set(threading.enumerate()) <= before | {t for t in threading.enumerate() if "penstock" not in t.name}
     with pytest.raises(EngineClosed):
         thread.submit(lambda: lambda: None)

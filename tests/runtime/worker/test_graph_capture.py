@@ -12,7 +12,7 @@ from runtime.worker.graph_capture import BackgroundCapture
 
 
 class Graphs:
-    """So many graphs are left to be captured."""
+    """A fake with this number of graphs to capture."""
 
     def __init__(self, left: int) -> None:
         self.left = left
@@ -57,7 +57,7 @@ async def test_nothing_is_captured_before_the_first_step_and_all_in_the_quiet_af
         await step(device, capture)
         await until_done(graphs)
         assert not capture.is_pending
-        graphs.left = 2  # a step found that others are needed
+        graphs.left = 2  # a step needs further graphs
         await step(device, capture)
         await until_done(graphs)
 
@@ -65,9 +65,7 @@ async def test_nothing_is_captured_before_the_first_step_and_all_in_the_quiet_af
 async def test_one_graph_is_captured_every_so_many_steps_where_it_is_never_quiet():
     async with thread() as device:
         graphs = Graphs(10)
-        capture = BackgroundCapture(
-            device, graphs.capture_next, graphs.is_waiting, steps_between=4, quiet_s=3600
-        )
+        capture = BackgroundCapture(device, graphs.capture_next, graphs.is_waiting, steps_between=4, quiet_s=3600)
         for _ in range(12):
             await step(device, capture)
         await device.submit(lambda: lambda: None)
@@ -78,9 +76,7 @@ async def test_steps_go_on_when_a_capture_fails(caplog: pytest.LogCaptureFixture
     async with thread() as device:
         graphs = Graphs(5)
         graphs.error = RuntimeError("no such kernel")
-        capture = BackgroundCapture(
-            device, graphs.capture_next, graphs.is_waiting, steps_between=1, quiet_s=0
-        )
+        capture = BackgroundCapture(device, graphs.capture_next, graphs.is_waiting, steps_between=1, quiet_s=0)
         with caplog.at_level(logging.ERROR, "penstock.core"):
             await step(device, capture)
             while not caplog.records:
@@ -94,9 +90,7 @@ async def test_steps_go_on_when_a_capture_fails(caplog: pytest.LogCaptureFixture
 async def test_closed_capture_starts_nothing_more():
     async with thread() as device:
         graphs = Graphs(5)
-        capture = BackgroundCapture(
-            device, graphs.capture_next, graphs.is_waiting, steps_between=1, quiet_s=0
-        )
+        capture = BackgroundCapture(device, graphs.capture_next, graphs.is_waiting, steps_between=1, quiet_s=0)
         capture.close()
         await step(device, capture)
         await device.submit(lambda: lambda: None)

@@ -1,4 +1,4 @@
-"""CUDA graphs of a model that several ranks compute: two in threads, with real collectives over a stand-in device."""
+"""CUDA graphs of a model on several ranks: two ranks in threads, with real collectives and a fake device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from runtime.batch import Batch, Sampling
 from runtime.config.plan import GraphPlan, KernelPlan
 from runtime.distributed.group_runner import decode_batch, encode_batch
 from runtime.distributed.link import HEAD, decode
-from runtime.distributed.mesh import RankInfo
-from runtime.distributed.rendezvous import Rendezvous
 from runtime.errors import EngineFailure
+from runtime.mesh.rank_info import RankInfo
+from runtime.mesh.rendezvous import Rendezvous
 from runtime.worker import worker as worker_module
 from runtime.worker.model_runner import StepExecutor
-from runtime.worker.worker import CacheSetup, ModelWorker, WorkerSetup
+from runtime.worker.worker import TARGET, CacheSetup, ModelSetup, ModelWorker, WorkerSetup
 
 CACHE = CacheSetup(num_pages=12, page_size=PAGE_SIZE, kv_dtype="float32", num_sequences=4)
 PLAN: Any = SimpleNamespace(kernels=KernelPlan(), parallel=SimpleNamespace(ranks=2))
@@ -32,7 +32,7 @@ TIMEOUT_S = 60.0
 
 
 class Ranks:
-    """Two ranks, each on a device of its own."""
+    """Two ranks, each with its own device."""
 
     def __init__(self, folder: Path, sizes: tuple[int, ...], timeout_s: float = TIMEOUT_S) -> None:
         self.rendezvous = Rendezvous(host="127.0.0.1", timeout_s=timeout_s, path=str(folder / "store"))
@@ -40,8 +40,7 @@ class Ranks:
             ModelWorker(
                 WorkerSetup(
                     rank_info=RankInfo(rank=rank, tp_size=2),
-                    facts=late_steps.facts(),
-                    model=late_steps.model_plan(),
+                    models={TARGET: ModelSetup(late_steps.facts(), late_steps.model_plan())},
                     kernels=KernelPlan(),
                     graphs=GraphPlan(sizes=sizes),
                 )
@@ -50,14 +49,14 @@ class Ranks:
         ]
 
     def together(self, lead: Callable[[ModelWorker], Any], follow: Callable[[ModelWorker], Any]) -> list[Any]:
-        """Results of both, or what they raised."""
+        """Return the results of both ranks, or their exceptions."""
         with ThreadPoolExecutor(2) as pool:
             futures = [pool.submit(work, worker) for work, worker in zip((lead, follow), self.workers)]
             return [future.exception() or future.result() for future in futures]
 
     def start(self) -> list[Any]:
         self.together(*[lambda worker: worker.join(CACHE, self.rendezvous)] * 2)
-        return self.together(lambda worker: worker.lead(PLAN), lambda worker: worker.follow())
+        return self.together(lambda worker: worker.lead(PLAN, TARGET), lambda worker: worker.follow(TARGET))
 
     def tokens(self, executors: list[StepExecutor], batches: list[Batch]) -> list[list[list[int]]]:
         def follow(_: Any) -> None:
@@ -67,16 +66,14 @@ class Ranks:
                 executors[1].begin(decode_batch(decode(bytearray(content[HEAD.size :]), length)))
                 executors[1].follow()
 
-        found, nothing = self.together(
-            lambda _: [executors[0].run(batch)().tokens for batch in batches], follow
-        )
+        found, nothing = self.together(lambda _: [executors[0].run(batch)().tokens for batch in batches], follow)
         assert nothing is None
         return found
 
 
 @pytest.fixture(autouse=True)
 def devices(monkeypatch: pytest.MonkeyPatch) -> list[ReplayingDevice]:
-    """In the order of their making."""
+    """The devices in the order of their creation."""
     made: list[ReplayingDevice] = []
 
     def open_device(_: torch.device) -> ReplayingDevice:
@@ -89,7 +86,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[ReplayingDevice]:
 
 
 def batches() -> list[Batch]:
-    """A prompt for each of three rows, then single tokens of two and of three of them."""
+    """Yield batches: a prompt for each of three rows, then single tokens of two and of three rows."""
     steps = [(3, 0, 5), (3, 5, 1), (2, 6, 1), (3, 7, 1)]
     return [
         Batch(
@@ -98,12 +95,11 @@ def batches() -> list[Batch]:
             starts=np.full(rows, start, np.int32),
             counts=np.full(rows, count, np.int32),
             sequence_indices=np.arange(rows, dtype=np.int32),
-            token_ids=np.arange(3, 3 + rows * count, dtype=np.int32)
-            if number == 0
-            else np.full(rows, -1, np.int32),
+            token_ids=np.arange(3, 3 + rows * count, dtype=np.int32) if number == 0 else np.full(rows, -1, np.int32),
             page_table=np.arange(3 * 3, dtype=np.int32).reshape(3, 3)[:rows],
             sampling=Sampling(
-                rows=np.arange(rows, dtype=np.int32),
+                positions=np.arange(1, rows + 1, dtype=np.int32) * count - 1,
+                row_of=np.arange(rows, dtype=np.int32),
                 greedy=np.ones(rows, np.bool_),
                 uniform=np.zeros(rows, np.float32),
             ),
@@ -119,7 +115,7 @@ def test_all_ranks_capture_and_replay_the_same_steps(tmp_path: Path, devices: li
         ranks = Ranks(tmp_path / name, sizes)
         executors = ranks.start()
         graphs = executors[0].cuda_graphs
-        assert graphs is None or not graphs.is_waiting()  # nothing is left for later
+        assert graphs is None or not graphs.is_waiting()  # nothing is left to capture
         found.append(ranks.tokens(executors, batches()))
         for worker in ranks.workers:
             worker.close()
@@ -127,9 +123,7 @@ def test_all_ranks_capture_and_replay_the_same_steps(tmp_path: Path, devices: li
     assert [device.num_replays for device in devices] == [0, 0, 3, 3]
 
 
-def test_a_rank_that_cannot_capture_fails_the_start_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_rank_that_cannot_capture_fails_the_start_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def broken(self: ReplayingDevice, run: Any) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing")
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts, chunked across sequences."""
+"""Log-probabilities of prompts, in chunks across sequences."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ HIDDEN = torch.randn(40, MODEL, generator=torch.Generator().manual_seed(1))
 
 
 class CountingHead:
-    """A language-model head that remembers how many positions it was given at once."""
+    """An LM head that records the number of positions of each call."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         self.calls.append(len(hidden))
-        # Row by row, so that chunking cannot change the logits themselves.
+        # Row by row, so that chunks cannot change the logits.
         return torch.stack([h @ HEAD for h in hidden])
 
 
@@ -65,9 +65,7 @@ def test_prompt_logprobs_are_the_log_softmax_of_raw_logits() -> None:
     for entry, (_, logprobs) in zip(ENTRIES, found):
         places = range(entry.offset, entry.offset + len(entry.targets))
         assert [token_id for _, token_id in logprobs.chosen] == entry.targets.tolist()
-        assert [p for p, _ in logprobs.chosen] == pytest.approx(
-            expected[places, entry.targets].tolist(), rel=1e-4
-        )
+        assert [p for p, _ in logprobs.chosen] == pytest.approx(expected[places, entry.targets].tolist(), rel=1e-4)
         assert len(logprobs.top) == (len(places) if entry.params.top else 0)
         assert len(logprobs.requested) == (len(places) if entry.params.token_ids else 0)
         for place, top in zip(places, logprobs.top):

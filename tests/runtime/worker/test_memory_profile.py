@@ -21,7 +21,7 @@ TOKEN_BYTES = 1000
 
 
 class Metered(CpuDevice):
-    """A step takes so many bytes for each of its tokens, and has room for so many tokens."""
+    """A fake whose steps take a number of bytes per token, with memory for a number of tokens."""
 
     def __init__(self, room: int = 10**6) -> None:
         super().__init__()
@@ -37,9 +37,7 @@ class Metered(CpuDevice):
 
 def profiled(device: Metered, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> StepMemory:
     given = fake_core.make_plan()
-    schedule = replace(
-        given.scheduler, chunk_tokens=None, max_prefill_tokens=100, max_running=30, mixed=False
-    )
+    schedule = replace(given.scheduler, chunk_tokens=None, max_prefill_tokens=100, max_running=30, mixed=False)
     plan: Plan = replace(
         given,
         model=replace(given.model, context_length=late_steps.CONTEXT),

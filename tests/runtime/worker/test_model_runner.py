@@ -1,4 +1,4 @@
-"""The runner with its threads, under the scheduler that drives it in life."""
+"""The runner with its threads and a real scheduler."""
 
 from __future__ import annotations
 

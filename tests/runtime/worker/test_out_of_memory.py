@@ -1,13 +1,14 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import late_steps
 from late_steps import Steps
+from runtime.batch import Batch
 from runtime.errors import OutOfMemory
 from runtime.layers.forward_batch import ForwardBatch
 
@@ -15,7 +16,7 @@ PROMPTS = [([3 + i, 9, 4 + 3 * i, 7][: 1 + i % 4], 3 + i) for i in range(6)]
 
 
 class Hungry:
-    """Runs out of memory at its n-th call."""
+    """A model that runs out of memory at its n-th call."""
 
     def __init__(self, eager: Any, when: int) -> None:
         self.eager, self.left = eager, when
@@ -40,8 +41,8 @@ def test_want_of_memory_has_its_own_error_and_what_is_unused_is_given_back(
 
     monkeypatch.setattr(steps.executor, "_begin", fail)
     monkeypatch.setattr(steps.device, "release_unused", lambda: released.append(True))
-    nothing: Any = SimpleNamespace(row_values={})
-    steps.launch(nothing)
+    none = np.zeros(0, np.int32)
+    steps.launch(Batch(0, (), none, none, none, none, none.reshape(0, 1), sampling=None))
     with pytest.raises(OutOfMemory):
         steps.finish_oldest()
     assert released == [True]

@@ -1,4 +1,4 @@
-"""The sampler over the steps of several sequences."""
+"""The sampler over several steps of several sequences."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from ops.sampling import native
 from runtime.batch import UNKNOWN, Batch, Bias, FreshSequence, Penalties, Sampling
 from runtime.constraint import HostData
 from runtime.request import LogprobParams
+from runtime.sampling_params import ROW_ARRAYS, RowArray
 from runtime.worker.device import CpuDevice
-from runtime.worker.sampler import PENALTIES, HostTokens, Sampled, Sampler
+from runtime.worker.sampler import PENALTIES, HostTokens, Sampled, Sampler, check_row_arrays
 
 VOCAB = 50
 CPU = CpuDevice()
@@ -37,7 +38,9 @@ def sampling(
     host_data: dict[int, HostData] | None = None,
     **fields: ArrayLike,
 ) -> Batch:
-    """`count` rows; each field of `Sampling`, or of its `params`, one value for all or one for each."""
+    """Return `Sampling` with `count` rows. Each field, or each of its `params`, is one value for all rows or one per
+    row.
+    """
     values: dict[str, Any] = {"greedy": False, "uniform": 0.5} | fields
     kinds = {"top_k": np.int32, "greedy": np.bool_}
     arrays = {n: np.array(np.broadcast_to(v, count), kinds.get(n, np.float32)) for n, v in values.items()}
@@ -47,6 +50,7 @@ def sampling(
     rows = np.arange(count, dtype=np.int32)
     return batch_of(
         Sampling(
+            rows,
             rows,
             greedy,
             uniform,
@@ -60,8 +64,8 @@ def sampling(
 
 
 def batch_of(sampling: Sampling, token_ids: Sequence[int] | None = None) -> Batch:
-    """Single-token rows that all sample; of `token_ids` UNKNOWN are known on the device only."""
-    count = len(sampling.rows)
+    """Return a batch of single-token rows that all sample. UNKNOWN in `token_ids` is known only on the device."""
+    count = len(sampling.row_of)
     zeros = np.zeros(count, np.int32)
     return Batch(
         number=0,
@@ -75,9 +79,7 @@ def batch_of(sampling: Sampling, token_ids: Sequence[int] | None = None) -> Batc
     )
 
 
-def penalties(
-    rows: Sequence[int], sequence_indices: Sequence[int], fresh: Sequence[FreshSequence] = ()
-) -> Penalties:
+def penalties(rows: Sequence[int], sequence_indices: Sequence[int], fresh: Sequence[FreshSequence] = ()) -> Penalties:
     return Penalties(np.array(rows, np.int64), np.array(sequence_indices, np.int64), tuple(fresh))
 
 
@@ -104,7 +106,7 @@ def test_penalties_over_steps_equal_counting_from_scratch() -> None:
     outputs: dict[int, list[int]] = {sequence_index: [] for sequence_index in prompts}
     rng = np.random.default_rng(0)
     for step in range(25):
-        # A sequence may sit out a step; the rows' order changes; one row in front has no penalties.
+        # A sequence may miss a step, the rows' order changes, and the first row has no penalties.
         sequence_indices = [
             sequence_index
             for sequence_index in rng.permutation(list(prompts)).tolist()
@@ -188,9 +190,7 @@ def test_a_slot_cannot_start_from_a_token_that_only_the_device_knows() -> None:
 
 
 def test_bias_adds_forbids_and_adds_up() -> None:
-    entries = bias(
-        (0, 3, 50.0), (1, 3, 50.0), (1, 4, 90.0), (1, 4, -INF), (2, 5, 30.0), (2, 5, 30.0), (2, 6, 45.0)
-    )
+    entries = bias((0, 3, 50.0), (1, 3, 50.0), (1, 4, 90.0), (1, 4, -INF), (2, 5, 30.0), (2, 5, 30.0), (2, 6, 45.0))
     ids = Sampler(VOCAB, 1, CPU).sample(random_logits(4), sampling(4, greedy=True, bias=entries)).ids.tolist()
     assert ids == [3, 3, 5, int(random_logits(4)[3].argmax())]
 
@@ -297,12 +297,12 @@ def failed() -> HostData:
 
 
 def arrived(*allowed: int, process: Any = None, vocab_size: int = VOCAB) -> HostData:
-    """Data that is there: a mask that allows these tokens, if any is named, and a processor."""
+    """Return host data that has arrived: a mask of these tokens, if any are given, and a processor."""
     return given(bitmask(list(allowed), vocab_size) if allowed else None, process)
 
 
 class NoHostOperands(TorchDispatchMode):
-    """Refuses operations of a device's tensors with tensors of the host: each would be a copy of its own."""
+    """Refuses operations on device tensors with host tensors, because each would be a separate copy."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class NoHostOperands(TorchDispatchMode):
 
 
 def every_kind_of_step() -> Batch:
-    """Rows of every kind of truncation, scattered, with penalties, biases and logprobs."""
+    """Return rows with every kind of truncation in mixed order, with penalties, biases and logprobs."""
     return sampling(
         8,
         greedy=[True, False, False, False, False, False, True, False],
@@ -338,9 +338,7 @@ def every_kind_of_step() -> Batch:
 
 
 @pytest.mark.parametrize("haste", [0.0, 0.5])
-def test_a_step_brings_everything_to_the_device_in_one_copy(
-    haste: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_brings_everything_to_the_device_in_one_copy(haste: float, monkeypatch: pytest.MonkeyPatch) -> None:
     device, vocab_size = LateDevice(Random(1), haste), 3000
     uploads: list[Tensor] = []
     upload = device.upload
@@ -400,8 +398,7 @@ def test_a_mask_without_tokens_fails_its_row_only() -> None:
     found = read(Sampler(VOCAB, 3, CPU).sample(random_logits(3), step))
     assert found.failed == found.stuck == [2]
     assert (
-        found.tokens[:2]
-        == read(Sampler(VOCAB, 3, CPU).sample(random_logits(3), sampling(3, greedy=True))).tokens[:2]
+        found.tokens[:2] == read(Sampler(VOCAB, 3, CPU).sample(random_logits(3), sampling(3, greedy=True))).tokens[:2]
     )
 
 
@@ -446,7 +443,7 @@ def test_a_row_whose_data_is_late_yields_nothing_until_its_last_token_is_known_a
     assert (missed.tokens, missed.failed) == ([plain[0], []], [])
     assert missed.logprobs is not None
     assert missed.logprobs[1] is None
-    assert step(arrived(5), UNKNOWN).tokens == [plain[0], []]  # launched on the token that did not come
+    assert step(arrived(5), UNKNOWN).tokens == [plain[0], []]  # launched after the token that did not arrive
     assert step(arrived(5), 3).tokens == [plain[0], [5]]
     assert step(arrived(6), UNKNOWN).tokens == [plain[0], [6]]
 
@@ -466,7 +463,7 @@ def test_penalties_do_not_count_a_token_that_did_not_come() -> None:
 
 def test_data_that_comes_while_the_forward_runs_is_used() -> None:
     class Forward:
-        """Is over when its data has been delivered and it was looked at once more."""
+        """A fake forward that ends when its data has been delivered and its state was read once more."""
 
         num_looks = 0
 
@@ -481,3 +478,16 @@ def test_data_that_comes_while_the_forward_runs_is_used() -> None:
     device.record = Forward  # pyright: ignore[reportAttributeAccessIssue]
     step = sampling(1, greedy=True, host_data={0: late})
     assert read(Sampler(VOCAB, 1, device).sample(random_logits(1), step)).tokens == [[8]]
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({**ROW_ARRAYS, "top_a": RowArray("float32", 0.0)}, "SamplingArrays has no field top_a"),
+        ({**ROW_ARRAYS, "min_p": RowArray("float32", -1.0)}, "min_p is off at 0 in ops.sampling, not at -1"),
+        ({name: ROW_ARRAYS[name] for name in ROW_ARRAYS if name != "min_p"}, "The sampler needs min_p"),
+    ],
+)
+def test_a_parameter_that_the_sampler_would_ignore_is_an_error_at_import(declared: dict[str, RowArray], message: str):
+    with pytest.raises(TypeError, match=message):
+        check_row_arrays(declared)

@@ -18,13 +18,13 @@ async def thread(request: pytest.FixtureRequest) -> AsyncIterator[DeviceThread]:
 
 
 class Clock:
-    """Time that passes when told."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def busy(self, seconds: float, launch_s: float = 0.0):
-        """Work that takes so long, after it was launched."""
+        """Return work that takes this long after its launch."""
 
         def enqueue():
             self.wait(launch_s)

@@ -13,7 +13,7 @@ GPU = torch.device("cuda:0")
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """Every stream that was made, without a GPU."""
+    """Record every stream that is created, without a GPU."""
     made: list[object] = []
 
     def stream(device: torch.device) -> object:
@@ -24,7 +24,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     devices._idle_streams.cache_clear()
     yield made
-    devices._idle_streams.cache_clear()  # no engine may get these
+    devices._idle_streams.cache_clear()  # no engine may get these fake streams
 
 
 def test_one_engine_after_the_other_computes_on_the_same_streams(streams: list[object]) -> None:

@@ -48,7 +48,7 @@ def native_event(num: int, total: int) -> dict[str, Any]:
 
 @dataclass
 class FakeServer:
-    """What the server saw, and where it is."""
+    """The address of the server, and the requests that it received."""
 
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -71,16 +71,12 @@ class FakeServer:
         self.peak = max(self.peak, self.running)
         try:
             async for event in self.script(request.url.path, body, words):
-                yield (
-                    b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n"
-                )
-                await asyncio.sleep(0.001)  # each event in a write of its own
+                yield (b"data: " + (event if isinstance(event, bytes) else json.dumps(event).encode()) + b"\n\n")
+                await asyncio.sleep(0.001)  # so that each event is a separate write
         finally:
             self.running -= 1
 
-    async def script(
-        self, path: str, body: dict[str, Any], words: str
-    ) -> AsyncIterator[dict[str, Any] | bytes]:
+    async def script(self, path: str, body: dict[str, Any], words: str) -> AsyncIterator[dict[str, Any] | bytes]:
         total = body.get("max_tokens") or body["sampling_params"]["max_new_tokens"]
         if path == "/generate":
             for num in range(1, total + 1):
@@ -132,6 +128,6 @@ def fake_server() -> Iterator[FakeServer]:
 
 @pytest.fixture
 def refused_url() -> str:
-    """A port on which nobody listens."""
+    """Return the URL of a port on which no server listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"

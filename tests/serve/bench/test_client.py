@@ -17,7 +17,7 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def raw_server(answer: Answer) -> AsyncIterator[str]:
-    """A server that writes whatever bytes the test wants, once per connection."""
+    """A server that writes the test's bytes, once per connection."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -45,7 +45,7 @@ async def test_streamed_pieces_come_in_order_of_time(fake_server) -> None:
         response = await client.post("/v1/chat/completions", chat_body("go", 5))
     times = [at_s for at_s, _ in split_events(response.received)]
     assert response.status == 200
-    assert len(times) == 8  # the empty first one, five texts, usage, [DONE]
+    assert len(times) == 8  # the empty first event, five texts, usage, [DONE]
     assert times == sorted(times)
     assert len(set(times)) > 1
     assert response.ended_s >= times[-1]
@@ -120,7 +120,7 @@ async def test_a_streamed_body_ends_however_its_end_is_cut(num_last: int) -> Non
         for part in (head, b"3\r\nabc\r\n", body[:-num_last], body[-num_last:]):
             writer.write(part)
             await writer.drain()
-            await asyncio.sleep(0.01)  # into a read of its own
+            await asyncio.sleep(0.01)  # so that it is a separate read
         await reader.read(-1)  # the connection stays open
 
     async with raw_server(answer) as url, Client(url) as client:
@@ -134,7 +134,7 @@ async def test_a_kept_connection_that_went_away_is_replaced() -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         nonlocal answered
         answered += 1
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")  # and closes, without saying so
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")  # closes the connection without announcing it
 
     async with raw_server(answer) as url, Client(url) as client:
         assert (await client.get("/")).body == b"ok"

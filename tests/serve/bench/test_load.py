@@ -17,7 +17,7 @@ from serve.bench.workload import Prompt, RandomLengths, Vocabulary, random_promp
 
 
 class ScriptedEngine(Engine):
-    """Answers like the engine, one token at a time."""
+    """A fake engine that answers one token at a time."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []

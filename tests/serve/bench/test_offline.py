@@ -1,4 +1,4 @@
-"""Work that is sent all at once to an engine of the benchmark's own waits, however much it is."""
+"""Any amount of work that is submitted at once to the benchmark's own engine waits in its queue."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_unknown_commands_show_the_usage(capsys) -> None:
     assert main(["serve"]) == 2
     assert main(["--help"]) == 0
     _, _, listed = capsys.readouterr().out.partition("commands:\n")
-    assert [line.split()[0] for line in listed.splitlines()] == ["serving", "offline", "latency", "schemas"]
+    assert [line.split()[0] for line in listed.splitlines()] == ["serving", "offline", "latency"]
 
 
 def test_importing_the_serving_benchmark_imports_no_torch() -> None:

@@ -74,12 +74,8 @@ def test_random_lengths_are_those_of_the_fields_generator(ratio: float) -> None:
 
 def test_a_seed_decides_the_workload() -> None:
     shape, lengths = SharedPrefixes(groups=3, system_prompt_tokens=5), RandomLengths()
-    assert random_prompts(lengths, 9, 5, BARE, as_text=False) == random_prompts(
-        lengths, 9, 5, BARE, as_text=False
-    )
-    assert random_prompts(lengths, 9, 5, BARE, as_text=False) != random_prompts(
-        lengths, 9, 6, BARE, as_text=False
-    )
+    assert random_prompts(lengths, 9, 5, BARE, as_text=False) == random_prompts(lengths, 9, 5, BARE, as_text=False)
+    assert random_prompts(lengths, 9, 5, BARE, as_text=False) != random_prompts(lengths, 9, 6, BARE, as_text=False)
     first = shared_prefix_prompts(shape, 5, BARE, as_text=False)
     assert first == shared_prefix_prompts(shape, 5, BARE, as_text=False)
     assert first != shared_prefix_prompts(shape, 6, BARE, as_text=False)

@@ -1,8 +1,7 @@
-"""Clients that are not installed beside us: each set lives in a folder of its own, made once by pip or npm.
+"""Clients in separate environments, each created once by pip or npm.
 
-Those of `test_evaluations.py` take minutes to install, and are kept in the user's cache folder.
-
-Where a registry cannot be reached, the tests are skipped and say so.
+The environments of `test_evaluations.py` take minutes to install, so they are kept in the user's cache folder. The
+tests are skipped with a reason if a registry cannot be reached.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ INSTALL_TIMEOUT_S = 900
 
 @pytest.fixture(scope="session")
 def made_pythons() -> dict[str, Path]:
-    """The interpreters that were made, by their packages."""
+    """Return the interpreters created so far, by their packages."""
     return {}
 
 
 @pytest.fixture
 def client_python(request: pytest.FixtureRequest, tmp_path: Path, made_pythons: dict[str, Path]) -> Path:
-    """An interpreter with the packages that the test names, made once for all tests that name the same."""
+    """Return an interpreter with the packages that the test names. Tests with the same packages share it."""
     if request.param not in made_pythons:
         _install([sys.executable, "-m", "venv", str(tmp_path)], tmp_path)
         python = tmp_path / "bin" / "python"
@@ -41,7 +40,7 @@ def client_python(request: pytest.FixtureRequest, tmp_path: Path, made_pythons: 
 
 @pytest.fixture
 def kept_python(request: pytest.FixtureRequest) -> Path:
-    """As `client_python`, kept for the next run: a folder of the user's cache, named after the packages."""
+    """Like `client_python`, but kept for later runs in a cache folder that is named after the packages."""
     folder = cache_folder("clients") / sha256(f"{sys.version} {request.param}".encode()).hexdigest()[:16]
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
@@ -54,7 +53,7 @@ def kept_python(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def client_node_modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder beside whose `node_modules` the scripts for Node can run."""
+    """Return a folder whose `node_modules` scripts for Node can use."""
     if shutil.which("npm") is None or shutil.which("node") is None:
         pytest.skip("node and npm are not installed")
     folder = tmp_path_factory.mktemp("node-clients")

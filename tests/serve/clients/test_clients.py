@@ -1,4 +1,4 @@
-"""Unmodified clients against a real server whose model is scripted: chat, streams, tools, structured output."""
+"""Unmodified clients against a real server with a scripted model: chat, streams, tools, structured output."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import fake_core
 import http_server
 from runtime.request import Request
-from serve.connection import Connection
+from serve.server.connection import Connection
 from served_core import app_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -22,7 +22,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</t
 
 
 def answer_to(prompt: str) -> str:
-    """What the model says: a call until its result is there, a city as JSON, or a greeting."""
+    """Return the model's answer: a call until its result exists, a city as JSON, or a greeting."""
     if "sunny in Oslo" in prompt:
         return "It is sunny."
     if "Weather?" in prompt:
@@ -54,7 +54,7 @@ async def run(*command: str, url: str, cwd: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "client_python"),
     [
-        ("with_litellm", "litellm mcp"),  # which excludes the others
+        ("with_litellm", "litellm mcp"),  # extras that conflict with others
         ("with_langchain", OTHERS),
         ("with_instructor", OTHERS),
         ("with_pydantic_ai", OTHERS),
@@ -69,5 +69,5 @@ async def test_clients_in_python(url: str, client_python: Path, script: str) -> 
 
 @pytest.mark.parametrize("script", ["with_openai.mjs", "with_ai.mjs"])
 async def test_clients_in_node(url: str, client_node_modules: Path, script: str) -> None:
-    shutil.copy(SCRIPTS / script, client_node_modules)  # modules are found from the script's folder
+    shutil.copy(SCRIPTS / script, client_node_modules)  # so that Node finds modules from the script's folder
     await run("node", script, url=url, cwd=client_node_modules)

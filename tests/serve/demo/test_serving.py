@@ -1,4 +1,4 @@
-"""The embedded model through the engine and the server, as a newcomer meets it."""
+"""The demo model in the engine and the server, as a new user starts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import http_server
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 QUESTION = {
@@ -21,7 +21,7 @@ QUESTION = {
 
 @pytest.fixture
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sockets reach loopback only, and only loopback has a name."""
+    """Allow sockets and name lookups for the loopback interface only."""
     connect, getaddrinfo = socket.socket.connect, socket.getaddrinfo
 
     def guarded_connect(own: socket.socket, address: Any) -> None:
@@ -53,7 +53,7 @@ async def test_right_answer_streams_without_a_network():
     text = whole["choices"][0]["message"]["content"]
     assert "cut into pieces" in text
     assert lines[-2] == "data: [DONE]"
-    assert len(lines) > 20  # it came in pieces
+    assert len(lines) > 20  # the answer arrived in pieces
 
 
 @pytest.mark.usefixtures("no_network")

@@ -11,7 +11,7 @@ import pytest
 
 import http_server
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 ASK: dict[str, Any] = {
     "model": "default",
@@ -76,9 +76,7 @@ async def test_budget_goes_with_grammars_choices_and_other_apis() -> None:
 
 async def test_thoughts_come_before_json() -> None:
     async with Engine() as engine:
-        thought = await engine.chat(
-            ASK["messages"], temperature=0, max_tokens=200, response_format=FORMAT, **THINKS
-        )
+        thought = await engine.chat(ASK["messages"], temperature=0, max_tokens=200, response_format=FORMAT, **THINKS)
         message = thought.choices[0].message
         assert message.reasoning_content
         assert isinstance(json.loads(message.content)["answer"], int)
@@ -88,5 +86,5 @@ async def test_thoughts_come_before_json() -> None:
 
 async def test_budget_without_grammars_is_refused() -> None:
     async with Engine(grammar_backend="none") as engine:
-        with pytest.raises(Exception, match="constrains no outputs"):
+        with pytest.raises(Exception, match="cannot constrain outputs"):
             await engine.chat(ASK["messages"], max_thinking_tokens=4, **THINKS)

@@ -1,4 +1,4 @@
-"""The embedded model calls tools and thinks, through the official client."""
+"""The demo model calls tools and reasons, with the official client."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import pytest
 import http_server
 from demo_model.skills.tools import TOOLS as SKILLS
 from serve import Engine
-from serve.app import build_app
-from serve.chat.events import collect
-from serve.chat.parser import OutputParser, ParserSettings
-from serve.chat.reasoning import FORMATS as REASONING
-from serve.chat.tools.offered import read_tools
-from serve.chat.tools.table import FORMATS
+from serve.calls.chat.events import collect
+from serve.calls.chat.parser import OutputParser, ParserSettings
+from serve.calls.chat.reasoning import FORMATS as REASONING
+from serve.calls.chat.tools.offered import read_tools
+from serve.calls.chat.tools.table import FORMATS
+from serve.server.app import build_app
 
 TOOLS: Any = [
     {
@@ -60,9 +60,7 @@ def get_weather(city: str) -> dict[str, Any]:
 
 async def test_two_turns_with_a_function_that_is_called(client: Any) -> None:
     messages: list[Any] = [QUESTION]
-    first = await client.chat.completions.create(
-        model="default", messages=messages, tools=TOOLS, temperature=0
-    )
+    first = await client.chat.completions.create(model="default", messages=messages, tools=TOOLS, temperature=0)
     [choice] = first.choices
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
@@ -71,9 +69,7 @@ async def test_two_turns_with_a_function_that_is_called(client: Any) -> None:
         assert call.type == "function"
         result = get_weather(**json.loads(call.function.arguments))
         messages.append({"role": "tool", "tool_call_id": call.id, "content": json.dumps(result)})
-    second = await client.chat.completions.create(
-        model="default", messages=messages, tools=TOOLS, temperature=0
-    )
+    second = await client.chat.completions.create(model="default", messages=messages, tools=TOOLS, temperature=0)
     assert second.choices[0].finish_reason == "stop"
     assert "7" in (second.choices[0].message.content or "")
 
@@ -99,9 +95,7 @@ async def test_streamed_calls_and_thoughts_are_those_of_the_whole_answer(client:
             for call in delta.tool_calls or ():
                 arguments += call.function.arguments
                 names += [call.function.name] if call.function.name else []
-    assert [(call.function.name, call.function.arguments) for call in whole.tool_calls] == [
-        (names[0], arguments)
-    ]
+    assert [(call.function.name, call.function.arguments) for call in whole.tool_calls] == [(names[0], arguments)]
     assert json.loads(arguments) == {"city": "Oslo"}
     assert (thought or None) == whole.reasoning_content
     assert bool(thought) is thinks
@@ -142,7 +136,9 @@ async def test_what_the_template_writes_is_read_back(engine: Engine) -> None:
 
 
 async def check_required(client: Any, count: int) -> None:
-    """Held-out questions at temperature 1, half of them with thoughts: exactly one call each, valid by its schema."""
+    """Ask held-out questions at temperature 1, half of them with reasoning. Each answer must be exactly one valid
+    call.
+    """
     rng = Random(count)
 
     async def ask(number: int) -> None:
@@ -204,3 +200,27 @@ async def test_strict_tools_leave_answers_free_and_hold_calls(client: Any) -> No
     assert free.choices[0].finish_reason == "stop"
     assert free.choices[0].message.content
     assert not free.choices[0].message.tool_calls
+
+
+async def test_calls_name_offered_tools_though_tokens_are_drawn(client: Any) -> None:
+    offered = {"zebra_index", "zebra_index_of"}
+    tools: Any = [{"type": "function", "function": {**TOOLS[0]["function"], "name": name}} for name in offered]
+    ask: dict[str, Any] = {"model": "default", "messages": [QUESTION], "tools": tools, "max_tokens": 60}
+    for more in ({}, {"max_thinking_tokens": 20, "chat_template_kwargs": {"enable_thinking": True}}):
+        answer = await client.chat.completions.create(**ask, n=16, temperature=1.6, seed=5, extra_body=more)
+        calls = [call for choice in answer.choices for call in choice.message.tool_calls or ()]
+        assert calls
+        assert {call.function.name for call in calls} <= offered
+        assert {choice.finish_reason for choice in answer.choices} <= {"stop", "length", "tool_calls"}
+    text = await client.chat.completions.create(**ask | {"messages": [{"role": "user", "content": "Hello"}]})
+    assert text.choices[0].finish_reason == "stop"
+    assert text.choices[0].message.content
+
+
+async def test_tools_need_no_grammar_backend() -> None:
+    async with Engine(grammar_backend="none") as engine:
+        answer = await engine.chat([QUESTION], tools=TOOLS, temperature=0)
+        assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"
+    async with Engine() as engine:
+        answer = await engine.chat([QUESTION], tools=TOOLS, temperature=0, allowed_token_ids=list(range(4096)))
+        assert answer.choices[0].message.tool_calls[0].function.name == "get_weather"

@@ -1,4 +1,4 @@
-"""The model that ships: small, loadable by transformers, its template as it was trained."""
+"""The packaged demo model: it is small, transformers can load it, and its template is that of the training."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def rendered(demo: Transformers, conversation: Conversation, **more: Any) -> str
     return demo.tokenizer.apply_chat_template(chat, tools=listed, tokenize=False, **more)
 
 
-def said(
-    demo: Transformers, *messages: Message, thinking: bool = False, offered: tuple[dict, ...] = ()
-) -> str:
+def said(demo: Transformers, *messages: Message, thinking: bool = False, offered: tuple[dict, ...] = ()) -> str:
     return demo.answers([Conversation(messages, offered)], thinking)[0]
 
 

@@ -1,4 +1,4 @@
-"""Scopes of routes, keys, and what web pages may do."""
+"""Scopes of routes, API keys, and access from web pages."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from starlette.routing import Route
 
 import fake_core
 from runtime.errors import ConfigurationError
-from serve import unsupported
-from serve.access import Access, RouteScope, is_loopback, read_key_file
-from serve.app import ROUTES, build_app
+from serve.http.access import Access, RouteScope, is_loopback, read_key_file
 from serve.page import PATHS as PAGE_PATHS
+from serve.server import unsupported
+from serve.server.app import ROUTES, build_app
 from served_core import Serve, Served
 
 KEY, ADMIN_KEY = "open-sesame-ü", "open-all"
 NO_BODY = (
+    "/reset_prefix_cache",
     "/v1/files",
     "/v1/batches/{batch_id}/cancel",
     "/stop_profile",
@@ -28,10 +29,10 @@ NO_BODY = (
     "/v1/models",
     "/v1/responses/{response_id}/cancel",
 )
-BEYOND = {"host": "0.0.0.0"}  # the plan's; the tests' sockets are on loopback whatever it says
+BEYOND = {"host": "0.0.0.0"}  # address in the plan; the tests' sockets are always on the loopback interface
 
 
-# Absent routes differ in their names alone: one of each scope stands for them.
+# Absent routes differ only in their names, so one of each scope represents them.
 ABSENT = {spec.scope: spec for spec in reversed(ROUTES) if spec.handler is unsupported.answer}
 PRESENT = [spec for spec in ROUTES if spec.handler is not unsupported.answer]
 
@@ -41,7 +42,7 @@ def bearer(key: str) -> Any:
 
 
 def sent(path: str) -> dict[str, Any]:
-    """A body that the route's checks of access come before."""
+    """Return a body for the route, whose access checks come first."""
     return {"json": {}} if path != "/flush_cache" else {}
 
 
@@ -64,9 +65,7 @@ async def locked(serve: Serve) -> Served:
 async def test_without_a_key_only_public_routes_answer(locked: Served) -> None:
     for spec in (*PRESENT, *ABSENT.values()):
         for method in spec.methods:
-            response = await locked.http.request(
-                method, spec.path.replace("{model:path}", "x"), **sent(spec.path)
-            )
+            response = await locked.http.request(method, spec.path.replace("{model:path}", "x"), **sent(spec.path))
             assert (response.status_code == 401) == (spec.scope is not RouteScope.PUBLIC), (method, spec.path)
     assert locked.core.submitted == []
 
@@ -104,7 +103,7 @@ async def test_official_client_sees_an_authentication_error(locked: Served) -> N
 @pytest.mark.parametrize(
     ("plan", "key", "status"),
     [
-        ({}, None, 200),  # this machine's user
+        ({}, None, 200),  # a user of this machine
         ({"api_key": KEY}, KEY, 200),
         ({"api_key": KEY}, None, 401),
         ({"api_key": KEY, "admin_api_key": ADMIN_KEY}, KEY, 403),
@@ -131,6 +130,41 @@ async def test_admin_key_alone_leaves_user_routes_open_and_opens_them_too(serve:
     assert (await served.http.get("/v1/models", headers=bearer(ADMIN_KEY))).status_code == 200
 
 
+FORWARDED: Any = [
+    {"forwarded": "for=192.0.2.1"},
+    {"x-forwarded-for": "127.0.0.1"},
+    {"x-forwarded-proto": "https"},
+    {"x-real-ip": "192.0.2.1"},
+    {"host": "models.example"},
+    {"host": "penstock"},
+    {"host": "10.0.0.1:30000"},
+]
+
+
+@pytest.mark.parametrize("sent", FORWARDED, ids=str)
+@pytest.mark.parametrize("plan", [{}, {"api_key": KEY}, {"public_origin": "https://models.example"}], ids=str)
+async def test_trust_in_loopback_ends_where_a_proxy_begins(
+    serve: Serve, plan: dict[str, Any], sent: dict[str, str]
+) -> None:
+    served = await serve(**plan)
+    key = bearer(KEY) if "api_key" in plan else {}
+    for path in ("/flush_cache", "/start_profile"):
+        assert (await served.http.post(path, headers=key | sent)).status_code == 403, path
+    refused = await served.http.post("/abort_request", json={"abort_all": True}, headers=key | sent)
+    assert (refused.status_code == 403) == (not key)
+    assert (await served.http.post("/flush_cache", headers=key)).status_code == 200
+    assert served.core.num_flushes == 1
+
+
+async def test_public_origin_is_the_chat_pages_own(serve: Serve) -> None:
+    origin = "https://models.example"
+    forwarded = {"host": "models.example", "x-forwarded-for": "192.0.2.1", "origin": origin}
+    served = await serve(public_origin=origin)
+    assert (await served.http.post("/generate", json={"text": "a"}, headers=forwarded)).status_code == 200
+    other = forwarded | {"origin": "https://models.example.evil"}
+    assert (await served.http.post("/generate", json={"text": "a"}, headers=other)).status_code == 403
+
+
 # --- several keys ---
 
 
@@ -145,9 +179,7 @@ async def test_named_keys_open_and_end_their_own_requests_only(serve: Serve, key
     served = await serve(api_key_file=key_file, held=True)
     assert (await served.http.get("/v1/models")).status_code == 401
     asked = [
-        asyncio.create_task(
-            served.http.post("/generate", json={"text": "a", "rid": "job"}, headers=bearer(key))
-        )
+        asyncio.create_task(served.http.post("/generate", json={"text": "a", "rid": "job"}, headers=bearer(key)))
         for key in ("ada-key", "bob-key")
     ]
     while served.core.num_open < 2:
@@ -158,9 +190,7 @@ async def test_named_keys_open_and_end_their_own_requests_only(serve: Serve, key
         assert [owners[request_id] for request_id in served.core.aborted] == ["ada"]
     flushed = [await served.http.post("/flush_cache", headers=bearer(key)) for key in ("ada-key", "root-key")]
     assert [response.status_code for response in flushed] == [403, 400]
-    assert (
-        await served.http.post("/abort_request", json={"rid": "j"}, headers=bearer("root-key"))
-    ).is_success
+    assert (await served.http.post("/abort_request", json={"rid": "j"}, headers=bearer("root-key"))).is_success
     await asyncio.gather(*asked)
     assert served.core.num_open == 0
 
@@ -198,9 +228,7 @@ async def test_response_of_another_key_is_neither_cancelled_nor_deleted(serve: S
             response = await served.http.request(method, path + tail, headers=bearer(key))
             assert response.status_code == 404, (method, tail)
     assert (served.core.num_open, served.core.aborted) == (1, [])
-    assert (await served.http.post(path + "/cancel", headers=bearer("ada-key"))).json()[
-        "status"
-    ] == "cancelled"
+    assert (await served.http.post(path + "/cancel", headers=bearer("ada-key"))).json()["status"] == "cancelled"
     assert len(served.core.aborted) == 1
 
 
@@ -229,7 +257,7 @@ async def test_one_client_may_have_so_many_calls_open_and_no_more(serve: Serve, 
     assert [(await task).status_code for task in (*first, other)] == [200] * 3
     last = asyncio.create_task(ask("ada-key", stream=True))
     await open_calls(1)
-    last.cancel()  # who leaves makes room
+    last.cancel()  # a call that ends makes room
     await asyncio.wait([last])
     while served.core.num_open:
         await asyncio.sleep(0)
@@ -266,7 +294,7 @@ async def test_stranger_without_a_key_ends_only_what_it_can_name(serve: Serve) -
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "holds no key"),
+        ("", "contains no key"),
         ("ada", "line 1"),
         ("ada secret-word root", "line 1"),
         ("ada secret-word\nada other", "line 2: the name"),
@@ -323,14 +351,53 @@ async def test_no_page_of_another_origin_may_call(served: Served) -> None:
         assert "access-control-allow-origin" not in response.headers
     assert served.core.submitted == []
     response = await served.http.post("/generate", json={"text": "a"}, headers={"origin": f"http://{host}"})
-    assert response.status_code == 200  # the chat page
+    assert response.status_code == 200  # of the chat page
+
+
+ADMIN_GETS = [spec.path for spec in ROUTES if spec.scope is RouteScope.ADMIN and "GET" in spec.methods]
+
+
+async def test_foreign_name_of_this_machine_reaches_no_route(serve: Serve) -> None:
+    served, named = await serve(), await serve(host="localhost", public_origin="https://models.example:8443")
+    foreign = {"host": "evil.example:30000"}
+    for spec in (*PRESENT, *ABSENT.values()):
+        for method in (*spec.methods, *(["HEAD"] if "GET" in spec.methods else [])):
+            path = spec.path.replace("{model:path}", "x")
+            answer = await served.http.request(method, path, headers=foreign, **sent(spec.path))
+            assert answer.status_code == 403, (method, path)
+    assert (await served.http.get("/no/such", headers=foreign)).status_code == 403
+    assert (served.core.submitted, served.core.num_flushes) == ([], 0)
+    for host in ("localhost:30000", "127.0.0.2", "[::1]:30000", "10.0.0.1", "LOCALHOST", "models.example"):
+        assert (await named.http.get("/server_info", headers={"host": host})).status_code == 200, host
+    for host in ("", "evil.localhost.example", "localhost.", "[::1", "models.example.evil"):
+        assert (await named.http.get("/server_info", headers={"host": host})).status_code == 403, host
+
+
+async def test_key_opens_routes_under_any_name(locked: Served) -> None:
+    headers = bearer(KEY) | {"host": "models.example"}
+    assert (await locked.http.get("/v1/models", headers=headers)).status_code == 200
+
+
+@pytest.mark.parametrize("plan", [{}, BEYOND], ids=str)
+async def test_admin_routes_answer_get_to_local_requests_only(serve: Serve, plan: dict[str, Any]) -> None:
+    served = await serve(admin_api_key=ADMIN_KEY, **plan)
+    for path in ADMIN_GETS:
+        for elsewhere in ({"host": "models.example"}, {"x-forwarded-for": "192.0.2.1"}):
+            for method in ("GET", "HEAD"):
+                refused = await served.http.request(method, path, headers=bearer(ADMIN_KEY) | elsewhere)
+                assert refused.status_code == 403, path
+            posted = await served.http.post("/flush_cache", headers=bearer(ADMIN_KEY) | elsewhere)
+            assert posted.status_code == 200
+    before = served.core.num_flushes
+    assert (await served.http.get("/flush_cache", headers=bearer(ADMIN_KEY))).status_code == 200
+    assert served.core.num_flushes == before + 1
 
 
 async def test_name_that_was_made_to_point_here_is_nobody(serve: Serve) -> None:
     body, headers = {"text": "a"}, {"origin": "http://evil.example:3", "host": "evil.example:3"}
     served = await serve()
     assert (await served.http.post("/generate", json=body, headers=headers)).status_code == 403
-    served = await serve(**BEYOND)  # it has names that we do not know
+    served = await serve(**BEYOND)  # a public server has names that are not known
     assert (await served.http.post("/generate", json=body, headers=headers)).status_code == 200
 
 
@@ -361,10 +428,7 @@ async def test_origins_are_allowed_one_by_one(serve: Serve) -> None:
     assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, mine["origin"])
     assert "authorization" in allowed.headers["access-control-allow-headers"]
     assert "access-control-allow-credentials" not in allowed.headers
-    assert (
-        "access-control-allow-origin"
-        not in (await served.http.options("/generate", headers=ask | other)).headers
-    )
+    assert "access-control-allow-origin" not in (await served.http.options("/generate", headers=ask | other)).headers
     assert (await served.http.post("/generate", json={"text": "a"}, headers=mine)).is_success
     assert (await served.http.post("/generate", json={"text": "a"}, headers=other)).status_code == 403
 
@@ -387,9 +451,9 @@ BODIES = [spec.path for spec in PRESENT if "POST" in spec.methods and spec.path 
 async def test_bodies_must_be_declared_as_json(served: Served, declared: str | None) -> None:
     headers = {} if declared is None else {"content-type": declared}
     for path in BODIES:
-        response = await served.http.post(
-            path, content=b'{"prompt": "a", "text": "a", "rid": "a"}', headers=headers
-        )
+        if path.startswith("/api/"):
+            continue
+        response = await served.http.post(path, content=b'{"prompt": "a", "text": "a", "rid": "a"}', headers=headers)
         assert response.status_code == 400, path
         assert "Unsupported Media Type: Only 'application/json' is allowed." in response.text
     assert served.core.submitted == []

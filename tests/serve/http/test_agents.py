@@ -1,4 +1,4 @@
-"""Tools, reasoning and a loop of two turns in the APIs of other makers, through their clients."""
+"""Tools, reasoning and two-turn loops in the Anthropic, Responses and Ollama APIs, with their clients."""
 
 from __future__ import annotations
 
@@ -113,18 +113,14 @@ async def test_anthropics_accumulator_reads_the_stream(served: Served) -> None:
     opened = [event["index"] for event in found if event["type"] == "content_block_start"]
     closed = [event["index"] for event in found if event["type"] == "content_block_stop"]
     assert opened == closed == [0, 1, 2, 3]
-    pieces = [
-        e["delta"]["partial_json"] for e in found if e.get("delta", {}).get("type") == "input_json_delta"
-    ]
+    pieces = [e["delta"]["partial_json"] for e in found if e.get("delta", {}).get("type") == "input_json_delta"]
     assert len(pieces) > 4, "arguments stream"
 
 
 async def test_tool_use_that_is_cut_off_is_left_out(serve: Serve) -> None:
     text = TEXTS["qwen25"]
     served = await serve(text=text, tool_call_parser="qwen25")
-    num_tokens = len(
-        served.core.tokenizer.encode_batch([text[: text.index("days")]], add_special_tokens=False)[0]
-    )
+    num_tokens = len(served.core.tokenizer.encode_batch([text[: text.index("days")]], add_special_tokens=False)[0])
     async with anthropic_of(served) as client:
         answer: Any = await client.messages.create(
             model=fake_core.MODEL, messages=HELLO, max_tokens=num_tokens, tools=ANTHROPIC_TOOLS
@@ -194,9 +190,7 @@ async def test_responses_events_of_all_kinds_are_in_order(served: Served) -> Non
     ]
     done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
     assert found[-1]["response"]["output"] == done
-    async with served.openai.responses.stream(
-        model=fake_core.MODEL, input="Hello", tools=RESPONSES_TOOLS
-    ) as stream:
+    async with served.openai.responses.stream(model=fake_core.MODEL, input="Hello", tools=RESPONSES_TOOLS) as stream:
         final = await stream.get_final_response()
     assert [item.type for item in final.output] == ["reasoning", "message", "function_call", "function_call"]
 
@@ -222,7 +216,7 @@ async def test_ollama_describes_what_the_server_can(served: Served) -> None:
     assert set(shown.capabilities or ()) == {"completion", "tools", "thinking"}
 
 
-# --- a loop of two turns with a real function ---
+# --- a two-turn loop with a real function ---
 
 
 def get_weather(city: str) -> str:
@@ -230,7 +224,7 @@ def get_weather(city: str) -> str:
 
 
 def _script(served: Served) -> None:
-    """The model calls the function, and tells its result once it is there."""
+    """Script the model: it calls the function, and reports the result when it has one."""
     core = served.core
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     core._ids_of = lambda request, index: core._encode(

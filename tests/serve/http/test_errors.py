@@ -1,4 +1,4 @@
-"""Error bodies as clients read them: those in JavaScript (openai, Vercel's ai) know `error.message` alone."""
+"""Error bodies that clients can read. JavaScript clients (openai, Vercel's ai) read only `error.message`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BODIES = GENERATING | {
 
 
 def check(response: Any, status: int) -> dict[str, Any]:
-    """The `error` object, which must be one that every client can read."""
+    """Return the `error` object, after checking that every client can read it."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
     assert isinstance(error["message"], str)
@@ -54,8 +54,9 @@ async def test_a_full_queue_refuses_before_it_reads(served: Served, path: str) -
 
 
 async def test_a_refused_body_is_gone_with_its_answer(served: Served) -> None:
-    """What waits for the garbage collector stops every stream while that frees it, with all that came since."""
-    body = {"text": "Hi", "unknown": [{"a": [1, 2]}] * 26_000}  # more than are taken, found in a late piece
+    """Objects that wait for the garbage collector would stop every stream when they are freed."""
+    # more items than allowed, which is detected in a late piece
+    body = {"text": "Hi", "unknown": [{"a": [1, 2]}] * 26_000}
     gc.collect()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""Every field of a request's body changes the answer when its value should, or is refused by its name.
+"""Every field of a request's body changes the answer, or is refused by name.
 
-A field that is accepted and does nothing fails here, and so does one that nobody thought of a case for.
+Fields that are accepted without effect fail here, and so do fields without a test case.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, get_type_hints
 import httpx
 import pytest
 
-from runtime.sampling_params import NOT_BUILT, Api, parameters
+from runtime.sampling_params import APIS, NOT_BUILT, Api, parameters
 from serve.anthropic.schema import MessagesBody
-from serve.decode import is_not_built
-from serve.native.schema import GenerateBody
+from serve.calls.chat_completions.schema import ChatBody, CompletionBody
+from serve.calls.decode import is_not_built
+from serve.calls.generate.schema import GenerateBody
+from serve.calls.sampling import sampling_fields, sampling_names
 from serve.ollama import schema as ollama
 from serve.openai.responses.schema import ResponsesBody
-from serve.openai.schema import ChatBody, CompletionBody
-from serve.sampling import sampling_fields, sampling_names
 from server_process import serving
 
 pytestmark = pytest.mark.slow
@@ -34,15 +34,21 @@ TAG = {"structures": [{"begin": " a", "schema": SCHEMA, "end": "!"}], "triggers"
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
 STORY = [{"role": "user", "content": "Tell me a story about a fox who lived in a house by the sea."}]
 PROMPT = "Once upon a time there was a clever fox called Olaf. Olaf lived in a house by the sea."
-A = [275]  # the token " a", which comes soon
+A = [275]  # the token " a", which occurs early
 THINK = {"enable_thinking": True}
-DRAWN = {"temperature": 2.0, "seed": 3}  # instead of the likeliest tokens
+DRAWN = {"temperature": 2.0, "seed": 3}  # random sampling instead of greedy
 
-# A value that must change the answer; a dict holds what it needs as well. `json` marks a dict that is the value.
+# Values that must change the answer. A dict also holds the fields that a field needs. `json` marks a dict as the value
+# itself.
 SAMPLING: Fields = {
     "max_tokens": 3,
     "min_tokens": {"min_tokens": 20, "stop_token_ids": A},
     "temperature": DRAWN,
+    "top_n_sigma": {"top_n_sigma": 0.01, **DRAWN},
+    "typical_p": {"typical_p": 0.1, **DRAWN},
+    "typical": {"typical": 0.1, **DRAWN},
+    "xtc_probability": {"xtc_probability": 1.0, **DRAWN},
+    "xtc_threshold": {"xtc_threshold": 0.4, "xtc_probability": 1.0, **DRAWN},
     "top_p": {"top_p": 0.01, **DRAWN},
     "top_k": {"top_k": 1, **DRAWN},
     "min_p": {"min_p": 0.99, **DRAWN},
@@ -75,9 +81,7 @@ SAMPLING: Fields = {
 OPENAI: Fields = {
     "stream": True,
     "stream_options": {"stream": True, "stream_options": {"include_usage": True}},
-    "response_format": {
-        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
-    },
+    "response_format": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
     "structured_outputs": {"structured_outputs": {"regex": "[0-9]+"}},
     "truncate_prompt_tokens": 3,
     "cache_salt": "mine",
@@ -156,7 +160,7 @@ RESPONSES: Fields = {
     "metadata": {"metadata": {"a": "b"}},
     "cache_salt": "mine",
     "extra_key": "mine",
-    "max_tool_calls": 3,  # this and the next two are repeated in the answer, and do no more
+    "max_tool_calls": 3,  # this field and the next two are only repeated in the answer
     "user": "mine",
     "safety_identifier": "mine",
     "prompt_cache_key": "mine",
@@ -190,6 +194,7 @@ OPTIONS: Fields = {
     "top_k": {"top_k": 1, **DRAWN},
     "top_p": {"top_p": 0.01, **DRAWN},
     "min_p": {"min_p": 0.99, **DRAWN},
+    "typical_p": {"typical_p": 0.1, **DRAWN},
     "seed": {"seed": 4, "temperature": 2.0},
     "stop": " ",
     "repeat_penalty": 2.0,
@@ -199,7 +204,7 @@ OPTIONS: Fields = {
 
 
 class Route(NamedTuple):
-    """How a route is asked, and what of its body is not expected to change an answer, with the reason."""
+    """How to call a route, and the fields that need not change its answer, with the reason."""
 
     base: Fields
     cases: Fields
@@ -210,7 +215,7 @@ class Route(NamedTuple):
 
 
 def declared(cls: type, sampling: Api | None = None) -> frozenset[str]:
-    """The fields that a body may have; those that are refused whatever they hold are asked on their own."""
+    """Return the fields that a body may have. Fields that are always refused are tested separately."""
     names = {field.name for field in dataclasses.fields(cls) if field.init} - set(not_built(cls))
     if sampling is not None:
         names |= sampling_fields(sampling) - set(NOT_BUILT)
@@ -338,7 +343,7 @@ ROUTES: Mapping[str, Route] = {
         },
         OPTIONS,
         declared(ollama.Options),
-        refused={"tfs_z": 0.5, "typical_p": 0.5, "mirostat": 1},
+        refused={"tfs_z": 0.5, "mirostat": 1},
         idle={
             "mirostat_tau": "of mirostat",
             "mirostat_eta": "of mirostat",
@@ -370,7 +375,7 @@ def client() -> Iterator[httpx.Client]:
 
 
 def comparable(value: Any) -> Any:
-    """Without times, and without ids that are new each time."""
+    """Return the answer without times and without new ids."""
     if isinstance(value, dict):
         kept = {name: item for name, item in value.items() if name not in OF_THE_MOMENT}
         return {
@@ -398,12 +403,12 @@ def test_every_field_does_something_or_is_refused(client: httpx.Client, name: st
         return ask(client, path, {**route.base, route.inside: {**route.base[route.inside], **fields}})
 
     assert route.fields == route.cases.keys() | route.refused.keys() | route.idle.keys()
-    asked({})  # its prompt is cached from now on
+    asked({})  # caches its prompt
     idle = []
     for field, value in route.cases.items():
         case = value if isinstance(value, dict) and field in value else {field: value}
         if field in ("cache_salt", "extra_key"):
-            case = {field: name}  # which no other route has used
+            case = {field: name}  # a name that no other route has used
         status, found = asked(case)
         assert status == 200, (field, found)
         if found == asked({other: each for other, each in case.items() if other != field})[1]:
@@ -417,7 +422,10 @@ def test_every_field_does_something_or_is_refused(client: httpx.Client, name: st
 
 @pytest.mark.parametrize("path", NOT_BUILT_OF)
 def test_what_is_not_supported_is_refused_by_its_name(client: httpx.Client, path: str) -> None:
-    for field in not_built(NOT_BUILT_OF[path]):
+    samplers = NOT_BUILT if path in APIS.values() and path != "/generate" else ()
+    for name in samplers:
+        assert ask(client, path, {**ROUTES[path].base, name: 0})[0] == 200, name
+    for field in (*not_built(NOT_BUILT_OF[path]), *samplers):
         status, found = ask(client, path, {**ROUTES[path].base, field: {"a": 1}})
         assert status == 400, field
         assert f"{field} is not supported yet" in json.dumps(found)

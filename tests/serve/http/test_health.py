@@ -1,4 +1,4 @@
-"""`/health` is about the step in flight, `/ready` about the next request; a hanging step leaves a record."""
+"""`/health` depends on the step in flight, `/ready` on the next request. A hanging step leaves a record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from runtime.actors.engine_core import EngineCore
 from runtime.errors import EngineFailure
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
-from serve.app import build_app
+from serve.server.app import build_app
 
 Running = tuple[EngineCore, scripted_core.ScriptedRunner, httpx.AsyncClient]
 
@@ -49,7 +49,7 @@ async def test_a_step_that_takes_too_long_is_seen_and_the_end_of_it_too(
 ) -> None:
     monkeypatch.setattr(step_times, "LEAST_PATIENCE_S", 0.05)
     async with running() as (core, runner, http):
-        await core.submit(request()).whole()  # steps of each kind are measured
+        await core.submit(request()).whole()  # measures steps of each kind
         runner.open.clear()
         asked = core.submit(request())
         await until(lambda: core.status().step_age_s > 0)
@@ -65,13 +65,13 @@ async def test_a_step_that_takes_too_long_is_seen_and_the_end_of_it_too(
 async def test_a_process_that_stood_still_is_not_a_step_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_times, "LEAST_PATIENCE_S", 0.25)
     monkeypatch.setattr(steps_in_flight, "WATCHDOG_PERIOD_S", 0.02)
-    monkeypatch.setattr(steps_in_flight, "STOOD_STILL_S", 0.1)
+    monkeypatch.setattr(steps_in_flight, "STALL_S", 0.1)
     async with running() as (core, runner, http):
         await core.submit(request()).whole()
         runner.open.clear()
         asked = core.submit(request())
         await until(lambda: core.status().step_age_s > 0)
-        await asyncio.sleep(0.05)  # the watch has begun to wait
+        await asyncio.sleep(0.05)  # the watchdog is waiting now
         time.sleep(0.6)
         assert (await http.get("/health")).status_code == 200
         await until(lambda: core.status().hangs)
@@ -107,26 +107,44 @@ def test_long_prompts_are_expected_to_take_long() -> None:
 
 def test_enough_prompt_tokens_for_a_step_follow_what_steps_take() -> None:
     times, drive = step_times.StepTimes(), _drive()
-    least = step_times.LEAST_ENOUGH_TOKENS
+    least = step_times.MIN_PROMPT_TOKENS
 
     def enough() -> tuple[int, int]:
-        return times.enough_tokens or (0, 0)
+        return times.prompt_limits or (0, 0)
 
     assert enough() == (0, 0)
     times.note(drive(0), 0.01)
-    times.note(drive(100), 0.11)  # a millisecond a token
+    times.note(drive(100), 0.11)  # a millisecond per token
     assert enough() == (least, least)
-    times.note(drive(1000), 0.02)  # much less
+    times.note(drive(1000), 0.02)  # much less per token
     alone, beside = enough()
-    assert alone > beside >= least  # a stream that has begun waits for a shorter step
-    times.note(drive(0), 3.0)  # the process stood still
+    assert alone > beside >= least  # with running streams the steps are shorter
+    times.note(drive(0), 3.0)  # the process was stopped
     assert enough()[0] < 9 * alone
 
 
-def _drive() -> Callable[[int], Any]:
+def test_scored_tokens_of_a_step_follow_what_they_take_and_not_what_others_take() -> None:
+    times, drive = step_times.StepTimes(), _drive()
+    assert times.scored_limits is None
+    times.note(drive(0), 0.01)
+    times.note(drive(1000), 0.02)
+    plain = times.prompt_limits
+    times.note(drive(1000, 1000), 0.12)  # 0.1 ms for the log-probabilities of each token
+    assert times.scored_limits == (2000, 200)
+    assert times.prompt_limits == plain
+    assert times.predicted_s(drive(1000, 1000)) == pytest.approx(0.12)
+    times.note(drive(100, 100), 10.0)
+    assert times.scored_limits is not None
+    assert times.scored_limits < (2000, 200)
+
+
+def _drive() -> Callable[..., Any]:
     from types import SimpleNamespace
 
-    return lambda tokens: SimpleNamespace(stats=SimpleNamespace(num_prompt_tokens=tokens))
+    def batch(tokens: int, num_scored: int = 0) -> Any:
+        return SimpleNamespace(stats=SimpleNamespace(num_prompt_tokens=tokens, num_scored=num_scored))
+
+    return batch
 
 
 async def test_ready_is_about_the_next_request() -> None:
@@ -143,20 +161,18 @@ async def test_ready_is_about_the_next_request() -> None:
         asked = [core.submit(request()) for _ in range(scripted_core.NUM_SEQUENCES)]
         await until(lambda: core.status().num_running == scripted_core.NUM_SEQUENCES)
         asked += [core.submit(request()) for _ in range(2)]
-        await until(lambda: core.status().room == 0)
+        await until(lambda: core.status().queue_space == 0)
         full = await http.get("/ready")
         assert (full.status_code, full.json()["ready"], full.json()["room"]) == (503, False, 0)
         assert int(full.headers["retry-after"]) >= 1
-        assert (await http.get("/health")).status_code == 200  # busy is healthy
+        assert (await http.get("/health")).status_code == 200  # a busy engine is healthy
         runner.open.set()
         for output in asked:
             await output.whole()
         assert (await http.get("/ready")).status_code == 200
 
 
-async def test_the_watchdog_leaves_a_record_without_texts(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_the_watchdog_leaves_a_record_without_texts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "crashes"
     async with running(watchdog_timeout_s=0.05, crash_folder=str(folder)) as (core, runner, http):
         runner.open.clear()
@@ -178,9 +194,7 @@ async def test_the_watchdog_leaves_a_record_without_texts(
     assert "Thread MainThread" in caplog.text
 
 
-async def test_a_folder_that_cannot_be_written_hides_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_folder_that_cannot_be_written_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("")
     async with running(watchdog_timeout_s=0.05, crash_folder=str(tmp_path / "file" / "x")) as (
         core,

@@ -1,4 +1,4 @@
-"""Inputs that nobody should send: a 4xx, and nothing else happens."""
+"""Hostile inputs get a 4xx without any other effect."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 import fake_core
 from runtime.errors import EngineClosed, Overloaded
 from runtime.tokenizer.tokenizer import Tokenizer
-from serve.endpoint import IDS_BYTES, TEXT_BYTES, max_body_bytes
-from serve.json_pieces import MAX_CONTAINERS, MAX_STRINGS
+from serve.calls.body import IDS_BYTES, TEXT_BYTES, max_body_bytes
+from serve.calls.json_pieces import MAX_CONTAINERS, MAX_STRINGS
 from served_core import Serve, Served
 
 JSON = {"content-type": "application/json"}
@@ -111,7 +111,7 @@ async def test_message_says_why_a_body_cannot_be_read(
         ({"text": ["a", "b"], "rid": ["x"]}, "rid"),
         ({"text": "a", "return_logprob": True, "top_logprobs_num": 1000}, "top_logprobs_num"),
         ({"text": "a", "return_logprob": True, "logprob_start_len": -5}, "logprob_start_len"),
-        ({"text": "a", "lora_path": "x"}, "lora_path"),
+        ({"text": "a", "lora_path": 5}, "lora_path"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "session_params": {"id": "x"}}, "session_params"),
         ({"text": "a", "custom_logit_processor": "{}"}, "custom_logit_processor"),
@@ -144,10 +144,10 @@ async def test_message_says_which_limit_was_passed(served: Served, body: dict[st
 
 async def test_declared_length_over_the_cap_is_refused_unread(served: Served) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
-    head = f"POST {GENERATE} HTTP/1.1\r\nHost: x\r\nContent-Length: {IDS_BYTES + 1}\r\n"
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {IDS_BYTES + 1}\r\n"
     head += "Content-Type: application/json\r\n\r\n"
     writer.write(head.encode())
-    answer = await reader.read()  # until the server closes: it did not wait for the body
+    answer = await reader.read()  # reads until the server closes, which does not wait for the body
     writer.close()
     assert b" 413 " in answer.splitlines()[0]
     assert orjson.loads(answer.split(b"\r\n\r\n")[1])["error"]["type"] == "PayloadTooLargeError"
@@ -166,16 +166,12 @@ async def test_chunked_body_over_the_cap_is_refused(served: Served) -> None:
         response = await served.http.post(GENERATE, content=parts(), headers=JSON)
         assert response.status_code == 413
     except (httpx.WriteError, httpx.ReadError):
-        pass  # the server closed while the client still wrote
+        pass  # the server closed while the client was still writing
     assert sent < 10 * IDS_BYTES
 
 
-@pytest.mark.parametrize(
-    ("path", "limit"), [(CHAT, TEXT_BYTES), ("/tokenize", TEXT_BYTES), (GENERATE, IDS_BYTES)]
-)
-async def test_body_at_the_limit_is_read_and_one_byte_more_is_not(
-    served: Served, path: str, limit: int
-) -> None:
+@pytest.mark.parametrize(("path", "limit"), [(CHAT, TEXT_BYTES), ("/tokenize", TEXT_BYTES), (GENERATE, IDS_BYTES)])
+async def test_body_at_the_limit_is_read_and_one_byte_more_is_not(served: Served, path: str, limit: int) -> None:
     async def parts(body: bytes) -> AsyncIterator[bytes]:
         yield body[: limit // 2]
         yield body[limit // 2 :]
@@ -188,9 +184,7 @@ async def test_body_at_the_limit_is_read_and_one_byte_more_is_not(
             assert f"more than the {limit} bytes" in response.json()["error"]["message"]
 
 
-async def test_limit_of_bodies_is_an_option_and_grows_with_the_context(
-    serve: Serve, tokenizer: Tokenizer
-) -> None:
+async def test_limit_of_bodies_is_an_option_and_grows_with_the_context(serve: Serve, tokenizer: Tokenizer) -> None:
     served = await serve(max_body_bytes=2000)
     for length, status in ((2000, 400), (2001, 413)):
         response = await served.http.post(GENERATE, content=b"{}".ljust(length), headers=JSON)
@@ -213,7 +207,7 @@ async def test_body_of_many_keys_is_refused_unparsed(served: Served) -> None:
     body = b'{"text": "a", "x": {' + b'"":1,' * (2 * MAX_STRINGS) + b'"":1}}'
     response = await served.http.post(GENERATE, content=body, headers=JSON)
     assert (response.status_code, response.json()["error"]["type"]) == (413, "PayloadTooLargeError")
-    assert "keys and texts" in response.json()["error"]["message"]
+    assert "keys and strings" in response.json()["error"]["message"]
 
 
 async def test_charset_beside_the_media_type_is_fine(served: Served) -> None:
@@ -226,9 +220,7 @@ async def test_charset_beside_the_media_type_is_fine(served: Served) -> None:
     ("method", "path", "status"),
     [("GET", "/nothing", 404), ("GET", "/v1/nothing", 404), ("GET", CHAT, 405), ("DELETE", GENERATE, 405)],
 )
-async def test_unknown_routes_answer_in_the_same_words(
-    served: Served, method: str, path: str, status: int
-) -> None:
+async def test_unknown_routes_answer_in_the_same_words(served: Served, method: str, path: str, status: int) -> None:
     response = await served.http.request(method, path)
     assert response.status_code == status
     assert response.json()["object"] == "error"

@@ -1,4 +1,4 @@
-"""`/metrics` over the real engine core: what was done is what is counted."""
+"""`/metrics` with the real engine core: the metrics agree with the requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.actors.engine_core import EngineCore
 from runtime.config.plan import ObservePlan
 from runtime.metrics import series
 from runtime.metrics.declarations import BY_NAME, METRICS, REPLICA
-from serve.app import build_app
+from serve.server.app import build_app
 
 ON = ObservePlan(metrics=True)
 LENGTHS = ObservePlan(metrics=True, prompt_bounds=(2.0, 4.0), output_bounds=(5.0, 50.0))
@@ -29,9 +29,7 @@ class Running(NamedTuple):
     runners: list[scripted_core.ScriptedRunner]
     http: httpx.AsyncClient
 
-    async def generate(
-        self, num_tokens: int = 9, *, ids=(5, 6, 7), status: int = 200, headers=None, **more
-    ) -> dict:
+    async def generate(self, num_tokens: int = 9, *, ids=(5, 6, 7), status: int = 200, headers=None, **more) -> dict:
         sampling = {"max_new_tokens": num_tokens, "ignore_eos": True, **more}
         body = {"input_ids": list(ids), "sampling_params": sampling}
         answer = await self.http.post("/generate", json=body, headers=headers)
@@ -53,11 +51,9 @@ class Values:
         self.samples = [sample for family in self.families.values() for sample in family.samples]
 
     def __call__(self, name: str, **labels: str) -> float:
-        """The sum over the samples with these labels; there is at least one."""
+        """Return the sum over the samples with these labels, of which at least one must exist."""
         found = [
-            sample.value
-            for sample in self.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
+            sample.value for sample in self.samples if sample.name == name and labels.items() <= sample.labels.items()
         ]
         assert found, f"{name} {labels}"
         return sum(found)
@@ -99,7 +95,7 @@ async def test_counts_are_those_of_the_requests():
     assert values("sglang:prompt_tokens_total") == 3 + 2
     assert values("sglang:generation_tokens_total") == 9 + 2 * 3
     assert values("sglang:time_to_first_token_seconds_count") == 2
-    assert values("sglang:inter_token_latency_seconds_count") <= 8 + 2 * 2 + 1  # choices begin side by side
+    assert values("sglang:inter_token_latency_seconds_count") <= 8 + 2 * 2 + 1  # choices start at the same time
     assert values("sglang:inter_token_latency_seconds_count") >= 8
     assert values("sglang:e2e_request_latency_seconds_count") == 2
     assert values("sglang:e2e_request_latency_seconds_sum") > 0
@@ -111,12 +107,7 @@ async def test_counts_are_those_of_the_requests():
     assert values("sglang:realtime_tokens_total", mode="decode") == 9 + 2 * 3
     assert values("sglang:realtime_tokens_total", mode="prefill_compute") >= 3 + 2
     assert values("penstock:http_requests_total", endpoint="/generate", status_code="200") == 2
-    assert (
-        values("penstock:requests")
-        == values("sglang:num_running_reqs")
-        == values("sglang:num_queue_reqs")
-        == 0
-    )
+    assert values("penstock:requests") == values("sglang:num_running_reqs") == values("sglang:num_queue_reqs") == 0
     steps = values("penstock:steps_total")
     assert steps == values("penstock:step_seconds_count") == values("penstock:step_rows_count") > 9
 
@@ -148,11 +139,7 @@ async def test_prefix_hits_are_counted():
         values = await server.values()
     assert first("penstock:prefix_lookups_total", result="hit") == 0
     assert values("penstock:prefix_lookups_total", result="hit") == 1
-    assert (
-        values("sglang:cached_tokens_total")
-        == values("sglang:realtime_tokens_total", mode="prefill_cache")
-        == 16
-    )
+    assert values("sglang:cached_tokens_total") == values("sglang:realtime_tokens_total", mode="prefill_cache") == 16
     assert values("sglang:cache_hit_rate") == 16 / 20
 
 
@@ -160,7 +147,7 @@ async def test_refusals_and_failures_are_counted_by_reason():
     async with running(max_running=1, max_queued=1) as server:
         await server.generate(ids=[10**6], status=400)
         await server.generate(ids=range(1, 500), status=400)
-        server.runners[0].failures = 3  # in its step, in the one behind it, and alone
+        server.runners[0].failures = 3  # fails in its step, in the next step, and alone
         await server.generate(status=500)
         server.runners[0].open.clear()
         running_one = asyncio.create_task(server.generate())
@@ -227,9 +214,7 @@ async def test_engines_do_not_share_what_they_count():
 
 async def test_names_keep_their_colons_whatever_is_accepted():
     async with running() as server:
-        answer = await server.http.get(
-            "/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"}
-        )
+        answer = await server.http.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "\nsglang:num_requests_total{" in answer.text
 

@@ -1,4 +1,4 @@
-"""The pieces of a stream put together are the whole text, in any script, cut anywhere (R15 of docs/reliability.md)."""
+"""The joined pieces of a stream equal the whole text, for any script and any division (R15 of docs/reliability.md)."""
 
 from __future__ import annotations
 
@@ -42,11 +42,9 @@ class Case(NamedTuple):
     @classmethod
     def draw(cls, tokenizers: dict[str, Tokenizer], draw: random.Random) -> Case:
         kind = draw.choice(KINDS)
-        text = "".join(
-            draw.choice(WORDS) + draw.choice(["", "", " ", "\n"]) for _ in range(draw.randrange(1, 12))
-        )
+        text = "".join(draw.choice(WORDS) + draw.choice(["", "", " ", "\n"]) for _ in range(draw.randrange(1, 12)))
         [ids] = tokenizers[kind].encode_batch([text], add_special_tokens=False)
-        # What the library itself says, which may normalise.
+        # the library's decoding, which may normalise the text
         text = tokenizers[kind].backend.decode(ids, True)
         stops = tuple(_stop(text, draw) for _ in range(draw.choice([0, 0, 1, 2, 3])))
         keep = draw.random() < 0.5
@@ -59,7 +57,7 @@ class Case(NamedTuple):
 
 
 def _stop(text: str, draw: random.Random) -> str:
-    """A part of the text, from the middle of a cluster perhaps, or what may not be in it."""
+    """Return a part of the text, possibly from the middle of a cluster, or a text that may not occur in it."""
     if not text or draw.random() < 0.25:
         return draw.choice(WORDS)
     start = draw.randrange(len(text))
@@ -68,12 +66,8 @@ def _stop(text: str, draw: random.Random) -> str:
 
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[str, Tokenizer]:
-    found = {
-        kind: Tokenizer(FastBackend(tiny_tokenizers.build(kind)[0]), {}) for kind in ("byte_bpe", "metaspace")
-    }
-    found["demo"] = Tokenizer(
-        FastBackend(Library.from_file(str(Path(demo_path() or "") / "tokenizer.json"))), {}
-    )
+    found = {kind: Tokenizer(FastBackend(tiny_tokenizers.build(kind)[0]), {}) for kind in ("byte_bpe", "metaspace")}
+    found["demo"] = Tokenizer(FastBackend(Library.from_file(str(Path(demo_path() or "") / "tokenizer.json"))), {})
     return found
 
 
@@ -104,9 +98,7 @@ def test_pieces_are_the_whole(tokenizers: dict[str, Tokenizer], num_cases: int) 
 
 
 @pytest.mark.parametrize("num_cases", [30, MANY])
-async def test_pieces_over_http_are_the_whole(
-    tokenizers: dict[str, Tokenizer], serve: Serve, num_cases: int
-) -> None:
+async def test_pieces_over_http_are_the_whole(tokenizers: dict[str, Tokenizer], serve: Serve, num_cases: int) -> None:
     draw = random.Random(1)
     said: list[int] = []
     facts = fake_core.make_facts(vocab_size=max(each.vocab_size for each in tokenizers.values()))
@@ -119,7 +111,7 @@ async def test_pieces_over_http_are_the_whole(
         if not case.ids:
             continue
         said[:] = case.ids
-        # The same caps as of every client's request.
+        # the limits of every client's request
         stops = {"stop": [*case.stops], "no_stop_trim": case.keep} if case.stops else {}
         if number % 2:
             sampling = {**stops, "max_new_tokens": len(case.ids)}

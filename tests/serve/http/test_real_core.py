@@ -1,4 +1,4 @@
-"""The HTTP API over the real engine core, with a runner that has no model: ids in, ids out."""
+"""The HTTP API with the real engine core and a runner without a model: ids in, ids out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import http_server
 import scripted_core
 from runtime.actors.engine_core import EngineCore
 from runtime.errors import ContextOverflow
-from serve.app import build_app
 from serve.openai import completions
+from serve.server.app import build_app
 
 
 class Running(NamedTuple):
@@ -74,7 +74,7 @@ async def test_wrong_parameters_are_named_as_the_client_knows_them(running: Runn
 
 
 async def test_failed_step_is_told_without_its_secret(running: Running) -> None:
-    running.runner.poison.add("bad")  # it fails alone too
+    running.runner.poison.add("bad")  # it also fails alone
     response = await running.http.post("/generate", json={"input_ids": [5], "rid": "bad"})
     assert response.status_code == 500
     assert "secret" not in response.text
@@ -86,3 +86,14 @@ async def test_draining_engine_refuses_and_says_so(running: Running) -> None:
     assert (await running.http.get("/health")).status_code == 503
     response = await running.http.post("/generate", json={"input_ids": [5]})
     assert (response.status_code, response.json()["message"]) == (503, "The engine is draining.")
+
+
+async def test_two_running_requests_have_different_names(running: Running) -> None:
+    long = {"input_ids": [5] * 9, "rid": "a", "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
+    async with running.http.stream("POST", "/generate", json={**long, "stream": True}) as response:
+        await anext(response.aiter_lines())
+        second = await running.http.post("/generate", json=long)
+        assert (second.status_code, second.json()["error"]["param"]) == (400, "rid")
+        assert (await running.http.post("/generate", json={**long, "rid": "b"})).status_code == 200
+    await until(lambda: all_pages_back(running.core))
+    assert (await running.http.post("/generate", json=long)).status_code == 200

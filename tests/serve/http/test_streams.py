@@ -1,4 +1,4 @@
-"""What is special about streams: clients that leave, read slowly, or come two at a time."""
+"""Properties of streams: clients that disconnect, read slowly, or come in pairs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 import fake_core
 from runtime.request import Chunk, LogprobParams, Request
 from runtime.tokenizer.tokenizer import Tokenizer
-from serve.errors import NATIVE
-from serve.sse import BODY_WRITER, DONE, PING, EventStream
+from serve.http.body_writer import BODY_WRITER
+from serve.http.errors import NATIVE
+from serve.http.sse import DONE, PING, EventStream
 from served_core import Serve, Served
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 200}
@@ -67,9 +68,7 @@ async def test_aborted_answer_ends_with_an_error_that_clients_know(
 ) -> None:
     served = await serve(held=True)
     for stream in (True, False):
-        posted = asyncio.create_task(
-            served.http.post(path, json={"model": fake_core.MODEL, **body, "stream": stream})
-        )
+        posted = asyncio.create_task(served.http.post(path, json={"model": fake_core.MODEL, **body, "stream": stream}))
         await until(lambda: served.core.num_open > 0)
         served.core.step()
         await asyncio.sleep(0)
@@ -78,16 +77,12 @@ async def test_aborted_answer_ends_with_an_error_that_clients_know(
         if not stream:
             assert (response.status_code, "The request was aborted." in response.text) == (400, True)
             continue
-        lines = [
-            line.removeprefix("data: ")
-            for line in response.text.split("\n")
-            if line.startswith(("data", "{"))
-        ]
+        lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith(("data", "{"))]
         *events, last = [orjson.loads(line) for line in lines if line != "[DONE]"]
         assert "The request was aborted." in str(last["error"])
         assert events
         for event in events:
-            if answer is Completion:  # whose type lacks the null that the service itself sends
+            if answer is Completion:  # its type does not allow the null that OpenAI's API sends
                 assert [choice["finish_reason"] for choice in event["choices"]] == [None]
                 event["choices"][0]["finish_reason"] = "stop"
             if answer is not None:
@@ -143,9 +138,7 @@ async def test_tokens_arrive_as_they_are_made(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
-async def test_failure_in_the_middle_is_told_in_the_stream(
-    serve: Serve, path: str, body: dict[str, Any]
-) -> None:
+async def test_failure_in_the_middle_is_told_in_the_stream(serve: Serve, path: str, body: dict[str, Any]) -> None:
     served = await serve(held=True)
     async with contextlib.AsyncExitStack() as stack:
         opening = asyncio.create_task(
@@ -163,7 +156,7 @@ async def test_failure_in_the_middle_is_told_in_the_stream(
 
 
 class Sent:
-    """An ASGI client that notes what it is sent; `gate` closed, it does not read."""
+    """An ASGI client that records its messages. While `gate` is closed, it does not read."""
 
     def __init__(self) -> None:
         self.messages: list[Any] = []
@@ -185,7 +178,7 @@ class Sent:
 
 
 class Plain:
-    """Events that are just the text."""
+    """An encoder whose events are plain text."""
 
     def events(self, request_index: int, chunks: Any) -> bytes:
         return b"".join(chunk.text.encode() for chunk in chunks)
@@ -195,7 +188,7 @@ class Plain:
 
 
 class Direct:
-    """A body writer into the same place."""
+    """A body writer that writes to the same list."""
 
     def __init__(self, client: Sent) -> None:
         self._client = client
@@ -225,7 +218,7 @@ async def test_silence_is_broken_by_comments(tokenizer: Tokenizer) -> None:
     core, client = fake_core.FakeCore(tokenizer, held=True), Sent()
     task = open_stream(core, client, ping_s=0.01)
     await asyncio.sleep(0.05)
-    assert client.messages == []  # a stream that has not begun may still become an error
+    assert client.messages == []  # before a stream begins, it may still become an error
     core.step()
     await until(lambda: client.bodies[1:3] == [PING, PING])
     client.gone.set()
@@ -255,11 +248,11 @@ async def test_chunks_are_written_at_once_while_the_client_keeps_up(tokenizer: T
     task = open_stream(core, client, writer=writer)
     await asyncio.sleep(0)
     core.step()
-    await until(lambda: len(client.bodies) == 1)  # the first goes with the head, the usual way
+    await until(lambda: len(client.bodies) == 1)  # the first event is sent with the head, by the ordinary path
     assert writer.num_pieces == 0
     await asyncio.sleep(0)
     for number in range(2, 6):
-        core.step()  # and the loop gets no turn
+        core.step()  # the event loop does not run in between
         assert len(client.bodies) == number
     assert writer.num_pieces == 4
     writer.ready = False
@@ -267,7 +260,7 @@ async def test_chunks_are_written_at_once_while_the_client_keeps_up(tokenizer: T
         core.step()
     assert len(client.bodies) == 5
     writer.ready = True
-    core.step()  # joins what waits
+    core.step()  # is merged with the waiting events
     assert len(client.bodies) == 5
     await until(lambda: len(client.bodies) == 6)
     await asyncio.sleep(0)
@@ -284,7 +277,7 @@ async def test_chunks_are_written_at_once_while_the_client_keeps_up(tokenizer: T
 
 @pytest.mark.parametrize("keeps_up", [True, False])
 async def test_encoder_is_used_by_one_thread_at_a_time(tokenizer: Tokenizer, keeps_up: bool) -> None:
-    """Prompt logprobs are encoded in a thread, while chunks of the response's other requests arrive."""
+    """A thread encodes prompt logprobs while chunks of the response's other requests arrive."""
     in_thread, may_leave = threading.Event(), threading.Event()
 
     class Exclusive(Plain):
@@ -423,15 +416,13 @@ async def test_ten_thousand_events_leave_no_task_behind(served: Served) -> None:
     before = len(asyncio.all_tasks())
     async with httpx.AsyncClient(base_url=served.url) as client:
         for _ in range(5):
-            await asyncio.gather(
-                *(client.post("/generate", json={"text": "a", "stream": True}) for _ in range(10))
-            )
+            await asyncio.gather(*(client.post("/generate", json={"text": "a", "stream": True}) for _ in range(10)))
     await until(lambda: len(asyncio.all_tasks()) <= before)
     assert served.core.num_open == 0
 
 
 async def test_requests_leave_nothing_to_the_garbage_collector(served: Served) -> None:
-    """Which runs seldom, while bodies may be large."""
+    """The garbage collector runs rarely, while bodies may be large."""
 
     def num_cycles() -> int:
         return sum(type(thing) is RequestResponseCycle for thing in gc.get_objects())
@@ -444,6 +435,6 @@ async def test_requests_leave_nothing_to_the_garbage_collector(served: Served) -
             for stream in (False, True):
                 response = await served.http.post(path, json={**body, "stream": stream})
                 assert response.status_code == 200
-        await until(lambda: num_cycles() <= before + 1)  # that of the connection, which stays open
+        await until(lambda: num_cycles() <= before + 1)  # the cycle of the connection, which stays open
     finally:
         gc.enable()

@@ -1,4 +1,4 @@
-"""The chat page in a real browser, over a scripted core."""
+"""The chat page in a real browser, with a scripted core."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ def window() -> Iterator[browser.Page]:
 
 @pytest.fixture
 async def open_page(window: browser.Page) -> AsyncIterator[browser.Open]:
-    """`await open_page(app)` serves the application and shows its page, on a desktop screen.
+    """`await open_page(app)` serves the application and opens its page on a desktop screen.
 
-    The test fails if a script failed in it or the policy was violated.
+    The test fails if a script of the page failed or violated the content security policy.
     """
     async with AsyncExitStack() as stack:
 
         async def start(app: Any) -> browser.Page:
             url = await stack.enter_async_context(http_server.serving(app))
-            stack.push_async_callback(window.open, "about:blank")  # lets go of the server before it ends
+            # closes the page's connections before the server stops
+            stack.push_async_callback(window.open, "about:blank")
             await window.resize(1200, 800)
             await window.open(url)
             return window
@@ -50,7 +51,7 @@ async def open_page(window: browser.Page) -> AsyncIterator[browser.Open]:
 
 @pytest.fixture
 async def chat(open_page: browser.Open, tokenizer: Tokenizer) -> browser.Open:
-    """`await chat(core)` shows the page of a server over the core."""
+    """`await chat(core)` opens the page of a server with this core."""
 
     async def start(core: fake_core.FakeCore) -> browser.Page:
         return await open_page(app_of(core))

@@ -1,4 +1,4 @@
-"""Talking with the page as a user does: with keyboard and mouse, looking at what is shown."""
+"""Chats on the page with keyboard and mouse, checked by what the page shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from browser import ENTER, ESCAPE, SHIFT, Open, Page
 from runtime.errors import Overloaded
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 IDLE = '!document.body.classList.contains("running")'
 ANSWERED = f'document.querySelector(".answer") && {IDLE}'
@@ -23,7 +23,7 @@ KEY = "open-sesame-ü"
 
 
 async def until(state: Callable[[], bool]) -> None:
-    """Let the server work until the state is reached."""
+    """Let the server run until the condition is true."""
     while not state():
         await asyncio.sleep(0.002)
 
@@ -33,7 +33,7 @@ async def figure(page: Page, name: str) -> str:
 
 
 async def ask(page: Page, text: str = "Hello") -> None:
-    """Send a message and wait for the whole answer."""
+    """Send a message and wait for the complete answer."""
     await page.type("#prompt", text + ENTER)
     await page.until(ANSWERED)
 
@@ -80,13 +80,9 @@ async def test_what_the_user_writes_is_shown_as_an_answer_is(chat: Open, tokeniz
     page = await chat(fake_core.FakeCore(tokenizer))
     await ask(page, f"What does `--page-size`{SHIFT}{ENTER}{SHIFT}do?")
     assert await page.text(".user .text code") == "--page-size"
-    assert (
-        await page.value('document.querySelector(".user .text").textContent') == "What does --page-size\ndo?"
-    )
-    figures = await page.value(
-        '[...document.querySelectorAll("[data-figure]")].map((row) => row.dataset.figure)'
-    )
-    assert "cached" not in figures  # the server does not count them
+    assert await page.value('document.querySelector(".user .text").textContent') == "What does --page-size\ndo?"
+    figures = await page.value('[...document.querySelectorAll("[data-figure]")].map((row) => row.dataset.figure)')
+    assert "cached" not in figures  # the server does not report cached tokens
 
 
 async def test_shift_enter_starts_a_line_and_enter_sends_both(chat: Open, tokenizer: Tokenizer) -> None:
@@ -100,9 +96,7 @@ async def test_shift_enter_starts_a_line_and_enter_sends_both(chat: Open, tokeni
 
 
 @pytest.mark.parametrize("way", ["Escape", "button"])
-async def test_stopping_frees_the_request_and_keeps_the_text(
-    chat: Open, tokenizer: Tokenizer, way: str
-) -> None:
+async def test_stopping_frees_the_request_and_keeps_the_text(chat: Open, tokenizer: Tokenizer, way: str) -> None:
     core = fake_core.FakeCore(tokenizer, held=True)
     page = await chat(core)
     await page.type("#prompt", "Hello" + ENTER)
@@ -118,7 +112,7 @@ async def test_stopping_frees_the_request_and_keeps_the_text(
 
 
 async def test_answer_of_a_real_engine_streams_and_stops(open_page: Open) -> None:
-    never_ends = {"logit_bias": {"2": -100}}  # the end of text
+    never_ends = {"logit_bias": {"2": -100}}  # forbids the EOS token
     async with Engine(tiny_models.cached(), preferred_sampling_params=never_ends) as engine:
         page = await open_page(build_app(engine.core))
         await page.type("#prompt", "Once upon a time" + ENTER)
@@ -298,7 +292,7 @@ async def test_text_stands_out_in_either_scheme(chat: Open, tokenizer: Tokenizer
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of `rgb(r, g, b)`, as WCAG 2 defines it."""
+    """Return the relative luminance of `rgb(r, g, b)` by WCAG 2."""
     parts = [int(part) / 255 for part in colour.strip("rgb()").split(",")]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,4 +1,4 @@
-"""The live page over a real engine: what it shows, and to whom."""
+"""The live page with a real engine: its content, and who may see it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import http_server
 import tiny_models
 from browser import ENTER, Open
 from serve import Engine
-from serve.app import build_app
+from serve.server.app import build_app
 
 LONG = {"json_model_override_args": {"max_position_embeddings": 65536}, "max_total_tokens": 65536}
 ENDLESS = {"max_new_tokens": 60_000, "ignore_eos": True}
@@ -84,10 +84,7 @@ async def test_clients_see_their_own_requests(tmp_path: Path) -> None:
     assert [found[key]["replicas"][0]["tree"] is None for key in found] == [True, True, False]
     assert "Once" not in json.dumps(found)
     [mine] = found["key-a"]["requests"]
-    ages = [
-        mine["ago_s"][name]
-        for name in ("arrived", "tokenized", "queued", "scheduled", "first_token", "ended")
-    ]
+    ages = [mine["ago_s"][name] for name in ("arrived", "tokenized", "queued", "scheduled", "first_token", "ended")]
     assert ages == sorted(ages, reverse=True)
     assert (mine["state"], mine["finish"], mine["output_tokens"]) == ("ended", "length", 4)
 

@@ -1,4 +1,4 @@
-"""What the page asks the API for, and what it makes of answers that the engine cannot script yet."""
+"""The page's API requests, and its handling of answers that the scripted engine cannot generate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CALL_REST = {"index": 0, "function": {"arguments": 'ty": "Rome"}'}}
 
 
 class RecordedApi:
-    """Notes the bodies of chat requests and answers each with the next of the scripted lists of deltas."""
+    """Records the bodies of chat requests, and answers each with the next scripted list of deltas."""
 
     def __init__(self, *answers: list[dict[str, Any]]) -> None:
         self.bodies: list[dict[str, Any]] = []
@@ -129,9 +129,7 @@ async def test_conversation_and_thoughts_go_back_with_the_next_message(open_page
 
 
 async def test_tool_call_is_shown_and_its_result_goes_back(open_page: Open) -> None:
-    api = RecordedApi(
-        [{"tool_calls": [CALL]}, {"tool_calls": [CALL_REST]}], [{"content": "In Rome it is 9:00."}]
-    )
+    api = RecordedApi([{"tool_calls": [CALL]}, {"tool_calls": [CALL_REST]}], [{"content": "In Rome it is 9:00."}])
     page = await open_page(api.app)
     await page.click("#offer-tools")
     await ask(page, "What time is it in Rome?")
@@ -154,9 +152,7 @@ async def test_stream_that_breaks_off_is_said_to_have(open_page: Open) -> None:
         event = {"choices": [{"delta": {"content": "Half"}, "finish_reason": None}]}
         return Response(b"data: " + orjson.dumps(event) + b"\n\n", media_type="text/event-stream")
 
-    page = await open_page(
-        Starlette(routes=[*page_routes(), Route("/v1/chat/completions", broken, methods=["POST"])])
-    )
+    page = await open_page(Starlette(routes=[*page_routes(), Route("/v1/chat/completions", broken, methods=["POST"])]))
     await ask(page, "Hello")
     assert await page.text(".answer .text") == "Half"
     assert "lost" in await page.text(".answer .error")

@@ -1,4 +1,4 @@
-"""The page as HTTP sees it; no browser needed."""
+"""The page's HTTP responses, without a browser."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDER = Path(serve.page.__file__).parent
 
 def client(**serve_options: Any) -> httpx.AsyncClient:
     app = app_of(fake_core.FakeCore(None, **serve_options))
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 
 
 @pytest.mark.parametrize("path", PATHS)

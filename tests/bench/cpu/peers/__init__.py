@@ -1,4 +1,4 @@
-"""One script for each engine, run by the Python of that engine's own environment. None imports Penstock.
+"""One script per peer, run by the Python of the peer's environment. None of them imports Penstock.
 
-`SCRIPT convert` writes the checkpoint in the engine's own form; `SCRIPT run` loads it and answers jobs.
+`SCRIPT convert` writes the checkpoint in the engine's format. `SCRIPT run` loads it and answers jobs.
 """

@@ -1,8 +1,8 @@
-"""What every runner script shares: its command line, and jobs as JSON lines in, answers as JSON lines out.
+"""The command line and the protocol of all runner scripts: jobs and answers are lines of JSON.
 
-The first answer says that the model is loaded. A job names prompts as token ids and how many tokens to add to
-each; its answer says how long that took and what came out. An engine that fails ends the process: the last
-line of its log is the reason.
+The first answer says that the model is loaded. A job has prompts as token ids, and the number of tokens to add to each.
+Its answer has the duration and the tokens. An engine that fails ends the process, and the last line of its log is the
+reason.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Model(Protocol):
     """A loaded model."""
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        """Greedily exactly `new_tokens` ids after each prompt, whatever the ids mean."""
+        """Generate exactly `new_tokens` greedy ids after each prompt, and ignore stop tokens."""
         ...
 
 
 class Lines:
-    """Answers on what was stdout. Whatever an engine prints goes to stderr from now on."""
+    """Writes answers to the original stdout. All other output of the engine goes to stderr."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
@@ -42,7 +42,7 @@ class Lines:
         self._out.write(json.dumps(answer) + "\n")
 
     def next_job(self) -> dict[str, Any] | None:
-        """None when nobody asks any more."""
+        """Return the next job, or None at the end of the input."""
         line = sys.stdin.readline()
         return json.loads(line) if line.strip() else None
 
@@ -62,7 +62,7 @@ def main(
     load: Callable[[argparse.Namespace], Model],
     server_command: Callable[[argparse.Namespace, int], list[str]] | None = None,
 ) -> None:
-    """Run the script's command line. `server_command` gives the command of a server on a port."""
+    """Run the script's command line. `server_command` returns the command that starts a server on a port."""
     parser = argparse.ArgumentParser()
     commands = parser.add_subparsers(dest="command", required=True)
     converting = commands.add_parser("convert")
@@ -98,7 +98,7 @@ def answer_of(outputs: Sequence[Sequence[int]], seconds: float) -> dict[str, Any
 
 
 def serve(lines: Lines, command: Sequence[str], port: int, found: Mapping[str, str]) -> None:
-    """Start a server, say where it is once it answers, and stop it when nobody asks any more."""
+    """Start a server, report its address when it answers, and stop it at the end of the input."""
     url = f"http://127.0.0.1:{port}"
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     try:

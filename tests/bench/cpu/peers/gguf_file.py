@@ -1,4 +1,4 @@
-"""A GGUF file of one of our random checkpoints, with what llama.cpp's own conversion would put in it."""
+"""Write a random checkpoint as a GGUF file, with the same content as llama.cpp's conversion."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ARCHITECTURES = {  # by the model's type
+ARCHITECTURES = {  # model type -> GGUF architecture
     "llama": "llama",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "granitemoehybrid": "granitehybrid",
 }
-STATES = ("mamba", "linear_attention")  # layers that keep one
+STATES = ("mamba", "linear_attention")  # kinds of layers with a recurrent state
 IN_FLOAT32 = ("norm", "ffn_gate_inp", "ssm_conv1d", "ssm_dt", "ssm_a", "ssm_d")
 
 
@@ -80,7 +80,7 @@ def describe_hybrid(writer: Any, config: dict[str, Any]) -> None:
 
 
 def rope_theta(config: dict[str, Any]) -> float:
-    """In older and newer configurations."""
+    """Return the base of the rotary embedding, from an older or newer configuration."""
     given = config.get("rope_parameters") or {}
     given = given.get("full_attention", given)
     return config.get("rope_theta") or given.get("rope_theta", 10_000.0)
@@ -140,12 +140,12 @@ WITHOUT_SUFFIX = ("ssm_a", "ssm_d")
 
 
 def tensors(source: Path, config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Weights under GGUF's names, in float32: experts as one tensor, and what llama.cpp wants otherwise changed."""
+    """Return weights under GGUF's names in float32, with stacked experts and llama.cpp's other changes."""
     change = CHANGES.get(config["model_type"], unchanged)
     parts = GEMMA_PARTS if config["model_type"] == "gemma3_text" else PARTS
     for name, weight in gathered(read_safetensors(source / "model.safetensors")):
         stem, _, suffix = name.rpartition(".")
-        if suffix not in ("weight", "bias"):  # A_log, D, dt_bias
+        if suffix not in ("weight", "bias"):  # for example A_log, D or dt_bias
             stem, suffix = (name.removesuffix("_bias"), "bias") if suffix == "dt_bias" else (name, "")
         if stem in WHOLE:
             made, layer = [(WHOLE[stem], weight)], ""
@@ -167,7 +167,7 @@ def halves(weight: Any) -> Any:
 
 
 def gathered(given: Iterator[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """With the experts of a layer as one tensor."""
+    """Stack the experts of a layer in one tensor."""
     import numpy
 
     experts: dict[str, dict[int, Any]] = {}
@@ -186,7 +186,7 @@ def unchanged(part: str, weight: Any, config: dict[str, Any]) -> Any:
 
 
 def halves_interleaved(part: str, weight: Any, config: dict[str, Any]) -> Any:
-    """Of Llama's q and k each head's."""
+    """Interleave the halves of each head in Llama's q and k."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}.get(part)
     if heads is None:
         return weight
@@ -211,13 +211,13 @@ def states(part: str, weight: Any, config: dict[str, Any]) -> Any:
 
 CHANGES: dict[str, Callable[[str, Any, dict[str, Any]], Any]] = {
     "llama": halves_interleaved,
-    "granitemoehybrid": states,  # its q and k are interleaved only where it rotates them
+    "granitemoehybrid": states,  # q and k are interleaved only if they are rotated
     "gemma3_text": norms_from_one,
 }
 
 
 def read_safetensors(file: Path) -> Iterator[tuple[str, Any]]:
-    """bfloat16 tensors as float32 arrays: 16 bits, and 16 zeros below."""
+    """Return bfloat16 tensors as float32 arrays."""
     import numpy
 
     data = numpy.memmap(file, numpy.uint8, "r")

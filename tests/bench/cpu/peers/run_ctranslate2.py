@@ -1,4 +1,4 @@
-"""CTranslate2. It has no bfloat16 on CPUs: what stands for it is float32."""
+"""CTranslate2. It has no bfloat16 on CPUs, so it runs in float32 instead."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Vectors of texts by one engine: a job is a line of JSON with texts, its answer the time they took and vectors."""
+"""Embeddings by one engine. A job is a line of JSON with texts; its answer has the duration and the vectors."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import answering
 
-Encode = Callable[[list[str]], Any]  # texts -> [N, E], of length 1
+Encode = Callable[[list[str]], Any]  # texts -> vectors [N, E] of length 1
 ST_BATCH, OV_BATCH = 32, 16
 
 
@@ -40,7 +40,7 @@ def sentence_transformers(options: argparse.Namespace) -> Encode:
 
 
 def openvino(options: argparse.Namespace) -> Encode:
-    """As fast as it is known to be: asynchronous jobs, texts tokenised while others are computed, only means."""
+    """Use OpenVINO's fastest known method: asynchronous jobs, tokenization during computation, mean pooling only."""
     import numpy
     import openvino as ov
     import torch
@@ -49,10 +49,8 @@ def openvino(options: argparse.Namespace) -> Encode:
 
     names = ("input_ids", "attention_mask", "token_type_ids")
     model: Any = AutoModel.from_pretrained(options.model).eval()
-    converted = ov.convert_model(
-        model, example_input={name: torch.ones(2, 128, dtype=torch.int64) for name in names}
-    )
-    with TemporaryDirectory() as folder:  # without the weights of torch beside it
+    converted = ov.convert_model(model, example_input={name: torch.ones(2, 128, dtype=torch.int64) for name in names})
+    with TemporaryDirectory() as folder:  # a copy of the folder without torch's weights
         path = Path(folder) / "model.xml"
         ov.save_model(converted, path, compress_to_fp16=False)
         settings = {"PERFORMANCE_HINT": "THROUGHPUT", "INFERENCE_NUM_THREADS": options.threads}

@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python: sequences decoded together, a common prefix computed once and kept."""
+"""llama.cpp through llama-cpp-python: sequences are decoded together, and a common prefix is computed once and kept."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 import answering
 from gguf_file import write
 
-BATCH_TOKENS = 512  # in one call; llama.cpp's own default for the physical batch
-MIN_PREFIX = 64  # tokens that are worth sharing
+BATCH_TOKENS = 512  # tokens per call, llama.cpp's default physical batch size
+MIN_PREFIX = 64  # minimum number of tokens worth sharing
 
 
 def convert(options: argparse.Namespace) -> None:
-    """Write a GGUF file with what llama.cpp's own conversion would put in it; 4 bits are its own quantiser's."""
+    """Write a GGUF file like llama.cpp's conversion. 4-bit weights come from llama.cpp's quantiser."""
     Path(options.output).mkdir(parents=True)
     file = Path(options.output) / "model.gguf"
     if options.weights != "int4":
@@ -38,7 +38,7 @@ def quantize(whole: Path, file: Path, form: str) -> None:
 
 
 class Batched:
-    """Greedy decoding of many sequences in one context. Sequence 0 keeps the prefix of the last call."""
+    """Decodes many sequences greedily in one context. Sequence 0 keeps the prefix of the last call."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         import llama_cpp
@@ -46,9 +46,7 @@ class Batched:
         self._lib = llama_cpp
         llama_cpp.llama_backend_init()
         file = str(Path(options.model) / "model.gguf")
-        self._model = llama_cpp.llama_model_load_from_file(
-            file.encode(), llama_cpp.llama_model_default_params()
-        )
+        self._model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
         self._vocab = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(self._model))
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = max(4 * options.context, 256 * options.batch)
@@ -77,9 +75,7 @@ class Batched:
         for step in range(new_tokens):
             for number, id in self._compute(todo):
                 outputs[number - 1].append(id)
-            todo = [
-                (ids[-1], len(prompts[number]) + step, number + 1, True) for number, ids in enumerate(outputs)
-            ]
+            todo = [(ids[-1], len(prompts[number]) + step, number + 1, True) for number, ids in enumerate(outputs)]
         return outputs
 
     def _keep(self, prefix: list[int]) -> None:
@@ -90,7 +86,9 @@ class Batched:
         self._kept = prefix
 
     def _compute(self, todo: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
-        """The next id of each sequence among (id, position, sequence, whether its next id is wanted)."""
+        """Compute entries (id, position, sequence, whether the next id is needed), and return the next id of each
+        sequence.
+        """
         import numpy
 
         found, batch = [], self._batch
@@ -111,7 +109,7 @@ class Batched:
 
 
 def common_prefix(prompts: list[list[int]]) -> list[int]:
-    """What all prompts begin with, when there are several and it is long; their last tokens never count."""
+    """Return the common prefix of several prompts if it is long enough. It never includes a prompt's last token."""
     first, length = prompts[0], min(map(len, prompts)) - 1
     for prompt in prompts:
         length = next((i for i in range(length) if prompt[i] != first[i]), length)

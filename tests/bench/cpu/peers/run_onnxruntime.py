@@ -1,4 +1,4 @@
-"""ONNX Runtime GenAI. It has no bfloat16 on CPUs: what stands for it is float32."""
+"""ONNX Runtime GenAI. It has no bfloat16 on CPUs, so it runs in float32 instead."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
@@ -38,9 +38,7 @@ class Generation:
 
         length = len(prompts[0]) + new_tokens
         params = self._genai.GeneratorParams(self._model)
-        params.set_search_options(
-            do_sample=False, batch_size=len(prompts), max_length=length, min_length=length
-        )
+        params.set_search_options(do_sample=False, batch_size=len(prompts), max_length=length, min_length=length)
         generator = self._genai.Generator(self._model, params)
         generator.append_tokens(numpy.array(prompts, dtype=numpy.int32))
         while not generator.is_done():

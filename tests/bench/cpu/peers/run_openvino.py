@@ -13,7 +13,7 @@ from pathlib import Path
 import answering
 
 CACHE_GB = 2
-FROM_OLDER = ("gemma3_text",)  # which its exporter reads by an older transformers alone
+FROM_OLDER = ("gemma3_text",)  # model types that its exporter reads only with an older transformers
 
 
 def convert(options: argparse.Namespace) -> None:
@@ -37,7 +37,7 @@ class Pipeline:
         config.cache_size = CACHE_GB
         config.enable_prefix_caching = True
         config.max_num_seqs = options.batch
-        config.max_num_batched_tokens = options.context  # the default, 256, loses with shared prefixes
+        config.max_num_batched_tokens = options.context  # the default of 256 is slower with shared prefixes
         properties = {"INFERENCE_PRECISION_HINT": "bf16", "INFERENCE_NUM_THREADS": options.threads}
         self._tensor = openvino.Tensor
         self._settings = openvino_genai.GenerationConfig

@@ -1,4 +1,4 @@
-"""transformers: `generate` on a batch of prompts of one length."""
+"""transformers: `generate` on a batch of prompts of equal length."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the scripts of all clients share: a function, its declaration, and a type for structured output."""
+"""Common code of all client scripts: a function, its declaration, and a type for structured output."""
 
 from pydantic import BaseModel
 

@@ -31,7 +31,5 @@ assert second.choices[0].message.content == "It is sunny.", second
 there = {"model": f"anthropic/{model}", "api_base": url, "api_key": "none", "max_tokens": 50}
 assert litellm.completion(messages=HELLO, **there).choices[0].message.content == "Hello there."
 if structured:
-    answer = litellm.completion(
-        messages=[{"role": "user", "content": "A city"}], response_format=City, **common
-    )
+    answer = litellm.completion(messages=[{"role": "user", "content": "A city"}], response_format=City, **common)
     assert City.model_validate_json(answer.choices[0].message.content) == City(name="Oslo", celsius=3)

@@ -12,7 +12,7 @@ from pydantic_ai.providers.openai import OpenAIProvider
 from weather import City, get_weather
 
 url, model, structured = sys.argv[1], sys.argv[2], sys.argv[3] == "structured"
-# The scripted model has no token for the marks of calls, without which strict tools beside text are refused.
+# The scripted model has no tokens for the marks of calls, without which strict tools next to text are refused.
 profile = OpenAIModelProfile(openai_supports_strict_tool_definition=False)
 provider = OpenAIProvider(base_url=f"{url}/v1", api_key="none")
 

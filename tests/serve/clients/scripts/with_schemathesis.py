@@ -1,6 +1,7 @@
-"""Requests that schemathesis makes of /openapi.json: URL, how many in all, and the number of the first round (0).
+"""Send requests that schemathesis generates from /openapi.json. Arguments: URL, number of requests, number of the
+first round (0).
 
-Prints how often each status came; each round has other requests, so that a long run may be made in pieces.
+Prints how often each status occurred. Each round has other requests, so that a long run can be divided.
 """
 
 # pyright: reportMissingImports=false, reportArgumentType=false
@@ -16,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 
 STATUSES = {200, 400, 401, 403, 404, 405, 409, 413, 422, 429, 501, 503}
 PER_ROUND, MAX_ROUNDS = 100, 100
-ELSEWHERE = ("/start_profile", "/stop_profile", "/freeze_gc")  # they slow the whole process down
+ELSEWHERE = ("/start_profile", "/stop_profile", "/freeze_gc")  # routes that slow the whole process down
 
 
 def main(url: str, num_cases: int, first_round: int = 0) -> None:
@@ -30,11 +31,9 @@ def main(url: str, num_cases: int, first_round: int = 0) -> None:
         for operation in operations:
             before = found.total()
             ask(operation, url, PER_ROUND, round_number, found, wrong)
-            if found.total() - before == PER_ROUND:  # else there is nothing else to ask it
+            if found.total() - before == PER_ROUND:  # otherwise no further request exists for it
                 varied.append(operation)
-            sys.stderr.write(
-                f"round {round_number}: {found.total()} cases, {len(wrong)} wrong: {operation.path}\n"
-            )
+            sys.stderr.write(f"round {round_number}: {found.total()} cases, {len(wrong)} wrong: {operation.path}\n")
             if found.total() >= num_cases:
                 varied = []
                 break
@@ -47,10 +46,8 @@ def main(url: str, num_cases: int, first_round: int = 0) -> None:
     sys.exit(bool(wrong))
 
 
-def ask(
-    operation: Any, url: str, num_cases: int, number: int, found: Counter[int], wrong: dict[str, str]
-) -> None:
-    """Send cases of one operation, of which some are meant to be wrong; others in the round of another number."""
+def ask(operation: Any, url: str, num_cases: int, number: int, found: Counter[int], wrong: dict[str, str]) -> None:
+    """Send cases of one operation, including invalid ones. Each round has other cases."""
     name = f"{operation.method.upper()} {operation.path}"
 
     @seed(7 + number)
@@ -73,7 +70,7 @@ def ask(
 
 
 def trouble_of(response: Any, *, is_ollama: bool) -> str:
-    """What is wrong with an answer, in a few words; empty where nothing is."""
+    """Return a short description of what is wrong with an answer, or ""."""
     if response.status_code not in STATUSES:
         return f"status {response.status_code}"
     if response.status_code < 400 or response.request.method == "HEAD" or not response.content:

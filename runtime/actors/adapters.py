@@ -1,0 +1,313 @@
+"""The LoRA adapters that the engine serves: their names, and which of them are in host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.config.plan import LoraPlan
+from runtime.errors import CheckpointError, EngineClosed, InvalidRequest
+from runtime.loading.adapter_config import CONFIG
+from runtime.request import Adapter
+
+if TYPE_CHECKING:
+    from runtime.actors.live_requests import LiveRequest
+    from runtime.actors.scheduler import SchedulerActor
+    from runtime.batch import Runner
+    from runtime.errors import PenstockError
+    from runtime.request import Chunk
+
+logger = logging.getLogger("penstock.core")
+
+_NAME_IN_FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
+UNLOAD_TIMEOUT_S = 60.0  # an unloaded adapter that is still in use after this time is freed when its requests end
+MAX_NAME = 256  # characters
+OFF = "LoRA adapters are off on this server; start it with --enable-lora."
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """An adapter that has a name, or had one and is still in use."""
+
+    adapter: Adapter
+    num_users: int = 0  # requests in the engine
+    used: int = 0  # when a request last named it, on a clock that counts
+    resident: bool = False  # whether all ranks have it in host memory
+    num_requests: int = 0
+    load_s: float = 0.0
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class AdapterRegistry:
+    """Loads, names and frees adapters, on all ranks of all replicas. An observer of requests counts the users.
+
+    A name keeps its meaning for requests that were accepted before it is unloaded or loaded again: they finish with the
+    old weights, which are freed afterwards.
+    """
+
+    def __init__(self, plan: LoraPlan, alive: Callable[[], Sequence[SchedulerActor]]) -> None:
+        self._plan = plan
+        self._alive = alive
+        self._names: dict[str, _Entry] = {}
+        self._retired: set[_Entry] = set()  # without a name, freed when no request uses them
+        self._ids, self._clock = count(1), count(1)
+        self._lock = asyncio.Lock()  # held while ranks load or free adapters
+        self._freeing: set[asyncio.Task[None]] = set()
+        self._freed = asyncio.Event()  # set when an adapter loses its last user
+        self.num_evictions = 0  # adapters that left host memory for others, since the start
+
+    @property
+    def enabled(self) -> bool:
+        return self._plan.enabled
+
+    @property
+    def adapters(self) -> list[Adapter]:
+        """The adapters that requests may name, in the order of their names' first loading."""
+        return [entry.adapter for entry in self._names.values()]
+
+    @property
+    def num_resident(self) -> int:
+        """Number of adapters in host memory."""
+        return sum(entry.resident for entry in (*self._names.values(), *self._retired))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def knows(self, name: str) -> bool:
+        """Whether requests may name this adapter: it is loaded, or in the folder of --lora-dir."""
+        return name in self._names or self._path_in_folder(name) is not None
+
+    async def start(self) -> None:
+        """Load the adapters of the plan. Raises CheckpointError if one does not fit the model."""
+        for source in self._plan.sources:
+            try:
+                await self.load(source.name, source.path, pinned=source.pinned)
+            except InvalidRequest as error:
+                raise CheckpointError(f"--lora-paths: {error.message}") from error
+
+    async def load(self, name: str, path: str, *, pinned: bool = False, replace: bool = False) -> Adapter:
+        """Load an adapter from a folder of this machine, and give it a name.
+
+        With `replace` the name may be in use; it then means the new adapter for further requests. Raises
+        `InvalidRequest` for a wrong name or if there is no room, and `CheckpointError` if the adapter does not fit.
+        """
+        self._check_on()
+        _check_name(name)
+        async with self._lock:
+            known = self._names.get(name)
+            if known is not None and not replace:
+                raise InvalidRequest(f"An adapter named {name} is loaded already.", param="lora_name")
+            if pinned:
+                self._check_pins(known)
+            entry = _Entry(Adapter(next(self._ids), name, path, pinned), used=next(self._clock))
+            await self._make_room(entry)
+            await self._load(entry)
+            self._names[name] = entry
+            if known is not None:
+                self._retire(known)
+        logger.info("Loaded the adapter %s from %s in %.2f s.", name, path, entry.load_s)
+        return entry.adapter
+
+    async def unload(self, name: str, *, timeout_s: float = UNLOAD_TIMEOUT_S) -> bool:
+        """Take an adapter's name away, wait until its requests have ended, and free it.
+
+        Return False if they had not ended in time: the adapter is freed when they have. Raises `InvalidRequest` if no
+        adapter has this name.
+        """
+        self._check_on()
+        entry = self._names.pop(name, None)
+        if entry is None:
+            raise InvalidRequest(f"No adapter is named {name}.", param="lora_name")
+        freeing = self._retire(entry)
+        done, _ = await asyncio.wait({freeing}, timeout=timeout_s)
+        return bool(done)
+
+    def acquire(self, name: str) -> Adapter:
+        """Return the adapter with this name for a new request. Raises `InvalidRequest` if there is none."""
+        self._check_on()
+        entry = self._names.get(name) or self._found(name)
+        if entry is None:
+            raise InvalidRequest(f"No adapter is named {name}; see GET /v1/models.", param="lora_path")
+        entry.used = next(self._clock)
+        return entry.adapter
+
+    def _found(self, name: str) -> _Entry | None:
+        """Return the adapter in the folder of --lora-dir that has this name, not loaded yet; None if there is none."""
+        path = self._path_in_folder(name)
+        if path is None:
+            return None
+        entry = self._names[name] = _Entry(Adapter(next(self._ids), name, str(path)))
+        return entry
+
+    def _path_in_folder(self, name: str) -> Path | None:
+        """Return the adapter of --lora-dir with this name, or None. Names and links cannot leave the folder."""
+        folder = self._plan.folder
+        if folder is None or not _NAME_IN_FOLDER.fullmatch(name):
+            return None
+        path = Path(folder, name)
+        return None if path.is_symlink() or not (path / CONFIG).is_file() else path
+
+    def is_ready(self, adapter: Adapter) -> bool:
+        """Whether an acquired adapter is in host memory."""
+        entry = self._entry(adapter)
+        return entry is not None and entry.resident
+
+    async def ready(self, adapter: Adapter) -> None:
+        """Bring an acquired adapter back into host memory, if it was evicted. Waits while all others are in use.
+
+        Raises `CheckpointError` if its files no longer fit.
+        """
+        while not self.is_ready(adapter):
+            async with self._lock:
+                entry = self._entry(adapter)
+                if entry is None or entry.resident:
+                    return
+                self._freed.clear()
+                try:
+                    await self._make_room(entry)
+                except InvalidRequest:
+                    entry = None
+                else:
+                    try:
+                        await self._load(entry)
+                    except CheckpointError as error:
+                        raise InvalidRequest(str(error), param="lora_path") from error
+            if entry is None:
+                await self._freed.wait()
+
+    async def restore(self, runner: Runner) -> None:
+        """Load all resident adapters on a replica that has started again."""
+        async with self._lock:
+            for entry in (*self._names.values(), *self._retired):
+                if entry.resident:
+                    await runner.call("load_adapter", {"id": entry.adapter.id, "path": entry.adapter.path})
+
+    def describe(self) -> list[Mapping[str, Any]]:
+        """Return name, path, users and times of each named adapter."""
+        return [
+            {
+                "name": name,
+                "path": entry.adapter.path,
+                "pinned": entry.adapter.pinned,
+                "resident": entry.resident,
+                "num_running": entry.num_users,
+                "num_requests": entry.num_requests,
+                "load_s": entry.load_s,
+            }
+            for name, entry in self._names.items()
+        ]
+
+    # --- observer of requests ---
+
+    def began(self, live: LiveRequest) -> None:
+        entry = self._entry(live.request.adapter)
+        if entry is not None:
+            entry.num_users += 1
+            entry.num_requests += 1
+            entry.unused.clear()
+
+    def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
+        pass
+
+    def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
+        entry = self._entry(live.request.adapter)
+        if entry is not None:
+            entry.num_users -= 1
+            if not entry.num_users:
+                entry.unused.set()
+                self._freed.set()
+
+    # --- parts ---
+
+    def _check_on(self) -> None:
+        if not self._plan.enabled:
+            raise InvalidRequest(OFF, param="lora_path")
+
+    def _check_pins(self, replaced: _Entry | None) -> None:
+        entries = [entry for entry in (*self._names.values(), *self._retired) if entry is not replaced]
+        if sum(entry.adapter.pinned for entry in entries) >= self._plan.max_slots - 1:
+            raise InvalidRequest(
+                f"At most {self._plan.max_slots - 1} adapters can be pinned: one of the {self._plan.max_slots} slots "
+                "(--max-loras-per-batch) stays free for others.",
+                param="pinned",
+            )
+
+    def _entry(self, adapter: Adapter | None) -> _Entry | None:
+        if adapter is None:
+            return None
+        named = self._names.get(adapter.name)
+        if named is not None and named.adapter.id == adapter.id:
+            return named
+        return next((entry for entry in self._retired if entry.adapter.id == adapter.id), None)
+
+    async def _make_room(self, new: _Entry) -> None:
+        """Evict adapters from host memory until another one fits. Raises `InvalidRequest` if all are in use."""
+        limit = self._plan.max_loaded
+        while limit is not None and self.num_resident >= limit:
+            idle = [
+                entry
+                for entry in self._names.values()
+                if entry.resident and not entry.num_users and not entry.adapter.pinned and entry is not new
+            ]
+            if not idle:
+                raise InvalidRequest(
+                    f"All {limit} adapters in host memory (--max-loaded-loras) are pinned or in use.", param="lora_name"
+                )
+            self.num_evictions += 1
+            await self._free(min(idle, key=lambda entry: entry.used))
+
+    async def _load(self, entry: _Entry) -> None:
+        began_s = time.monotonic()
+        payload = {"id": entry.adapter.id, "path": entry.adapter.path}
+        try:
+            await self._call("load_adapter", payload)
+        except CheckpointError:
+            await self._call("drop_adapter", {"id": entry.adapter.id})  # some ranks may have loaded their part
+            raise
+        entry.resident, entry.load_s = True, time.monotonic() - began_s
+
+    async def _free(self, entry: _Entry) -> None:
+        entry.resident = False
+        for actor in self._alive():
+            actor.scheduler.forget_adapter(entry.adapter.id)
+        await self._call("drop_adapter", {"id": entry.adapter.id})
+
+    async def _call(self, verb: str, payload: Mapping[str, Any]) -> None:
+        actors = self._alive()
+        if not actors:
+            raise EngineClosed("No replica is alive.")
+        answers = await asyncio.gather(
+            *(asyncio.shield(actor.runner.call(verb, payload)) for actor in actors), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+
+    def _retire(self, entry: _Entry) -> asyncio.Task[None]:
+        """Free an adapter that has lost its name, as soon as no request uses it."""
+        self._retired.add(entry)
+
+        async def free() -> None:
+            if entry.num_users:
+                await entry.unused.wait()
+            async with self._lock:
+                if entry.resident:
+                    await self._free(entry)
+                self._retired.discard(entry)
+
+        task = asyncio.create_task(free())
+        self._freeing.add(task)
+        task.add_done_callback(self._freeing.discard)
+        return task
+
+
+def _check_name(name: str) -> None:
+    if not name or len(name) > MAX_NAME or ":" in name or "\0" in name:
+        raise InvalidRequest(f"An adapter's name must have 1 to {MAX_NAME} characters and no colon.", param="lora_name")

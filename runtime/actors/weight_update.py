@@ -1,0 +1,66 @@
+"""Replaces the weights on all ranks of all replicas while requests run. Either all ranks get them, or none."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from typing import Any
+
+from runtime.actors.scheduler import SchedulerActor
+from runtime.errors import CheckpointError, EngineClosed, EngineFailure, WorkerFailed
+
+logger = logging.getLogger("penstock.core")
+
+LOST = "The weights could not be replaced, and the old ones could not be read again."
+
+
+async def replace_weights(
+    actors: Sequence[SchedulerActor], path: str, load_format: str | None, *, recompute: bool
+) -> None:
+    """Load the weights of a checkpoint on all ranks, between two steps. Do not cancel this call.
+
+    With `recompute`, running sequences are recomputed and the prefix trees are emptied; otherwise both keep the KV of
+    the old weights. Raises `InvalidRequest` or `CheckpointError` if the old weights are still in place, and
+    `EngineFailure` if a replica has no valid weights; that replica then ends.
+    """
+    payload = {"path": path, "load_format": load_format}
+    await asyncio.gather(*(actor.runner.call("check_weights", payload) for actor in actors))
+    async with AsyncExitStack() as stack:  # no replica continues before all have the new weights
+        pauses = [await stack.enter_async_context(actor.paused()) for actor in actors]
+        error = _first_error(await _ask(actors, "load_weights", payload))
+        if error is None:
+            for pause in pauses:
+                pause.recompute = recompute
+            return
+        lost = False
+        for pause, restored in zip(pauses, await _ask(actors, "restore_weights", {}), strict=True):
+            if isinstance(restored, Exception):
+                lost = True
+                logger.error("%s", LOST, exc_info=restored)
+                pause.failure = EngineFailure(LOST)
+    if lost:
+        raise EngineFailure(LOST)
+    raise CheckpointError(f"{error} The old weights are in place again.")
+
+
+async def _ask(actors: Sequence[SchedulerActor], verb: str, payload: Mapping[str, Any]) -> list[Any]:
+    """Call a verb on each replica. Return for each replica the answers of its ranks, or the exception."""
+    calls = [actor.runner.call(verb, payload) for actor in actors]
+    found: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+    return found
+
+
+def _first_error(replicas: Sequence[Any]) -> str | None:
+    """Return the reason why a rank could not load its weights, or None if all ranks did."""
+    for answers in replicas:
+        if isinstance(answers, WorkerFailed | EngineClosed):
+            return answers.message
+        if isinstance(answers, BaseException):
+            logger.error("The weights were not loaded.", exc_info=answers)
+            return "The weights cannot be loaded."
+        for answer in answers:
+            if answer["error"] is not None:
+                return answer["error"]
+    return None

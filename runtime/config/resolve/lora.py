@@ -1,0 +1,102 @@
+"""Decides how LoRA adapters are served."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import AdapterSource, KernelPlan, LoraPlan
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder
+
+LEAST_MAX_RANK = 16
+# Fused layers and the sub-layers that they hold: naming one names the other.
+_FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+
+
+def lora_plan(builder: PlanBuilder, facts: ModelFacts, kernels: KernelPlan, *, by_transformers: bool) -> LoraPlan:
+    """Return how adapters are served. The sources' paths are as given; `max_rank` is 0 if they decide it."""
+    args = builder.args.lora
+    asked = bool(args.lora_paths) or args.lora_dir is not None
+    enabled = asked if args.enable_lora is None else args.enable_lora
+    if enabled and by_transformers:
+        builder.refuse(
+            "enable_lora",
+            f"--enable-lora: {facts.architecture} is computed by transformers' modules, which take no adapters yet; "
+            "merge the adapter into the model.",
+        )
+    for option in ("lora_paths", "lora_dir"):
+        if args.enable_lora is False and builder.args.get(option):
+            builder.refuse(option, f"--{option.replace('_', '-')} needs adapters, which --enable-lora false turns off.")
+    if enabled and kernels.choices.get("low_rank") != "with_triton" and args.lora_backend in ("triton", "csgmv"):
+        builder.refuse("lora_backend", f"--lora-backend {args.lora_backend} needs a GPU with Triton; leave it out.")
+    if enabled and kernels.choices.get("low_rank") != "with_cpp" and args.lora_backend == "cpp":
+        builder.refuse("lora_backend", "--lora-backend cpp needs a CPU with a C++ compiler; leave it out.")
+    if args.max_loaded_loras is not None and args.max_loaded_loras < args.max_loras_per_batch:
+        builder.refuse(
+            "max_loaded_loras",
+            f"--max-loaded-loras {args.max_loaded_loras} is less than the {args.max_loras_per_batch} adapters of a "
+            "batch (--max-loras-per-batch).",
+        )
+    return builder.build(
+        LoraPlan,
+        enabled=Decision(
+            enabled, f"adapters are {'' if asked else 'not '}named" if args.enable_lora is None else "as asked"
+        ),
+        sources=Decision(_sources(builder), "as asked"),
+        max_rank=builder.follow_or("max_lora_rank", 0, "that of the adapters"),
+        targets=Decision(_targets(builder), "as asked" if args.lora_target_modules else "all linear layers"),
+    )
+
+
+def _sources(builder: PlanBuilder) -> tuple[AdapterSource, ...]:
+    sources: dict[str, AdapterSource] = {}
+    for text in builder.args.lora.lora_paths or ():
+        source = _source(text)
+        if source is None:
+            builder.refuse(
+                "lora_paths",
+                f"--lora-paths: {text[:80]} is not a PATH, NAME=PATH or a JSON object with the texts lora_name and "
+                "lora_path, and pinned true or false.",
+            )
+        elif source.name in sources:
+            builder.refuse("lora_paths", f"--lora-paths names {source.name} twice.")
+        else:
+            sources[source.name] = source
+    pinned = sum(source.pinned for source in sources.values())
+    if pinned >= builder.args.lora.max_loras_per_batch:
+        builder.refuse("lora_paths", f"--lora-paths pins {pinned} adapters; one slot must stay free for others.")
+    return tuple(sources.values())
+
+
+def _source(text: str) -> AdapterSource | None:
+    """Parse one value of --lora-paths; None if it is wrong."""
+    if not text.lstrip().startswith("{"):
+        name, _, path = text.partition("=") if "=" in text else (text, "", text)
+        return AdapterSource(name=name, path=path) if name and path else None
+    try:
+        values = json.loads(text)
+    except ValueError:
+        return None
+    # SGLang's names, and vLLM's for the same.
+    name, path = (values.get(f"lora_{key}", values.get(key)) for key in ("name", "path"))
+    pinned = values.get("pinned", False)
+    known = {"lora_name", "lora_path", "name", "path", "pinned", "base_model_name"}
+    if not (isinstance(name, str) and name and isinstance(path, str) and path and isinstance(pinned, bool)):
+        return None
+    return AdapterSource(name=name, path=path, pinned=pinned) if values.keys() <= known else None
+
+
+def _targets(builder: PlanBuilder) -> tuple[str, ...] | None:
+    named = builder.args.lora.lora_target_modules
+    if not named or named == ("all",):
+        return None
+    if "all" in named:
+        builder.refuse("lora_target_modules", "--lora-target-modules: all must be the only value.")
+        return None
+    more = [part for fused, parts in _FUSED.items() if fused in named for part in parts]
+    more += [fused for fused, parts in _FUSED.items() if any(part in named for part in parts)]
+    return tuple(dict.fromkeys((*named, *more)))

@@ -1,0 +1,1 @@
+"""Grammar libraries, and what is enforced beside them."""

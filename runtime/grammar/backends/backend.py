@@ -1,0 +1,86 @@
+"""The protocol of a grammar backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.grammar_spec import Grammar
+
+
+class Matcher(Protocol):
+    """An output's position in its grammar. Not thread-safe."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Approximate number of bytes that the matcher takes in the cache."""
+        ...
+
+    @property
+    def error(self) -> str:
+        """Why the matcher cannot continue: a limit, or a token that is not allowed. "" if it can continue."""
+        ...
+
+    def consume(self, token_ids: list[int]) -> bool:
+        """Advance by these tokens. Returns False if the grammar does not allow them; then all later calls return False
+        too.
+        """
+        ...
+
+    def copy(self) -> Matcher:
+        """An independent matcher at the same position."""
+        ...
+
+
+class Backend(Protocol):
+    """Compiles grammars for one vocabulary, and computes token masks. Thread-safe."""
+
+    @property
+    def matcher(self) -> type:
+        """The class of the matchers that `compile` returns."""
+        ...
+
+    @property
+    def num_words(self) -> int:
+        """Number of int32 words in a mask."""
+        ...
+
+    def compile(self, grammar: Grammar) -> Matcher:
+        """Return a matcher at the beginning of an output. Takes long, mostly without holding the GIL.
+
+        Raises `InvalidGrammar` for a grammar that is malformed, too large, or cannot be enforced.
+        """
+        ...
+
+    def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
+        """Write the tokens that `matchers[i]` allows next into row i of `masks`, int32 [n, words].
+
+        The model's end-of-sequence ids are allowed where the output matches the grammar. They are the only allowed
+        tokens if the output cannot continue. If a matcher has an error, its row becomes zero. Raises `TypeError` for a
+        matcher of another backend.
+        """
+        ...
+
+    def close(self) -> None:
+        """End the backend's threads after their current work."""
+        ...
+
+
+M = TypeVar("M")
+
+
+def all_of_class(matchers: Sequence[Matcher], cls: type[M]) -> list[M]:
+    """Return the matchers with their type. Raises `TypeError` if one is not a `cls`, because rows would shift."""
+    typed = [matcher for matcher in matchers if isinstance(matcher, cls)]
+    if len(typed) != len(matchers):
+        raise TypeError(f"{cls.__name__} is the only kind of matcher that this backend has masks for.")
+    return typed
+
+
+def refused(token_ids: Iterable[int], accept: Callable[[int], bool]) -> str:
+    """Offer tokens to a library one by one. Returns an error about the first refused token; "" if none is refused."""
+    token_id = next((each for each in token_ids if not accept(each)), None)
+    return "" if token_id is None else f"token {token_id} is not allowed"

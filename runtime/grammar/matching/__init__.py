@@ -1,0 +1,1 @@
+"""Computes token masks while outputs are generated."""

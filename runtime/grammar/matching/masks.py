@@ -1,0 +1,222 @@
+"""Threads that compute token masks, beside the event loop and the forward pass."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.constraint import HostData, Output, only_tokens, places_of, rows_that_allow
+from runtime.grammar.backends.backend import Backend, Matcher
+from runtime.grammar.matching.position import Position
+
+logger = logging.getLogger("penstock.grammar")
+
+SLOW_S = 0.004  # an output whose mask takes longer moves to the slow thread
+# A batch of n rows is slow above BATCH_SLOW_S + n * ROW_SLOW_S. After a slow batch, each of its outputs moves to the
+# slow thread, which times the output's next mask alone.
+BATCH_SLOW_S, ROW_SLOW_S = 0.01, 0.0005
+
+
+class MaskRequest(NamedTuple):
+    position: Position
+    output: Output
+    data: HostData  # receives the mask
+
+
+class MaskThread:
+    """Computes the masks of a step together, on two threads.
+
+    Outputs with slow masks use the second thread, so the other outputs never wait for them. If a mask allows only one
+    token, the following masks are computed too, until a mask allows several tokens or `max_forced` tokens are known.
+    All these forced tokens are then published together. Their masks are kept: if the scheduler does not append the
+    tokens at once, no mask is computed again.
+    """
+
+    def __init__(self, backend: Backend, eos_ids: Iterable[int] = (), max_forced: int = 0) -> None:
+        self._backend = backend
+        self._ends = places_of(eos_ids)  # the backend allows these tokens where an output may end
+        self._max_forced = max_forced
+        self._num_words = backend.num_words
+        self._slow = _Lane("penstock-masks-slow", self._compute_each)
+        self._fast = _Lane("penstock-masks", self._compute)
+
+    def submit(self, position: Position, output: Output, data: HostData) -> None:
+        """Request the mask of the token after `output`. Returns at once.
+
+        Call it on the event loop: all requests of one turn of the loop form one batch.
+        """
+        if position.num_submitted == position.num_done:  # with pending requests, the same thread must go on
+            position.on_slow_thread = position.slow
+        position.num_submitted += 1
+        (self._slow if position.on_slow_thread else self._fast).submit(MaskRequest(position, output, data))
+
+    def close(self) -> None:
+        """End the threads after their current work."""
+        self._fast.close()
+        self._slow.close()
+
+    def _compute(self, requests: Sequence[MaskRequest]) -> None:
+        """Compute all masks together. If two requests are for the same position, compute one after the other."""
+        if len({request.position for request in requests}) < len(requests):
+            self._compute_each(requests)
+            return
+        began_s = time.perf_counter()
+        rows = [request for request in requests if self._advance(request)]
+        self._fill(rows)
+        if time.perf_counter() - began_s > BATCH_SLOW_S + ROW_SLOW_S * len(rows):
+            for request in rows:
+                # The slow thread resets this if the mask is fast when it is computed alone.
+                request.position.slow = True
+
+    def _compute_each(self, requests: Sequence[MaskRequest]) -> None:
+        for request in requests:
+            began_s = time.perf_counter()
+            if self._advance(request):
+                self._fill([request])
+            request.position.slow = time.perf_counter() - began_s > SLOW_S
+
+    def _advance(self, request: MaskRequest) -> bool:
+        """Advance the position. Returns whether the backend must compute a mask; if not, the request is complete."""
+        position = request.position
+        try:
+            if not position.advance(request.output):
+                request.data.give(position.free_mask(self._num_words))
+            elif position.forced:
+                request.data.give(position.forced_masks[0], tuple(position.forced))
+            elif position.next_mask is not None:
+                request.data.give(position.next_mask)
+            else:
+                return True
+        # an error of a grammar library, or a grammar above its limits: only this output fails
+        except Exception as error:
+            _fail(request.data, error)
+        return False
+
+    def _fill(self, requests: Sequence[MaskRequest]) -> None:
+        """Complete all requests. Rows with a forced token need another mask; all these masks are computed together."""
+        while requests:
+            requests = self._fill_once(requests)
+
+    def _fill_once(self, requests: Sequence[MaskRequest]) -> list[MaskRequest]:
+        """Compute one mask per request.
+
+        Returns the requests whose matcher has consumed a forced token and needs another mask. The others are complete.
+        """
+        masks = np.zeros((len(requests), self._num_words), np.int32)
+        try:
+            self._backend.fill_masks([_matcher(request) for request in requests], masks)
+            ending = rows_that_allow(masks, self._ends)
+            for row, request in enumerate(requests):
+                if row in ending or request.position.opened_by is not None:
+                    request.position.finish_mask(masks[row], row in ending)
+        except Exception as error:
+            if len(requests) > 1:  # find the failing row; the remaining rows must not fail with it
+                return [further for request in requests for further in self._fill_once([request])]
+            _fail(requests[0].data, error)
+            return []
+        wanted = self._max_forced > 0 and any(request.output.wants_forced for request in requests)
+        only = only_tokens(masks) if wanted else {}
+        further = []
+        for row, (request, mask) in enumerate(zip(requests, masks, strict=True)):
+            position = request.position
+            if row in only and self._continues_run(request, only[row]):
+                if _force(request, only[row], mask):
+                    further.append(request)
+            elif position.forced:
+                position.next_mask = mask
+                request.data.give(position.forced_masks[0], tuple(position.forced))
+            else:
+                request.data.give(mask)
+        return further
+
+    def _continues_run(self, request: MaskRequest, token_id: int) -> bool:
+        """Whether to compute the mask after `token_id`, the only allowed token."""
+        position = request.position
+        if not request.output.wants_forced or len(position.forced) >= self._max_forced:
+            return False
+        return not position.ends_by(token_id)
+
+
+class _Lane:
+    """A thread that always takes all requests in its inbox together.
+
+    The event loop wakes the thread once per turn, at the end of the turn. If the first request of a turn woke it, it
+    would compete with the event loop for the GIL and see only a part of the step's requests.
+    """
+
+    def __init__(self, name: str, compute: Callable[[Sequence[MaskRequest]], None]) -> None:
+        self._submitted: list[MaskRequest] = []  # requests of the current turn of the event loop
+        self._inbox: SimpleQueue[list[MaskRequest] | None] = SimpleQueue()
+        self._compute = compute
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, request: MaskRequest) -> None:
+        self._submitted.append(request)
+        if len(self._submitted) > 1:
+            return
+        try:
+            asyncio.get_running_loop().call_soon(self._flush)
+        except RuntimeError:  # no loop is running
+            self._flush()
+
+    def close(self) -> None:
+        self._inbox.put(None)
+        self._thread.join()
+
+    def _flush(self) -> None:
+        submitted, self._submitted = self._submitted, []
+        self._inbox.put(submitted)
+
+    def _run(self) -> None:
+        is_open = True
+        while is_open:
+            parts = [self._inbox.get()]
+            while not self._inbox.empty():
+                parts.append(self._inbox.get())
+            is_open = None not in parts
+            requests = [request for part in parts if part is not None for request in part]
+            try:
+                self._compute(requests)
+            except Exception:  # an internal error: these outputs fail, but the thread continues
+                logger.exception("Grammar masks could not be computed.")
+                for request in requests:
+                    request.data.fail()
+            for request in requests:
+                request.position.num_done += 1
+
+
+def _matcher(request: MaskRequest) -> Matcher:
+    """Return the request's matcher. Raises RuntimeError if it has none: leaving it out would shift the rows."""
+    matcher = request.position.matcher
+    if matcher is None:
+        raise RuntimeError("A mask is computed for an output whose constraint has not begun.")
+    return matcher
+
+
+def _force(request: MaskRequest, token_id: int, mask: NDArray[np.int32]) -> bool:
+    """Let the matcher consume `token_id`.
+
+    If the matcher refuses the token, publish the forced tokens up to this one and return False. The output fails later,
+    when its mask after this token is requested.
+    """
+    position = request.position
+    with suppress(Exception):
+        if position.force(token_id, mask):
+            return True
+    request.data.give([*position.forced_masks, mask][0], (*position.forced, token_id))
+    return False
+
+
+def _fail(data: HostData, error: Exception) -> None:
+    logger.info("A grammar cannot continue: %.300s", error)
+    data.fail()

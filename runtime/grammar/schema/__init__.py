@@ -1,0 +1,1 @@
+"""JSON schemas, rewritten with the keywords that a grammar library enforces exactly."""

@@ -1,0 +1,1 @@
+"""Other languages that grammars are written in: EBNF and Lark."""

@@ -1,0 +1,111 @@
+"""Pages in host memory for the KV of retracted sequences.
+
+A retracted sequence loses its pages. With a host pool, the pages are copied to the host first, and copied back when
+the sequence is admitted again, so that it is not recomputed. The scheduler decides this when it builds a batch. The
+batch carries the copies (`Batch.copies`), and every rank performs them in order with its steps. A page of either pool
+can therefore be reused immediately: its next owner writes it after the copy that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+import numpy as np
+
+from runtime.batch import PageCopy
+from runtime.kv_cache.pages import PagePool
+from runtime.sequence import Sequence
+
+
+class SwappedOut(NamedTuple):
+    """The host pages of a waiting sequence."""
+
+    pages: list[int]
+    num_tokens: int  # leading tokens with KV in these pages; the last page may be partly full
+
+
+class HostPool:
+    """Allocates host pages, and collects the copies that the next batch carries."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.copies: list[PageCopy] = []  # for the next batch, in order
+        self.num_swapped_out = 0  # pages, since the start
+        self.num_swapped_in = 0
+        self._pool = PagePool(num_pages)
+        self._swapped: dict[Sequence, SwappedOut] = {}
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.total
+
+    @property
+    def num_used(self) -> int:
+        return self._pool.total - self._pool.num_free
+
+    @property
+    def holders(self) -> AbstractSet[Sequence]:
+        """The sequences that have host pages."""
+        return self._swapped.keys()
+
+    def swap_out(self, sequence: Sequence, num_tokens: int) -> None:
+        """Copy the pages of the first `num_tokens` tokens to the host. The sequence must still list these pages.
+
+        Does nothing if too few host pages are free; the sequence is then recomputed.
+        """
+        pages = sequence.pages[: -(-num_tokens // self.page_size)]
+        if not pages or len(pages) > self._pool.num_free:
+            return
+        host_pages = self._pool.allocate(len(pages))
+        self._swapped[sequence] = SwappedOut(host_pages, num_tokens)
+        self.copies.append(_copy("device", "host", pages, host_pages))
+        self.num_swapped_out += len(pages)
+
+    def num_restorable(self, sequence: Sequence, limit: int) -> int:
+        """Return how many tokens will have KV after host pages of the first `limit` tokens are copied back."""
+        swapped = self._swapped.get(sequence)
+        if swapped is None:
+            return sequence.num_computed
+        return max(sequence.num_computed, min(swapped.num_tokens, limit))
+
+    def swap_in(self, sequence: Sequence, pages: list[int]) -> None:
+        """Copy the host pages that follow `sequence.pages` to these device pages, and free all its host pages."""
+        start = len(sequence.pages)
+        host_pages = self._swapped[sequence].pages[start : start + len(pages)]
+        self.copies.append(_copy("host", "device", host_pages, pages))
+        self.num_swapped_in += len(pages)
+        self.forget(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """Free the host pages of a sequence, if it has any."""
+        swapped = self._swapped.pop(sequence, None)
+        if swapped is not None:
+            self._pool.free(swapped.pages)
+
+    def take_copies(self) -> tuple[PageCopy, ...]:
+        """Return and clear the copies for the next batch."""
+        if not self.copies:
+            return ()
+        copies, self.copies = tuple(self.copies), []
+        return copies
+
+    def reset(self) -> None:
+        """Free all pages and drop pending copies. Called when the KV cannot be trusted."""
+        self.copies = []
+        self._swapped.clear()
+        self._pool.reset()
+
+    def check(self, running: Collection[Sequence]) -> None:
+        """Raise `ValueError` unless every page is accounted for and no running sequence has host pages."""
+        self._pool.check([page for swapped in self._swapped.values() for page in swapped.pages])
+        if any(sequence in self._swapped for sequence in running):
+            raise ValueError("A running sequence still has pages in host memory.")
+        for sequence, swapped in self._swapped.items():
+            if len(swapped.pages) != -(-swapped.num_tokens // self.page_size):
+                raise ValueError(f"The number of host pages of {sequence!r} is wrong.")
+
+
+def _copy(source: str, target: str, source_pages: list[int], target_pages: list[int]) -> PageCopy:
+    return PageCopy(source, target, np.array(source_pages, np.int32), np.array(target_pages, np.int32))

@@ -1,0 +1,34 @@
+"""Find the optional inputs of a batch that a model's layers read. Graphs allocate buffers for these inputs only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from runtime.layers.embedding import Embedding
+from runtime.layers.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class BatchReads:
+    """The optional inputs that a model reads, in addition to token ids and one-axis positions."""
+
+    row_values: tuple[str, ...] = ()  # names of the row values that layers read
+    position_axes: bool = False  # whether positions have three axes
+    media_size: int = 0  # size of the vectors that may replace token embeddings; 0: nothing replaces them
+
+
+def batch_reads(model: nn.Module) -> BatchReads:
+    """Return which optional inputs the model's modules read.
+
+    They are named row values, positions on three axes (for rope sections), and vectors in place of token embeddings
+    (`takes_media`).
+    """
+    modules = list(model.modules())
+    sizes = [module.size for module in modules if isinstance(module, Embedding) and module.takes_media]
+    return BatchReads(
+        tuple(sorted({name for module in modules for name in getattr(module, "row_values", ())})),
+        any(isinstance(module, Rope) and module.axis_of_pair is not None for module in modules),
+        max(sizes, default=0),
+    )

@@ -1,0 +1,65 @@
+"""The adapters of a linear layer: low-rank additions to its output, another one for each row of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.low_rank import LowRank
+from ops.select import Kernels
+from runtime.batch import ADAPTER
+from runtime.layers.forward_batch import ForwardBatch
+
+
+class AdapterPart(NamedTuple):
+    """The weights of one adapter for one linear layer: this rank's shard, in the model's dtype."""
+
+    a: Tensor  # [P, r, I], zeros for sub-layers that the adapter leaves alone
+    b: Tensor  # [r, O], scaled
+
+
+class LowRankSlots:
+    """Buffers for the adapters of one linear layer in S slots, up to rank R."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        in_size: int,
+        num_slots: int,
+        max_rank: int,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`sizes` are the outputs of the layer's P sub-layers, and `in_size` its inputs, on this rank."""
+        self.kernels = kernels
+        ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0)
+        self.weights = LowRank(
+            a=torch.zeros(num_slots, len(sizes), max_rank, in_size, dtype=dtype, device=device),
+            b=torch.zeros(num_slots, max_rank, int(ends[-1]), dtype=dtype, device=device),
+            ranks=torch.zeros(num_slots, dtype=torch.int32, device=device),
+            ends=ends.to(device),
+        )
+
+    def place(self, slot: int, part: AdapterPart | None) -> None:
+        """Copy an adapter's weights into a slot, counted from 1. None: the adapter does not change this layer."""
+        a, b, ranks, _ = self.weights
+        rank = 0
+        if part is not None:
+            rank = part.b.shape[0]
+            a[slot - 1, :, :rank].copy_(part.a, non_blocking=True)
+            b[slot - 1, :rank].copy_(part.b, non_blocking=True)
+        ranks[slot - 1] = rank
+
+    def add(self, y: Tensor, x: Tensor, batch: ForwardBatch) -> None:
+        """Add the adapters' products for x [T, I] to y [T, O] in place."""
+        slots = batch.values_of_tokens(ADAPTER)
+        if slots is not None:
+            self.kernels.add_low_rank(y, x, self.weights, slots)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(each.nbytes for each in self.weights)

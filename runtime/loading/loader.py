@@ -1,0 +1,337 @@
+"""Build a model and fill its parameters from a checkpoint, checking that every tensor is used."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ops.machine import GIB, Machine
+from ops.matmul.grouped import GroupForm
+from ops.select import Kernels
+from runtime.config.fields import Fields
+from runtime.config.gguf_header import is_gguf
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import ModelPlan
+from runtime.config.pooling import Pooling
+from runtime.errors import CheckpointError
+from runtime.layers.build import Build
+from runtime.layers.moe import MoE
+from runtime.layers.pooler import Pooler
+from runtime.layers.quantization import QuantizationMethod, quantization_method
+from runtime.layers.quantization.grouped import KeptGroups
+from runtime.layers.score import ScoreLayer
+from runtime.layers.sharding import TensorParallelGroup
+from runtime.layers.weight import Shard, Weighted
+from runtime.loading.checkpoint import WeightFiles, find_weights
+from runtime.loading.custom_loader import CustomTensors
+from runtime.loading.formats.gguf import GgufFiles
+from runtime.loading.formats.stored import QuantizedTensors
+from runtime.loading.kv_scales import set_kv_scales
+from runtime.loading.parameters import (
+    Named,
+    check_dtypes,
+    check_total,
+    collect_shards,
+    fill_layers,
+    loading_bar,
+    own_parameters,
+    split,
+)
+from runtime.loading.quantization import quantization_fields
+from runtime.loading.tensors import TensorFiles, Tensors, give_back_freed
+from runtime.mesh.rank_info import RankInfo, Stage
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder
+from runtime.models.registry import config_of, entry, family_of
+
+MAX_NEXTN_LAYERS = 16  # maximum number of multi-token prediction layers after the model's own layers
+SHARD_FILES = "model-rank-{rank}-part-{part}.safetensors"  # files of the load format sharded_state
+
+logger = logging.getLogger("penstock.core")
+COMPARED_ROWS = 256  # number of rows in which LM head and embedding are compared
+# Unneeded tensors of some checkpoints: rotary frequencies are computed, a tied LM head is the embedding.
+IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
+IGNORED_IF_TIED = re.compile(r"lm_head\.weight")
+
+
+def load_model(
+    facts: ModelFacts,
+    plan: ModelPlan,
+    kernels: Kernels,
+    group: TensorParallelGroup | None = None,
+    stage: Stage | None = None,
+    rank_info: RankInfo | None = None,
+) -> Decoder:
+    """Return the model on plan.device in plan.dtype, ready to compute, without gradients.
+
+    The model has only the layers of the `stage` and, of each layer, only the shard of this rank of the `group`. If each
+    rank has its own files, `rank_info` selects this rank's.
+
+    Loading needs memory for these weights and the checkpoint tensors of one layer. A tied LM head is a second weight if
+    the embedding cannot read its layout. Raises CheckpointError, which names every tensor that is missing, unexpected
+    or has a wrong shape, before it allocates memory.
+    """
+    if plan.by_transformers:
+        from runtime.loading.by_transformers import (
+            load_by_transformers,
+        )  # imported here, because it imports transformers' models
+
+        model = load_by_transformers(facts, plan, kernels)
+        model.pooler = make_pooler(model, facts, plan)
+        return model
+    outline = outline_model(facts, plan, kernels, group, stage, rank_info)
+    model, device, dtype = outline.model, torch.device(plan.device), getattr(torch, plan.dtype)
+    filled = _check_memory(model, dtype, device)
+    with loading_bar(filled if rank_info is None or rank_info.rank == 0 else None) as bar:
+        for _ in prepared_layers(outline, plan, bar):
+            continue
+    if plan.kv_scales is not None:
+        coordinates = rank_info or RankInfo()
+        set_kv_scales(model, plan.kv_scales, facts, coordinates.tp_rank, coordinates.tp_size)
+    model.pooler = make_pooler(model, facts, plan)
+    return model.eval()
+
+
+class Outline(NamedTuple):
+    """A model on the meta device, and the tensors that fill it."""
+
+    model: Decoder
+    tensors: Tensors | None  # None if the weights are dummies
+    # groups the shards of a layer by tensor (see `fill_layers`)
+    shards_of: Callable[[Named], dict[str, list[Shard]]] | None
+
+
+def outline_model(
+    facts: ModelFacts,
+    plan: ModelPlan,
+    kernels: Kernels,
+    group: TensorParallelGroup | None = None,
+    stage: Stage | None = None,
+    rank_info: RankInfo | None = None,
+) -> Outline:
+    """Build the model or a rank's shard, and open its checkpoint. Raises CheckpointError like `load_model`."""
+    sharded = plan.load_format == "sharded_state"
+    tensors = None if sharded or plan.load_format == "dummy" else open_tensors(facts, plan)
+    model = build_model(facts, plan, kernels, tensors, group, stage)
+    if sharded:
+        tensors = open_sharded(facts, plan, rank_info or RankInfo())
+        check_total(own_parameters(list(model.named_modules())), tensors.shapes, tensors.where)
+    return Outline(model, tensors, own_parameters if sharded else None)
+
+
+def prepared_layers(outline: Outline, plan: ModelPlan, bar: Any = None) -> Iterator[Named]:
+    """Fill and prepare one layer after another, and yield each layer's modules with their names."""
+    device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+    model, tensors, shards_of = outline
+    threads = plan.num_load_threads
+    for modules in fill_layers(model, tensors, dtype, device, num_threads=threads, shards_of=shards_of, bar=bar):
+        for _, module in modules:
+            if isinstance(module, Weighted):
+                module.prepare()
+        yield modules
+        give_back_freed()
+
+
+def build_model(
+    facts: ModelFacts,
+    plan: ModelPlan,
+    kernels: Kernels,
+    tensors: Tensors | None,
+    group: TensorParallelGroup | None = None,
+    stage: Stage | None = None,
+) -> Decoder:
+    """Return the model or a rank's shard on the meta device. Raises CheckpointError unless `tensors` fill it."""
+    device, config = torch.device(plan.device), config_of(facts.config)
+    build = Build(
+        kernels,
+        plan.context_length,
+        device,
+        _method(plan, kernels, tensors),
+        state_dtype=plan.state_dtype,
+        always_absorbed=plan.always_absorbed,
+    )
+    family = family_of(config.entry)
+    with torch.device("meta"):
+        model = family(config, build)
+    if isinstance(tensors, TensorFiles) and _has_own_head(model, tensors):
+        logger.warning(
+            "config.json says tie_word_embeddings, but the checkpoint's lm_head.weight differs from the embedding. "
+            "It is used as LM head, as in transformers."
+        )
+        config.values = {**config.values, "tie_word_embeddings": False}
+        with torch.device("meta"):
+            model = family(config, build)
+    with torch.device("meta"):
+        if is_headless(facts):
+            model.without_head(_score_layers(config))
+        for module in model.modules():
+            if isinstance(module, MoE) and tensors is not None:
+                module.follow(tensors.shapes)
+    if tensors is not None:
+        if isinstance(tensors, QuantizedTensors):
+            tensors.check_unquantized(collect_shards(model))
+            tensors.keep_grouped(_kept(build))
+        ignored = _ignored(tensors.shapes, tied=config.flag("tie_word_embeddings"))
+        shapes = {name: shape for name, shape in tensors.shapes.items() if name not in ignored}
+        where = tensors.where if isinstance(tensors, TensorFiles) else lambda names: ""
+        check_total(collect_shards(model), shapes, where)
+        if isinstance(tensors, TensorFiles) and not plan.any_dtype:
+            check_dtypes({name: dtype for name, dtype in tensors.dtypes.items() if name in shapes}, where)
+    if stage is not None:
+        model.keep(stage)
+    if group is not None and group.size > 1:
+        with torch.device("meta"):
+            split(model, group)
+        # Checked again after sharding, because a weight is not kept in groups if sharding divides a group.
+        if isinstance(tensors, QuantizedTensors):
+            tensors.keep_grouped(_kept(build))
+    return model
+
+
+def _kept(build: Build) -> Mapping[str, GroupForm]:
+    """Return the forms of the weights that the model's layers keep in groups."""
+    return build.quantization.kept if isinstance(build.quantization, KeptGroups) else {}
+
+
+def make_pooler(model: Decoder, facts: ModelFacts, plan: ModelPlan) -> Pooler:
+    """Return the pooler, with dense weights from the folders of sentence-transformers' modules."""
+    pooling, weights = facts.pooling or Pooling(), []
+    size = facts.hidden_size * len(pooling.modes)
+    for dense in pooling.dense:
+        shapes = {"linear.weight": (dense.size, size)} | ({"linear.bias": (dense.size,)} if dense.bias else {})
+        if plan.load_format == "dummy":
+            tensors = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        else:
+            files = TensorFiles(find_weights(Path(facts.path) / dense.folder), mmap=False)
+            if files.shapes != shapes:
+                raise CheckpointError(f"{dense.folder} must contain {shapes}, not {files.shapes}.")
+            tensors = {name: files.read(name) for name in shapes}
+        wide = {name: tensor.float().to(plan.device) for name, tensor in tensors.items()}
+        weights.append((wide["linear.weight"], wide.get("linear.bias")))
+        size = dense.size
+    return Pooler(pooling, weights, model.scorer)
+
+
+def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
+    """Return the bytes that loading fills. Raises CheckpointError if there is less free memory."""
+    filled = needed = 0
+    for parameter in model.parameters():
+        itemsize = getattr(parameter, "own_dtype", dtype).itemsize
+        filled += parameter.numel() * itemsize
+        needed += parameter.numel() * getattr(parameter, "prepared_bits", 8 * itemsize) // 8
+    if device.type == "cuda":
+        available, _ = torch.cuda.mem_get_info(device)
+    else:
+        available = Machine.probe().available_bytes
+    if available and needed > available:
+        raise CheckpointError(
+            f"The weights need {needed / GIB:.1f} GiB in {str(dtype).removeprefix('torch.')}, but only "
+            f"{available / GIB:.1f} GiB of memory are free. Use a smaller model, or more devices (--tp-size)."
+        )
+    return filled
+
+
+def _method(plan: ModelPlan, kernels: Kernels, tensors: Tensors | None) -> QuantizationMethod:
+    """Return the quantisation method. Low-bit weights stay in groups if kernels and options allow it."""
+    dtype = getattr(torch, plan.dtype)
+    in_cpp = kernels.launcher is not None and dtype in kernels.launcher.dtypes and plan.device == "cpu"
+    requested, method = plan.quantization, quantization_method(plan.quantization)
+    if not isinstance(tensors, QuantizedTensors) or requested not in (None, "w4a16", "w4a8"):
+        return method
+    if not in_cpp and kernels.backends["matmul"] != "with_triton":
+        return method
+    low_bit = {name: form for name, form in tensors.forms.items() if requested is None or form.bits == 4}
+    if not low_bit:
+        return method
+    return KeptGroups(low_bit, dtype, rest=method, rounded_rows=requested == "w4a8", in_cpp=in_cpp)
+
+
+def tensor_name(facts: ModelFacts, stored: str) -> str | None:
+    """Return the family's name of a stored tensor, or None if it is not used, as in multi-token prediction layers."""
+    fields = Fields(facts.config, "config.json: ")
+    num_nextn = fields.optional_integer("num_nextn_predict_layers", low=0) or 0
+    nextn = (f"model.layers.{facts.num_layers + number}." for number in range(min(num_nextn, MAX_NEXTN_LAYERS)))
+    if stored.startswith(tuple(nextn)):
+        return None
+    name = entry(facts.architecture).tensor_name(stored)
+    if name is None or not is_headless(facts) or name.startswith("score."):
+        return name
+    # The LM head is not needed. If the checkpoint was saved without a head, its names lack the prefix "model.".
+    return None if name.startswith("lm_head.") else name if name.startswith("model.") else f"model.{name}"
+
+
+def is_headless(facts: ModelFacts) -> bool:
+    """Whether this is a native decoder that needs no LM head, because it returns vectors or scores."""
+    return facts.pooling is not None and not facts.is_encoder
+
+
+def _score_layers(config: Config) -> tuple[ScoreLayer, ...]:
+    """Return the score layers of a classifier: one layer, or two for a reward model."""
+    if not config.labels:
+        return ()
+    if config.architecture.endswith("ForRewardModel"):
+        first = ScoreLayer("score.0", config.hidden_size, activation="relu")
+        return first, ScoreLayer("score.2", 1)
+    return (ScoreLayer("score", len(config.labels), bias=False),)
+
+
+def open_tensors(facts: ModelFacts, plan: ModelPlan) -> Tensors:
+    """Return the checkpoint's tensors under the model's names. Quantised tensors are dequantised while reading."""
+    if plan.custom_loaders:
+        return CustomTensors(plan.custom_loaders, facts.path, partial(tensor_name, facts))
+    if is_gguf(facts.path):
+        return QuantizedTensors(GgufFiles(Path(facts.path)), quantization_fields(facts.config))
+    files = TensorFiles(
+        find_weights(Path(facts.path), plan.load_format),
+        mmap=plan.mmap,
+        rename=partial(tensor_name, facts),
+    )
+    if facts.quantization is None:
+        return files
+    return QuantizedTensors(files, quantization_fields(facts.config))
+
+
+def open_sharded(facts: ModelFacts, plan: ModelPlan, rank_info: RankInfo) -> TensorFiles:
+    """Return this rank's tensors. Raises CheckpointError if there are none, or if the number of ranks differs."""
+    directory, pattern = Path(facts.path), plan.shard_pattern or SHARD_FILES
+    regex = re.escape(pattern).replace(r"\{rank\}", r"(\d+)").replace(r"\{part\}", r"\d+")
+    files: dict[int, list[Path]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        if name := re.fullmatch(regex, file.name):
+            files.setdefault(int(name[1]), []).append(file)
+    if not files:
+        raise CheckpointError(f"{directory} contains no files {pattern}. Write them with `penstock shard`.")
+    if sorted(files) != list(range(rank_info.world_size)):
+        raise CheckpointError(
+            f"{directory} contains the shards of {len(files)} ranks (up to {max(files)}), but there are "
+            f"{rank_info.world_size} ranks (--tp-size {rank_info.tp_size}, --pp-size {rank_info.pp_size})."
+        )
+    return TensorFiles(WeightFiles("safetensors", tuple(files[rank_info.rank])), mmap=plan.mmap)
+
+
+def _has_own_head(model: Decoder, tensors: TensorFiles) -> bool:
+    """Whether the checkpoint of a model with a tied LM head has a head that differs from the embedding in some rows."""
+    head, embedding = model.head, model.embedding
+    if head is None or embedding is None or not head.tied:
+        return False
+    names = [f"{layer.name}.weight" for layer in (head, embedding)]
+    shapes = [tensors.shapes.get(name) for name in names]
+    if shapes[0] is None or shapes[0] != shapes[1]:
+        return False
+    first = shapes[0][0] // 2
+    cut = (
+        slice(first, min(first + COMPARED_ROWS, shapes[0][0])),
+        *(slice(0, size) for size in shapes[0][1:]),
+    )
+    return not torch.equal(*(tensors.read(name, cut).float() for name in names))
+
+
+def _ignored(names: Mapping[str, object], *, tied: bool) -> set[str]:
+    return {name for name in names if IGNORED.fullmatch(name) or (tied and IGNORED_IF_TIED.fullmatch(name))}

@@ -1,0 +1,283 @@
+"""Replace the weights of a loaded model from another checkpoint, in the memory of the old weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ops.select import Kernels
+from runtime.config.gguf_header import is_gguf
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import ModelPlan
+from runtime.errors import CheckpointError, InvalidRequest
+from runtime.layers.attention import KVScales
+from runtime.layers.embedding import Embedding
+from runtime.layers.linear import Linear
+from runtime.layers.pooler import Pooler
+from runtime.loading.facts import read_facts
+from runtime.loading.loader import Outline, make_pooler, outline_model, prepared_layers
+from runtime.loading.parameters import Named, fill_shards
+from runtime.mesh.mesh import Mesh
+from runtime.modeling.decoder import Decoder
+
+logger = logging.getLogger("penstock.core")
+
+LOAD_FORMATS = ("auto", "safetensors", "pt", "npcache")  # formats that new weights may have
+# Facts that must be equal in the old and the new checkpoint. `_difference` compares the layers.
+SAME_FACTS = ("architecture", "quantization", "num_layers", "hidden_size", "vocab_size", "pooling", "labels")
+OWN_STATE = frozenset(vars(nn.Module()))  # attributes that every torch module has; they are not compared
+MAX_SHOWN = 80  # maximum number of characters of a value in an error text
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSource:
+    """A checkpoint from which weights were or will be read."""
+
+    facts: ModelFacts
+    plan: ModelPlan
+    files: Mapping[str, tuple[int, int]]  # file name -> size and modification time before reading
+
+    @classmethod
+    def of(cls, facts: ModelFacts, plan: ModelPlan) -> WeightSource:
+        """Return the source with the current state of its files."""
+        return cls(facts, plan, _stamps(Path(facts.path)))
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether the files have not changed since `of` was called. Always true for dummy weights."""
+        return self.plan.load_format == "dummy" or self.files == _stamps(Path(self.facts.path))
+
+
+class LoadedWeights:
+    """Replaces the weights of one rank's model.
+
+    All methods must be called between two steps, by the thread that enqueues steps.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        source: WeightSource,
+        kernels: Kernels,
+        mesh: Mesh,
+        *,
+        fixed: bool,
+        scaled_cache: bool,
+    ) -> None:
+        """`fixed` says whether graphs hold the weights' addresses, `scaled_cache` whether the KV cache has 8 bits."""
+        self._model = model
+        self._source = self._previous = source
+        self._kernels = kernels
+        self._mesh = mesh
+        self._fixed = fixed
+        self._scaled_cache = scaled_cache
+        self._changed = False  # whether weights have changed since the last load began
+
+    def check(self, path: str, load_format: str | None) -> None:
+        """Raise `InvalidRequest` or `CheckpointError` unless the checkpoint's weights can replace the current ones.
+
+        Reads no weights except the scales of the KV cache.
+        """
+        try:
+            self._outline(self._target(path, load_format))
+        except (InvalidRequest, CheckpointError):
+            raise
+        except Exception as error:  # damaged files raise errors of many types
+            logger.exception("The checkpoint %s cannot be used.", path)
+            raise CheckpointError(_reason(error)) from error
+
+    def load(self, path: str, load_format: str | None) -> dict[str, Any]:
+        """Read the checkpoint's weights. Return {"error": text}, where the text is the reason of a failure or None.
+
+        After an error some weights may be new, so no step may run before `restore`.
+        """
+        self._previous, self._changed = self._source, False
+        try:
+            self._source = self._target(path, load_format)
+            self._fill(self._source)
+        except Exception as error:  # not raised, so that the caller can let all ranks restore their weights
+            logger.exception("The weights of %s were not loaded.", path)
+            return {"error": _reason(error)}
+        return {"error": None}
+
+    def restore(self) -> None:
+        """Restore the weights from before the last `load`.
+
+        Raises RuntimeError if they cannot be read again. The model is then unusable.
+        """
+        source = self._source = self._previous
+        if not self._changed:
+            return
+        if not source.is_unchanged:
+            raise RuntimeError(
+                f"The old weights are not in {source.facts.path} any more, because its files have changed."
+            )
+        try:
+            self._fill(source)
+        except Exception as error:  # files, memory and kernels raise errors of many types
+            raise RuntimeError(f"The old weights in {source.facts.path} cannot be read again.") from error
+
+    def _target(self, path: str, load_format: str | None) -> WeightSource:
+        facts, plan = self._source.facts, self._source.plan
+        if plan.by_transformers:
+            raise CheckpointError(
+                f"{facts.architecture} is run by transformers' modules, whose weights cannot be replaced while the "
+                "server runs. Start the server with the new checkpoint."
+            )
+        if is_gguf(facts.path) or is_gguf(path):
+            raise CheckpointError(
+                "The weights of GGUF files cannot be replaced while the server runs, because each file has its own "
+                "quantisation. Start the server with the new file."
+            )
+        usual = plan.load_format if plan.load_format in LOAD_FORMATS else "auto"
+        if (load_format or usual) not in LOAD_FORMATS:
+            raise InvalidRequest(f"load_format must be one of {', '.join(LOAD_FORMATS)}.", param="load_format")
+        new_facts = read_facts(path, plan.config_overrides, model_impl="native")
+        for name in SAME_FACTS:
+            ours, theirs = getattr(facts, name), getattr(new_facts, name)
+            if isinstance(theirs, tuple):  # other ranks receive the facts as JSON, which turns tuples into lists
+                ours, theirs = list(ours), list(theirs)
+            if ours != theirs:
+                raise CheckpointError(f"{path} is another model: {name} is {_text(theirs)}, not {_text(ours)}.")
+        return WeightSource.of(new_facts, replace(plan, path=path, load_format=load_format or usual))
+
+    def _outline(self, source: WeightSource) -> Outline:
+        """Outline the checkpoint's model. Raises CheckpointError unless it computes the same as the loaded model."""
+        facts, info = source.facts, self._mesh.rank_info
+        stage = info.stage_layers(facts.num_layers)
+        outline = outline_model(facts, source.plan, self._kernels, self._mesh.axis("tp"), stage, info)
+        difference = _difference(self._model, outline.model)
+        if difference is not None:
+            raise CheckpointError(f"{facts.path} is another model: {difference}.")
+        if self._scaled_cache and source.plan.kv_scales is None:
+            self._check_scales(outline)
+        return outline
+
+    def _check_scales(self, outline: Outline) -> None:
+        """Raise CheckpointError if KV scales differ: graphs and the cache depend on the current scales."""
+        for (name, ours), (_, theirs) in _pairs(self._model, outline.model):
+            if not isinstance(ours, KVScales) or not isinstance(theirs, KVScales):
+                continue
+            fill_shards([(name, theirs)], outline.tensors)
+            theirs.prepare()
+            if ours.values != theirs.values:
+                raise CheckpointError(
+                    f"The scales of the 8-bit KV cache differ ({ours.name}). Start the server with the new checkpoint."
+                )
+
+    def _fill(self, source: WeightSource) -> None:
+        outline = self._outline(source)
+        pooler = make_pooler(self._model, source.facts, source.plan)
+        outer: list[tuple[str, nn.Module]] = []
+        ours = {fresh: own for (_, own), (_, fresh) in _pairs(self._model, outline.model)}
+        with torch.inference_mode():
+            for modules in prepared_layers(outline, source.plan):
+                if not modules[0][0].startswith("layers."):
+                    outer += modules  # taken later, because blocks of the vocabulary are still packed into them
+                    continue
+                self._take(ours, [*outer, *modules])
+                outer = []
+            self._take(ours, outer)
+        self._model.pooler = pooler
+
+    def _take(self, ours: Mapping[nn.Module, nn.Module], modules: Named) -> None:
+        """Move the parameters of fresh modules to the loaded model's modules."""
+        for name, fresh in modules:
+            own = ours[fresh]
+            for key, now in list(fresh.named_parameters(recurse=False)):
+                self._changed = True
+                before = getattr(own, key)
+                if before is not None and _same_layout(before, now):
+                    before.untyped_storage().copy_(now.untyped_storage())
+                elif self._fixed:
+                    raise CheckpointError(
+                        f"{name}.{key} has a new layout, but graphs hold the address of the old one. Start the server "
+                        "with the new checkpoint."
+                    )
+                else:
+                    setattr(own, key, now)
+                setattr(fresh, key, nn.Parameter(torch.empty(0), requires_grad=False))
+
+
+def _stamps(path: Path) -> dict[str, tuple[int, int]]:
+    files = [path] if path.is_file() else sorted(path.glob("*")) if path.is_dir() else []
+    states = {file.name: file.stat() for file in files if file.is_file()}
+    return {name: (state.st_size, state.st_mtime_ns) for name, state in states.items()}
+
+
+def _pairs(ours: nn.Module, theirs: nn.Module) -> Iterable[tuple[tuple[str, nn.Module], tuple[str, nn.Module]]]:
+    return zip(ours.named_modules(), theirs.named_modules(), strict=True)
+
+
+def _difference(ours: Decoder, theirs: Decoder) -> str | None:
+    """Return the first difference between two models as a text, or None. Weights are not compared."""
+    if [name for name, _ in ours.named_modules()] != [name for name, _ in theirs.named_modules()]:
+        return "its layers differ"
+    dtype = ours.dtype
+    for (name, own), (_, other) in _pairs(ours, theirs):
+        if isinstance(own, Pooler):  # not compared: it is built from the facts, which are equal
+            continue
+        if type(own) is not type(other):
+            return f"{name} is a {type(other).__name__}, not a {type(own).__name__}"
+        mine, yours = vars(own), vars(other)
+        for key in (mine.keys() | yours.keys()) - OWN_STATE:
+            one, two = mine.get(key), yours.get(key)
+            if isinstance(own, Linear) and key in ("adapters", "row_values"):  # they stay
+                continue
+            if isinstance(own, KVScales) and key == "values":  # not compared: read from the checkpoint like weights
+                continue
+            if isinstance(own, Embedding) and key == "scale" and one is not None and two is not None:
+                one, two = (torch.tensor(each, dtype=dtype).item() for each in (one, two))  # one may be rounded already
+            if _differ(one, two):
+                return f"{name}.{key} is {_text(two)}, not {_text(one)}"
+        tables = dict(other.named_buffers(recurse=False))
+        for key, table in own.named_buffers(recurse=False):  # such as rotary tables
+            if key not in tables or tables[key].shape != table.shape or not torch.equal(tables[key], table):
+                return f"the values of {name}.{key} differ"
+    return None
+
+
+def _differ(one: Any, two: Any) -> bool:
+    """Whether two attributes of layers differ. Tensors, modules and functions are not compared."""
+    if isinstance(one, bool | int | float | str | None) or isinstance(two, bool | int | float | str | None):
+        return not (isinstance(one, Tensor) or isinstance(two, Tensor)) and one != two
+    if type(one) is not type(two):
+        return True
+    if isinstance(one, Mapping):
+        return one.keys() != two.keys() or any(_differ(one[key], two[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) != len(two) or any(map(_differ, one, two))
+    if dataclasses.is_dataclass(one) and not isinstance(one, Kernels):
+        return any(_differ(getattr(one, each.name), getattr(two, each.name)) for each in dataclasses.fields(one))
+    return False
+
+
+def _same_layout(one: Tensor, other: Tensor) -> bool:
+    """Whether both tensors have the same dtype, shape and strides, so that one storage can be copied to the other."""
+    if type(one) is not type(other) or one.is_mkldnn or other.is_mkldnn:
+        return False
+    layouts = ((x.dtype, x.shape, x.stride(), x.untyped_storage().nbytes()) for x in (one, other))
+    return next(layouts) == next(layouts)
+
+
+def _reason(error: Exception) -> str:
+    """Return the error text for the client: a text of Penstock's own, or the system's reason if a file failed."""
+    if isinstance(error, CheckpointError | InvalidRequest):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"The weights cannot be read: {error.strerror}."
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "There is not enough memory to read a layer in addition to the current weights."
+    return "The weights cannot be loaded."
+
+
+def _text(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

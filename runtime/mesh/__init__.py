@@ -1,0 +1,1 @@
+"""Ranks of one model: coordinates, groups and collectives. Layers import this package."""

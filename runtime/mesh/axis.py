@@ -1,0 +1,188 @@
+"""Collectives among the ranks of one mesh axis."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from runtime.mesh.rank_info import Coordinate
+
+MAX_UNSENT = 16  # maximum number of sent tensors that a rank keeps until they have arrived
+
+
+class Axis:
+    """The ranks along one axis, seen from one of them, without torch's global process groups.
+
+    Layers can hold an axis before `open`, and use it afterwards. All ranks call the same methods in the same order. On
+    CUDA a call is enqueued on the current stream; on CPU it returns when it is complete. Collectives on an axis of one
+    rank return their argument. Methods raise RuntimeError when another rank has died or timed out.
+
+    `sizes` lists the first dimensions of all ranks' parts if they differ; every rank passes the same list. Parts may be
+    empty.
+    """
+
+    def __init__(self, name: str, coordinate: Coordinate) -> None:
+        self.name = name
+        self.rank, self.size, self._group_index = coordinate
+        # Process groups: one for all traffic, or one for sending to higher ranks and one for sending to lower ranks.
+        self._open: list[Any] = []
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    def open(
+        self,
+        store: Any,  # torch.distributed store for the rendezvous
+        *,
+        device: torch.device,
+        timeout_s: float,
+        address: str,
+        two_ways: bool = False,
+    ) -> None:
+        """Connect to the other ranks of the axis. Blocks until all ranks have connected.
+
+        `two_ways` adds a process group to send to lower ranks. On CUDA a group runs all sends and receives in one
+        order, so with one group a pipeline stage would wait for the next stage's reply before it sends.
+        """
+        make, timeout = _nccl if device.type == "cuda" else _gloo, timedelta(seconds=timeout_s)
+        for way in ("up", "down") if two_ways else ("all",):
+            prefix = f"{self.name}{self._group_index}/{way}"
+            prefixed = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
+            self._open.append(make(prefixed, self.rank, self.size, timeout, address))
+
+    @property
+    def next(self) -> int:
+        """Next rank, cyclically."""
+        return (self.rank + 1) % self.size
+
+    @property
+    def previous(self) -> int:
+        """Previous rank, cyclically."""
+        return (self.rank - 1) % self.size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Add all ranks' `x` in place and return the sum."""
+        if self.size > 1:
+            self._group.allreduce([x]).wait()
+        return x
+
+    def all_gather(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Return all ranks' parts, concatenated, on every rank."""
+        if self.size == 1:
+            return x
+        largest = len(x) if sizes is None else max(sizes)
+        padded = _pad(x, largest)
+        gathered = x.new_empty(self.size * largest, *x.shape[1:])
+        if gathered.numel():
+            self._group._allgather_base(gathered, padded).wait()
+        return gathered if sizes is None else torch.cat(_unpad(gathered.split(largest), sizes))
+
+    def reduce_scatter(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+        """Add all ranks' `x`, and return this rank's part of the sum."""
+        if self.size == 1:
+            return x
+        if sizes is None and len(x) % self.size:
+            raise ValueError(f"{len(x)} rows cannot be divided evenly among {self.size} ranks. Pass sizes.")
+        largest = len(x) // self.size if sizes is None else max(sizes)
+        padded = x.contiguous()
+        if sizes is not None:
+            padded = torch.cat([_pad(part, largest) for part in x.split(list(sizes))])
+        reduced = x.new_empty(largest, *x.shape[1:])
+        if reduced.numel():
+            self._group._reduce_scatter_base(reduced, padded).wait()
+        return reduced if sizes is None else reduced[: sizes[self.rank]]
+
+    def all_to_all(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> Tensor:
+        """Send `to[rank]` consecutive rows of `x` to each rank, and return the rows received from all ranks.
+
+        `source[rank]` is the number of rows received from each rank.
+        """
+        if self.size == 1:
+            return x
+        received = x.new_empty(sum(source), *x.shape[1:])
+        self._group.alltoall_base(received, x.contiguous(), list(source), list(to)).wait()
+        return received
+
+    def gather(self, x: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor] | None:
+        """Return all ranks' parts on rank 0; None on other ranks."""
+        if self.size == 1:
+            return [x]
+        padded = x if sizes is None else _pad(x, max(sizes))
+        options = dist.GatherOptions()
+        options.rootRank = 0
+        parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
+        if padded.numel():
+            self._group.gather([parts] if parts is not None else [], [padded], options).wait()
+        return parts if parts is None or sizes is None else _unpad(parts, sizes)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        """Copy the `x` of rank `source` into `x` on every rank, and return it."""
+        if self.size > 1:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            self._group.broadcast([x], options).wait()
+        return x
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Send `x` without waiting for the receiver. The caller must not change the tensor afterwards."""
+        group = self._group if to > self.rank else self._group_down
+        while len(self._sent) >= MAX_UNSENT:
+            self._sent.popleft()[0].wait()
+        x = x.contiguous()
+        self._sent.append((group.send([x], to, 0), x))
+
+    def recv(self, like: Tensor, source: int) -> Tensor:
+        """Receive the next tensor from `source` into `like`, and return it."""
+        group = self._group if source < self.rank else self._group_down
+        group.recv([like], source, 0).wait()
+        return like
+
+    def abort(self) -> None:
+        """Unblock calls of this rank that wait for other ranks."""
+        for group in self._open:
+            group.abort()
+
+    def close(self) -> None:
+        """Release sockets and threads."""
+        self._sent.clear()
+        groups, self._open = self._open, []
+        for group in groups:
+            group.shutdown()
+
+    @property
+    def _group(self) -> Any:
+        if not self._open:
+            raise RuntimeError(f"The mesh axis {self.name} is not open. Call `Mesh.join` first.")
+        return self._open[0]
+
+    @property
+    def _group_down(self) -> Any:
+        return self._group if len(self._open) < 2 else self._open[1]
+
+
+def _pad(x: Tensor, size: int) -> Tensor:
+    """Append zero rows up to `size` rows."""
+    return x.contiguous() if len(x) == size else F.pad(x, (0, 0) * (x.dim() - 1) + (0, size - len(x)))
+
+
+def _unpad(parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+    return [part[:size] for part, size in zip(parts, sizes, strict=True)]
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # listens on this address only
+    options._timeout = timeout
+    options._threads = 1  # one thread is enough, because calls of one group never overlap
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(store: Any, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -1,0 +1,1 @@
+"""Code shared by all model families: configuration, decoder and encoder."""

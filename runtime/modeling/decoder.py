@@ -1,0 +1,146 @@
+"""Decoder-only language model: embedding, layers, final norm and LM head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from runtime.layers.build import Build
+from runtime.layers.embedding import Embedding
+from runtime.layers.forward_batch import ForwardBatch, LayerSpec
+from runtime.layers.lm_head import LMHead
+from runtime.layers.norm import Norm, RMSNorm
+from runtime.layers.pooler import Pooler
+from runtime.layers.score import ScoreHead, ScoreLayer
+from runtime.mesh.rank_info import Stage
+from runtime.modeling.config import Config
+from runtime.modeling.layer import Layer, norms
+
+
+class Decoder(nn.Module):
+    """Computes the hidden states of a batch's tokens, using a cache, and the logits of selected tokens.
+
+    A layer maps (x, residual, batch) to the pair (x, residual) of the next layer; see `runtime.layers.block`.
+    """
+
+    def __init__(
+        self,
+        embedding: Embedding,
+        layers: Sequence[nn.Module],
+        norm: Norm,
+        head: LMHead,
+        *,
+        embedding_norm: Norm | None = None,
+    ) -> None:
+        super().__init__()
+        self.embedding: Embedding | None = embedding
+        self.embedding_norm = embedding_norm
+        self.layers = nn.ModuleList(layers)
+        self.norm: Norm | None = norm
+        self.head: LMHead | None = head
+        self.hidden_size = embedding.size
+        self.pooler = Pooler()
+        # The cache spec of every layer of the whole model, on all stages, before tensor-parallel splits.
+        self.cache_specs = collect_specs(self)
+        self.scorer: ScoreHead | None = None  # None unless the model is a classifier
+
+    def without_head(self, scores: Sequence[ScoreLayer] = ()) -> None:
+        """Remove the LM head. The model then returns hidden states or, with `scores`, a classifier's scores."""
+        self.head = None
+        if self.embedding is not None:
+            self.embedding.tied = False
+        if scores:
+            self.scorer = ScoreHead(self.hidden_size, scores)
+
+    def keep(self, stage: Stage) -> None:
+        """Remove the layers that other pipeline stages compute."""
+        self.layers = nn.ModuleList(self.layers[index] for index in stage.layers)
+        if not stage.first:
+            self.embedding = self.embedding_norm = self.head = None
+        if not stage.last:
+            self.norm = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the weights and of activations between layers."""
+        return next(self.parameters()).dtype
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Return hidden states [T, E] after the final norm, and store the KV of all T tokens."""
+        return self.finish(*self.blocks(self.embed(batch), None, batch))
+
+    def embed(self, batch: ForwardBatch) -> Tensor:
+        """Return the token vectors [T, E]. Only the first pipeline stage has the embedding."""
+        if self.embedding is None:
+            raise RuntimeError("Only the first pipeline stage has the embedding.")
+        x = self.embedding(batch)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
+    def blocks(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """Run this stage's layers on the pair (x, residual), each [T, E], and return the last layer's pair."""
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        return x, residual
+
+    def finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Apply the final norm and return hidden states [T, E]. Only the last pipeline stage has the norm."""
+        if self.norm is None:
+            raise RuntimeError("Only the last pipeline stage has the final norm.")
+        return self.norm.add(x, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [R, V] of hidden states [R, E]. Only the first pipeline stage has the LM head."""
+        if self.head is None:
+            raise RuntimeError("Only the first pipeline stage has the LM head.")
+        return self.head(hidden)
+
+
+def collect_specs(model: nn.Module) -> dict[int, LayerSpec]:
+    """Return the cache specs of a model's layers by layer number."""
+    specs = {}
+    for module in model.modules():
+        spec = getattr(module, "cache_spec", None)
+        if spec is not None:
+            specs[int(getattr(module, "index"))] = spec  # noqa: B009 (attributes of a module are untyped)
+    return specs
+
+
+def assemble(
+    config: Config,
+    build: Build,
+    layer: Callable[[Layer], nn.Module],
+    *,
+    layers_name: str = "model.layers",
+    norm: Norm | None = None,
+    embedding_name: str = "model.embed_tokens",
+    embedding_norm: Norm | None = None,
+    head_bias: bool = False,
+    embedding_scale: float | None = None,
+    logits_scale: float | None = None,
+    soft_cap: float | None = None,
+    unit_head: bool = False,
+) -> Decoder:
+    """Build a decoder whose embedding, final norm and LM head have Llama's names; `layer` builds each layer.
+
+    `norm` replaces the final RMSNorm. `soft_cap` applies to logits. With `unit_head`
+    the rows of the LM head are scaled to length one.
+    """
+    embedding = Embedding(embedding_name, config.vocab_size, config.hidden_size, build, scale=embedding_scale)
+    return Decoder(
+        embedding,
+        [layer(Layer(config, build, index, f"{layers_name}.{index}")) for index in range(config.num_layers)],
+        norm or norms(config, build, RMSNorm)("model.norm"),
+        LMHead(
+            "lm_head",
+            embedding,
+            build,
+            tied=config.flag("tie_word_embeddings"),
+            bias=head_bias,
+            scale=logits_scale,
+            soft_cap=soft_cap,
+            unit=unit_head,
+        ),
+        embedding_norm=embedding_norm,
+    )

@@ -1,0 +1,60 @@
+"""Registry entry of an architecture. Does not import torch; a family is imported when its model is built."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from runtime.modeling import spellings
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An architecture: the family that builds it, and how to read its config.json and its checkpoint."""
+
+    family: str  # file in runtime/models, with ":function" unless the function is `decoder`
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of fields missing from config.json
+    renamed: Mapping[str, str] = field(default_factory=dict)  # the family's name of a field -> the usual name
+    sinks: bool = False  # whether attention has learned sinks
+    encoder: bool = False  # whether the model processes each text in one step and generates no tokens
+    scores: bool = False  # whether the model is a classifier, whose outputs are scores of labels
+    headless: bool = False  # whether this is a decoder without an LM head, which generates no tokens
+    # For decoders: whether CUDA graphs can capture decode steps, that is, whether an attention backend that can be
+    # captured supports the model's heads. CPU graphs support every decoder.
+    # For encoders: whether CPU graphs can capture steps.
+    captured: bool = True
+    tensors: Mapping[str, str | None] = field(default_factory=dict)  # renames tensors (see `tensor_name`)
+    layer_types: tuple[str, ...] = ()  # kinds of layers that config.json may list; (): full and sliding attention
+    spelling: str | None = None  # function in `spellings.py` that converts other forms of config.json
+
+    def values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of config.json under the usual names, with defaults."""
+        read = dict(values)
+        if self.spelling is not None:
+            read = getattr(spellings, self.spelling)(read)
+        for name, usual in self.renamed.items():
+            if read.get(name) is not None:
+                read[usual] = read[name]
+        return {**self.defaults, **read}
+
+    def tensor_name(self, stored: str) -> str | None:
+        """Return the family's name of a checkpoint tensor, or None if the family does not need the tensor.
+
+        `tensors` maps regular expressions of name prefixes to their replacements, or to None.
+        """
+        for pattern, replacement in self.tensors.items():
+            match = re.match(pattern, stored)
+            if match is not None:
+                return None if replacement is None else match.expand(replacement) + stored[match.end() :]
+        return stored
+
+    @property
+    def file(self) -> str:
+        return self.family.partition(":")[0] + ".py"
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers keep a recurrent state instead of keys and values."""
+        return spellings.LINEAR in self.layer_types

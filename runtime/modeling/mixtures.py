@@ -1,0 +1,55 @@
+"""Code shared by families with mixtures of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ops.moe import Grouping
+from runtime.errors import CheckpointError
+from runtime.layers.moe import ExpertNames, MoE, Routing
+from runtime.modeling.config import Config
+from runtime.modeling.layer import Layer
+
+
+def top_k(config: Config, num_experts: int) -> int:
+    """Return the number of experts per token. Raises CheckpointError if there are fewer experts."""
+    count = config.integer("num_experts_per_tok")
+    if count > num_experts:
+        raise CheckpointError(
+            f"config.json: num_experts_per_tok {count} exceeds the {num_experts} experts of the model."
+        )
+    return count
+
+
+def grouping(config: Config, num_experts: int, best_of_group: int) -> Grouping | None:
+    """Return the group-limited routing; None if there is one group.
+
+    Groups are ranked by the sum of their `best_of_group` top scores.
+    """
+    groups, best = config.integer("n_group"), config.integer("topk_group")
+    if num_experts % groups or best > groups:
+        raise CheckpointError(
+            f"config.json: topk_group {best} and n_group {groups} do not fit {num_experts} experts: n_group must "
+            "divide the number of experts, and topk_group must not exceed n_group."
+        )
+    return Grouping(groups, best, best_of_group) if groups > 1 else None
+
+
+def with_shared_experts(at: Layer, num_experts: int, num_shared: int, *, bias: bool = False, **options: Any) -> MoE:
+    """Return the mixture of a layer, with `num_shared` shared experts fused into one MLP.
+
+    `options` are further arguments of `MoE`.
+    """
+    size = at.config.integer("moe_intermediate_size")
+    shared = at.mlp(size * num_shared, name="mlp.shared_experts", bias=bias) if num_shared else None
+    return at.experts(size, num_experts, shared=shared, **options)
+
+
+def block_sparse(at: Layer, names: ExpertNames, *, shared: nn.Module | None = None) -> MoE:
+    """Return the mixture of a layer as in Mixtral: softmax over the chosen experts only."""
+    num_experts = at.config.integer("num_local_experts")
+    routing = Routing(top_k(at.config, num_experts), renormalise=True)
+    size, name = at.config.intermediate_size, "block_sparse_moe"
+    return at.experts(size, num_experts, name=name, routing=routing, names=names, shared=shared)

@@ -1,0 +1,123 @@
+"""Decides which adapters are in the slots of the device, and which sequences may run with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+from runtime.batch import AdapterPlacement
+from runtime.request import Adapter
+from runtime.sequence import Sequence
+
+
+@dataclass(slots=True)
+class _Slot:
+    adapter: Adapter | None = None  # None: the slot is empty
+    num_users: int = 0  # running sequences
+    placed: int = 0  # when the adapter was placed and last used, as numbers of a clock that counts
+    used: int = 0
+
+
+class AdapterSlots:
+    """The slots of the device, from 1 on, and the adapters of the running sequences.
+
+    A sequence whose adapter has no slot waits until a slot has no users. Then no further sequence enters the slot with
+    the fewest users, so the wait ends at the latest when the sequences that run in this slot have ended.
+    """
+
+    def __init__(self, num_slots: int, *, first_in_first_out: bool = False) -> None:
+        self.num_evictions = 0  # since the start
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._first_in_first_out = first_in_first_out
+        self._clock = count(1)
+        self._placements: list[AdapterPlacement] = []
+        self._closing: _Slot | None = None  # takes no further sequences, so that a waiting adapter gets it
+
+    def begin_admission(self) -> None:
+        """Forget which slot was kept free: the first waiting sequence without a slot decides anew."""
+        self._closing = None
+
+    def can_enter(self, sequence: Sequence) -> bool:
+        """Whether the sequence may run now. If not, and no other sequence waits for a slot, it is given the next."""
+        adapter = sequence.request.adapter
+        if adapter is None:
+            return True
+        slot = self._slot_of(adapter)
+        if slot is not None:
+            return slot is not self._closing
+        if self._free_slot() is not None:
+            return True
+        if self._closing is None:
+            unpinned = [each for each in self._slots if each.adapter is not None and not each.adapter.pinned]
+            self._closing = min(unpinned, key=lambda each: (each.num_users, each.used), default=None)
+        return False
+
+    def enter(self, sequence: Sequence) -> int:
+        """Return the slot of a sequence that starts to run, 0 without an adapter. Places the adapter if necessary."""
+        adapter = sequence.request.adapter
+        if adapter is None:
+            return 0
+        now = next(self._clock)
+        slot = self._slot_of(adapter)
+        if slot is None:
+            slot = self._free_slot()
+            if slot is None:
+                raise RuntimeError(f"No slot is free for the adapter of {sequence!r}.")
+            self.num_evictions += slot.adapter is not None
+            slot.adapter, slot.placed = adapter, now
+            self._placements.append(AdapterPlacement(self._slots.index(slot) + 1, adapter.id))
+        slot.num_users += 1
+        slot.used = now
+        return self._slots.index(slot) + 1
+
+    def leave(self, sequence: Sequence) -> None:
+        """Note that a sequence no longer runs."""
+        adapter = sequence.request.adapter
+        slot = None if adapter is None else self._slot_of(adapter)
+        if slot is not None:
+            slot.num_users -= 1
+
+    def take_placements(self) -> tuple[AdapterPlacement, ...]:
+        """Return and clear the adapters that the next step must place before its forward."""
+        if not self._placements:
+            return ()
+        placements, self._placements = tuple(self._placements), []
+        return placements
+
+    def forget(self, adapter_id: int) -> None:
+        """Empty the slot of an adapter that no sequence uses any more."""
+        for slot in self._slots:
+            if slot.adapter is not None and slot.adapter.id == adapter_id and not slot.num_users:
+                slot.adapter = None
+
+    def reset(self) -> None:
+        """Empty all slots: no sequence runs, and what the device holds is unknown."""
+        self._slots = [_Slot() for _ in self._slots]
+        self._placements.clear()
+        self._closing = None
+
+    @property
+    def num_used(self) -> int:
+        """Number of slots with running sequences."""
+        return sum(slot.num_users > 0 for slot in self._slots)
+
+    def check(self, running: list[Sequence]) -> None:
+        """Raise `ValueError` unless the slots count exactly these sequences."""
+        wanted: dict[int, int] = {}
+        for sequence in running:
+            if sequence.request.adapter is not None:
+                wanted[sequence.request.adapter.id] = wanted.get(sequence.request.adapter.id, 0) + 1
+        found = {slot.adapter.id: slot.num_users for slot in self._slots if slot.adapter is not None and slot.num_users}
+        if wanted != found or len({slot.adapter.id for slot in self._slots if slot.adapter}) != sum(
+            slot.adapter is not None for slot in self._slots
+        ):
+            raise ValueError(f"The slots of adapters count {found}, but {wanted} run.")
+
+    def _slot_of(self, adapter: Adapter) -> _Slot | None:
+        return next((slot for slot in self._slots if slot.adapter is not None and slot.adapter.id == adapter.id), None)
+
+    def _free_slot(self) -> _Slot | None:
+        """Return an empty slot, or else the slot without users to evict from; None if all are in use or pinned."""
+        idle = [slot for slot in self._slots if not slot.num_users and not (slot.adapter and slot.adapter.pinned)]
+        age = (lambda slot: slot.placed) if self._first_in_first_out else (lambda slot: slot.used)
+        return min(idle, key=lambda slot: (slot.adapter is not None, age(slot)), default=None)

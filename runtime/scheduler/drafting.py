@@ -1,0 +1,95 @@
+"""Selects the rows of the next step that carry drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from runtime.config.plan import SchedulerPlan
+from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.scheduler.request_tables import Running
+from runtime.scheduler.sampling import is_special
+from runtime.sequence import Sequence
+from runtime.speculative.ngram import NgramDrafter
+
+
+class Drafting:
+    """Collects drafts from the drafters of running sequences, and allocates pages for them.
+
+    A sequence has a drafter only if its tokens depend on logits, seed and position alone: it has no
+    constraint, penalties or biases, and requests no log-probabilities. While drafts are in flight, the sequence is in
+    at most one further step, because only the device knows where that row begins (`may_follow`). Steps of other
+    sequences overlap as usual.
+    """
+
+    def __init__(self, plan: SchedulerPlan, cache: PrefixCache, running: Running) -> None:
+        self.num_proposed = 0  # proposed ids, since the start
+        self.num_accepted = 0
+        self.enabled = plan.max_drafts > 0
+        self._max_drafts = plan.max_drafts
+        self._windows = plan.draft_windows
+        self._max_step = plan.max_step_drafts
+        # A row after drafts in flight begins at an unknown position, but recurrent layers need exact positions.
+        self._follows = plan.overlap_drafts and all(kind.steps_back is None for kind in cache.kinds)
+        self._cache = cache
+        self._running = running
+
+    def start(self, sequence: Sequence) -> None:
+        """Give a new sequence its drafter, if its rows may have drafts."""
+        if not self.enabled or sequence.constraint is not None or sequence.request.wants_embedding:
+            return
+        if not is_special(sequence):
+            sequence.drafter = NgramDrafter(self._max_drafts, *self._windows)
+
+    def propose(self, decodes: Iterable[Sequence]) -> dict[Sequence, list[int]]:
+        """Return the proposed ids of these sequences, which lack one token each, and allocate their pages."""
+        proposed: dict[Sequence, list[int]] = {}
+        left = self._max_step
+        for sequence in decodes:
+            if sequence.drafter is None or left <= 0:
+                continue
+            # The row yields one token more than it proposes.
+            limit = min(left, sequence.max_tokens - sequence.num_tokens - 1)
+            if limit <= 0:
+                continue
+            ids = sequence.drafter.propose(sequence.ids, sequence.num_pending, limit)
+            known = sequence.num_computed + 1
+            ids = ids[: self.extend(sequence, known + len(ids)) - known]
+            if ids:
+                proposed[sequence] = ids
+                left -= len(ids)
+        return proposed
+
+    def note(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
+        """Record the result of a row's drafts."""
+        self.num_proposed += num_proposed
+        self.num_accepted += num_accepted
+        sequence.num_verified += 1
+        sequence.num_accepted += num_accepted
+        if sequence.drafter is not None:
+            sequence.drafter.note(num_proposed, num_accepted, len(sequence.ids))
+
+    def may_follow(self, sequence: Sequence) -> bool:
+        """Return whether a sequence with drafts in flight may be in the next step, with a row that follows the drafts.
+
+        The sequence must wait in three cases: the choice of a token depends on its output position (seeded draws), the
+        drafts may end the output, or an earlier token or another such row is in flight.
+        """
+        return (
+            self._follows
+            and sequence.sampling.greedy
+            and sequence.num_pending == 1 + sequence.num_drafted
+            and sequence.num_computed + 1 < sequence.max_tokens
+        )
+
+    def extend(self, sequence: Sequence, end: int) -> int:
+        """Allocate pages for the first `end` tokens, or for fewer. Return how many of these tokens have pages.
+
+        It leaves one page for each running sequence, so drafts cause no retraction.
+        """
+        size = self._cache.page_size
+        capacity = len(sequence.pages) * size
+        if end > capacity:
+            spare = self._cache.num_available - len(self._running)  # each other row may need a page
+            end = min(end, capacity + max(spare, 0) * size)
+            self._running.extend(sequence, end)
+        return end

@@ -1,0 +1,1 @@
+"""Draft methods: they propose tokens, which the model verifies."""

@@ -1,0 +1,69 @@
+"""Verifies drafts against the sampled tokens on their device, and computes the lengths of the sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.batch import Batch
+
+DRAFT_ARRAYS = ("draft_sequences", "draft_firsts", "draft_owners", "draft_ids", "draft_lengths")
+
+
+def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
+    """Return the arrays for `settle` by name. R rows of the batch sample, and D of these have up to K drafts each."""
+    sampling, drafts = batch.sampling, batch.drafts
+    if sampling is None or drafts is None:
+        raise ValueError("No row of this batch has drafts.")
+    rows, firsts = np.unique(sampling.row_of, return_index=True)
+    owners = np.searchsorted(rows, drafts.rows)
+    offsets = np.arange(int(drafts.counts.max()))
+    # [D, K]: position in [T] of each draft, and whether it is one or padding after the row's drafts.
+    positions = sampling.positions[firsts[owners]][:, None] + 1 + offsets
+    is_draft = offsets < drafts.counts[:, None]
+    ids = batch.token_ids[np.minimum(positions, len(batch.token_ids) - 1)]
+    return {
+        "draft_sequences": batch.sequence_indices[rows].astype(np.int64),  # [R]
+        "draft_firsts": firsts.astype(np.int64),  # [R], index into [N] of each row's first sampled position
+        "draft_owners": owners.astype(np.int64),  # [D], index into [R] of each row with drafts
+        "draft_ids": np.where(is_draft, ids, -1).astype(np.int64),  # [D, K]; -1 equals no token
+        "draft_lengths": batch.starts[drafts.rows] + np.int32(1),  # [D], computed tokens if no draft is accepted
+    }
+
+
+def last_choices(ids: Tensor, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the number of accepted drafts [D], and the index into [N] of each row's last output token [R].
+
+    `ids` int64 [N] are the sampled tokens. A draft is accepted if it equals the token sampled at the position before it
+    and all earlier drafts of its row are accepted.
+    """
+    firsts, owners, drafted = arrays["draft_firsts"], arrays["draft_owners"], arrays["draft_ids"]
+    index = firsts[owners, None] + torch.arange(drafted.shape[1], device=ids.device)
+    matches = ids[index.clamp(max=len(ids) - 1)] == drafted
+    accepted = matches.long().cumprod(1).sum(1)
+    return accepted, firsts.index_add(0, owners, accepted)
+
+
+def settle(ids: Tensor, arrays: Mapping[str, Tensor], last_tokens: Tensor, lengths: Tensor) -> Tensor:
+    """Verify drafts with the sampled tokens `ids` int64 [N]. Return the number of accepted drafts of each row [D].
+
+    Writes by sequence index: the last token of every row that samples to `last_tokens`, and the number of computed
+    tokens of rows with drafts to `lengths`.
+    """
+    accepted, last = last_choices(ids, arrays)
+    sequences = arrays["draft_sequences"]
+    last_tokens[sequences] = ids[last]
+    lengths[sequences[arrays["draft_owners"]]] = arrays["draft_lengths"] + accepted.to(lengths.dtype)
+    return accepted
+
+
+def with_exact_starts(batch: Batch, lengths: Tensor) -> Batch:
+    """Return the batch with unknown starts read from `lengths`, int32 by sequence index in host memory."""
+    if batch.unknown_starts is None:
+        return batch
+    known = lengths.numpy()[batch.sequence_indices]
+    return replace(batch, starts=np.where(batch.unknown_starts, known, batch.starts), unknown_starts=None)

@@ -1,0 +1,48 @@
+"""Copies pages between pools, in order with the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from torch import Tensor
+
+from runtime.batch import PageCopy
+from runtime.kv_cache.pools import KVPool
+from runtime.worker.device import Device
+from runtime.worker.step_inputs import Staging
+
+CopyPages = Callable[[Tensor, Tensor, Tensor, Tensor], None]  # see `ops.kv`
+
+
+class PageCopier:
+    """Performs a batch's page copies on the copy stream, after all earlier steps and before later work.
+
+    Earlier steps may still write the source pages and read the target pages. The host does not wait.
+    """
+
+    def __init__(self, pool: KVPool, copy_pages: CopyPages, device: Device, staging: Staging) -> None:
+        self._pools = {"device": pool.paged, "host": pool.host}
+        self._copy_pages = copy_pages
+        self._device = device
+        self._staging = staging
+
+    def enqueue(self, copies: Iterable[PageCopy]) -> None:
+        """Enqueue these copies in order. Raises `KeyError` for an unknown pool."""
+        self._device.order("forward", "copy")
+        with self._device.copies():
+            for copy in copies:
+                self._enqueue_one(copy)
+        self._device.order("copy", "forward")
+
+    def _enqueue_one(self, copy: PageCopy) -> None:
+        sources, targets = self._pools[copy.source], self._pools[copy.target]
+        pages = self._staging.copy(
+            {
+                "source": copy.source_pages.astype(np.int64),
+                "target": copy.target_pages.astype(np.int64),
+            }
+        )
+        for index, source in sources.items():
+            for from_tensor, to_tensor in zip(source.tensors, targets[index].tensors, strict=True):
+                self._copy_pages(from_tensor, to_tensor, pages["source"], pages["target"])

@@ -1,0 +1,115 @@
+"""Verbs: functions that `Runner.call` runs on every rank between two steps, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.errors import InvalidRequest
+from runtime.loading.weight_update import LoadedWeights
+from runtime.profile import ProfileOptions
+from runtime.worker.adapters import Adapters
+from runtime.worker.device import Device
+from runtime.worker.step_profiler import StepProfiler
+
+
+@dataclass(slots=True)
+class RankState:
+    """The state of a rank that verbs read and change."""
+
+    device: Device
+    leads: bool  # whether this is rank 0, which has the sampler
+    weights: LoadedWeights | None = None  # None: the weights cannot be replaced
+    adapters: Adapters | None = None  # None: the engine serves no adapters
+    profiler: StepProfiler | None = None
+
+
+# Runs on the thread that enqueues steps, on every rank. Raises `InvalidRequest` or `CheckpointError` only if it has
+# changed nothing. The answer may be a future of `concurrent.futures`; steps continue until it is done.
+Verb = Callable[[RankState, Mapping[str, Any]], Any]
+
+
+def run_verb(rank: RankState, verb: str, payload: Mapping[str, Any]) -> Any:
+    """Run a verb and return this rank's answer, JSON values. Raises `InvalidRequest` for an unknown verb."""
+    if verb not in VERBS:
+        raise InvalidRequest(f"The verb {verb} is unknown.")
+    return VERBS[verb](rank, payload)
+
+
+def start_profile(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Profile the next steps of rank 0. Raises `InvalidRequest` if a profile is running."""
+    if not rank.leads:
+        return
+    if rank.profiler is not None and rank.profiler.running:
+        raise InvalidRequest("A profile is running already. Stop it first.")
+    options = ProfileOptions(**{**payload, "path": Path(payload["path"])})
+    rank.profiler = StepProfiler(options, on_cuda=not rank.device.is_host)
+    rank.profiler.start()
+
+
+def stop_profile(rank: RankState, payload: Mapping[str, Any]) -> Future[Path] | None:
+    """End the profile of rank 0. Return a future of its path, or None if no profile was started."""
+    profiler, rank.profiler = rank.profiler, None
+    if profiler is None:
+        return None
+    if profiler.running:
+        profiler.stop()
+    return profiler.written
+
+
+def check_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` if a checkpoint's weights cannot replace the weights of this rank."""
+    _weights(rank).check(payload["path"], payload["load_format"])
+
+
+def load_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the weights of a checkpoint. Return {"error": None or the reason}; after an error call `restore_weights`."""
+    with torch.inference_mode(), rank.device.forward():
+        answer = _weights(rank).load(payload["path"], payload["load_format"])
+        rank.device.record().wait()
+    return answer
+
+
+def restore_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Restore the weights from before `load_weights`. If this fails, the rank is unusable."""
+    with torch.inference_mode(), rank.device.forward():
+        _weights(rank).restore()
+        rank.device.record().wait()
+
+
+def load_adapter(rank: RankState, payload: Mapping[str, Any]) -> Future[None]:
+    """Read an adapter into the host memory of this rank, on a thread. Raises CheckpointError if it does not fit."""
+    return _adapters(rank).load(payload["id"], payload["path"])
+
+
+def drop_adapter(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Free the host memory of an adapter. Unknown ids are ignored."""
+    _adapters(rank).drop(payload["id"])
+
+
+def _adapters(rank: RankState) -> Adapters:
+    if rank.adapters is None:
+        raise InvalidRequest("Adapters are off; start the server with --enable-lora.")
+    return rank.adapters
+
+
+def _weights(rank: RankState) -> LoadedWeights:
+    if rank.weights is None:
+        raise InvalidRequest("The weights of this model cannot be replaced while it runs.")
+    return rank.weights
+
+
+VERBS: Mapping[str, Verb] = {
+    "start_profile": start_profile,
+    "stop_profile": stop_profile,
+    "check_weights": check_weights,
+    "load_weights": load_weights,
+    "restore_weights": restore_weights,
+    "load_adapter": load_adapter,
+    "drop_adapter": drop_adapter,
+}

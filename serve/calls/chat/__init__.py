@@ -1,0 +1,1 @@
+"""Chat for every protocol: from messages to a request, and from output to events."""

@@ -1,0 +1,52 @@
+"""A chat request in the terms common to all protocols, before it is checked and rendered."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from uuid import uuid4
+
+from runtime.grammar_spec import Grammar
+from runtime.request import LogprobParams
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatRequest:
+    """A chat in the terms common to all protocols, with the names of OpenAI's chat completions.
+
+    Errors use these field names. Sampling parameters have the names of /v1/chat/completions.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # sampling parameters, as `read_sampling` returns them
+    tools: Sequence[Mapping[str, Any]] | None = None  # each {"type": "function", "function": {...}}
+    tool_choice: str | Mapping[str, Any] | None = None  # None: "auto" if there are tools, else "none"
+    parallel_tool_calls: bool = True
+    grammar: Grammar | None = None  # constraint on the answer's text (response_format)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the chat template
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    include_reasoning: bool = True
+    max_thinking_tokens: int | None = None  # number of reasoning tokens after which the block is closed; None: no limit
+    logprobs: LogprobParams | None = None
+    add_special_tokens: bool = False  # false, because the chat template writes the special tokens
+    keep_last: int | None = None  # the same as `Request.keep_last`
+    cut_output: bool = False  # the same as `Request.cut_output`
+    namespace: tuple[str | None, str | None] | None = None  # the same as `Request.namespace`
+    priority: int | None = None  # the same as `Request.priority`
+    label: str = field(default_factory=lambda: uuid4().hex)
+
+
+def thinking_switch(enabled: bool) -> dict[str, bool]:
+    """Return the chat-template variables that switch reasoning on or off: one name is Qwen's, the other DeepSeek's."""
+    return {"enable_thinking": enabled, "thinking": enabled}
+
+
+def effort_switch(effort: str) -> dict[str, bool | str]:
+    """Return the chat-template variables for a `reasoning_effort`; "none" switches reasoning off, other values on."""
+    return {**thinking_switch(effort != "none"), "reasoning_effort": effort}

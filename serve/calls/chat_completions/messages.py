@@ -1,0 +1,125 @@
+"""Convert a chat body to a `ChatRequest`: check its messages, and collect the template's variables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+from runtime.errors import InvalidRequest
+from runtime.request import LogprobParams
+from serve.calls.chat.request import ChatRequest, effort_switch, thinking_switch
+from serve.calls.chat_completions.requests import keep_last_of
+from serve.calls.chat_completions.schema import ChatBody, Message
+from serve.calls.prompts import namespaces_of
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
+
+
+def chat_of(body: ChatBody) -> ChatRequest:
+    """Return the chat that the body requests. Raises `InvalidRequest` with the name of the wrong key."""
+    return ChatRequest(
+        messages=[read_message(message, f"messages.{index}") for index, message in enumerate(body.messages)],
+        sampling=body.sampling,
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        grammar=body.grammar,
+        template_kwargs=_template_kwargs(body),
+        continue_final_message=body.continue_final_message,
+        separate_reasoning=body.separate_reasoning,
+        stream_reasoning=body.stream_reasoning,
+        include_reasoning=body.include_reasoning and not (body.reasoning and body.reasoning.exclude),
+        max_thinking_tokens=_thinking_tokens(body),
+        logprobs=_logprobs(body),
+        add_generation_prompt=body.add_generation_prompt,
+        add_special_tokens=body.add_special_tokens,
+        keep_last=keep_last_of(body),
+        namespace=namespaces_of(body.cache_salt, body.extra_key, 1)[0],
+        priority=body.priority,
+        label=body.rid or uuid4().hex,
+    )
+
+
+def read_message(message: Message, path: str) -> dict[str, Any]:
+    """Return a message as the chat template reads it. Raises `InvalidRequest` with a path below `path`."""
+    role = message.role.lower()
+    if role not in ROLES:
+        raise InvalidRequest(f"{path}.role must be one of {', '.join(ROLES)}.", param=f"{path}.role")
+    content: Any = message.content
+    reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    if content is None and role == "assistant" and not (message.tool_calls or reasoning):
+        content = message.refusal or ""
+    if content is None and role != "assistant":
+        raise InvalidRequest(f"{path}.content is required.", param=f"{path}.content")
+    if isinstance(content, list):
+        content = [{"type": "text", "text": text} for text in _texts(message, path)]
+    return {
+        "role": "system" if role == "developer" else role,  # chat templates use the older name
+        "content": content,
+        "name": message.name,
+        "tool_calls": [_tool_call(call) for call in message.tool_calls] if message.tool_calls else None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": reasoning,
+    }
+
+
+def _texts(message: Message, path: str) -> list[str]:
+    texts = []
+    for index, part in enumerate(message.content or ()):
+        path_of_part = f"{path}.content.{index}"
+        if not isinstance(part, str) and part.type == "refusal" and message.role.lower() == "assistant":
+            texts.append(part.refusal or "")
+            continue
+        if isinstance(part, str) or part.type != "text":
+            kind = "" if isinstance(part, str) else f' "{part.type[:40]}"'
+            raise InvalidRequest(
+                f"{path_of_part}.type{kind} is not supported yet; only text is.", param=f"{path_of_part}.type"
+            )
+        if part.text is None:
+            raise InvalidRequest(f"{path_of_part}.text is required.", param=f"{path_of_part}.text")
+        texts.append(part.text)
+    return texts
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    function = {"name": call.function.name, "arguments": call.function.arguments or {}}
+    return {"id": call.id, "type": call.type, "function": function}
+
+
+def _thinking_tokens(body: ChatBody) -> int | None:
+    """Return the limit from the first field that sets it: ours, then other servers' fields."""
+    limits = (
+        body.max_thinking_tokens,
+        body.thinking_token_budget,
+        body.reasoning.max_tokens if body.reasoning is not None else None,
+        body.thinking.budget_tokens if body.thinking is not None else None,
+    )
+    return next((each for each in limits if each is not None), None)
+
+
+def _template_kwargs(body: ChatBody) -> Mapping[str, Any]:
+    kwargs = dict(body.chat_template_kwargs)
+    reserved = RESERVED_KWARGS & kwargs.keys()
+    if reserved:
+        param = f"chat_template_kwargs.{min(reserved)}"
+        raise InvalidRequest(f"{param} cannot be set here: it is built from the request's own fields.", param=param)
+    effort = body.reasoning_effort
+    switches = [body.enable_thinking, None if body.thinking is None else body.thinking.type == "enabled"]
+    if body.reasoning is not None:
+        switches += [body.reasoning.enabled, body.reasoning.enable]
+    enabled = next((each for each in switches if each is not None), None)
+    if enabled is not None:
+        kwargs = thinking_switch(enabled) | kwargs
+    if body.reasoning is not None:
+        effort = effort or body.reasoning.effort
+    return kwargs if effort is None else effort_switch(effort) | kwargs
+
+
+def _logprobs(body: ChatBody) -> LogprobParams | None:
+    if body.logprobs:
+        return LogprobParams(top=body.top_logprobs or 0, text=not body.return_tokens_as_token_ids)
+    if body.top_logprobs:
+        raise InvalidRequest("top_logprobs requires logprobs to be true.", param="top_logprobs")
+    return None

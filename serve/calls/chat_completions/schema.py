@@ -1,0 +1,242 @@
+"""Bodies of the OpenAI endpoints.
+
+As clients expect, keys that no API knows are ignored and logged, at any depth. Known fields of other servers
+are declared here. Accepted without effect: `user` (an identifier for abuse reports, which this server does
+not write), and `WITHOUT_EFFECT`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+from runtime.grammar_spec import Grammar
+from runtime.request import MAX_TOP_LOGPROBS
+from runtime.sampling_params import MAX_INT32, Api
+from serve.calls.chat.request import Effort
+from serve.calls.decode import Length, NotBuilt, NotBuiltNumber, NotBuiltOptions, NotBuiltUseTools, Range
+from serve.calls.prompts import MAX_MESSAGES, AdapterName, Ids, Label, Priority, Salt, Texts
+from serve.calls.sampling import sampling_names
+
+ThinkingTokens = Annotated[int, Range(0, MAX_INT32)]
+# Fields for OpenAI and other servers that do not change the answers of this server.
+WITHOUT_EFFECT = frozenset(
+    {
+        "cache_prompt",  # all prefixes are cached anyway
+        "dry_allowed_length",  # these options of DRY and of mirostat, which are refused if they are on
+        "dry_base",
+        "dry_penalty_last_n",
+        "dry_sequence_breakers",
+        "early_stopping",  # an option of beam search, which is refused, as is length_penalty
+        "guided_decoding_backend",
+        "length_penalty",
+        "media_io_kwargs",  # an option for images, which are refused
+        "metadata",
+        "mirostat_eta",
+        "mirostat_tau",
+        "prediction",  # only speeds up the same answer
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "request_id",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "verbosity",
+    }
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class StreamOptions:
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: NotBuilt = None
+
+    @property
+    def in_every_event(self) -> bool:
+        """Whether each event contains the usage so far."""
+        return self.include_usage and self.continuous_usage_stats
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenAIBody:
+    """Fields of both generating endpoints; `sampling` holds the sampling parameters.
+
+    None: not set.
+    """
+
+    api: ClassVar[Api]
+    without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
+
+    # Sampling parameters, as `read_sampling` returns them.
+    sampling: dict[str, Any] = field(init=False, default_factory=dict)
+    grammar: Grammar | None = field(init=False, default=None)  # from response_format or structured_outputs
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    priority: Priority | None = None  # requires --enable-priority-scheduling
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None  # vLLM's output constraints
+
+    guided_whitespace_pattern: NotBuilt = None
+    session_params: NotBuilt = None
+    session_id: NotBuilt = None
+    return_hidden_states: NotBuilt = None
+    custom_logit_processor: NotBuilt = None
+    bootstrap_host: NotBuilt = None
+    bootstrap_port: NotBuilt = None
+    bootstrap_room: NotBuilt = None
+    data_parallel_rank: NotBuilt = None
+    return_token_ids: NotBuilt = None
+    truncate_prompt_tokens: Annotated[int, Range(-1, MAX_INT32)] | None = None
+    return_tokens_as_token_ids: bool = False
+    prompt_logprobs: NotBuilt = None
+    use_beam_search: NotBuilt = None
+    best_of: int | None = None
+    logits_processors: NotBuilt = None
+    repetition_detection: NotBuilt = None
+    return_routed_experts: NotBuilt = None
+    moderation: NotBuilt = None
+    kv_transfer_params: NotBuilt = None
+    vllm_xargs: NotBuilt = None
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionBody(OpenAIBody):
+    """The body of /v1/completions."""
+
+    api: ClassVar[Api] = "completions"
+
+    prompt: Texts | Ids
+    rid: Label | list[Label] | None = None
+    lora_path: AdapterName | list[AdapterName | None] | None = None
+    cache_salt: Salt | list[Salt] | None = None
+    extra_key: Salt | list[Salt] | None = None
+    echo: bool = False
+    logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] | None = None
+    prompt_embeds: NotBuilt = None
+    suffix: str | None = None  # the text after the generated text
+    add_special_tokens: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """One part of a message's content."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})  # all prefixes are cached anyway
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class CalledFunction:
+    # OpenAI's client library adds it to calls.
+    without_effect: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ToolCall:
+    """A call of the assistant in an earlier turn."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"index", "provider_specific_fields"})
+
+    function: CalledFunction
+    id: str | None = None
+    type: str = "function"
+
+
+@dataclass(slots=True, kw_only=True)
+class Message:
+    # Fields that clients copy from answers, and marks for prefix caches.
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"annotations", "cache_control", "parsed", "provider_specific_fields"}
+    )
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None  # the text of an assistant's message without content
+    reasoning: str | None = None  # vLLM's newer name of reasoning_content
+    function_call: NotBuilt = None
+    audio: NotBuilt = None
+    images: NotBuilt = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Reasoning:
+    # Reasoning is always complete, not summarized.
+    without_effect: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
+
+    enabled: bool | None = None
+    enable: bool | None = None
+    effort: Effort | None = None
+    max_tokens: ThinkingTokens | None = None  # like max_thinking_tokens
+    exclude: bool = False  # like include_reasoning: false
+
+
+@dataclass(slots=True, kw_only=True)
+class Thinking:
+    """Reasoning settings in the format of DeepSeek, Z.ai and Moonshot."""
+
+    type: Literal["enabled", "disabled"]
+    budget_tokens: ThinkingTokens | None = None  # like max_thinking_tokens
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatBody(OpenAIBody):
+    """The body of /v1/chat/completions."""
+
+    api: ClassVar[Api] = "chat"
+
+    messages: Annotated[list[Message], Length(1, MAX_MESSAGES)]
+    rid: Label | None = None
+    lora_path: AdapterName | list[AdapterName | None] | None = None  # a list has one item
+    cache_salt: Salt | None = None
+    extra_key: Salt | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    include_reasoning: bool = True
+    max_thinking_tokens: ThinkingTokens | None = None
+    thinking_token_budget: ThinkingTokens | None = None  # vLLM's name of max_thinking_tokens
+    thinking: Thinking | None = None
+    enable_thinking: bool | None = None  # like the key of chat_template_kwargs
+    modalities: list[Literal["text"]] | None = None
+    functions: NotBuiltUseTools = None
+    function_call: NotBuiltUseTools = None
+    audio: NotBuilt = None
+    n_probs: NotBuiltNumber = None
+    web_search_options: NotBuiltOptions = None
+    input_ids: NotBuilt = None
+    echo: NotBuilt = None
+    chat_template: NotBuilt = None
+    documents: NotBuilt = None
+    mm_processor_kwargs: NotBuilt = None
+    add_generation_prompt: bool = True
+    add_special_tokens: bool = False  # the chat template writes them
+
+
+# The engine's parameter names -> the names in these endpoints.
+NAMES: Mapping[str, str] = {
+    **sampling_names("chat"),
+    "token_ids_logprob": "logprobs",
+    "logprob_start_len": "echo",
+}

@@ -1,0 +1,23 @@
+"""The client whose request the running task answers, and the data of the request's headers."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from runtime.request import NOBODY, Caller
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """The sender of a request. `name` is the name of its API key, or empty without a key."""
+
+    name: str = ""
+    is_admin: bool = False
+
+
+# `CLIENT` is the client of the running task. Calls from Python have no HTTP client, so they get `THIS_PROCESS`.
+THIS_PROCESS = Client(is_admin=True)
+CLIENT: ContextVar[Client] = ContextVar("penstock_client", default=THIS_PROCESS)
+# Caller data from the headers of the request.
+CALLER: ContextVar[Caller] = ContextVar("penstock_caller", default=NOBODY)

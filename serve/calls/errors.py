@@ -1,0 +1,37 @@
+"""Errors that every API reports: aborted answers, and wrong parameters with their names in the API."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from runtime.actors.live_requests import ABORTED, ABORTED_EARLY
+from runtime.constraint import NOTHING_ALLOWED
+from runtime.errors import EngineFailure, InvalidRequest, RequestError
+from runtime.request import Finish
+
+AnyRequestError = TypeVar("AnyRequestError", bound=RequestError)
+
+
+class Aborted(RequestError):
+    """The request was aborted. OpenAI's, Anthropic's and Ollama's protocols have no finish reason for this."""
+
+    kind = "RequestAborted"
+
+
+def ended(finish: Finish | None) -> Finish:
+    """Return the finish of a complete answer. Otherwise raise `Aborted`, `InvalidRequest` or `EngineFailure`."""
+    if finish is None or finish in (ABORTED, ABORTED_EARLY):
+        raise Aborted("The request was aborted.")
+    if finish.message == NOTHING_ALLOWED:
+        raise InvalidRequest(NOTHING_ALLOWED)
+    if finish.kind == "abort":
+        raise EngineFailure(finish.message or "The server could not finish this request.")
+    return finish
+
+
+def renamed(error: AnyRequestError, param: str) -> AnyRequestError:
+    """Return the same error with the client's name of the parameter."""
+    message = error.message
+    if error.param and message.startswith(error.param):
+        message = param + message[len(error.param) :]
+    return type(error)(message, param=param)

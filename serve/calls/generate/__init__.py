@@ -1,0 +1,1 @@
+"""The native call: prompts in, texts and token ids out."""

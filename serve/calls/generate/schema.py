@@ -1,0 +1,190 @@
+"""The body of `/generate`, and the requests that it becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+from uuid import uuid4
+
+from runtime.errors import InvalidRequest
+from runtime.request import LogprobParams, Request
+from runtime.sampling_params import SamplingParams
+from serve.calls.decode import NotBuilt
+from serve.calls.errors import renamed
+from serve.calls.prompts import (
+    AdapterName,
+    Ids,
+    Label,
+    Priority,
+    Salt,
+    Texts,
+    check_choices,
+    check_length,
+    labels_of,
+    namespaces_of,
+    spread,
+)
+from serve.calls.sampling import read_sampling, sampling_params
+from serve.calls.work_budget import prompt_ids
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerateBody:
+    """The body of `/generate`. A list in `text`, or a list of lists in `input_ids`, makes a batch."""
+
+    # Internal fields of SGLang, and fields for images, which are refused.
+    without_effect: ClassVar[frozenset[str]] = frozenset(
+        {"conversation_id", "label", "max_dynamic_patch", "min_dynamic_patch", "routing_key", "received_time"}
+    )
+
+    text: Texts | None = None
+    input_ids: Ids | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    rid: Label | list[Label] | None = None
+    stream: bool = False
+    incremental: bool = False  # whether events hold only the new text and log-probabilities
+    return_logprob: bool | list[bool] = False
+    logprob_start_len: int | list[int] = -1
+    top_logprobs_num: int | list[int] = 0
+    token_ids_logprob: list[int] | list[list[int] | None] | None = None
+    return_text_in_logprobs: bool = False
+    cache_salt: Salt | list[Salt] | None = None  # only prompts with equal salts share prefixes
+    extra_key: Salt | list[Salt] | None = None  # only prompts with equal keys share prefixes
+    priority: Priority | list[Priority | None] | None = None  # requires --enable-priority-scheduling
+    lora_path: AdapterName | list[AdapterName | None] | None = None  # names of adapters
+    log_metrics: bool = True  # false: the metrics of requests do not count this call
+    input_embeds: NotBuilt = None
+    image_data: NotBuilt = None
+    video_data: NotBuilt = None
+    audio_data: NotBuilt = None
+    modalities: NotBuilt = None
+    return_hidden_states: NotBuilt = None
+    session_params: NotBuilt = None
+    custom_logit_processor: NotBuilt = None
+    bootstrap_host: NotBuilt = None
+    bootstrap_port: NotBuilt = None
+    bootstrap_room: NotBuilt = None
+    bootstrap_pair_key: NotBuilt = None
+    data_parallel_rank: NotBuilt = None
+    routed_dp_rank: NotBuilt = None
+    lora_id: NotBuilt = None
+    session_id: NotBuilt = None
+    background: NotBuilt = None
+    no_logs: NotBuilt = None
+    return_bytes: NotBuilt = None
+    return_entropy: NotBuilt = None
+    return_prompt_token_ids: NotBuilt = None
+    return_routed_experts: NotBuilt = None
+    require_reasoning: NotBuilt = None
+    custom_labels: NotBuilt = None
+    positional_embed_overrides: NotBuilt = None
+
+    @property
+    def is_batch(self) -> bool:
+        if self.text is not None:
+            return isinstance(self.text, list)
+        return bool(self.input_ids) and isinstance(self.input_ids[0], list)
+
+
+def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None, owned: bool = False) -> list[Request]:
+    """Return one request per prompt. Raises `InvalidRequest` if the lists do not fit together.
+
+    `owned`: whether the body's lists belong to this call. If so, too many ids are refused here, and their lists emptied
+    (see `prompt_ids`, also for `cut`).
+    """
+    prompts = _prompts(body)
+    count = len(prompts)
+    sampling = _sampling(body, core, count)
+    if len({params.n for params in sampling}) > 1:
+        raise InvalidRequest("n must be the same for all prompts of a batch.", param="sampling_params")
+    check_choices(count, sampling[0].n)
+    labels, logprobs = _labels(body, count), _logprobs(body, count)
+    namespaces = namespaces_of(body.cache_salt, body.extra_key, count)
+    priorities = spread(body.priority, count, "priority")
+    adapters = spread(body.lora_path, count, "lora_path")
+    ids_of = partial(prompt_ids, plan=core.plan, cut=cut) if owned else tuple
+    return [
+        Request(
+            text=prompt if isinstance(prompt, str) else None,
+            ids=None if isinstance(prompt, str) else ids_of(prompt),
+            sampling=sampling[index],
+            logprobs=logprobs[index],
+            truncate=core.plan.serve.allow_auto_truncate,
+            namespace=namespaces[index],
+            priority=priorities[index],
+            lora=adapters[index] or None,
+            counted=body.log_metrics,
+            label=labels[index],
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+def _prompts(body: GenerateBody) -> Sequence[str | list[int]]:
+    if body.text is None and body.input_ids is None:
+        raise InvalidRequest("Either text or input_ids must be given.", param="text")
+    if body.text is not None and body.input_ids is not None:
+        raise InvalidRequest("text and input_ids must not be given together.", param="text")
+    value: Any = body.input_ids if body.text is None else body.text
+    name = "input_ids" if body.text is None else "text"
+    prompts = value if body.is_batch else [value]
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            param = f"{name}.{index}" if body.is_batch else name
+            raise InvalidRequest(f"{param} must not be empty.", param=param)
+    return prompts
+
+
+def _sampling(body: GenerateBody, core: EngineCore, count: int) -> list[SamplingParams]:
+    preferred, params_or_list = core.plan.serve.preferred_sampling, body.sampling_params
+    if not isinstance(params_or_list, list):
+        return [_sampling_params(params_or_list or {}, preferred, "sampling_params")] * count
+    check_length(params_or_list, count, "sampling_params")
+    return [
+        _sampling_params(params, preferred, f"sampling_params.{index}") for index, params in enumerate(params_or_list)
+    ]
+
+
+def _sampling_params(body: Mapping[str, Any], preferred: Mapping[str, Any], path: str) -> SamplingParams:
+    return sampling_params("native", read_sampling("native", body, path), preferred, path=path)
+
+
+def _labels(body: GenerateBody, count: int) -> Sequence[str]:
+    if body.rid is None:
+        return [uuid4().hex for _ in range(count)]
+    return labels_of(body.rid, count, is_batch=body.is_batch)
+
+
+def _logprobs(body: GenerateBody, count: int) -> list[LogprobParams | None]:
+    enabled = spread(body.return_logprob, count, "return_logprob")
+    starts = spread(body.logprob_start_len, count, "logprob_start_len")
+    tops = spread(body.top_logprobs_num, count, "top_logprobs_num")
+    requested = body.token_ids_logprob or []
+    if any(isinstance(ids, list) or ids is None for ids in requested):
+        check_length(requested, count, "token_ids_logprob")
+    else:
+        requested = [requested] * count
+    logprobs: list[LogprobParams | None] = []
+    for index in range(count):
+        if not enabled[index]:
+            logprobs.append(None)
+            continue
+        try:
+            logprobs.append(
+                LogprobParams(
+                    start=starts[index],
+                    top=tops[index],
+                    token_ids=tuple(requested[index] or ()),  # pyright: ignore[reportArgumentType]
+                    text=body.return_text_in_logprobs,
+                )
+            )
+        except InvalidRequest as error:
+            name = str(error.param)
+            param = f"{name}.{index}" if isinstance(getattr(body, name), list) and body.is_batch else name
+            raise renamed(error, param) from None
+    return logprobs

@@ -1,0 +1,99 @@
+"""Log-probabilities in OpenAI's two formats: the one of chat, and the older one of completions."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from runtime.request import Logprobs
+
+if TYPE_CHECKING:
+    from runtime.tokenizer.tokenizer import Tokenizer
+
+LOWEST = -9999.0  # stands for minus infinity, which JSON cannot express
+
+
+def chat_logprobs(logprobs: Logprobs, tokenizer: Tokenizer, *, as_ids: bool = False) -> dict[str, Any]:
+    """Return `{"content": [{token, bytes, logprob, top_logprobs}]}`. With `as_ids`, tokens are written as
+    `token_id:5`.
+    """
+    content = []
+    for index, (logprob, token_id) in enumerate(logprobs.chosen):
+        alternatives = logprobs.top[index] if logprobs.top else None
+        top = [_chat_token(tokenizer, token, value, as_ids) for value, token in alternatives or ()]
+        content.append({**_chat_token(tokenizer, token_id, logprob, as_ids), "top_logprobs": top})
+    return {"content": content, "refusal": None}
+
+
+def _name(tokenizer: Tokenizer, token_id: int, as_ids: bool) -> str:
+    return f"token_id:{token_id}" if as_ids else tokenizer.token_text(token_id)
+
+
+def _chat_token(tokenizer: Tokenizer, token_id: int, logprob: float | None, as_ids: bool) -> dict[str, Any]:
+    raw = tokenizer.token_bytes(token_id)
+    return {
+        "token": _name(tokenizer, token_id, as_ids),
+        "bytes": None if raw is None else list(raw),
+        "logprob": _finite(logprob),
+    }
+
+
+def _finite(logprob: float | None) -> float:
+    return LOWEST if logprob is None else max(logprob, LOWEST)
+
+
+class CompletionLogprobs:
+    """The logprobs of one choice, piece by piece: `{tokens, token_logprobs, top_logprobs, text_offset}`.
+
+    `text_offset` counts characters from the start of the choice's text. A token that ends within a character has the
+    offset of that character. A token that the text leaves out (a special token) has the offset of the following text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, as_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+        self._left_out = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+        self._at_start = True
+
+    def piece(self, logprobs: Logprobs, text: str) -> dict[str, Any]:
+        """Return the logprobs object for the tokens since the last piece.
+
+        `text` is the text since the last piece. Its first character tells whether the leading space of the choice's
+        first token is part of the text.
+        """
+        ids = [token_id for _, token_id in logprobs.chosen]
+        return {
+            "text_offset": [self._text_offset(token_id, text) for token_id in ids],
+            "token_logprobs": [None if value is None else _finite(value) for value, _ in logprobs.chosen],
+            "tokens": [_name(self._tokenizer, token_id, self._as_ids) for token_id in ids],
+            "top_logprobs": self._alternatives(logprobs),
+        }
+
+    def _text_offset(self, token_id: int, text: str) -> int:
+        offset = self._offset
+        if token_id not in self._left_out:
+            shown = self._decoder.decode(self._tokenizer.token_bytes(token_id) or b"")
+            if self._at_start and shown.startswith(" ") and not text.startswith(" "):
+                shown = shown[1:]
+            self._at_start = False
+            self._offset += len(shown)
+        return offset
+
+    def _alternatives(self, logprobs: Logprobs) -> Sequence[Mapping[str, float] | None]:
+        """Return one entry per token: a mapping from the top tokens and the token itself to logprobs. The entry is None
+        for a token without predecessors.
+        """
+        alternatives: list[Mapping[str, float] | None] = []
+        for index, (value, token_id) in enumerate(logprobs.chosen):
+            pairs = logprobs.top[index] if logprobs.top else ()
+            if value is None or pairs is None:
+                alternatives.append(None)
+                continue
+            named: dict[str, float] = {}
+            for logprob, token in [*pairs, (value, token_id)]:
+                named.setdefault(_name(self._tokenizer, token, self._as_ids), _finite(logprob))
+            alternatives.append(named)
+        return alternatives

@@ -1,0 +1,130 @@
+"""The prompts of one call: their number, labels, namespaces and client, and requests for their vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+from runtime.actors.adapters import MAX_NAME
+from runtime.errors import ContextOverflow, InvalidRequest
+from runtime.request import NOBODY, Request
+from runtime.sampling_params import MAX_INT32, SamplingParams
+from serve.calls.client import CALLER, CLIENT, THIS_PROCESS
+from serve.calls.decode import Length, Range
+from serve.calls.work_budget import check_logprobs
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_CHOICES_IN_ALL = 4096  # maximum of the number of prompts times n
+MAX_CONTEXTS = 8  # longer texts are not tokenized for a token count; in multiples of the model's context
+Texts = str | Annotated[list[str], Length(1, MAX_PROMPTS)]
+Ids = list[int] | Annotated[list[list[int]], Length(1, MAX_PROMPTS)]
+Label = Annotated[str, Length(1, 256)]
+AdapterName = Annotated[str, Length(0, MAX_NAME)]  # "": no adapter
+Salt = Annotated[str, Length(1, 256)]
+Priority = Annotated[int, Range(-MAX_INT32, MAX_INT32)]
+
+
+def check_choices(num_prompts: int, n: int) -> None:
+    if num_prompts * n > MAX_CHOICES_IN_ALL:
+        raise InvalidRequest(
+            f"{num_prompts} prompts times n = {n} make {num_prompts * n} choices; "
+            f"at most {MAX_CHOICES_IN_ALL} are accepted at once.",
+            param="n",
+        )
+
+
+def check_counted(core: EngineCore, parts: Sequence[str], *, param: str) -> None:
+    """Raises `InvalidRequest` if the text of these parts is too long to be encoded for a token count."""
+    if core.tokenizer is None or core.tokenizer.text_limit is None:
+        return
+    most = MAX_CONTEXTS * core.plan.model.context_length
+    try:
+        core.tokenizer.text_limit.check(parts, most)
+    except ContextOverflow:
+        raise InvalidRequest(
+            f"A text of more than {most} tokens ({MAX_CONTEXTS} times the model's context) is not tokenized.",
+            param=param,
+        ) from None
+
+
+def labels_of(rid: str | list[str], count: int, *, is_batch: bool) -> Sequence[str]:
+    """Return one label per prompt. In a batch, a single `rid` becomes `rid_0`, `rid_1`, ..."""
+    if isinstance(rid, str):
+        return [f"{rid}_{index}" for index in range(count)] if is_batch else [rid]
+    check_length(rid, count, "rid")
+    return rid
+
+
+def namespaces_of(
+    cache_salt: str | list[str] | None, extra_key: str | list[str] | None, count: int
+) -> list[tuple[str | None, str | None] | None]:
+    """Return the prefix-cache namespace of each prompt. Only prompts of one namespace share prefixes.
+
+    None is the namespace of all prompts that have neither a salt nor a key.
+    """
+    salts, keys = spread(cache_salt, count, "cache_salt"), spread(extra_key, count, "extra_key")
+    return [None if pair == (None, None) else pair for pair in zip(salts, keys, strict=True)]
+
+
+def spread(value: Any, count: int, name: str) -> list[Any]:
+    """Return one value per prompt: the list itself if `value` is a list, else `value` repeated."""
+    if not isinstance(value, list):
+        return [value] * count
+    check_length(value, count, name)
+    return value
+
+
+def check_length(values: Sequence[Any], count: int, name: str) -> None:
+    """Raises `InvalidRequest` unless there is one value per prompt."""
+    if len(values) != count:
+        raise InvalidRequest(f"{name} has {len(values)} items for {count} prompts.", param=name)
+
+
+def vector_requests(
+    requests: Sequence[Request],
+    core: EngineCore,
+    *,
+    prompt_name: str | None = None,
+    truncate: bool | None = None,
+) -> list[Request]:
+    """Return the same requests, but for vectors instead of generated text.
+
+    Each text gets the checkpoint's prompt `prompt_name`, or the default prompt, as a prefix; raises `InvalidRequest` if
+    the checkpoint has no prompt of that name. `truncate`: whether texts that are too long are cut; None: the server's
+    setting.
+    """
+    facts, sampling = core.facts, SamplingParams(max_new_tokens=0)
+    name = facts.default_prompt if prompt_name is None else prompt_name
+    if name is not None and name not in facts.prompts:
+        known = ", ".join(facts.prompts) or "none"
+        raise InvalidRequest(f"This model has no prompt named {name[:40]!r}; it has {known}.", param="prompt_name")
+    prefix = "" if name is None else facts.prompts[name]
+    if truncate is None:
+        truncate = core.plan.serve.allow_auto_truncate
+
+    def vector_request(request: Request) -> Request:
+        text = request.text
+        if text is not None:
+            text = prefix + text
+            text = text.lower() if facts.lower_case else text
+        return replace(request, text=text, sampling=sampling, truncate=truncate, wants_embedding=True)
+
+    return [vector_request(request) for request in requests]
+
+
+def of_client(core: EngineCore, requests: Sequence[Request]) -> list[Request]:
+    """Return the requests with the client and the caller data of the running task.
+
+    Raises `InvalidRequest` for more log-probabilities than a call may request, except for calls from this process.
+    """
+    client, caller = CLIENT.get(), CALLER.get()
+    if client is not THIS_PROCESS:
+        check_logprobs(requests, core.plan.model.context_length)
+    if not client.name and caller is NOBODY:
+        return list(requests)
+    return [replace(request, owner=client.name, caller=caller) for request in requests]

@@ -1,0 +1,1 @@
+"""Calls that return scores of texts instead of generated text."""

@@ -1,0 +1,83 @@
+"""The served model and its adapters, and the names by which calls may refer to them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from runtime.errors import InvalidRequest, NotFound
+from runtime.request import Request
+from serve.calls.prompts import spread
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+
+ANY_MODEL = "default"  # sent by clients of this API that do not choose a model
+STARTED_S = int(time.time())
+
+
+class ServedModel(NamedTuple):
+    """The model that a call asks for."""
+
+    name: str  # for the answer
+    adapter: str | None = None  # name of the LoRA adapter
+
+
+def choose_model(core: EngineCore, model: str | None) -> ServedModel:
+    """Return the model of a call. With LoRA, it may be "ADAPTER" or "BASE:ADAPTER".
+
+    Raises `NotFound` for a model that is not served here.
+    """
+    name = core.plan.serve.served_model_name if model is None else model
+    adapter = None if model is None else _adapter_of(core, model)
+    if adapter is None:
+        check_model(core, model)
+    return ServedModel(name, adapter)
+
+
+def adapters_of(model: ServedModel, lora_path: str | list[str | None] | None, count: int) -> list[str | None]:
+    """Return the adapter of each of `count` prompts. `lora_path` names adapters too; "" is like null.
+
+    Raises `InvalidRequest` if both name an adapter and not the same one.
+    """
+    adapters = [name or model.adapter for name in spread(lora_path, count, "lora_path")]
+    if model.adapter is not None and any(name != model.adapter for name in adapters):
+        raise InvalidRequest("model and lora_path name different adapters; send one of them.", param="lora_path")
+    return adapters
+
+
+def check_model(core: EngineCore, model: str | None) -> None:
+    """Raise `NotFound` for a model that is not the base model."""
+    if model is not None and not core.plan.serve.ignore_model_name and model not in (*_base_names(core), ANY_MODEL):
+        raise NotFound(missing(core, model), param="model")
+
+
+def with_adapter(requests: Sequence[Request], adapter: str | None) -> list[Request]:
+    """Return the requests with this adapter."""
+    return [replace(request, lora=adapter) for request in requests] if adapter is not None else list(requests)
+
+
+def _base_names(core: EngineCore) -> tuple[str, ...]:
+    return core.plan.serve.served_model_name, core.plan.model.path, core.facts.path
+
+
+def _adapter_of(core: EngineCore, model: str) -> str | None:
+    """Return the adapter that `model` names, or None. Raises `NotFound` for an unknown adapter of the base model."""
+    adapters = core.adapters
+    if not adapters.enabled or model in _base_names(core):
+        return None
+    if adapters.knows(model):
+        return model
+    base, colon, name = model.rpartition(":")
+    if not colon or base not in _base_names(core):
+        return None
+    if not adapters.knows(name):
+        raise NotFound(missing(core, model), param="model")
+    return name
+
+
+def missing(core: EngineCore, model: str) -> str:
+    return f"The model '{model[:200]}' does not exist; this server has '{core.plan.serve.served_model_name}'."

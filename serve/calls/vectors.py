@@ -1,0 +1,39 @@
+"""Vectors of prompts: check that the model computes vectors, and shorten them to a number of dimensions."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from runtime.errors import InvalidRequest
+from runtime.request import Chunk
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+
+def check_vectors(core: EngineCore, dimensions: int | None) -> None:
+    """Raises `InvalidRequest` if the model computes no vectors, or if its vectors are shorter than `dimensions`."""
+    if core.facts.labels:
+        raise InvalidRequest("This model gives scores of labels, not vectors: use /classify or /v1/rerank.")
+    size = core.facts.vector_size
+    if dimensions is not None and dimensions > size:
+        raise InvalidRequest(
+            f"dimensions must be at most {size}, the size of this model's vectors.", param="dimensions"
+        )
+
+
+def vector_of(chunk: Chunk, dimensions: int | None) -> list[float]:
+    """Return the vector of an answer. If `dimensions` is set, return its first numbers, scaled to length 1 (Matryoshka
+    representations, arXiv 2205.13147).
+
+    Raises `InvalidRequest` if the request was aborted.
+    """
+    if chunk.embedding is None:
+        raise InvalidRequest("The request was aborted before its vector was computed.")
+    vector = chunk.embedding
+    if dimensions is None or dimensions == len(vector):
+        return vector
+    first = vector[:dimensions]
+    length = math.sqrt(sum(number * number for number in first))
+    return [number / length for number in first] if length else first

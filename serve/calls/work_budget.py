@@ -1,0 +1,105 @@
+"""Limits on the size of one call's answer: a short body must not cause an answer of hundreds of megabytes.
+
+Choices and tokens alone cost only model time, which the queue bounds. Log-probabilities also cost memory and
+time per token: `n` 128 of 300 tokens with 128 each are 154 MB of JSON for 137 bytes of body. The module also
+limits token ids and repeated texts before they are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Sized
+
+from runtime.config.plan import Plan
+from runtime.errors import ContextOverflow, InvalidRequest
+from runtime.request import Request
+
+MAX_LOGPROBS = 1_000_000  # log-probabilities per call, over all prompts, choices and positions
+MAX_REPEATED = 16_000_000  # log-probabilities in all events of a stream whose events repeat earlier ones
+OPEN_ENDED_TOKENS = 4096  # output length assumed for requests without max_new_tokens
+# maximum characters or token ids of all prompts, after a shared part is copied into each prompt; up to 128 MiB
+MAX_JOINED = 16 * 1024 * 1024
+CHARACTERS_PER_TOKEN = 2  # assumed for prompts that are not yet tokenized; most texts have more
+FREED_AT_ONCE = 16_384  # number of token ids freed at a time, which takes 0.1 ms
+
+
+def check_logprobs(requests: Sequence[Request], context_length: int) -> None:
+    """Raises `InvalidRequest` if the requests of one call ask for too many log-probabilities together.
+
+    num = sum over prompts of n x (output tokens + prompt tokens from `start` on) x (1 + top + requested ids)
+    """
+    num = 0
+    for request in requests:
+        if request.logprobs is not None:
+            num_new, num_old, per_token = _counts(request, context_length)
+            num += request.sampling.n * (num_new + num_old) * per_token
+    if num > MAX_LOGPROBS:
+        raise InvalidRequest(
+            f"n, max_new_tokens, the length of the prompts (where their log-probabilities are asked for), "
+            f"top_logprobs_num and token_ids_logprob make up to {num} log-probabilities; at most {MAX_LOGPROBS} are "
+            "computed for one call.",
+            param="top_logprobs_num",
+        )
+
+
+def check_repeated(requests: Sequence[Request], context_length: int) -> None:
+    """Raises `InvalidRequest` if the requests ask for too many log-probabilities, or if the events of their stream,
+    which repeat earlier ones, would hold too many in total.
+
+    For N output tokens and P prompt tokens, the events hold N x (P + N / 2) log-probabilities in total.
+    """
+    check_logprobs(requests, context_length)
+    num = 0
+    for request in requests:
+        if request.logprobs is not None:
+            num_new, num_old, per_token = _counts(request, context_length)
+            num += request.sampling.n * num_new * (num_old + num_new // 2) * per_token
+    if num > MAX_REPEATED:
+        raise InvalidRequest(
+            f"Each event of this stream repeats all log-probabilities so far, up to {num} in all, of at most "
+            f"{MAX_REPEATED}; set incremental to true for events with the new ones only.",
+            param="incremental",
+        )
+
+
+def prompt_ids(ids: list[int], plan: Plan, *, cut: bool | None = None) -> tuple[int, ...]:
+    """Return the token ids of a prompt as a tuple.
+
+    Raises `ContextOverflow` as the engine would, but before millions of ids are copied. The list is then emptied a few
+    ids at a time, because freeing it at once would block the interpreter. `cut`: whether the engine may truncate the
+    prompt to the context; None: the server's setting.
+    """
+    num_ids, context_length = len(ids), plan.model.context_length
+    if num_ids > context_length and not (plan.serve.allow_auto_truncate if cut is None else cut):
+        while ids:
+            del ids[-FREED_AT_ONCE:]
+        raise ContextOverflow.of_input(num_ids, context_length, "input_ids")
+    return tuple(ids)
+
+
+def check_joined(shared: Sized, parts: Iterable[Sized], param: str) -> None:
+    """Raises `InvalidRequest` if a text, or token ids, would be copied into too many prompts.
+
+    num = sum over parts of (len(shared) + len(part))
+    """
+    num = sum(len(shared) + len(part) for part in parts)
+    if num > MAX_JOINED:
+        raise InvalidRequest(
+            f"{param} is repeated in each prompt of this call, which makes {num} characters or token ids; at most "
+            f"{MAX_JOINED} are taken. Send a shorter one, or fewer prompts at once.",
+            param=param,
+        )
+
+
+def _counts(request: Request, context_length: int) -> tuple[int, int, int]:
+    """Return estimates of the number of output tokens, of prompt tokens with log-probabilities, and of
+    log-probabilities per token.
+    """
+    logprobs, num_new = request.logprobs, request.sampling.max_new_tokens
+    if logprobs is None:
+        return 0, 0, 0
+    num_new = min(OPEN_ENDED_TOKENS if num_new is None else num_new, context_length)
+    num_old = 0
+    if logprobs.start >= 0:
+        length = len(request.ids) if request.ids is not None else len(request.text or "") // CHARACTERS_PER_TOKEN
+        num_old = max(0, min(length, context_length) - logprobs.start)
+    return num_new, num_old, 1 + logprobs.top + len(logprobs.token_ids)

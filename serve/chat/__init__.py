@@ -1,1 +1,0 @@
-"""Chat, whatever protocol it is asked for in: from messages to a request, from output to events."""

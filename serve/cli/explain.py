@@ -1,0 +1,129 @@
+"""`penstock explain [options]`: every option that was set or derived, its resolved value, and the reason."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from textwrap import wrap
+
+import orjson
+
+from ops.machine import KNOWN_GPUS, Machine
+from runtime.config import Args, Option, Outcome, in_its_words, options, shown, without_effect
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import Plan
+from runtime.config.resolve import ANY_MODEL, decide
+from runtime.errors import ConfigurationError
+from serve.demo import demo_path
+
+COLUMNS = ("option", "asked", "done", "reason")
+_REASON_WIDTH = 60
+_CELL_WIDTH = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One option: the value that was set, the resolved value, and the reason."""
+
+    option: str
+    asked: str
+    done: str
+    reason: str
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the table (or JSON) for a command line; return the exit status, 2 if any option is refused."""
+    parser = argparse.ArgumentParser(prog="penstock explain", allow_abbrev=False)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--all", action="store_true", help="also show options at their defaults")
+    parser.add_argument("--machine", choices=["cpu", *KNOWN_GPUS], help="explain for a machine of this kind")
+    flags, rest = parser.parse_known_args(words)
+    args = Args.parse(rest)
+    machine = Machine.named(flags.machine) if flags.machine else Machine.probe()
+    rows, refusals = explain(args, machine, demo_path=demo_path(), everything=flags.all)
+    sys.stdout.write(as_json(rows, refusals) if flags.json else as_text(rows, refusals))
+    return 2 if refusals else 0
+
+
+def explain(
+    args: Args, machine: Machine, *, demo_path: str | None = None, everything: bool = False
+) -> tuple[list[Row], list[str]]:
+    """Return the rows for these arguments, and the messages of all refusals. Reads the model's configuration."""
+    path = args.model.model_path or demo_path
+    facts, unreadable = _facts(args, path) if path else (None, [])
+    plan, builder = decide(args, machine, facts or ANY_MODEL, demo_path=demo_path)
+    rows = _rows(args, plan, builder.refusals, everything, has_model=facts is not None)
+    return rows, [*builder.refusals.values(), *unreadable]
+
+
+def as_text(rows: Sequence[Row], refusals: Sequence[str]) -> str:
+    """Return an aligned table with wrapped reasons."""
+    cells = [COLUMNS, *((row.option, row.asked, row.done, row.reason) for row in rows)]
+    widths = [min(_CELL_WIDTH, max(len(line[column]) for line in cells)) for column in range(3)]
+    lines: list[str] = []
+    for *short, reason in cells:
+        reasons = wrap(reason, _REASON_WIDTH) or [""]
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(short, widths)) + f"  {reasons[0]}")
+        indent = " " * (sum(widths) + 6)
+        lines += [indent + line for line in reasons[1:]]
+    if refusals:
+        lines += ["", "Errors:", *(f"  - {sentence}" for sentence in refusals)]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def as_json(rows: Sequence[Row], refusals: Sequence[str]) -> str:
+    """Return one object: `options`, a list of rows, and `refusals`, a list of messages."""
+    return orjson.dumps({"options": rows, "refusals": refusals}, option=orjson.OPT_INDENT_2).decode() + "\n"
+
+
+def _facts(args: Args, path: str) -> tuple[ModelFacts | None, list[str]]:
+    """Return the model's facts, or the messages that say why they cannot be read."""
+    from runtime.loading.checkpoint import locate, stored_as  # slow to import
+    from runtime.loading.facts import read_facts
+
+    try:
+        directory = locate(path, args.model.revision, args.model.download_dir, load_format=stored_as(args))
+        return read_facts(directory, args.model.json_model_override_args, model_impl=args.model.model_impl), []
+    except ConfigurationError as error:
+        return None, list(error.refusals)
+
+
+def _rows(args: Args, plan: Plan, refusals: Mapping[str, str], everything: bool, *, has_model: bool) -> list[Row]:
+    idle = without_effect(args)
+    rows = []
+    for option in options():
+        name = option.name
+        asked = shown(option, args.get(name), _CELL_WIDTH) if name in args.explicitly_set else ""
+        done, reason = _done(option, args, plan, has_model)
+        if asked and option.spec.outcome is Outcome.ALWAYS:
+            reason = option.spec.reason
+        if name in idle:
+            done, reason = "nothing", idle[name]
+        if name in refusals:
+            done, reason = "refused", refusals[name]
+        if everything or asked or reason not in ("", "the default"):
+            reason = reason or ("as asked" if asked else "the default")
+            rows.append(Row(option=option.flag, asked=asked, done=done, reason=reason))
+    if has_model:  # a separate row, because no option sets the kernels
+        kernels = ", ".join(f"{operation} {backend}" for operation, backend in plan.kernels.choices.items())
+        rows.append(Row(option="(kernels)", asked="", done=kernels, reason=plan.kernels.reasons["choices"]))
+    return rows
+
+
+def _done(option: Option, args: Args, plan: Plan, has_model: bool) -> tuple[str, str]:
+    """Return the resolved value and its reason.
+
+    If the resolved value is not one that the option accepts, the text begins with the name of the plan's field.
+    """
+    section, _, field = option.spec.plan.partition(".")
+    if not field:
+        return shown(option, args.get(option.name), _CELL_WIDTH), ""
+    if not has_model and section != "kernels":  # only the section of kernels does not depend on the model
+        return "unknown without a model", ""
+    value, reason = plan.decision(option.spec.plan)
+    try:
+        return shown(option, in_its_words(option, value), _CELL_WIDTH), reason
+    except LookupError:
+        return f"{field} {shown(option, value, _CELL_WIDTH)}", reason

@@ -1,0 +1,80 @@
+"""The command line: serve a model, explain options, answer a batch, watch a server, or measure."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module, metadata
+
+from runtime.config import Args
+from runtime.errors import ConfigurationError, EngineFailure
+from serve.cli.usage import help_text
+
+# Garbage collection thresholds of a server: imported modules stay, and requests create few reference cycles.
+GC_THRESHOLDS = 20_000, 20, 50
+REFUSED = 2  # exit status of an invalid command line
+FAILED = 1  # exit status of an engine that could not start
+COMMANDS: Mapping[str, str] = {  # commands other than serve: module and function, imported on use
+    "explain": "serve.cli.explain:main",
+    "bench": "serve.bench.__main__:main",
+    "batch": "serve.cli.batch:main",
+    "quantize": "serve.cli.checkpoints:quantize",
+    "shard": "serve.cli.checkpoints:shard",
+    "models": "serve.cli.models_table:main",
+    "top": "serve.cli.top:main",
+}
+
+
+def run(words: Sequence[str]) -> int:
+    """Execute a command line (without the program's name), and return the exit status."""
+    try:
+        return _execute(words)
+    except ConfigurationError as error:
+        sys.stderr.write(refused(error))
+        return REFUSED
+    except EngineFailure as error:
+        sys.stderr.write(failed(error))
+        return FAILED
+
+
+def _execute(words: Sequence[str]) -> int:
+    name, rest = (words[0], words[1:]) if words else ("serve", words)
+    if name in COMMANDS:
+        module, _, function = COMMANDS[name].partition(":")
+        return getattr(import_module(module), function)(rest)
+    return _serve(rest if name == "serve" else words)
+
+
+def failed(error: EngineFailure) -> str:
+    """Return the message for an engine that could not start, with the first line of its cause."""
+    cause = error.__cause__
+    if cause is None:
+        return f"penstock: {error.message}\n"
+    first = next(iter(str(cause).strip().splitlines()), "no message")
+    return f"penstock: {error.message} ({type(cause).__name__}: {first})\n"
+
+
+def refused(error: ConfigurationError) -> str:
+    """Return the message for invalid options, as a list."""
+    lines = [f"  - {sentence}" for refusal in error.refusals for sentence in refusal.splitlines()]
+    return "\n".join(["penstock: error:", *lines, "penstock --help lists the options.", ""])
+
+
+def version() -> str:
+    try:
+        return metadata.version("penstock")
+    except metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def _serve(words: Sequence[str]) -> int:
+    if "-h" in words or "--help" in words:
+        sys.stdout.write(help_text())
+        return 0
+    if "--version" in words:
+        sys.stdout.write(f"penstock {version()}\n")
+        return 0
+    args = Args.parse(words)
+    gc.set_threshold(*GC_THRESHOLDS)  # set before importing torch, because the import then takes 10% less time
+    return import_module("serve.server.process").run(args) or 0

@@ -1,0 +1,102 @@
+"""`penstock models`: every supported architecture, its implementation, and the features that it supports."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import orjson
+
+from runtime.modeling.entry import Entry
+from runtime.models.encoders import ENCODERS
+from runtime.models.registry import ARCHITECTURES, find
+
+HEAD = ("architecture", "computed by", "gives", "ranks", "CPU graph", "CUDA graph", "quantised")
+TEXT, VECTORS, SCORES = "text, vectors", "vectors", "scores"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """The features of one architecture that are known before a checkpoint is loaded."""
+
+    architecture: str
+    computed_by: str  # a file of runtime.models, or "transformers"
+    gives: str
+    ranks: str
+    cpu_graph: bool
+    cuda_graph: bool
+    quantised: str
+
+
+def main(words: Sequence[str]) -> int:
+    """Print the features of the named architectures, or of all; return 1 if a name is unknown, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="penstock models", description="List the supported architectures and their features."
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="an architecture, as config.json names it")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    options = parser.parse_args(words)
+    selected = [row(name) for name in options.names] if options.names else rows()
+    unknown = [name for name, each in zip(options.names, selected) if each is None]
+    known = [each for each in selected if each is not None]
+    if options.json:
+        sys.stdout.buffer.write(orjson.dumps([asdict(each) for each in known], option=orjson.OPT_INDENT_2) + b"\n")
+    elif known:
+        sys.stdout.write(as_text(known))
+    if unknown:
+        sys.stderr.write(f"penstock: neither Penstock nor transformers implements {', '.join(unknown)}.\n")
+    return 1 if unknown else 0
+
+
+def rows() -> list[Row]:
+    """Return the rows of all architectures with a native implementation, sorted by name."""
+    return [_of_family(name, entry) for name, entry in sorted({**ARCHITECTURES, **ENCODERS}.items())]
+
+
+def row(name: str) -> Row | None:
+    """Return the row of one architecture, or None if it has no implementation. May import transformers."""
+    entry = find(name)
+    if entry is not None:
+        return _of_family(name, entry)
+    from runtime.models.by_transformers.facts import output_kind
+
+    output = output_kind(name)
+    if output is None:
+        return None
+    return Row(
+        architecture=name,
+        computed_by="transformers",
+        gives={"text": TEXT, "scores": SCORES}.get(output, VECTORS),
+        ranks="one",
+        cpu_graph=False,
+        cuda_graph=False,
+        quantised="no",
+    )
+
+
+def _of_family(name: str, entry: Entry) -> Row:
+    generates = not (entry.encoder or entry.headless)
+    return Row(
+        architecture=name,
+        computed_by=entry.file,
+        gives=SCORES if entry.scores else TEXT if generates else VECTORS,
+        ranks="one" if entry.encoder else "tp, pp",
+        cpu_graph=entry.captured or not entry.encoder,
+        cuda_graph=generates and entry.captured and not entry.recurrent,
+        quantised="when loaded" if entry.encoder else "yes",
+    )
+
+
+def as_text(table_rows: Sequence[Row]) -> str:
+    """Return an aligned table."""
+    cells = [HEAD, *(cells_of(each) for each in table_rows)]
+    widths = [max(len(line[column]) for line in cells) for column in range(len(HEAD))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in cells]
+    return "\n".join(lines) + "\n"
+
+
+def cells_of(each: Row) -> tuple[str, ...]:
+    flags = ("yes" if flag else "no" for flag in (each.cpu_graph, each.cuda_graph))
+    return (each.architecture, each.computed_by, each.gives, each.ranks, *flags, each.quantised)

@@ -1,0 +1,108 @@
+"""Writes the text of `--help` from the declarations of the options."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import groupby
+from textwrap import fill
+
+from runtime.config import Json, Option, Outcome, options, shown
+
+WIDTH = 100
+_METAVARS = {int: "N", float: "X", str: "TEXT", Json: "JSON"}
+_HEADER = """\
+usage: penstock [options]             serve a model over HTTP (also: python -m serve)
+       penstock explain [options]     show the resolved options, with reasons
+       penstock bench COMMAND ...     measure
+       penstock batch IN OUT [options]  answer a file of requests without a server
+       penstock quantize [options]    write a checkpoint with quantised weights
+       penstock shard [options]       write a checkpoint with separate files per rank
+       penstock top [--url URL]       watch a running server
+       penstock models [NAME ...]     list the supported architectures and their features
+       penstock --version
+
+Options may be abbreviated as long as they are unique. Without --model-path, a small demo model is served.
+"""
+
+
+def help_text() -> str:
+    """Return the text of `--help`: supported options by group, and the names of unsupported ones."""
+    parts = [_HEADER]
+    for title, group in by_group():
+        parts.append(f"{title}:")
+        parts += [_paragraph(option) for option in group if option.spec.outcome is not Outcome.PLANNED]
+        later = [option.flag for option in group if option.spec.outcome is Outcome.PLANNED]
+        if later:
+            parts.append(_filled("not supported yet: " + ", ".join(later), indent="  ", rest="    "))
+        parts.append("")
+    return "\n".join(parts)
+
+
+def by_group() -> Iterable[tuple[str, list[Option]]]:
+    for title, group in groupby(options(), key=lambda option: option.title):
+        yield title, list(group)
+
+
+def _paragraph(option: Option) -> str:
+    flags = ", ".join(spellings(option))
+    values = values_of(option, built_only=True)
+    first = f"  {flags} {values}".rstrip()
+    if len(first) > WIDTH:
+        first = _filled(f"{flags} {values.replace(',', ', ')}", indent="  ", rest="    ")
+    text = f"{option.spec.help}{default_note(option)}{outcome_note(option)}"
+    return f"{first}\n{_filled(text, indent=' ' * 6)}"
+
+
+def spellings(option: Option) -> list[str]:
+    return [*option.flags, *filter(None, [option.negated_flag])]
+
+
+def values_of(option: Option, *, built_only: bool = False) -> str:
+    """Return the text after the flag: empty, N, {a,b}, ..."""
+    if option.type is bool and option.spec.const is None:
+        return ""
+    choices = option.spec.choices
+    if built_only and option.spec.built is not None:
+        choices = tuple(choice for choice in choices if choice in option.spec.built)
+    one = "{" + ",".join(map(str, choices)) + "}" if choices else _METAVARS.get(option.type, "BOOL")
+    return f"{one} ..." if option.many else one
+
+
+def default_note(option: Option) -> str:
+    if option.default is None or option.default is False or "Default:" in option.spec.help:
+        return ""
+    if option.default is True or option.default == {}:
+        return ""
+    return f" Default: {shown(option, option.default)}."
+
+
+def outcome_note(option: Option) -> str:
+    spec = option.spec
+    if spec.outcome is Outcome.INERT:
+        return f" *No effect*: {spec.reason}."
+    if spec.outcome is Outcome.ALWAYS:
+        return f" *Always so*: {spec.reason}.{_later(option)}"
+    if spec.outcome is Outcome.PLANNED:
+        return f" *Not supported yet*{f': {spec.instead}' if spec.instead else ''}."
+    return _later(option)
+
+
+def _later(option: Option) -> str:
+    """Return a note on the values that are not supported yet."""
+    built, choices = option.spec.built, option.spec.choices
+    if built is None:
+        return ""
+    if not choices:
+        return f" *So far only* {' or '.join(str(value) for value in built)}."
+    later = [str(choice) for choice in choices if choice not in built and choice != option.default]
+    return f" *Not supported yet*: {', '.join(later)}." if later else ""
+
+
+def _filled(text: str, *, indent: str, rest: str | None = None) -> str:
+    return fill(
+        text.replace("*", ""),
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent if rest is None else rest,
+        break_on_hyphens=False,
+    )

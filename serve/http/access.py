@@ -1,0 +1,317 @@
+"""Access control: route scopes, API keys, browser origins, and caller data from headers.
+
+A route has one of three scopes. `PUBLIC` answers every client. `USER` requires a key if keys are configured.
+`ADMIN` requires an admin key; without an admin key, it answers on loopback addresses only, to clients that
+may call user routes with `--api-key` or without a key. Keys are compared in constant time.
+
+A request is local if it comes straight from this machine: the server listens on a loopback address, `Host` names
+one, and no proxy has forwarded the request. Only local requests are trusted without an admin key.
+
+A browser can send requests to our address from any page that it shows. Therefore a request without a key is
+refused if its `Origin` is neither ours nor listed, if another site's page sent it without an `Origin`, or if `Host` is
+a foreign name that resolves to a loopback address.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import orjson
+from starlette.types import Scope
+
+from runtime.errors import ConfigurationError, Forbidden, TooManyRequests, Unauthorized
+from runtime.request import NOBODY, Caller
+from serve.calls.client import Client
+
+if TYPE_CHECKING:
+    from runtime.config.plan import ObservePlan, ServePlan
+
+MAX_LABEL_CHARS = 128
+MAX_TRACE_CHARS = 512  # longer headers are ignored; W3C requires servers to propagate at least this many characters
+
+ADMIN_NAME, USER_NAME = "admin-api-key", "api-key"  # names of the keys set on the command line
+
+
+class RouteScope(StrEnum):
+    """Which clients may call a route."""
+
+    PUBLIC = "public"
+    USER = "user"
+    ADMIN = "admin"
+
+
+@dataclass(frozen=True, slots=True)
+class AccessKey:
+    """A key, stored as its digest, so that all keys have one length."""
+
+    client: Client
+    digest: bytes
+
+    @classmethod
+    def of(cls, name: str, key: str, *, is_admin: bool) -> AccessKey:
+        return cls(Client(name, is_admin), _digest(key.encode()))
+
+
+class Access:
+    """Decides whether a request is admitted. `wants_key`: whether user routes refuse requests without a key."""
+
+    def __init__(
+        self,
+        keys: Sequence[AccessKey],
+        *,
+        wants_key: bool,
+        host: str,
+        origins: Sequence[str] = (),
+        public_origin: str | None = None,
+    ) -> None:
+        self._keys = tuple(keys)
+        self._wants_key = wants_key
+        self._host = host.lower()
+        self._public_host = urlsplit(public_origin or "").hostname
+        self._is_loopback = is_loopback(host)
+        self._origins = frozenset((*origins, *([public_origin] if public_origin else ())))
+        has_admin_key = any(key.client.is_admin for key in keys)
+        self._trusts_local = self._is_loopback and not has_admin_key
+
+    @classmethod
+    def of(cls, plan: ServePlan) -> Access:
+        """Return the access control of a plan. Raises `ConfigurationError` if the key file is invalid."""
+        keys = read_key_file(plan.api_key_file) if plan.api_key_file else []
+        if plan.api_key:
+            keys.append(AccessKey.of(USER_NAME, plan.api_key, is_admin=False))
+        if plan.admin_api_key:
+            keys.append(AccessKey.of(ADMIN_NAME, plan.admin_api_key, is_admin=True))
+        return cls(
+            keys,
+            wants_key=bool(plan.api_key or plan.api_key_file),
+            host=plan.host,
+            origins=plan.cors_allow_origins,
+            public_origin=plan.public_origin,
+        )
+
+    def admit(self, scope: Scope, route_scope: RouteScope) -> Client:
+        """Return the client of a request to a route of this scope. Raises `Unauthorized` or `Forbidden`."""
+        headers: Mapping[bytes, bytes] = dict(scope["headers"])
+        if route_scope is RouteScope.PUBLIC:
+            self._check_host(headers)
+            return Client()
+        trusts = self._trusts_local and self._is_local(headers)
+        client = self._client_of(headers)
+        if client is not None and client.name == USER_NAME and trusts:
+            client = Client(USER_NAME, is_admin=True)
+        if client is None:
+            self._check_page(scope, headers, route_scope)
+            client = Client(is_admin=trusts and not self._wants_key)
+            if self._wants_key or (route_scope is RouteScope.ADMIN and not client.is_admin and self._keys):
+                raise Unauthorized("Unauthorized")
+            self._check_host(headers)
+        if route_scope is RouteScope.ADMIN and not client.is_admin:
+            if self._trusts_local:
+                raise Forbidden(
+                    "This route requires the admin key (--admin-api-key): the request came through a proxy, "
+                    "or its Host is not a loopback address."
+                )
+            if self._is_loopback:
+                raise Forbidden("This route requires the admin key.")
+            raise Forbidden("This route requires the admin key (--admin-api-key); it is disabled without one.")
+        if route_scope is RouteScope.ADMIN and scope["method"] in ("GET", "HEAD") and not self._is_local(headers):
+            raise Forbidden("Admin routes answer GET to local requests only; use POST.")
+        return client
+
+    def _client_of(self, headers: Mapping[bytes, bytes]) -> Client | None:
+        scheme, _, rest = headers.get(b"authorization", b"").partition(b" ")
+        # Anthropic's clients send x-api-key.
+        key_header = rest.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")
+        if key_header is None:
+            return None
+        digest = _digest(key_header)
+        client: Client | None = None
+        for key in self._keys:  # compare with every key, to take constant time
+            if hmac.compare_digest(digest, key.digest):
+                client = key.client
+        return client
+
+    def _is_local(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether the request comes straight from this machine, as far as its headers tell."""
+        host = _host_name(headers)
+        return (host == self._host or _is_literal_loopback(host)) and not any(map(_is_forwarding, headers))
+
+    def _check_page(self, scope: Scope, headers: Mapping[bytes, bytes], route_scope: RouteScope) -> None:
+        """Refuse requests that a page of another origin sends through a browser."""
+        if "*" in self._origins:
+            return
+        origin = headers.get(b"origin")
+        if origin is None:
+            followed = route_scope is RouteScope.USER and headers.get(b"sec-fetch-mode") == b"navigate"
+            if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site") and not followed:
+                raise Forbidden("Pages of other sites must not call this server.")
+            return
+        page_origin = origin.decode("latin-1")
+        if page_origin not in self._origins and not self._is_own(
+            page_origin, headers.get(b"host", b"").decode("latin-1")
+        ):
+            raise Forbidden(
+                f"Pages of {page_origin[:200]} must not call this server; allow the origin with --cors-allow-origins."
+            )
+
+    def _is_own(self, origin: str, host: str) -> bool:
+        """Whether a page of this server sent the request. `_check_host` refuses foreign names of this machine."""
+        return bool(host) and urlsplit(origin).netloc.lower() == host.lower()
+
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        """On a loopback address, refuse a foreign name that resolves to this machine (DNS rebinding).
+
+        Browsers always send `Host`, so a request without one comes from another client.
+        """
+        host = _host_name(headers)
+        if (
+            self._is_loopback
+            and b"host" in headers
+            and not (_is_literal(host) or host in (self._host, self._public_host))
+        ):
+            raise Forbidden(
+                f"This server is not known as {host[:200]!r}; if a proxy forwards requests to it, name the "
+                "proxy's address with --public-origin."
+            )
+
+
+def read_key_file(path: str) -> list[AccessKey]:
+    """Return the keys of a file with lines `NAME KEY` or `NAME KEY admin`. Skips empty lines and `#` lines.
+
+    Raises `ConfigurationError` with the line's number, never the key.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigurationError(f"--api-key-file {path} cannot be read: {reason}.") from None
+    keys: dict[str, AccessKey] = {}
+    for number, line in enumerate(lines, 1):
+        words = line.split()
+        if not words or words[0].startswith("#"):
+            continue
+        if len(words) not in (2, 3) or words[2:] not in ([], ["admin"]):
+            raise ConfigurationError(
+                f"--api-key-file {path}, line {number}: write NAME KEY or NAME KEY admin, separated by spaces."
+            )
+        key = AccessKey.of(words[0], words[1], is_admin=len(words) == 3)
+        if words[0] in keys or words[0] in (ADMIN_NAME, USER_NAME):
+            raise ConfigurationError(f"--api-key-file {path}, line {number}: the name is already used.")
+        if any(key.digest == other.digest for other in keys.values()):
+            raise ConfigurationError(f"--api-key-file {path}, line {number}: the key occurs twice.")
+        keys[words[0]] = key
+    if not keys:
+        raise ConfigurationError(f"--api-key-file {path} contains no key.")
+    return list(keys.values())
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens on `host` can be reached from this machine only."""
+    if _is_literal(host):
+        return _is_literal_loopback(host)
+    try:
+        addresses = socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(address[4][0]).partition("%")[0]).is_loopback for address in addresses)
+
+
+def _host_name(headers: Mapping[bytes, bytes]) -> str:
+    """Return the name or address in `Host`, without the port; "" without a valid `Host`."""
+    try:
+        return urlsplit("//" + headers.get(b"host", b"").decode("latin-1")).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _is_forwarding(name: bytes) -> bool:
+    """Whether proxies add a header of this name to the requests that they forward."""
+    return name.startswith(b"x-forwarded-") or name in (b"forwarded", b"x-real-ip", b"via")
+
+
+def _is_literal_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_literal(host) and ipaddress.ip_address(host).is_loopback)
+
+
+def _is_literal(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def caller_of(headers: Mapping[str, str], plan: ObservePlan) -> Caller:
+    """Return the caller data from the headers. Labels that are not allowed, or are not strings, are dropped."""
+    trace = _trace(headers) if plan.trace_endpoint is not None else ()
+    if not plan.request_labels:
+        return Caller(trace=trace) if trace else NOBODY
+    try:
+        header_labels = orjson.loads(headers.get(plan.labels_header) or "{}")
+    except orjson.JSONDecodeError:
+        header_labels = {}
+    if not isinstance(header_labels, dict):
+        header_labels = {}
+    values = (header_labels.get(name, "") for name in plan.request_labels)
+    labels = tuple(v[:MAX_LABEL_CHARS] if isinstance(v, str) else "" for v in values)
+    return Caller(labels=labels, trace=trace)
+
+
+def _trace(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the trace context of the request: its headers traceparent and tracestate (W3C)."""
+    headers_of_trace = ((name, headers.get(name, "")) for name in ("traceparent", "tracestate"))
+    return tuple((name, value) for name, value in headers_of_trace if 0 < len(value) <= MAX_TRACE_CHARS)
+
+
+class OpenCalls:
+    """Counts the open calls of each client. A call is open from the request's head to the end of the answer.
+
+    Clients are identified by key, or by address without a key. Calls over `limit` are refused. None means no limit.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        self._limit = limit
+        self._num_open: dict[str, int] = {}
+
+    @contextmanager
+    def slot(self, client: Client, scope: Scope) -> Iterator[None]:
+        """Count one open call while the block runs. Raises `TooManyRequests` if the client has too many."""
+        if self._limit is None:
+            yield
+            return
+        name = _name_of(client, scope)
+        num_open = self._num_open.get(name, 0)
+        if num_open >= self._limit:
+            raise TooManyRequests(f"This client has {num_open} open calls, the maximum (--max-open-calls-per-client).")
+        self._num_open[name] = num_open + 1
+        try:
+            yield
+        finally:
+            left = self._num_open[name] - 1
+            if left:
+                self._num_open[name] = left
+            else:
+                del self._num_open[name]
+
+
+def _name_of(client: Client, scope: Scope) -> str:
+    if client.name:
+        return f"key {client.name}"
+    peer = scope.get("client")
+    return f"address {peer[0] if peer else ''}"

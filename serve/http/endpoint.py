@@ -1,0 +1,277 @@
+"""Common parts of all routes: read the body, wait for the output, and convert errors to responses."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from uuid import uuid4
+
+import orjson
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from runtime.actors.output_stream import OutputStream, close_all, read_all
+from runtime.errors import (
+    ContextOverflow,
+    InvalidRequest,
+    PayloadTooLarge,
+    RequestError,
+    TooManyRequests,
+)
+from runtime.request import Chunk, Request
+from serve.background import background_tasks
+from serve.calls.body import INLINE_BYTES, off_loop
+from serve.calls.client import CALLER, CLIENT, Client
+from serve.calls.prompts import of_client
+from serve.http.access import Access, OpenCalls, RouteScope, caller_of
+from serve.http.errors import NATIVE, ErrorFormat, refusal_response
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+MAX_BODY_BYTES = "penstock.max_body_bytes"  # key in the scope of every request; the value is the limit of its route
+PLAIN_ID = re.compile(rb"[!-~]{1,128}")  # an x-request-id that is sent back
+CLIENT_GONE = 499  # status for access logs; the client has disconnected
+
+logger = logging.getLogger("penstock.http")
+Handler = Callable[[HttpRequest, "EngineCore"], Awaitable[ASGIApp]]
+T = TypeVar("T")
+BODIES: dict[Handler, tuple[type, ...]] = {}  # the bodies that a handler decodes, set by `decodes`
+
+
+def decodes(*bodies: type) -> Callable[[Handler], Handler]:
+    """Declare the body that a handler decodes, for OpenAPI. Several bodies are alternatives."""
+
+    def declare(handler: Handler) -> Handler:
+        BODIES[handler] = bodies
+        return handler
+
+    return declare
+
+
+class RouteSpec(NamedTuple):
+    """One route: its handler, the clients that may call it (`scope`), and its error format.
+
+    `takes_ids`: prompts may be token ids, so bodies may be larger than text bodies.
+    """
+
+    methods: tuple[str, ...]
+    path: str
+    handler: Handler
+    scope: RouteScope
+    error_format: ErrorFormat = NATIVE
+    takes_ids: bool = False
+
+
+class ClientGoneError(Exception):
+    """The client disconnected before its answer was ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The ASGI application of one route. Every error of its handler becomes a response in the route's format."""
+
+    handler: Handler
+    core: EngineCore
+    error_format: ErrorFormat
+    access: Access
+    route_scope: RouteScope
+    path: str  # pattern of the route's path
+    max_body_bytes: int
+    open_calls: OpenCalls
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[MAX_BODY_BYTES] = self.max_body_bytes
+        try:
+            client = self.access.admit(scope, self.route_scope)
+        except RequestError as refused:
+            await self._send(self._refusal(scope, refused), scope, receive, send)
+            return
+        if self.route_scope is not RouteScope.USER:
+            await self._answer(client, scope, receive, send)
+            return
+        try:
+            with self.open_calls.slot(client, scope):
+                await self._answer(client, scope, receive, send)
+        except TooManyRequests as refused:  # raised before the answer begins, never by `_answer`
+            await self._send(self.error_format.response(refused), scope, receive, send)
+
+    async def _answer(self, client: Client, scope: Scope, receive: Receive, send: Send) -> None:
+        CLIENT.set(client)
+        request = HttpRequest(scope, receive)
+        CALLER.set(caller_of(request.headers, self.core.plan.observe))
+        await self._send(await self._response(request), scope, receive, send)
+
+    async def _response(self, request: HttpRequest) -> ASGIApp:
+        try:
+            return await self.handler(request, self.core)
+        except (ClientGoneError, ClientDisconnect):
+            return Response(status_code=CLIENT_GONE)
+        except RequestError as refused:
+            # The traceback's frames refer to the body in a cycle: only a garbage collection would free it.
+            refused.__traceback__ = refused.__context__ = None
+            return self.error_format.response(refused)
+        except Exception as error:  # an error must not affect other requests
+            return self.error_format.response(error)
+
+    def _refusal(self, scope: Scope, refused: RequestError) -> Response:
+        if self.error_format is not NATIVE:
+            return self.error_format.response(refused)
+        return refusal_response(scope["path"], refused)
+
+    async def _send(self, response: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.core.metrics is not None:
+            self.core.metrics.http[self.path, getattr(response, "status_code", 200)] += 1
+        await response(scope, receive, _with_request_id(scope, send))
+
+
+def _with_request_id(scope: Scope, send: Send) -> Send:
+    """Return a `send` that adds the header x-request-id: the client's, if it is plain text, else a new one."""
+    given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+    request_id = given if PLAIN_ID.fullmatch(given) else uuid4().hex.encode()
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+        await send(message)
+
+    return send_with_id
+
+
+# --- the body ---
+
+
+async def read_body(
+    request: HttpRequest, decode: Callable[[bytes], T], *, inline_bytes: int = INLINE_BYTES, any_type: bool = False
+) -> T:
+    """Return `decode(body)`. A large or slow body is decoded in a thread, so `decode` must have no side effects.
+
+    A route whose small bodies can take long passes `inline_bytes` 0 and always decodes in a thread. Raises
+    the errors of `decode`, `InvalidRequest` unless the body is declared as JSON (or `any_type`), and `PayloadTooLarge`
+    as soon as the announced or received size exceeds the limit.
+    """
+    require_json(request, any_type=any_type)
+    limit: int = request.scope[MAX_BODY_BYTES]
+    content_length = request.headers.get("content-length", "")
+    if content_length.isdecimal() and int(content_length) > limit:
+        raise _too_large(limit)
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise _too_large(limit)
+        parts.append(part)
+    return await off_loop(lambda: decode(b"".join(parts)), small=size <= inline_bytes)
+
+
+async def read_call(
+    request: HttpRequest,
+    core: EngineCore,
+    read: Callable[[EngineCore, bytes], T],
+    *,
+    inline_bytes: int = INLINE_BYTES,
+    any_type: bool = False,
+) -> T:
+    """Read the body of a call that the engine will compute, and return `read(core, body)`. Raises the errors of
+    `read_body`.
+
+    Raises `Overloaded` before reading the body if the queue is full.
+    """
+    core.check_queue_space()
+    try:
+        return await read_body(request, partial(read, core), inline_bytes=inline_bytes, any_type=any_type)
+    except ContextOverflow as error:
+        if core.metrics is not None:
+            core.metrics.refused(error)
+        raise
+
+
+def _too_large(limit: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The body has more than the {limit} bytes that this route accepts (--max-body-bytes).")
+
+
+def require_json(request: HttpRequest, *, any_type: bool = False) -> None:
+    """Raises `InvalidRequest` unless the body is declared as uncompressed JSON; with `any_type`, only if it is
+    compressed.
+
+    Browsers let pages of other sites send other content types without a preflight request. Such requests have a foreign
+    `Origin`, so `Access` refuses them too; this check is a second barrier.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not any_type:
+        raise InvalidRequest("Unsupported Media Type: Only 'application/json' is allowed.")
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise InvalidRequest(f"The body's content-encoding ({encoding[:40]}) is not supported; send it uncompressed.")
+
+
+# --- the answer ---
+
+
+async def read_all_or_disconnect(streams: Sequence[OutputStream], receive: Receive) -> list[list[Chunk]]:
+    """Return the chunks of every stream (`read_all`). If the client disconnects first, abort every request and raise
+    `ClientGoneError`.
+    """
+    try:
+        return await or_disconnect(read_all(streams), receive)
+    finally:
+        close_all(streams)  # needed if the task was cancelled before its first step
+
+
+async def compute(http: HttpRequest, core: EngineCore, requests: Sequence[Request]) -> list[list[Chunk]]:
+    """Submit the client's requests, and return their complete output. Raises the engine's errors, `InvalidRequest` for
+    too many log-probabilities, and `ClientGoneError` if the client disconnects first.
+    """
+    return await read_all_or_disconnect(await core.submit_all(of_client(core, requests)), http.receive)
+
+
+async def or_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """Return the result of `work`. If the client disconnects first, cancel it and raise `ClientGoneError`."""
+    async with background_tasks(work, until_disconnect(receive)) as (working, gone):
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+    if not working.cancelled():
+        return working.result()
+    gone.result()  # raises the error of `receive`, if any
+    raise ClientGoneError
+
+
+async def until_disconnect(receive: Receive) -> None:
+    """Return when the client has disconnected or the response is complete."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS), status, media_type="application/json")
+
+
+def list_page(http: HttpRequest, items: Sequence[Mapping[str, Any]], *, limit: int, max_limit: int) -> Response:
+    """Return a page of a list in OpenAI's format. `items` are sorted newest first, each with an `id`.
+
+    Query parameters: `order` (desc or asc), `after` (the id before the page), `limit` (items per page).
+    Raises `InvalidRequest`.
+    """
+    query = http.query_params
+    order, num_items = query.get("order", "desc"), query.get("limit", str(limit))
+    if order not in ("asc", "desc"):
+        raise InvalidRequest("order must be asc or desc.", param="order")
+    if not (num_items.isascii() and num_items.isdecimal() and len(num_items) < 10 and 1 <= int(num_items) <= max_limit):
+        raise InvalidRequest(f"limit must be in [1, {max_limit}].", param="limit")
+    ordered = list(items) if order == "desc" else list(reversed(items))
+    if after := query.get("after"):
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise InvalidRequest("after is not the id of an item in this list.", param="after")
+        ordered = ordered[ids.index(after) + 1 :]
+    page = ordered[: int(num_items)]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    more = len(ordered) > len(page)
+    return json_response({"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": more})

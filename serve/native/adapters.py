@@ -1,0 +1,76 @@
+"""Load and unload LoRA adapters while requests run, in the formats of SGLang and vLLM."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp
+
+from runtime.errors import InvalidRequest
+from serve.calls.adapters import (
+    LoadAdapterBody,
+    LoadAdapterInPlaceBody,
+    UnloadAdapterBody,
+    adapters_answer,
+    load_adapter,
+)
+from serve.calls.body import parse_object
+from serve.calls.decode import decode
+from serve.http.endpoint import decodes, json_response, read_body
+from serve.http.errors import describe, native_body
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+Body = TypeVar("Body")
+
+
+@decodes(LoadAdapterBody)
+async def load(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Load a LoRA adapter from a folder on the server's machine.
+
+    Answers when all ranks have it. Answers 400, with the reason as `error_message`, if it could not be loaded.
+    """
+    try:
+        body = await _body(http, LoadAdapterBody)
+        await load_adapter(core, body.lora_name, body.lora_path, pinned=body.pinned)
+    except InvalidRequest as error:
+        return _refused(core, error)
+    return json_response(adapters_answer(core))
+
+
+@decodes(UnloadAdapterBody)
+async def unload(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Take a LoRA adapter's name away. Its requests finish; the answer waits for them for at most a minute."""
+    try:
+        body = await _body(http, UnloadAdapterBody)
+        await core.adapters.unload(body.lora_name)
+    except InvalidRequest as error:
+        return _refused(core, error)
+    return json_response(adapters_answer(core))
+
+
+@decodes(LoadAdapterInPlaceBody)
+async def load_in_place(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Load a LoRA adapter from a folder on the server's machine, as in vLLM; `load_inplace` replaces the named one."""
+    body = await _body(http, LoadAdapterInPlaceBody)
+    await load_adapter(core, body.lora_name, body.lora_path, replace=body.load_inplace)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@decodes(UnloadAdapterBody)
+async def unload_named(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Take a LoRA adapter's name away, as in vLLM. Its requests finish."""
+    body = await _body(http, UnloadAdapterBody)
+    await core.adapters.unload(body.lora_name)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _refused(core: EngineCore, error: InvalidRequest) -> ASGIApp:
+    return json_response({**native_body(describe(error)), **adapters_answer(core, error.message)}, 400)
+
+
+async def _body(http: HttpRequest, cls: type[Body]) -> Body:
+    return await read_body(http, lambda raw: decode(cls, parse_object(raw)))

@@ -1,0 +1,1 @@
+"""The Python API of the engine: `Engine` and `SyncEngine`."""

@@ -1,0 +1,425 @@
+"""The engine's Python API for async code and notebooks. `serve.python.sync_engine` is the one for scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import warnings
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+from weakref import finalize
+
+import anyio
+import anyio.to_thread
+
+from ops.machine import Machine
+from runtime.actors.assemble import assemble, prepare
+from runtime.actors.engine_core import EngineCore, Status
+from runtime.actors.output_stream import read_all
+from runtime.actors.scrape import exposition
+from runtime.config import Args
+from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, WrongEventLoop
+from serve.background import BackgroundTask
+from serve.calls.adapters import adapters_answer, load_adapter
+from serve.calls.decode import decode
+from serve.calls.generate.answers import GenerateAnswers
+from serve.calls.generate.schema import GenerateBody, requests_of
+from serve.calls.profile import ProfileBody, profile_options
+from serve.calls.prompts import vector_requests
+from serve.calls.scores.classify import ClassifyBody, classified, classify_requests
+from serve.calls.scores.rerank import RerankBody, order, rank_documents
+from serve.calls.scores.score import ScoreBody, label_requests, label_scores
+from serve.calls.weights import WeightsFromDiskBody, update_weights_from_disk
+from serve.demo import demo_path
+
+if TYPE_CHECKING:
+    from serve.python.chat import Answer, Messages
+
+Prompt = str | Sequence[str]
+Ids = Sequence[int] | Sequence[Sequence[int]]
+Piece = TypeVar("Piece")
+Sampling = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+class Engine:
+    """A language model in this process.
+
+        async with Engine(model_path="...") as engine:
+            answer = await engine.generate("Once upon a time", {"max_new_tokens": 32})
+            async for piece in engine.stream("Once upon a time"):
+                print(piece["delta"], end="")
+
+    Keyword names are the names of the server's options; without `model_path` it serves the embedded demo
+    model. Raises `ConfigurationError` with every option that cannot be satisfied on this machine. Cancelling a
+    call, or leaving a stream's loop, frees the resources of its request. Use the engine on one event loop: calls
+    from another loop raise `WrongEventLoop`. `aclose` ends everything that the engine started; an engine that is
+    garbage-collected without `aclose` ends too, with a `ResourceWarning`.
+
+    On one device the engine computes in this process; child processes only run compilers, if kernels must be
+    built. With `tp_size` or `pp_size` above 1, each further rank is a child process. Several ranks or replicas on
+    one CPU share its cores: unless OMP_NUM_THREADS is set, torch's number of threads is lowered in this process
+    permanently. The engine changes nothing else in the process: no signal handler, logging configuration, start
+    method or event loop policy.
+    """
+
+    def __init__(self, model_path: str | None = None, **options: Any) -> None:
+        if model_path is not None:
+            options["model_path"] = model_path
+        for limit in ("max_queued_requests", "max_queued_tokens"):
+            if options.get(limit) is None:
+                options[limit] = sys.maxsize  # no limit, because only the caller's own process uses the queue
+        self._init(Args.of(**options))
+
+    @classmethod
+    def of(cls, args: Args) -> Self:
+        """Return an engine with parsed options."""
+        engine = cls.__new__(cls)
+        engine._init(args)
+        return engine
+
+    def _init(self, args: Args) -> None:
+        self._life = EngineLife(args)
+        self._task = BackgroundTask(self._life.run)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._forgotten: finalize[..., Engine] | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Load the model, and return when the engine accepts requests. If this fails or is cancelled, all resources are
+        released.
+        """
+        if self._task.running:
+            raise EngineClosed("The engine is already started.")
+        self._loop = asyncio.get_running_loop()
+        try:
+            await self._task.start()
+        except ConfigurationError as error:  # drop the traceback, because the message says everything
+            raise error.with_traceback(None) from None
+        self._forgotten = finalize(self, _warn_and_end, self._task)
+        self._forgotten.atexit = False
+
+    async def aclose(self) -> None:
+        """End every request and release memory, threads and files. A second call does nothing."""
+        if self._task.running:
+            self._check_loop()
+        if self._forgotten is not None:
+            self._forgotten.detach()
+        await self._task.stop()
+        self._life.core = None
+
+    async def wait(self) -> None:
+        """Wait until the engine ends, and raise the error that ended it, if any."""
+        await self._task.wait()
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine core, as HTTP handlers use it. Raises `EngineClosed` before the start and after the end."""
+        if self._life.core is None:
+            raise EngineClosed("The engine is not running: use `async with Engine(...)`, or call `start`.")
+        self._check_loop()
+        return self._life.core
+
+    def _check_loop(self) -> None:
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # no loop is running: synchronous code calls between two runs of it
+            return
+        if loop is not self._loop:
+            raise WrongEventLoop(
+                "This Engine was started on another event loop. Start one on this loop, call it with "
+                "asyncio.run_coroutine_threadsafe, or use a SyncEngine, which accepts calls from any thread."
+            )
+
+    # --- generating ---
+
+    async def generate(
+        self,
+        prompt: Prompt | None = None,
+        sampling_params: Sampling | None = None,
+        *,
+        input_ids: Ids | None = None,
+        **options: Any,
+    ) -> Any:
+        """Generate from one prompt (returns a dict), or from several prompts or with n > 1 (returns a list of dicts).
+
+        Each dict has `text`, `output_ids` and `meta_info`, as in the native HTTP API. `options` are the other fields of
+        that API (`return_logprob`, `rid`, ...). Raises `InvalidRequest` with the name of the parameter.
+        """
+        self.core.check_queue_space()
+        body = _body(prompt, sampling_params, input_ids, options)
+        requests = requests_of(body, self.core)
+        single = not body.is_batch and requests[0].sampling.n == 1
+        answers = GenerateAnswers(self.core, requests, indexed=not single)
+        results = answers.whole(await read_all(await self.core.submit_all(requests)))
+        return results[0] if single else results
+
+    async def stream(
+        self,
+        prompt: str | None = None,
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        input_ids: Sequence[int] | None = None,
+        **options: Any,
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        """Yield the answer to one prompt, piece by piece.
+
+        Each piece is a dict with the new text as `delta`, all text so far as `text`, the new ids as `output_ids`, and
+        `meta_info`, whose `finish_reason` is None until the last piece. With n > 1, the pieces of the choices
+        interleave; `index` is the choice. Leaving the loop aborts the request and frees its memory.
+        """
+        self.core.check_queue_space()
+        body = _body(prompt, sampling_params, input_ids, options)
+        if body.is_batch:
+            raise InvalidRequest("stream accepts one prompt; start one stream per prompt.", param="text")
+        [request] = requests_of(body, self.core)
+        answers = GenerateAnswers(self.core, [request], indexed=True)
+        texts = [""] * request.sampling.n
+        async with aclosing(self.core.submit(request).chunks()) as arrivals:
+            async for chunks in arrivals:
+                for chunk in chunks:
+                    [piece] = answers.whole([[chunk]])
+                    texts[chunk.index] += chunk.text
+                    yield {**piece, "delta": chunk.text, "text": texts[chunk.index], "index": chunk.index}
+
+    async def chat(self, messages: Messages, **options: Any) -> Answer:
+        """Answer messages, or one user message as a string: `answer.choices[0].message.content`.
+
+            class City(pydantic.BaseModel): name: str; country: str
+            answer = await engine.chat("Where is the Louvre?", response_format=City, max_tokens=64)
+            answer.choices[0].message.parsed.country
+
+        Keywords are the fields of /v1/chat/completions (`tools`, `tool_choice`, `temperature`, ...). The answer is the
+        object that this route returns: a dict whose keys are also attributes. If `response_format` is a pydantic model,
+        `parsed` is an instance of it, or None if the output was truncated. Raises `InvalidRequest` with the name of the
+        keyword.
+        """
+        from serve.python import chat  # slow to import: loads all chat parsers
+
+        return await chat.chat(self.core, messages, options)
+
+    async def chat_stream(self, messages: Messages, **options: Any) -> AsyncGenerator[Answer, None]:
+        """Yield the answer in chunks, as the HTTP API streams them: `piece.choices[0].delta.content`.
+
+        Leaving the loop aborts the request and frees its memory.
+        """
+        from serve.python import chat
+
+        async with aclosing(chat.chat_stream(self.core, messages, options)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def encode(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        input_ids: Ids | None = None,
+        rid: str | Sequence[str] | None = None,
+        lora_path: str | Sequence[str | None] | None = None,
+        prompt_name: str | None = None,
+        truncate: bool | None = None,
+    ) -> Any:
+        """Return the vector of one prompt as a dict, or of a list of prompts as a list of dicts.
+
+        Each dict has `embedding` (a list of floats; None if the request was aborted) and `meta_info`. The
+        pooling is the checkpoint's; by default, the hidden state of the prompt's last token scaled to length
+        1. The checkpoint's prompt named `prompt_name` is put before each text. `truncate` cuts texts that are
+        too long. Raises `InvalidRequest` with the name of the parameter.
+        """
+        self.core.check_queue_space()
+        options = {name: value for name, value in (("rid", rid), ("lora_path", lora_path)) if value is not None}
+        body = _body(prompt, None, input_ids, options)
+        requests = requests_of(body, self.core)
+        requests = vector_requests(requests, self.core, prompt_name=prompt_name, truncate=truncate)
+        answers = GenerateAnswers(self.core, requests, indexed=False)
+        results = answers.embeddings(await read_all(await self.core.submit_all(requests)))
+        return results if body.is_batch else results[0]
+
+    async def classify(
+        self,
+        prompt: Prompt | None = None,
+        *,
+        pair: Prompt | None = None,
+        input_ids: Ids | None = None,
+        rid: str | Sequence[str] | None = None,
+        truncate: bool | None = None,
+    ) -> Any:
+        """Classify one prompt (returns a dict), or a list of prompts (returns a list of dicts).
+
+        Each dict has `embedding` (the score of each label), `label` (the most likely one; None for models
+        with one label), `probs` (None if the scores are not probabilities) and `meta_info`. `pair`: second
+        texts, one per prompt. Raises `InvalidRequest` with the name of the parameter.
+        """
+        values = {"text": prompt, "text_pair": pair, "input_ids": input_ids, "rid": rid, "truncate": truncate}
+        core = self.core
+        core.check_queue_space()
+        read = partial(classify_requests, core)
+        is_batch, requests = await anyio.to_thread.run_sync(lambda: read(decode(ClassifyBody, _set_values(values))))
+        answers = await read_all(await core.submit_all(requests))
+        results = await anyio.to_thread.run_sync(classified, core, requests, answers)
+        return results if is_batch else results[0]
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        instruction: str | None = None,
+        truncate: bool | None = None,
+    ) -> list[dict[str, Any]]:
+        """Return the documents, or the best `top_n`, best first: `index`, `score` and `document` of each.
+
+        `serve.calls.scores.ranking.rank` describes how each kind of model scores. Raises `InvalidRequest`
+        with the name of the parameter.
+        """
+        self.core.check_queue_space()
+        values = {"query": query, "documents": documents, "top_n": top_n}
+        values |= {"instruction": instruction, "truncate": truncate}
+        body = decode(RerankBody, _set_values(values))
+        requests, scores = await anyio.to_thread.run_sync(rank_documents, self.core, body)
+        answers = await read_all(await self.core.submit_all(requests))
+        ranked = await anyio.to_thread.run_sync(order, body.texts, requests, scores, answers, body.top_n)
+        return [{"index": each.index, "score": each.score, "document": each.text} for each in ranked]
+
+    async def score(
+        self,
+        query: str | Sequence[int],
+        items: Prompt | Ids,
+        label_token_ids: Sequence[int],
+        *,
+        apply_softmax: bool = False,
+        item_first: bool = False,
+    ) -> list[list[float]]:
+        """Return, for each item, the probability of each label id as the next token after query and item.
+
+        With `apply_softmax`, the probabilities are relative to the labels only. Raises `InvalidRequest` with
+        the name of the parameter.
+        """
+        values = {"query": query, "items": items, "label_token_ids": label_token_ids}
+        values |= {"apply_softmax": apply_softmax, "item_first": item_first}
+        core = self.core
+        core.check_queue_space()
+        read = partial(label_requests, core)
+        requests = await anyio.to_thread.run_sync(lambda: read(decode(ScoreBody, _set_values(values))))
+        answers = await read_all(await core.submit_all(requests))
+        return await anyio.to_thread.run_sync(partial(label_scores, answers, softmax=apply_softmax))
+
+    # --- management ---
+
+    def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
+        """Abort the requests whose `rid` starts with this text, or all requests; return their number."""
+        return self.core.abort_all() if abort_all else self.core.abort_label(rid) if rid else 0
+
+    def flush_cache(self) -> bool:
+        """Empty the prefix cache. While requests run, do nothing and return False."""
+        return self.core.flush_cache()
+
+    async def update_weights_from_disk(self, model_path: str, **options: Any) -> dict[str, Any]:
+        """Replace the weights by those of another checkpoint of the same model; requests continue meanwhile.
+
+        `options` are the fields of `/update_weights_from_disk`: `load_format`, `flush_cache`, `abort_all_requests`,
+        `weight_version`. Returns the same answer as this route. Raises `InvalidRequest` or `CheckpointError` if the
+        weights could not be replaced; the old ones then stay.
+        """
+        body = decode(WeightsFromDiskBody, {"model_path": model_path, **options})
+        return await update_weights_from_disk(self.core, body)
+
+    async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> dict[str, Any]:
+        """Load a LoRA adapter from a folder. A `pinned` one keeps its place in host memory and its slot.
+
+        Returns the answer of `/load_lora_adapter`: `success`, `error_message` and `loaded_adapters` (name -> path).
+        """
+        try:
+            await load_adapter(self.core, lora_name, str(lora_path), pinned=pinned)
+        except InvalidRequest as error:
+            return adapters_answer(self.core, error.message)
+        return adapters_answer(self.core)
+
+    async def unload_lora_adapter(self, lora_name: str) -> dict[str, Any]:
+        """Take a LoRA adapter's name away; its requests finish. Returns the answer of `/unload_lora_adapter`."""
+        try:
+            await self.core.adapters.unload(lora_name)
+        except InvalidRequest as error:
+            return adapters_answer(self.core, error.message)
+        return adapters_answer(self.core)
+
+    async def start_profile(self, **options: Any) -> None:
+        """Profile the next steps; `options` are the fields of `/start_profile`, for example `num_steps`."""
+        profile = await anyio.to_thread.run_sync(profile_options, decode(ProfileBody, options))
+        await self.core.start_profile(profile)
+
+    async def stop_profile(self) -> str:
+        """End the profile, and return the path of its Chrome trace, for ui.perfetto.dev or chrome://tracing."""
+        return str(await self.core.stop_profile())
+
+    def status(self) -> Status:
+        """Return the current counts of requests, pages and tokens, and the chosen `kernels`."""
+        return self.core.status()
+
+    def metrics(self) -> str:
+        """Return the metrics in Prometheus's text format. Raises `NotFound` without `enable_metrics=True`."""
+        return exposition(self.core).decode()
+
+
+class EngineLife:
+    """The state of a running engine. It has no reference to the `Engine`, which can therefore be garbage-collected."""
+
+    def __init__(self, args: Args) -> None:
+        self._args = args
+        self.core: EngineCore | None = None
+
+    async def run(self, started: Callable[[], None]) -> None:
+        prepared = partial(prepare, self._args, Machine.probe(), demo_path=demo_path())
+        plan, facts = await anyio.to_thread.run_sync(prepared)
+        if plan.parallel.node_rank:
+            raise ConfigurationError(
+                "Only the first machine (--node-rank 0) runs an engine; start the others from the command line."
+            )
+        self.core = await assemble(plan, facts)
+        await self.core.run(started)
+
+
+def _warn_and_end(task: BackgroundTask) -> None:
+    """End an engine that was garbage-collected without `aclose`."""
+    if task.running:
+        warnings.warn(
+            "An Engine was garbage-collected without `aclose`; it is ended now.",
+            ResourceWarning,
+            stacklevel=2,
+        )
+        task.abandon()
+
+
+def _body(
+    prompt: Prompt | None, sampling_params: Sampling | None, input_ids: Ids | None, options: Mapping[str, Any]
+) -> GenerateBody:
+    """Convert the arguments to a body of the native API, and decode it with the same checks."""
+    unknown = options.keys() - GenerateBody.__dataclass_fields__.keys() | options.keys() & {"stream"}
+    if unknown:
+        raise InvalidRequest(f"There is no option {', '.join(sorted(unknown))} here.", param=min(unknown))
+    fields = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **options}
+    return decode(GenerateBody, _set_values(fields))
+
+
+def _set_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that are not None, converted to JSON types."""
+    return {name: _as_json(value) for name, value in values.items() if value is not None}
+
+
+def _as_json(value: Any) -> Any:
+    """Convert any sequence to a list and any mapping to a dict with string keys."""
+    if isinstance(value, str | bytes | int | float):  # first, because the next two checks are slow (abstract classes)
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, Sequence):
+        return [_as_json(item) for item in value]
+    return value

@@ -1,0 +1,1 @@
+"""The HTTP server: its process, connections, routes and logs."""

@@ -1,0 +1,69 @@
+"""Signals to the server's process: the first one requests a graceful end, the second one an immediate end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+logger = logging.getLogger("penstock.server")
+
+NUMBERS = (signal.SIGTERM, signal.SIGINT)
+FORCED_S = 1.0  # time from a second signal to the end of the process, even if work still runs
+
+
+class Signals:
+    """The signals received so far. If the first signal arrives during the start, it cancels the start."""
+
+    def __init__(self) -> None:
+        self.requested = asyncio.Event()  # set by the first signal; running requests may finish
+        self.forced = asyncio.Event()  # set by the second signal; running requests are ended
+        self.number = 0  # number of the latest signal; 0 before the first
+        self._starting = asyncio.current_task()
+
+    def started(self) -> None:
+        """From now on, a first signal only sets `requested`."""
+        self._starting = None
+
+    @contextlib.contextmanager
+    def caught(self) -> Iterator[None]:
+        """Handle the signals while the block runs."""
+        loop = asyncio.get_running_loop()
+        for number in NUMBERS:
+            loop.add_signal_handler(number, self.arrived, number)
+        try:
+            yield
+        finally:
+            for number in NUMBERS:
+                loop.remove_signal_handler(number)
+                # A later signal must not end the process before its files and workers are cleaned up.
+                signal.signal(number, signal.SIG_IGN)
+
+    def arrived(self, number: int) -> None:
+        """Handle one signal."""
+        self.number = number
+        if not self.requested.is_set():
+            self.requested.set()
+            if self._starting is not None:
+                self._starting.cancel()
+            return
+        if not self.forced.is_set():
+            self.forced.set()
+            exit_after(FORCED_S, 128 + number)
+
+
+def exit_after(delay_s: float, status: int) -> None:
+    """End the process after the delay, unless it has already ended."""
+
+    def end() -> None:
+        sys.stderr.flush()
+        os._exit(status)
+
+    timer = threading.Timer(delay_s, end)
+    timer.daemon = True
+    timer.start()

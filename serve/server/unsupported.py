@@ -1,0 +1,79 @@
+"""Routes of other servers that are not supported yet: they answer 501 and name the missing feature."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
+
+from runtime.errors import NotSupported
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+# Maps a path to its methods and to the missing feature, with which the error message begins.
+GENERATING = {
+    "/generate_from_file": (("POST",), "Input embeddings"),
+    "/open_session": (("GET", "POST"), "Sessions"),
+    "/close_session": (("GET", "POST"), "Sessions"),
+    # OpenAI
+    "/v1/audio/transcriptions": (("POST",), "Audio"),
+    "/v1/audio/translations": (("POST",), "Audio"),
+    "/v1/audio/speech": (("POST",), "Audio"),
+    "/v1/audio/voices": (("GET",), "Audio"),
+    "/v1/realtime": (("GET", "POST"), "The realtime API"),
+    "/v1/images/generations": (("POST",), "Making images"),
+    "/v1/images/edits": (("POST",), "Making images"),
+    "/v1/images/variations": (("POST",), "Making images"),
+    "/v1/videos": (("GET", "POST"), "Making videos"),
+    "/v1/moderations": (("POST",), "Moderation"),
+    "/v1/responses/compact": (("POST",), "Compacting a conversation"),
+    "/v1/conversations": (("POST",), "Stored conversations"),
+    "/v1/assistants": (("GET", "POST"), "Assistants"),
+    "/v1/threads": (("POST",), "Assistants"),
+    "/v1/vector_stores": (("GET", "POST"), "Vector stores"),
+    "/v1/uploads": (("POST",), "Uploads in parts; use /v1/files"),
+    "/v1/fine_tuning/jobs": (("GET", "POST"), "Fine-tuning"),
+    # vLLM, llama.cpp
+    "/pooling": (("POST",), "Pooling of all tokens; use /v1/embeddings"),
+    "/completion": (("POST",), "llama.cpp's completion; use /v1/completions"),
+    "/infill": (("POST",), "llama.cpp's infill; use /v1/completions with suffix"),
+}
+CONTROL = {
+    "/set_internal_state": (("POST", "PUT"), "Changing settings while the server runs"),
+    "/clear_hicache_storage_backend": (("GET", "POST"), "A second level of the KV cache"),
+    "/start_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
+    "/stop_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
+    "/dump_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
+    "/init_weights_update_group": (("POST",), "Weights from another process"),
+    "/update_weights_from_distributed": (("POST",), "Weights from another process"),
+    "/update_weights_from_tensor": (("POST",), "Weights from another process"),
+    "/update_weight_version": (("POST",), "Marking weights that stay as they are"),
+    "/get_weights_by_name": (("GET", "POST"), "Reading weights"),
+    "/release_memory_occupation": (("GET", "POST"), "Giving memory back while the server runs"),
+    "/resume_memory_occupation": (("GET", "POST"), "Giving memory back while the server runs"),
+    "/slow_down": (("GET", "POST"), "Slowing the steps down"),
+    "/load_lora_adapter_from_tensors": (("POST",), "Adapters (LoRA) from tensors in the body"),
+    "/configure_logging": (("GET", "POST"), "Changing the log while the server runs"),
+    "/sleep": (("POST",), "Giving memory back while the server runs"),
+    "/wake_up": (("POST",), "Giving memory back while the server runs"),
+    "/is_sleeping": (("GET",), "Giving memory back while the server runs"),
+    "/collective_rpc": (("POST",), "Calling functions of workers"),
+    "/v1/loads": (("GET",), "Loads by replica; use /get_load, /load or /metrics"),
+    "/pause_generation": (("POST",), "Pausing"),
+    "/continue_generation": (("POST",), "Pausing"),
+}
+OLLAMA = {
+    "/api/pull": (("POST",), "Fetching models"),
+    "/api/push": (("POST",), "Publishing models"),
+    "/api/create": (("POST",), "Making models"),
+    "/api/copy": (("POST",), "Copying models"),
+    "/api/delete": (("DELETE",), "Deleting models"),
+}
+MISSING = {path: what for table in (GENERATING, CONTROL, OLLAMA) for path, (_, what) in table.items()}
+
+
+async def answer(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Raise `NotSupported`."""
+    raise NotSupported(f"{MISSING[http.url.path]}: this server does not support it yet.")

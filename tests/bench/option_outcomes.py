@@ -1,0 +1,137 @@
+"""Whether each option works on a CPU, on eight H100 and on eight B200, tried on descriptions of these
+machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from ops.machine import Machine
+from runtime.config import Args, Json, Option, Outcome, options
+from runtime.config.resolve import ANY_MODEL, decide
+from runtime.errors import ConfigurationError
+
+WITHOUT_TRIAL = {
+    Outcome.PLANNED: "not supported",
+    Outcome.ALWAYS: "always so",
+    Outcome.INERT: "no effect",
+}
+SELF_CONTAINED = {"config"}  # a file with other options
+_NGRAM = {"speculative_algorithm": "NGRAM"}
+_NODES = {"nnodes": 2, "tp_size": 2, "dist_init_addr": "first:5000"}
+# Further options that an option requires.
+_COMPANIONS: Mapping[str, Mapping[str, Any]] = {
+    "torch_compile_max_bs": {"enable_torch_compile": True},
+    "max_micro_batch_size": {"pp_size": 2},
+    "node_rank": _NODES,
+    "dist_init_addr": _NODES,
+    "nccl_port": _NODES,
+    "schedule_low_priority_values_first": {"enable_priority_scheduling": True},
+    "priority_scheduling_preemption_threshold": {"enable_priority_scheduling": True},
+    "nnodes": _NODES,
+    "speculative_num_draft_tokens": _NGRAM,
+    "speculative_ngram_min_match_window_size": _NGRAM,
+    "speculative_ngram_max_match_window_size": _NGRAM,
+    "quantization_param_path": {"kv_cache_dtype": "fp8_e4m3"},
+    "delete_ckpt_after_loading": {"model_path": "."},  # an existing path; nothing is deleted for the table
+}
+# Values of options that do not accept arbitrary text.
+_EXAMPLES: Mapping[str, Any] = {
+    "public_origin": "https://models.example",
+    "lora_paths": ["adapter"],
+    "max_loaded_loras": 8,
+    "chat_template": "chat.jinja",
+    "completion_template": "star_coder",
+    "max_total_tokens": 64,
+    "cuda_graph_bs": (3,),
+    "device": "cpu",
+    "torchao_config": "int8wo",
+    "dist_init_addr": "other:5000",
+    "prompt_tokens_buckets": ("tse", "1000", "2", "8"),
+    "generation_tokens_buckets": ("customer", "10", "20"),
+    "model_loader_extra_config": {"enable_multithread_load": True},
+    "constrained_json_whitespace_pattern": " ?",
+    "kv_events_config": {"publisher": "zmq"},
+}
+
+
+@cache
+def machines() -> Mapping[str, Machine]:
+    """Return the machines by their names in the table."""
+    cpu = replace(Machine.named("cpu"), compiler="/usr/bin/c++")
+    by_title = {"CPU": cpu}
+    for title in ("H100", "B200"):
+        one = Machine.named(title.lower())
+        by_title[title] = replace(one, gpus=one.gpus * 8)
+    return by_title
+
+
+def outcome(option: Option) -> str:
+    """Return "works", "no effect", "always so", "not supported", or the refused values per machine."""
+    if option.spec.outcome in WITHOUT_TRIAL:
+        return WITHOUT_TRIAL[option.spec.outcome]
+    if option.name in SELF_CONTAINED:
+        return "works"
+    tried = list(_values(option))
+    refused = {
+        title: [each for each in tried if refusals(option, each, machine)] for title, machine in machines().items()
+    }
+    if not any(refused.values()):
+        return "works"
+    without = [title for title, values in refused.items() if len(values) == len(tried)]
+    parts = ["works" if not without else f"works on {' and '.join(t for t in refused if t not in without)}"]
+    parts += [f"not {title}" for title in without]
+    parts += [
+        f"not {title}: {', '.join(map(str, values))}"
+        for title, values in refused.items()
+        if values and title not in without
+    ]
+    return "; ".join(parts)
+
+
+def refusals(option: Option, value: Any, machine: Machine) -> str:
+    """Return why the option with this value, and its required options, is refused; empty if it is accepted."""
+    keywords = {"model_path": "some/model", **_COMPANIONS.get(option.name, {}), option.name: value}
+    try:
+        _, builder = decide(Args.of(**keywords), machine, ANY_MODEL)
+    except ConfigurationError as refused:
+        return str(refused)
+    return builder.refusals.get(option.name, "")
+
+
+def _values(option: Option) -> Iterator[Any]:
+    """Values of the option other than the default: all that can be listed, otherwise one."""
+    spec = option.spec
+    known = spec.choices if spec.built is None else [each for each in spec.built if each is not None]
+    listed = [each for each in known if each != option.default and (not spec.choices or each in spec.choices)]
+    if option.name in _EXAMPLES:
+        yield _EXAMPLES[option.name]
+    elif listed:
+        yield from [(each,) if option.many else each for each in listed]
+    else:
+        one = _one(option)
+        yield (one,) if option.many else one
+
+
+def _one(option: Option) -> Any:
+    spec = option.spec
+    if option.type is bool:
+        return not option.default
+    if option.type is Json:
+        return {"temperature": 0.5}
+    if option.type is str:
+        return "something"
+    low = spec.low if spec.low is not None else spec.above if spec.above is not None else 0
+    step = 1 if option.type is int else 0.125
+    return option.type(next(each for each in (low + step, low + 2 * step) if each != option.default))
+
+
+def counts() -> Mapping[str, int]:
+    """Return the number of options that work on at least one machine, and of each other kind."""
+    totals = dict.fromkeys(("works", *WITHOUT_TRIAL.values()), 0)
+    for option in options():
+        totals[WITHOUT_TRIAL.get(option.spec.outcome, "works")] += 1
+    return totals

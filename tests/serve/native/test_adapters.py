@@ -1,0 +1,140 @@
+"""LoRA adapters over HTTP: every API chooses them, and they come and go while the server runs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import http_server
+from greedy import NUM_NEW, model_path, prompts
+from lora_adapters import adapted, adapter
+from serve import Engine
+from serve.server.app import build_app
+
+BASE = model_path("llama")
+PROMPT = prompts()[5]
+SAMPLING = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
+
+
+@pytest.fixture
+async def http(tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    folder = tmp_path / "on-demand"
+    folder.mkdir()
+    shutil.copytree(adapter(BASE, 2), folder / "later")
+    os.symlink(adapter(BASE, 2), folder / "link")
+    options: dict[str, Any] = {"lora_dir": str(folder), "served_model_name": "base", "skip_tokenizer_init": True}
+    async with (
+        Engine(BASE, lora_paths=[f"a={adapter(BASE, 1)}"], **options) as engine,
+        http_server.serving(build_app(engine.core)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        yield client
+
+
+async def tokens(http: httpx.AsyncClient, name: str | None) -> list[int]:
+    body = {"input_ids": PROMPT, "sampling_params": SAMPLING, "lora_path": name}
+    answer = await http.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()["output_ids"]
+
+
+async def test_adapters_are_chosen_loaded_and_unloaded(http: httpx.AsyncClient) -> None:
+    first, second, plain = (adapted(BASE, folder, PROMPT) for folder in (adapter(BASE, 1), adapter(BASE, 2), None))
+    batch = {"input_ids": [PROMPT] * 3, "sampling_params": SAMPLING, "lora_path": ["a", None, "later"]}
+    answers = (await http.post("/generate", json=batch)).json()
+    assert [answer["output_ids"] for answer in answers] == [first, plain, second]
+
+    loading = {"lora_name": "b", "lora_path": adapter(BASE, 2)}
+    answer = await http.post("/load_lora_adapter", json=loading)
+    assert (answer.status_code, answer.json()["success"]) == (200, True)
+    assert answer.json()["loaded_adapters"]["b"] == adapter(BASE, 2)
+    assert await tokens(http, "b") == second
+    answer = await http.post("/load_lora_adapter", json=loading)
+    assert (answer.status_code, answer.json()["success"]) == (400, False)
+    assert "loaded already" in answer.json()["error_message"]
+
+    replacing = {"lora_name": "b", "lora_path": adapter(BASE, 1), "load_inplace": True}
+    answer = await http.post("/v1/load_lora_adapter", json=replacing)
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'b' added successfully.")
+    assert await tokens(http, "b") == first
+    cards = {card["id"]: card for card in (await http.get("/v1/models")).json()["data"]}
+    assert (cards["b"]["root"], cards["b"]["parent"]) == (adapter(BASE, 1), "base")
+    names = [model["name"] for model in (await http.get("/api/tags")).json()["models"]]
+    assert names[0] == "base"
+    assert {"a", "b", "later"} <= set(names)
+
+    answer = await http.post("/v1/unload_lora_adapter", json={"lora_name": "b"})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'b' removed successfully.")
+    answer = await http.post("/unload_lora_adapter", json={"lora_name": "b"})
+    assert answer.status_code == 400
+    assert "b" not in answer.json()["loaded_adapters"]
+    answer = await http.post("/generate", json={"input_ids": PROMPT, "lora_path": "b"})
+    assert answer.status_code == 400
+    assert "lora_path" in answer.text
+    assert await tokens(http, None) == plain
+
+
+@pytest.mark.parametrize("name", ["../later", "/etc", "link", ".", "x" * 1_000_000, "base"])
+async def test_names_cannot_leave_the_folder(http: httpx.AsyncClient, name: str) -> None:
+    answer = await http.post("/generate", json={"input_ids": PROMPT, "lora_path": name})
+    assert answer.status_code == 400
+    assert len(answer.text) < 1000
+
+
+async def test_adapter_that_does_not_fit_is_refused_by_name(http: httpx.AsyncClient, tmp_path: Path) -> None:
+    damages: dict[str, Any] = {
+        "extra": lambda tensors: {**tensors, "base_model.model.extra": torch.ones(2)},
+        "half": lambda tensors: dict(list(tensors.items())[1:]),
+    }
+    for name, damage in damages.items():
+        folder = shutil.copytree(adapter(BASE, 1), tmp_path / name)
+        path = folder / "adapter_model.safetensors"
+        save_file(damage(load_file(path)), path)
+        answer = await http.post("/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
+        assert answer.status_code == 400
+        assert ("extra" if name == "extra" else "has no lora_A") in answer.text
+        assert name not in answer.json()["loaded_adapters"]
+    cut = shutil.copytree(adapter(BASE, 1), tmp_path / "cut")
+    os.truncate(cut / "adapter_model.safetensors", 1000)
+    answer = await http.post("/load_lora_adapter", json={"lora_name": "cut", "lora_path": str(cut)})
+    assert answer.status_code == 400
+    assert "cannot be read" in answer.text
+    assert await tokens(http, "a") == adapted(BASE, adapter(BASE, 1), PROMPT)
+
+
+async def test_openai_names_adapters_in_the_model(tmp_path: Path) -> None:
+    async with (
+        Engine(lora_dir=str(tmp_path), served_model_name="base") as engine,
+        http_server.serving(build_app(engine.core)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        path = engine.core.facts.path
+        folder = adapter(path, 1)
+        assert (await engine.load_lora_adapter("a", folder))["success"]
+        assert not (await engine.load_lora_adapter("base", folder))["success"]
+        asked: dict[str, Any] = {"prompt": "Once", "max_tokens": 8, "temperature": 0, "logprobs": 0}
+        found = {}
+        for model in ("base", "a", "base:a"):
+            answer = await http.post("/v1/completions", json={**asked, "model": model})
+            assert (answer.status_code, answer.json()["model"]) == (200, model)
+            found[model] = answer.json()["choices"][0]["logprobs"]["token_logprobs"]
+        assert found["a"] == pytest.approx(found["base:a"], abs=1e-3)
+        assert found["a"] != pytest.approx(found["base"], abs=1e-2)
+        chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+        for route, body in (("/v1/completions", asked), ("/v1/chat/completions", chat), ("/v1/messages", chat)):
+            for model in ("b", "base:b", "base:"):
+                assert (await http.post(route, json={**body, "model": model})).status_code == 404
+            assert (await http.post(route, json={**body, "model": "a"})).json()["model"] == "a"
+        answer = await http.post("/v1/completions", json={**asked, "model": "a", "lora_path": "b"})
+        assert answer.status_code == 400
+        assert "lora_path" in answer.text
+        assert {entry["num_requests"] for entry in engine.core.adapters.describe()} == {4 + 1}
+        assert (await engine.unload_lora_adapter("a"))["loaded_adapters"] == {}

@@ -1,0 +1,156 @@
+"""LoRA adapters: tokens equal those of peft in every batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import pytest
+
+from greedy import FAMILIES, NUM_NEW, model_path, prompts
+from lora_adapters import adapted, adapter, linear_layers
+from runtime.errors import InvalidRequest
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
+from serve import Engine
+
+PLAIN: dict[str, Any] = {"skip_tokenizer_init": True, "random_seed": 1}
+SAMPLING = SamplingParams(temperature=0.0, max_new_tokens=NUM_NEW, ignore_eos=True)
+Asked = tuple[str | None, int]  # (name of the adapter, number of the prompt)
+
+
+async def ids_of(engine: Engine, name: str | None, prompt: Sequence[int]) -> list[int]:
+    request = Request(ids=tuple(prompt), sampling=SAMPLING, lora=name)
+    pieces = [piece async for piece in engine.core.submit(request).chunks()]
+    return [token for piece in pieces for chunk in piece for token in chunk.ids]
+
+
+async def answers(engine: Engine, asked: Sequence[Asked]) -> list[list[int]]:
+    return await asyncio.gather(*(ids_of(engine, name, prompts()[number]) for name, number in asked))
+
+
+def expected(base: str, folders: dict[str, str], asked: Sequence[Asked]) -> list[list[int]]:
+    return [adapted(base, None if name is None else folders[name], prompts()[number]) for name, number in asked]
+
+
+SETTINGS = [
+    pytest.param({}, id="default"),
+    pytest.param({"chunked_prefill_size": 16, "page_size": 4}, id="chunked"),
+    pytest.param({"disable_overlap_schedule": True, "attention_backend": "torch_native"}, id="torch attention"),
+    pytest.param({"max_loras_per_batch": 2, "max_running_requests": 4}, id="two slots"),
+    pytest.param({"lora_backend": "torch_native"}, id="torch"),
+    pytest.param({"tp_size": 2}, id="tp"),
+    pytest.param({"pp_size": 2}, id="pp"),
+    pytest.param({"dp_size": 2}, id="dp"),
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+async def test_tokens_are_those_of_peft(settings: dict[str, Any]) -> None:
+    base = model_path("llama")
+    folders = {
+        "a": adapter(base, 1),
+        "b": adapter(base, 2, 4, ("q_proj", "v_proj")),
+        "c": adapter(base, 3, 13, ("down_proj", "o_proj"), use_rslora=True),
+    }
+    paths = [f"{name}={folder}" for name, folder in folders.items()]
+    asked = [(name, number) for number in (0, 5, 7, 17) for name in (None, "a", "b", "c")]
+    async with Engine(base, lora_paths=paths, **{**PLAIN, **settings}) as engine:
+        wanted = expected(base, folders, asked)
+        assert wanted[0] != wanted[1] != wanted[2] != wanted[3]
+        for _ in range(2):  # the second time with cached prefixes, separate for each adapter
+            assert await answers(engine, asked) == wanted
+        engine.core.check()
+
+
+TYPICAL = ("bloom", "deepseek_v3", "falcon", "gpt_oss", "granitemoehybrid", "lfm2", "phi3", "qwen3_next")
+# Their own modules, which are not in transformers, have one projection of queries, keys and values.
+BY_OTHER_MODULES = ("baichuan", "baichuan2", "internlm2")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        family if family in TYPICAL else pytest.param(family, marks=pytest.mark.slow)
+        for family in FAMILIES
+        if family not in BY_OTHER_MODULES
+    ],
+)
+async def test_every_family_takes_adapters(family: str) -> None:
+    base, asked = model_path(family), [(name, number) for number in (5, 7) for name in (None, "a", "b")]
+    ranks = (4, 64) if len(family) % 2 else (13, 16)
+    folders = {name: adapter(base, seed, ranks[seed], linear_layers(base)) for seed, name in enumerate("ab")}
+    paths = [f"{name}={folder}" for name, folder in folders.items()]
+    async with Engine(base, lora_paths=paths, **PLAIN) as engine:
+        wanted = expected(base, folders, asked)
+        assert wanted[0] != wanted[1] != wanted[2]
+        assert await answers(engine, asked) == wanted
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.slow)])
+async def test_many_adapters_share_few_slots(count: int) -> None:
+    """Requests arrive at random, some are cancelled, and host memory holds only some of the adapters."""
+    base, random = model_path("llama"), Random(count)
+    folders = {str(seed): adapter(base, seed, 4, ("q_proj", "down_proj")) for seed in range(count)}
+    paths = [f"{name}={folder}" for name, folder in folders.items()]
+    options = {"max_loras_per_batch": 4, "max_loaded_loras": count // 3, "max_running_requests": 16}
+    async with Engine(base, lora_paths=paths, **PLAIN, **options) as engine:
+        assert engine.core.adapters.num_resident == count // 3
+
+        async def client(name: str, number: int) -> None:
+            await asyncio.sleep(random.uniform(0, 0.3))
+            answer = asyncio.create_task(ids_of(engine, name, prompts()[number]))
+            if random.random() < 0.2:
+                await asyncio.sleep(random.uniform(0, 0.05))
+                answer.cancel()
+            with suppress(asyncio.CancelledError):
+                assert await answer == adapted(base, folders[name], prompts()[number])
+
+        chosen = [(random.choice([*folders]), random.choice([5, 7, 17])) for _ in range(2 * count)]
+        for name, number in chosen:  # before, because peft would hold the event loop
+            adapted(base, folders[name], prompts()[number])
+        await asyncio.gather(*(client(*each) for each in chosen))
+        engine.core.check()
+        registry = engine.core.adapters
+        assert registry.num_resident <= count // 3
+        assert registry.num_evictions
+        assert not any(each["num_running"] for each in registry.describe())
+
+
+async def test_a_name_keeps_its_weights_for_running_requests() -> None:
+    base = model_path("llama")
+    one, other = adapter(base, 1), adapter(base, 2)
+    prompt = prompts()[5]
+    async with Engine(base, enable_lora=True, **PLAIN) as engine:
+        registry = engine.core.adapters
+        with pytest.raises(InvalidRequest, match="No adapter is named"):
+            await ids_of(engine, "a", prompt)
+        await registry.load("a", one)
+        with pytest.raises(InvalidRequest, match="loaded already"):
+            await registry.load("a", other)
+        before = [asyncio.create_task(ids_of(engine, "a", prompt)) for _ in range(3)]
+        await asyncio.sleep(0)
+        await registry.load("a", other, replace=True)
+        after = await ids_of(engine, "a", prompt)
+        assert await asyncio.gather(*before) == [adapted(base, one, prompt)] * 3
+        assert after == adapted(base, other, prompt)
+        assert adapted(base, one, prompt) != after
+        running = asyncio.create_task(ids_of(engine, "a", prompt))
+        await asyncio.sleep(0)
+        assert await registry.unload("a")
+        assert await running == after
+        assert registry.num_resident == 0
+        for _ in range(20):
+            await registry.load("a", one, pinned=True)
+            await registry.unload("a")
+        assert registry.num_resident == 0
+        engine.core.check()
+
+
+async def test_without_lora_a_named_adapter_is_refused() -> None:
+    async with Engine(model_path("llama"), **PLAIN) as engine:
+        with pytest.raises(InvalidRequest, match="--enable-lora"):
+            await engine.generate(input_ids=prompts()[5], lora_path="a")

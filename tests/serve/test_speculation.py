@@ -1,0 +1,111 @@
+"""Outputs with drafts equal those of plain decoding, and drafts are accepted if text repeats."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from runtime.batch import Batch
+from runtime.worker.model_runner import ModelRunner
+from serve import Engine
+
+NGRAM = {"speculative_algorithm": "NGRAM"}
+LINES = [f"{number}. The red fox number {number} runs over the hill." for number in range(10)]
+EDIT = "Repeat this list exactly:\n" + "\n".join(LINES) + "\n\nAgain:\n" + LINES[0] + "\n1. The red"
+PROMPTS = [EDIT, "Once upon a time", "a b c d a b c d a b", EDIT[60:], "x"]
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True},
+    {"temperature": 0, "max_new_tokens": 40, "stop": ["fox"]},
+    {"temperature": 0.7, "max_new_tokens": 40, "sampling_seed": 3},
+    {"temperature": 0, "max_new_tokens": 30, "frequency_penalty": 0.5},
+    {"temperature": 0, "max_new_tokens": 2},
+]
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "page size 1": {"page_size": 1},
+    "page size 16, chunks of 16": {"page_size": 16, "chunked_prefill_size": 16},
+    "no overlap": {"disable_overlap_schedule": True},
+    "retracted": {"max_total_tokens": 1024, "schedule_conservativeness": 0.0, "page_size": 16},
+}
+IDS = "output_ids"
+
+
+async def answers(**options: Any) -> list[dict[str, Any]]:
+    """Return the answers to each prompt with each set of parameters: one by one, then all at once with cached
+    prefixes.
+    """
+    async with Engine(log_level="error", random_seed=1, **options) as engine:
+        calls = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
+        alone = [await engine.generate(prompt, sampling_params=params) for prompt, params in calls]
+        together = [engine.generate(prompt, sampling_params=params) for prompt, params in calls]
+        return [*alone, *await asyncio.gather(*together)]
+
+
+def rows_with_unknown_starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that receives the number of rows after drafts in flight of every batch."""
+    found: list[int] = []
+    launch = ModelRunner.launch
+
+    def launched(runner: ModelRunner, batch: Batch) -> Any:
+        found.append(0 if batch.unknown_starts is None else int(batch.unknown_starts.sum()))
+        return launch(runner, batch)
+
+    monkeypatch.setattr(ModelRunner, "launch", launched)
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return [answer[IDS] for answer in asyncio.run(answers())]
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_tokens_are_those_of_plain_decoding(way: str, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch):
+    num_unknown = rows_with_unknown_starts(monkeypatch)
+    found = await answers(**NGRAM, **WAYS[way])
+    assert [answer[IDS] for answer in found] == plain
+    assert (sum(num_unknown) > 5) == (way != "no overlap")
+    checked = [answer["meta_info"] for answer in found if "spec_verify_ct" in answer["meta_info"]]
+    assert max(meta["spec_accept_length"] for meta in checked) > 2
+    penalised = found[3]["meta_info"]
+    assert "spec_verify_ct" not in penalised  # its tokens depend on earlier tokens, so it has no drafts
+
+
+async def test_streams_bring_the_same_tokens(plain: list[list[int]]):
+    async with Engine(log_level="error", random_seed=1, **NGRAM) as engine:
+        pieces = [piece async for piece in engine.stream(EDIT, sampling_params=PARAMS[0])]
+    assert [token_id for piece in pieces for token_id in piece[IDS]] == plain[0]
+    assert len(pieces) < len(plain[0])
+
+
+async def test_steps_computed_operation_by_operation_give_the_same_tokens():
+    eager = {"attention_backend": "torch_native", "dtype": "float32"}
+    found, expected = await answers(**NGRAM, **eager), await answers(**eager)
+    assert [answer[IDS] for answer in found] == [answer[IDS] for answer in expected]
+
+
+@pytest.mark.slow
+async def test_two_ranks_agree(monkeypatch: pytest.MonkeyPatch):
+    num_unknown = rows_with_unknown_starts(monkeypatch)
+    found = await answers(**NGRAM, tp_size=2)
+    assert sum(num_unknown) > 5
+    expected = await answers(tp_size=2)
+    assert [answer[IDS] for answer in found] == [answer[IDS] for answer in expected]
+
+
+async def test_rows_with_logprobs_share_steps_with_drafts() -> None:
+    """The scores of one row and the accepted drafts of another are returned by the same step."""
+    params = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+    found = []
+    for options in ({}, NGRAM):
+        async with Engine(log_level="error", random_seed=1, **options) as engine:
+            drafted = engine.generate(PROMPTS[2], sampling_params=params)
+            scored = engine.generate("x", sampling_params=params, return_logprob=True, top_logprobs_num=2)
+            both = await asyncio.gather(drafted, scored)
+            found.append([each[IDS] for each in both] + [both[1]["meta_info"]["output_token_logprobs"]])
+    assert found[0][:2] == found[1][:2]
+    for plain_token, token in zip(found[0][2], found[1][2], strict=True):
+        assert token[0] == pytest.approx(plain_token[0], abs=2e-2)
+        assert token[1] == plain_token[1]
