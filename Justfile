@@ -29,13 +29,13 @@ lint:
     {{bin}}/pyright --pythonpath {{bin}}/python
     {{bin}}/lint-imports
 
-# The default suite.
+# The default suite, in two processes: `just test -n 0` runs it in one.
 test *options:
-    {{bin}}/python -m pytest -m 'not slow and not long and not gpu' {{options}}
+    {{bin}}/python -m pytest -n 2 --dist loadfile -m 'not slow and not long and not gpu' {{options}}
 
-# What takes longer than about ten seconds each; half an hour in all, on two cores.
+# What takes longer than about ten seconds each, in two processes; about twenty minutes.
 test-slow *options:
-    {{bin}}/python -m pytest -m 'slow and not gpu' {{options}}
+    {{bin}}/python -m pytest -n 2 --dist loadfile -m 'slow and not gpu' {{options}}
 
 # What takes minutes each: by hand, before a release or after a change of what they test.
 test-long *options:

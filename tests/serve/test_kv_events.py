@@ -96,7 +96,7 @@ async def test_a_subscriber_learns_what_is_stored_removed_and_cleared(tmp_path: 
     ("config", "said"),
     [
         ({"publisher": "kafka"}, "publisher must be"),
-        ({"publisher": "zmq", "port": 1}, "'port' is not known"),
+        ({"publisher": "zmq", "port": 1}, "'port' is unknown"),
         ({"publisher": "zmq", "hwm": "many"}, "hwm cannot be 'many'"),
         ({"publisher": "zmq", "endpoint": "here"}, "must be like"),
         ({"publisher": "zmq", "endpoint": "tcp://no.such.address.example*:1"}, "cannot be used"),

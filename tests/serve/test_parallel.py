@@ -226,7 +226,7 @@ def test_heads_that_cannot_be_shared_are_refused():
     async def start() -> None:
         await Engine(model_path(), **PLAIN, tp_size=3).start()
 
-    with pytest.raises(ConfigurationError, match="--tp-size 3: the model's 4 query heads"):
+    with pytest.raises(ConfigurationError, match="--tp-size 3 does not divide the model's 4 query heads"):
         asyncio.run(start())
 
 

@@ -188,12 +188,13 @@ class Running:
 
     async def ask(self, path: str, **body: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         raw = orjson.dumps(body)
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         return await self.connect(f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw)
 
     async def has(self, num_requests: int) -> None:
-        while self.engine.core.num_open != num_requests:
-            await asyncio.sleep(0)
+        async with asyncio.timeout(10):  # a refused request never arrives
+            while self.engine.core.num_open != num_requests:
+                await asyncio.sleep(0)
 
 
 @asynccontextmanager
@@ -288,7 +289,7 @@ async def test_stalled_reader_holds_the_end_for_a_moment_only(monkeypatch: pytes
             client.setblocking(False)
             await asyncio.get_running_loop().sock_connect(client, running.address)
             raw = orjson.dumps({"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": 30_000}})
-            head = f"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n"
+            head = f"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(raw)}\r\n"
             head += "content-type: application/json\r\n\r\n"
             await asyncio.get_running_loop().sock_sendall(client, head.encode() + raw)
             await running.has(1)

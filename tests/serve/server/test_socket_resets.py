@@ -19,7 +19,7 @@ from serve.server.connection import Connection
 
 SAMPLING = {"max_new_tokens": 200, "ignore_eos": True}
 BODY = json.dumps({"text": "A long story", "stream": True, "sampling_params": SAMPLING}).encode()
-HEAD = b"POST /generate HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+HEAD = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 REQUEST = HEAD % len(BODY) + BODY
 SENT = (0, 1, 20, len(REQUEST) - len(BODY), len(REQUEST) - 1)
 READ = (0, 1, 17, 200, 1000, 5000)
