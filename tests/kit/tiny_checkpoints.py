@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING as _MAPPING
 
 CONFIG_MAPPING: Any = _MAPPING
@@ -439,6 +440,10 @@ def redraw(model: PreTrainedModel, seed: int) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+
+
+# transformers 5.24 reads this field of the output of Llama 4's language model, which does not have it.
+MoeCausalLMOutputWithPast.image_outputs = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def auto_of(path: str) -> Any:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -76,28 +78,32 @@ COMMON_PAGED = ("deepseek_v3", "gpt2", "gpt_oss")  # models that use Penstock's 
 COMMON_HELD = ("bart", "bloom", "mamba2")  # models that use transformers' caches
 COMMON = (*COMMON_PAGED, *COMMON_HELD)
 MORE = (
-    "afmoe", "apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "cohere", "cohere2", "cohere2_moe", "ctrl",
-    "cwm", "deepseek_v2", "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma2",
-    "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "gpt_neox", "granite", "granitemoe",
-    "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "internlm3", "jais2", "laguna",
+    "afmoe", "apertus", "arcee", "aria_text", "beam", "biogpt", "bitnet", "codegen", "cohere", "cohere2", "cohere2_moe",
+    "ctrl", "cwm", "deepseek_v2", "diffllama", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo",
+    "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_bigcode", "gpt_neox", "granite",
+    "granitemoe", "gptj", "granitemoeshared", "helium",
+    "hunyuan_v1_dense", "hunyuan_v1_moe", "hyperclovax", "internlm3", "jais2", "laguna",
     "llama", "mellum", "mixtral", "minicpm3", "minimax_m2", "ministral", "ministral3", "mistral", "modernbert-decoder",
     "nanochat", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "phimoe", "qwen2",
     "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "stablelm", "vaultgemma",
     "youtu", "gemma3n_text", "gemma4_text", "dots1", "lfm2",
 )  # fmt: skip
 HELD = (
-    "codegen", "dbrx", "deepseek_v32", "falcon", "falcon_h1", "falcon_mamba", "gpt_neo", "gptj", "jamba",
+    "dbrx", "deepseek_v32", "falcon", "falcon_h1", "falcon_mamba", "gpt_neo", "jamba",
     "lfm2_moe", "llama4_text", "mamba", "minimax", "mpt", "nemotron_h", "openai-gpt", "recurrent_gemma", "xglm",
 )  # fmt: skip
 RARE_PAGED = (
-    "axk1", "cohere_compass_text", "bert", "bert-generation", "electra", "ernie", "flint", "fuyu", "gemma4",
+    "apertus1p5_text",
+    "axk1", "cohere_compass_text", "bert", "bert-generation", "dory",
+    "electra", "ernie", "flint", "fuyu", "gemma4",
     "gemma4_unified", "got_ocr2", "gpt-sw3", "granite_swa", "granitemoe_swa", "hrm_text", "hy_v3", "kolibri1",
     "minimax_m3_vl_text", "phi4_multimodal", "roc_bert",
 )  # fmt: skip
 RARE_HELD = (
     "axk2", "bailing_hybrid", "bamba", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small",
     "camembert", "data2vec-text", "deepseek_v4", "doge", "dots3_note_text", "gemma4_unified_text", "git", "glm_moe_dsa",
-    "gpt_neox_japanese", "hy_v4", "inkling2_text", "inkling_text", "jetmoe", "kimi_linear", "lfm3", "llama4",
+    "gpt_neox_japanese", "hy_v4", "inkling2_text", "inkling_text",
+    "jetmoe", "kimi_linear", "lara_mini", "lfm3", "llama4",
     "longcat_flash", "marian", "mbart", "megatron-bert", "mimo_v2_flash", "mvp", "olmo_hybrid", "pegasus",
     "plbart", "qwen4_exp", "qwen4_exp_text", "reformer", "rembert",
     "roberta", "roberta-prelayernorm", "roformer", "rwkv", "trocr", "whisper",
@@ -126,6 +132,7 @@ NOT_SERVED = {
     "xlnet": "tokens see later ones",
 }
 NOT_TRIED = {  # models for which no small checkpoint can be made
+    "inkling2_loop_text": "a small model of its shape cannot be made; not tried",
     "blt": "its tokens are made of patches of bytes by further models; not tried",
     "dots3_note": "its configuration is that of several models; not tried",
     **dict.fromkeys(("emu3", "mllama"), "transformers does not know again what it writes of its text part; not tried"),
@@ -134,6 +141,9 @@ NOT_TRIED = {  # models for which no small checkpoint can be made
     **dict.fromkeys(("musicgen", "musicgen_melody"), "it writes sound; not tried"),
 }
 SEEING_NOT_SERVED = {
+    **dict.fromkeys(
+        ("apertus1p5", "hy_v4_vl", "inkling2_loop"), "a small model of its shape cannot be made; not tried"
+    ),
     **dict.fromkeys(("blip", "idefics", "kosmos-2"), "it writes nothing without a picture"),
     **dict.fromkeys(
         ("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"),
@@ -263,6 +273,13 @@ async def test_attention_that_depends_on_where_the_prompt_ends_is_refused() -> N
         await served(checkpoint("unlimited_ocr", AutoModelForImageTextToText))
 
 
+LISTED = (5, 24)  # version of transformers whose models are listed above; later ones bring further models
+later = pytest.mark.skipif(
+    Version(transformers.__version__).release[:2] > LISTED, reason=f"transformers is newer than {LISTED}"
+)
+
+
+@later
 def test_every_model_that_also_sees_is_accounted_for() -> None:
     names = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     foreign = {kind for kind, name in names.items() if not (isinstance(name, str) and find(name))}
@@ -270,6 +287,7 @@ def test_every_model_that_also_sees_is_accounted_for() -> None:
     assert not set(SEEING) & SEEING_NOT_SERVED.keys()
 
 
+@later
 def test_every_causal_model_of_transformers_is_accounted_for() -> None:
     """Models without a native family are served here or listed with a reason, and the document has the same list."""
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -339,7 +357,7 @@ def test_a_window_that_attention_is_not_told_is_refused() -> None:
 
 async def test_caches_of_transformers_come_back_from_behind_pages() -> None:
     """A sequence continues from a cached prefix, and generates the tokens of transformers."""
-    path, wanted = checkpoint("codegen"), greedy("codegen")
+    path, wanted = checkpoint("gpt_neo"), greedy("gpt_neo")
     small = {**OPTIONS, "max_mamba_cache_size": 64, "page_size": 4}
     async with Engine(path, **small) as engine:
         for _ in range(2):
