@@ -26,6 +26,7 @@ from serve.http.body_writer import BODY_WRITER, BodyWriter
 from serve.http.errors import Failure, openai_body
 
 MAX_HEAD_BYTES = 64 * 1024
+FIELD_BYTES = 4  # of a header field beside its name and value: colon, space, end of line
 HEAD_S = 10.0  # limit for a request's head to arrive, counted from the connection's start or from the head's first byte
 BODY_S = 30.0  # limit for the body to arrive; starts again after every `BODY_BYTES` received
 BODY_BYTES = 1_000_000
@@ -63,6 +64,7 @@ class Connection(HttpToolsProtocol):
 
     _plain_head = b""  # if a request offers an upgrade: its head without the offer, to be parsed again
     _num_unparsed = 0  # bytes since the parser last completed a head or body part
+    _num_head_bytes = 0  # bytes of the request's target and fields, including those of a trailer
     _num_body_bytes = 0  # bytes of the body since its time limit last started
     _num_lingered = -1  # bytes dropped since the last answer; -1: received bytes are not dropped
     _cycles: tuple[RequestResponseCycle, ...] = ()  # requests without a complete answer, including pipelined ones
@@ -95,14 +97,14 @@ class Connection(HttpToolsProtocol):
         try:
             self._feed(memoryview(data))
         except httptools.HttpParserError:
-            self.logger.warning("Invalid HTTP request received.")
-            self.send_400_response("The request is not valid HTTP.")
+            if self._num_head_bytes > MAX_HEAD_BYTES:  # `_count_head` stopped the parser
+                self._refuse_head()
+            else:
+                self.logger.warning("Invalid HTTP request received.")
+                self.send_400_response("The request is not valid HTTP.")
             return
         if self._num_unparsed > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(
-                HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
-                f"The head of the request has more than {MAX_HEAD_BYTES} bytes.",
-            )
+            self._refuse_head()
 
     def _feed(self, data: memoryview) -> None:
         """Parse `data`. The parser stops at a request that offers an upgrade; a new parser then reads the head without
@@ -121,6 +123,10 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self._refuse(HTTPStatus.BAD_REQUEST, msg)
 
+    def _refuse_head(self) -> None:
+        message = f"The head of the request has more than {MAX_HEAD_BYTES} bytes."
+        self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, message)
+
     def _refuse(self, status: HTTPStatus, message: str) -> None:
         """Answer invalid HTTP in the format of all other errors, and close the connection."""
         body = orjson.dumps(openai_body(Failure(status, InvalidRequest.kind, message)))
@@ -130,8 +136,23 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._num_head_bytes = 0
         if self._arrival is None:
             self._watch_arrival(self.head_s)
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count_head(len(name) + len(value) + FIELD_BYTES)
+
+    def _count_head(self, num_bytes: int) -> None:
+        """Stop the parser by an exception if the head is too large. A large head may arrive in a single read."""
+        self._num_head_bytes += num_bytes
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            raise ValueError("The head is too large.")
 
     def on_headers_complete(self) -> None:
         if self._num_lingered >= 0:  # ignore pipelined requests that follow the dropped body

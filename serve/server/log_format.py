@@ -7,7 +7,7 @@ import logging.config
 import sys
 import time
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
 import orjson
 
@@ -51,15 +51,25 @@ def configure_logging(args: Args) -> None:
         {
             "version": 1,
             "disable_existing_loggers": False,
-            "filters": {"calm": {"()": CalmLog}},
+            "filters": {"calm": {"()": CalmLog}, "path": {"()": PathOnly}},
             "formatters": {"line": formatter},
             "handlers": {"stderr": stderr},
             "loggers": {
                 "penstock": {"level": level, **handlers},
                 "uvicorn": {"level": level_http, **handlers},
+                "uvicorn.access": {"filters": ["path"]},
             },
         }
     )
+
+
+class PathOnly(logging.Filter):
+    """A filter that removes the query from uvicorn's access records. Clients put keys and other secrets there."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        client, method, target, *rest = cast(tuple[str, ...], record.args)
+        record.args = (client, method, target.partition("?")[0], *rest)
+        return True
 
 
 class CalmLog(logging.Filter):

@@ -49,7 +49,7 @@ SWITCH_S = 0.0002
 def run(args: Args) -> int:
     """Serve until a signal; return the exit status.
 
-    The first SIGTERM or SIGINT refuses new requests and lets running ones finish for `--shutdown-timeout`
+    The first SIGTERM, SIGINT or SIGHUP refuses new requests and lets running ones finish for `--shutdown-timeout`
     seconds: status 0. A second signal ends them with an error within a second: 128 + its number. A failed
     engine ends the server: 1. A signal during the start: 128 + its number. Raises `ConfigurationError` for
     options that cannot be satisfied on this machine.

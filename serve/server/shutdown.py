@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 logger = logging.getLogger("penstock.server")
 
-NUMBERS = (signal.SIGTERM, signal.SIGINT)
+NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 FORCED_S = 1.0  # time from a second signal to the end of the process, even if work still runs
 
 
@@ -34,12 +34,13 @@ class Signals:
     def caught(self) -> Iterator[None]:
         """Handle the signals while the block runs."""
         loop = asyncio.get_running_loop()
-        for number in NUMBERS:
+        numbers = [number for number in NUMBERS if not _is_ignored_hangup(number)]
+        for number in numbers:
             loop.add_signal_handler(number, self.arrived, number)
         try:
             yield
         finally:
-            for number in NUMBERS:
+            for number in numbers:
                 loop.remove_signal_handler(number)
                 # A later signal must not end the process before its files and workers are cleaned up.
                 signal.signal(number, signal.SIG_IGN)
@@ -55,6 +56,11 @@ class Signals:
         if not self.forced.is_set():
             self.forced.set()
             exit_after(FORCED_S, 128 + number)
+
+
+def _is_ignored_hangup(number: signal.Signals) -> bool:
+    """Whether the server was started to outlive its terminal, for example with nohup."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def exit_after(delay_s: float, status: int) -> None:

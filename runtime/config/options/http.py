@@ -79,8 +79,8 @@ class HttpArgs:
     )
     shutdown_timeout: float = option(
         30.0,
-        "Seconds that running requests have to finish after the first SIGTERM or SIGINT. Requests that take longer "
-        "end with an error.",
+        "Seconds that running requests have to finish after the first SIGTERM, SIGINT or SIGHUP. Requests that take "
+        "longer end with an error.",
         low=0,
         plan="serve.shutdown_timeout_s",
     )

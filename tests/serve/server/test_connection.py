@@ -100,6 +100,13 @@ async def test_a_head_or_trailer_without_end_is_cut_off(address: tuple[str, int]
 
 
 @patient
+@pytest.mark.parametrize("fields", [b"x: " + b"a" * 70_000 + b"\r\n", b"x: abc\r\n" * 10_000], ids=["large", "many"])
+async def test_a_large_head_in_one_read_is_refused(address: tuple[str, int], fields: bytes) -> None:
+    answered = await exchange(address, HEAD + fields + b"\r\n")
+    assert answered.startswith(b"HTTP/1.1 431 ")
+
+
+@patient
 async def test_a_body_may_be_larger_than_a_head(address: tuple[str, int]) -> None:
     size = 8 * MAX_HEAD_BYTES
     answered = await exchange(address, HEAD + b"content-length: %d\r\n\r\n" % size, b"a" * size)

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 
+import httpx
 import pytest
 
 from runtime.config import Args
@@ -65,3 +66,9 @@ def test_a_flood_is_a_few_lines_and_a_count(monkeypatch: pytest.MonkeyPatch) -> 
 def test_what_is_no_warning_always_passes() -> None:
     calm = CalmLog()
     assert all(calm.filter(record("POST", level=logging.INFO)) for _ in range(100))
+
+
+def test_a_query_is_not_logged() -> None:
+    with serving("--log-level-http", "info") as server:
+        httpx.get(f"{server.url}/health?key=sk-1")
+        assert '"GET /health HTTP/1.1" 200' in server.wait_for("GET /health")

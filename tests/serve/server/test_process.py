@@ -246,6 +246,22 @@ async def test_first_signal_closes_what_is_idle_and_refuses_what_is_new():
         assert await running.status == 0
 
 
+@pytest.mark.parametrize("ignored", [False, True])
+async def test_a_hangup_is_a_first_signal_unless_it_is_ignored(ignored: bool):
+    handlers = {number: signal.getsignal(number) for number in serve.server.shutdown.NUMBERS}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        signals = Signals()
+        signals.started()
+        with signals.caught():
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.01)
+            assert signals.requested.is_set() is not ignored
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 async def test_what_does_not_finish_in_time_ends_with_an_error_and_status_0():
     async with life(shutdown_timeout_s=0.05) as running:
         reader, _ = await running.ask("/generate", input_ids=[5], stream=True)
