@@ -29,6 +29,26 @@ ADAPTER = "adapter"  # a row value: slot of the row's LoRA adapter
 UNKNOWN = -1  # in Batch.token_ids: the last sampled token of the sequence, known only on the device
 
 
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31, 40))
+
+
+def uniform_numbers(seeds: NDArray[np.uint64], positions: Longs) -> Floats:
+    """Return a number in [0, 1) for each (seed, output position), independent of the batch.
+
+    Applies the SplitMix64 finaliser (Steele, Lea and Flood, 2014) to seed + (position + 1) * golden gamma. The upper
+    24 bits fit into a float32 exactly.
+    """
+    one, two, three, top = _SHIFTS
+    x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    x = (x ^ (x >> one)) * _MIX_1
+    x = (x ^ (x >> two)) * _MIX_2
+    x ^= x >> three
+    return (x >> top).astype(np.float32) * np.float32(2.0**-24)
+
+
 class MediaSpan(NamedTuple):
     """Tokens of a step whose embeddings are given, for example by an image encoder. No layer reads their ids."""
 
@@ -61,7 +81,9 @@ class Batch:
     starts: Ints  # [B]
     counts: Ints  # [B], each >= 1
     sequence_indices: Ints  # [B], row of each sequence in device state, which keeps its last token
-    token_ids: Ints  # [T], row after row; UNKNOWN if only the device knows the id
+    # [T], row after row. UNKNOWN: only the device knows the id. `speculative.model_drafts.DRAFT`: an id that the draft
+    # model proposes before the model verifies it in the same step.
+    token_ids: Ints
     page_table: Ints  # [B, pages of the longest row], padded with 0 after a row's pages
     sampling: Sampling | None  # None: no row yields a token
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
@@ -73,8 +95,8 @@ class Batch:
     # Arrays of other cache kinds than pages (`CacheKind.step_arrays`), by kind and name.
     kinds: Mapping[str, Mapping[str, Ints]] = field(default_factory=dict)
     drafts: Drafts | None = None  # None: no row proposes ids
-    # bool [B], rows that compute one token after drafts in flight. Their `starts` are upper bounds, which hold if all
-    # drafts are accepted; the device takes the start from its own array of lengths. None: all starts are exact.
+    # bool [B], rows that follow drafts in flight. Their `starts` are upper bounds, which hold if all drafts are
+    # accepted; the device takes the start from its own array of lengths. None: all starts are exact.
     unknown_starts: NDArray[np.bool_] | None = None
     # [3, T], offset of each token's position on each axis (time, height, width) from its position in the row; None: all
     # are 0. After an image, the three axes of a row have equal offsets.
@@ -124,6 +146,14 @@ class Sampling:
     logprobs: tuple[LogprobParams | None, ...] | None = None  # [N]; None: no row requested log-probabilities
     # Host data of positions with a constraint, by index into [N], ascending. Sampling waits for it.
     host_data: Mapping[int, HostData] = field(default_factory=dict)
+    draws: Draws | None = None  # for rows with unknown starts, whose `uniform` is not final. None: all are final
+
+
+class Draws(NamedTuple):
+    """What `uniform` is computed from, for rows with unknown starts."""
+
+    seeds: NDArray[np.uint64]  # [N]
+    output_positions: Longs  # [N], an upper bound like the row's start
 
 
 class Bias(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
 from runtime.constraint import Constraint
@@ -130,19 +130,51 @@ class Finish(NamedTuple):
     message: str | None = None  # for "abort": the reason
 
 
+class DraftCounts(NamedTuple):
+    """How many drafts were verified and accepted. A row with drafts is verified in one step."""
+
+    verified: int = 0  # rows with drafts
+    proposed: int = 0
+    accepted: int = 0
+    histogram: tuple[int, ...] = ()  # rows by their number of accepted drafts, 0 first
+
+    def plus(self, num_proposed: int, num_accepted: int) -> DraftCounts:
+        """Return the counts with one more verified row."""
+        histogram = [*self.histogram, *[0] * (num_accepted + 1 - len(self.histogram))]
+        histogram[num_accepted] += 1
+        return DraftCounts(
+            self.verified + 1, self.proposed + num_proposed, self.accepted + num_accepted, tuple(histogram)
+        )
+
+    @property
+    def accept_length(self) -> float:
+        """Average number of tokens from a row with drafts: the accepted drafts and one more. 0 without such rows."""
+        return 1 + self.accepted / self.verified if self.verified else 0.0
+
+    @property
+    def accept_rate(self) -> float:
+        """Share of the proposed drafts that were accepted. 0 if none was proposed."""
+        return self.accepted / self.proposed if self.proposed else 0.0
+
+    def as_meta(self) -> dict[str, Any]:
+        """Return the fields of `meta_info` with the names of SGLang."""
+        return {
+            "spec_verify_ct": self.verified,
+            "spec_accept_length": self.accept_length,
+            "spec_accept_rate": self.accept_rate,
+            "spec_num_proposed_drafts": self.proposed,
+            "spec_num_correct_drafts": self.accepted,
+            "spec_correct_drafts_histogram": self.histogram,
+        }
+
+
 class Usage(NamedTuple):
     """Token counts of one choice so far."""
 
     prompt: int
     output: int
     cached: int
-    verified: int = 0  # steps that checked drafts
-    accepted: int = 0  # drafts that became output
-
-    @property
-    def accept_length(self) -> float:
-        """Average number of tokens from a step with drafts: the accepted drafts and one more. 0 without such steps."""
-        return 1 + self.accepted / self.verified if self.verified else 0.0
+    drafts: DraftCounts | None = None  # None: no drafts were verified
 
 
 class Logprobs(NamedTuple):

@@ -96,6 +96,11 @@ def _biases(value: Mapping[str, float]) -> dict[int, float]:
     return {int(key): bias for key, bias in value.items()}
 
 
+def _max_drafts(value: int | bool) -> int | None:
+    """Return a number of drafts; true is the server's own number."""
+    return (None if value else 0) if isinstance(value, bool) else value
+
+
 def _schema_text(value: str | Mapping[str, Any]) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -316,6 +321,15 @@ class SamplingParams:
         low=1,
         high=MAX_INT32,
         apis=NATIVE,
+    )
+    speculative: int | None = param(
+        None,
+        "Drafts that one step may verify, at most as many as the server allows; false or 0: none. They change only "
+        "the speed.",
+        low=0,
+        high=MAX_INT32,
+        json=int | bool,
+        read=_max_drafts,
     )
 
     @property

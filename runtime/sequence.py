@@ -7,8 +7,9 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from runtime.constraint import HostData, SequenceConstraint
-from runtime.request import Finish, Logprobs, Request
+from runtime.request import DraftCounts, Finish, Logprobs, Request
 from runtime.sampling_params import SamplingParams
+from runtime.speculative.model_drafts import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
 
 
@@ -25,6 +26,7 @@ class Sequence:
     __slots__ = (
         "banned_ids",
         "constraint",
+        "draft_counts",
         "drafter",
         "finish",
         "ids",
@@ -33,7 +35,6 @@ class Sequence:
         "max_tokens",
         "namespace",
         "next_logprob",
-        "num_accepted",
         "num_cached",
         "num_computed",
         "num_drafted",
@@ -43,7 +44,6 @@ class Sequence:
         "num_shared",
         "num_superseded",
         "num_undelivered",
-        "num_verified",
         "pages",
         "prompt_logprobs",
         "request",
@@ -81,9 +81,8 @@ class Sequence:
         self.num_computed = 0
         self.num_pending = 0
         self.num_drafted = 0  # proposed ids in flight, included in the pending tokens
-        self.drafter: NgramDrafter | None = None  # None: rows of this sequence have no drafts
-        self.num_verified = 0  # rows with drafts whose results are known
-        self.num_accepted = 0  # proposed ids that became output
+        self.drafter: NgramDrafter | ModelDrafter | None = None  # None: rows of this sequence have no drafts
+        self.draft_counts: DraftCounts | None = None  # None: no row with drafts was verified
         self.num_superseded = 0  # number of results to ignore (the oldest in flight): their tokens were forced
         self.num_undelivered = 0  # number of forced tokens at the end of `ids` that no Delta has yet
         self.num_cached = -1  # cached prompt tokens at the first admission; -1 before it

@@ -16,8 +16,9 @@ from runtime.actors.replica import Replica, start_replica, start_replicas
 from runtime.actors.tracing import RequestTraces
 from runtime.config import Args, without_effect
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import LoraPlan, Plan, TokenizerPlan
+from runtime.config.plan import DraftPlan, LoraPlan, Plan, TokenizerPlan
 from runtime.config.resolve import check, resolve
+from runtime.config.resolve.drafts import check_draft_model
 from runtime.config.resolve.lora import LEAST_MAX_RANK
 from runtime.errors import first_error
 from runtime.loading.adapter_config import read_config
@@ -44,7 +45,8 @@ def prepare(args: Args, machine: Machine, *, demo_path: str | None = None) -> tu
     if args.schedule.chunked_prefill_size not in (None, -1, plan.scheduler.chunk_tokens):
         logger.info("--chunked-prefill-size: %s.", plan.scheduler.reasons["chunk_tokens"])
     tokenizer, lora = _with_local_tokenizer(plan.tokenizer, args), _with_local_adapters(plan.lora, args)
-    return replace(plan, tokenizer=tokenizer, lora=lora), facts
+    plan = replace(plan, tokenizer=tokenizer, lora=lora)
+    return replace(plan, draft=_with_local_draft(plan, facts, args)), facts
 
 
 def _with_local_tokenizer(text: TokenizerPlan, args: Args) -> TokenizerPlan:
@@ -59,6 +61,17 @@ def _with_local_adapters(lora: LoraPlan, args: Args) -> LoraPlan:
     sources = [replace(each, path=locate(each.path, None, args.model.download_dir)) for each in lora.sources]
     ranks = [read_config(Path(source.path)).rank for source in sources]
     return replace(lora, sources=tuple(sources), max_rank=lora.max_rank or max(LEAST_MAX_RANK, *ranks, 1))
+
+
+def _with_local_draft(plan: Plan, facts: ModelFacts, args: Args) -> DraftPlan:
+    """Return the plan with a draft model on this machine. Raises `ConfigurationError` if it does not fit the model."""
+    draft = plan.draft
+    if draft.path is None:
+        return draft
+    weights = args.model.load_format != "dummy"
+    path = locate(draft.path, draft.revision, args.model.download_dir, weights=weights)
+    check_draft_model(plan, facts, read_facts(path, model_impl="native"))
+    return replace(draft, path=path)
 
 
 async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:

@@ -18,6 +18,7 @@ from runtime.actors.kv_events import KvEventPublisher
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
+from runtime.config.resolve.drafts import draft_model_plan
 from runtime.distributed.link import encode
 from runtime.distributed.worker_group import WorkerGroup, thread_environment
 from runtime.errors import CheckpointError, ConfigurationError, EngineFailure, first_error
@@ -33,6 +34,7 @@ from runtime.kv_cache.sizing import (
     memory_table,
     size_pool,
 )
+from runtime.loading.facts import read_facts
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -99,7 +101,7 @@ class _ReplicaLoader:
 
     async def load(self) -> None:
         """Start the worker processes and load every rank's weights."""
-        from runtime.worker.worker import TARGET, ModelSetup, ModelWorker, WorkerSetup
+        from runtime.worker.worker import DRAFT, TARGET, ModelSetup, ModelWorker, WorkerSetup
 
         plan, facts, group = self._plan, self._facts, self._group
         if plan.observe.kv_events is not None:  # created first, because its errors appear at once
@@ -111,6 +113,8 @@ class _ReplicaLoader:
         with _in_time(parallel.join_timeout_s, "join from the other machines"):
             await group.start(parallel, facts, environment)
         models = {TARGET: ModelSetup(facts, plan.model)}
+        if plan.draft.path is not None:
+            models[DRAFT] = ModelSetup(read_facts(plan.draft.path, model_impl="native"), draft_model_plan(plan))
         own, *others = (
             WorkerSetup.of(plan, models, rank, self._index * parallel.ranks) for rank in range(parallel.ranks)
         )

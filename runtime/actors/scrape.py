@@ -113,6 +113,11 @@ def _replica(core: EngineCore, actor: SchedulerActor, series: ReplicaSeries, mod
         "sglang:kv_used_tokens": load.num_used_tokens,
         "sglang:kv_available_tokens": num_free * page_size,
         "sglang:kv_evictable_tokens": load.num_evictable_pages * page_size,
+        "sglang:spec_accept_length": load.drafts.accept_length,
+        "sglang:spec_accept_rate": load.drafts.accept_rate,
+        "vllm:spec_decode_num_drafts": load.drafts.verified,
+        "vllm:spec_decode_num_draft_tokens": load.drafts.proposed,
+        "vllm:spec_decode_num_accepted_tokens": load.drafts.accepted,
         "penstock:steps": series.num_steps,
         "penstock:forced_tokens": load.num_forced,
         "penstock:recomputed_tokens": load.num_recomputed,
@@ -132,6 +137,10 @@ def _replica(core: EngineCore, actor: SchedulerActor, series: ReplicaSeries, mod
         "decode": series.generated_tokens,
     }
     yield from _by("sglang:realtime_tokens", labels, "mode", tokens)
+    # rows with more accepted drafts than a position have an accepted draft there
+    histogram = load.drafts.histogram
+    accepted = {str(position): sum(histogram[position + 1 :]) for position in range(max(len(histogram) - 1, 1))}
+    yield from _by("vllm:spec_decode_num_accepted_tokens_per_pos", labels, "position", accepted)
     yield from _by("penstock:prefix_lookups", labels, "result", series.lookups)
     yield from _by("penstock:step_seconds", labels, "kind", series.step_s)
 

@@ -99,7 +99,9 @@ class SchedulerPlan(Section):
     forced_share: float = 0.0
     max_drafts: int = 0  # maximum number of draft tokens per row; 0: no speculation
     max_step_drafts: int = 256  # maximum number of draft tokens per step
+    drafts_by_model: bool = False  # whether a draft model proposes tokens; otherwise prompt lookup does
     overlap_drafts: bool = False  # whether a sequence may enter the next step while the result of its drafts is unknown
+    overlap_draws: bool = False  # the same of sequences whose tokens are drawn by their output position
     draft_windows: tuple[int, int] = (2, 8)  # smallest and largest n-gram that prompt lookup compares
     adapter_slots: int = 0  # LoRA adapters that may run in one batch
     adapters_fifo: bool = False  # evict the adapter that was placed first instead of the one unused for longest
@@ -154,6 +156,14 @@ class LoraPlan(Section):
     max_slots: int = 0  # adapters in one batch
     max_loaded: int | None = None  # adapters in host memory; None: no limit
     folder: str | None = None  # folder of adapters that are loaded when a request names them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftPlan(Section):
+    """The model that proposes tokens for the served model to verify."""
+
+    path: str | None = None  # its folder or GGUF file; None: no draft model
+    revision: str | None = None  # branch, tag or commit on the Hub
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -292,6 +302,7 @@ class Plan:
     graphs: GraphPlan = field(default_factory=GraphPlan)
     observe: ObservePlan = field(default_factory=ObservePlan)
     lora: LoraPlan = field(default_factory=LoraPlan)
+    draft: DraftPlan = field(default_factory=DraftPlan)
 
     def decision(self, path: str) -> tuple[Any, str]:
         """Return (value, reason) of a field given as "SECTION.FIELD", for example "cache.page_size".

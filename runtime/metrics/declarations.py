@@ -79,6 +79,19 @@ METRICS: tuple[Metric, ...] = (
         "Seconds from a request's entry into the queue to its first step.",
         observed=f"{_STEP}.launched",
     ),
+    _replica_metric(
+        "sglang:spec_accept_length", "gauge", "Average tokens of a row with drafts: the accepted ones and one more."
+    ),
+    _replica_metric("sglang:spec_accept_rate", "gauge", "Share of the drafts that the model accepted."),
+    _replica_metric("vllm:spec_decode_num_drafts", "counter", "Rows with drafts that steps verified."),
+    _replica_metric("vllm:spec_decode_num_draft_tokens", "counter", "Drafts that steps verified."),
+    _replica_metric("vllm:spec_decode_num_accepted_tokens", "counter", "Drafts that the model accepted."),
+    _replica_metric(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "counter",
+        "Drafts that the model accepted, by their position in the row, from 0 on.",
+        labels=(*REPLICA, "position"),
+    ),
     _replica_metric("penstock:steps", "counter", "Steps since the start."),
     _replica_metric(
         "penstock:forced_tokens", "counter", "Tokens that grammars forced and that took no step of their own."

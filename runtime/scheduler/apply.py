@@ -86,7 +86,7 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
 
 def _settle_drafts(sequence: Sequence, num_drafts: int, num_accepted: int, effects: Effects) -> None:
     """Make `num_pending` and `num_computed` exact after a row with drafts: rejected drafts are rewound."""
-    sequence.num_drafted = 0
+    sequence.num_drafted -= num_drafts
     sequence.num_pending -= num_drafts
     effects.rewind(sequence, num_drafts - num_accepted)
     effects.note_drafts(sequence, num_drafts, num_accepted)
@@ -137,8 +137,7 @@ def _delta(
             num_prompt,
             num_known - num_prompt,
             sequence.num_cached,
-            sequence.num_verified,
-            sequence.num_accepted,
+            sequence.draft_counts,
         ),
     )
     return _new(Delta, (request.id, sequence.index, tokens, finish, usage, logprobs, prompt_logprobs, None))
@@ -170,8 +169,7 @@ def final_delta(sequence: Sequence, finish: Finish, embedding: list[float] | Non
         sequence.num_prompt,
         num_output,
         max(sequence.num_cached, 0),
-        sequence.num_verified,
-        sequence.num_accepted,
+        sequence.draft_counts,
     )
     prompt_logprobs = sequence.prompt_logprobs if finish.kind == "length" else None
     return Delta(sequence.request.id, sequence.index, [], finish, usage, None, prompt_logprobs, embedding)

@@ -74,7 +74,7 @@ class BatchBuilder:
             self._add_prompts(step, prompts)
             if not step:
                 self._add_decodes(step, decodes)
-        if followers and step and (step.num_decodes or self._plan.mixed):
+        if followers and self._may_add_followers(step):
             self._add_followers(step, followers)
         if step.num_decodes:
             self.new_token_ratio.decay()
@@ -181,11 +181,18 @@ class BatchBuilder:
             step.add_drafts(proposed)
         step.add_decodes(decodes)
 
-    def _add_followers(self, step: _StepRows, followers: list[Sequence]) -> None:
-        """Add one row for each of these sequences with drafts in flight to a step that runs for other rows anyway.
+    def _may_add_followers(self, step: _StepRows) -> bool:
+        """Whether sequences with drafts in flight get a row in this step.
 
-        A step without other rows would cost more than waiting: after the result, the next row may have drafts again.
+        Without a draft model these rows have no drafts. A step with nothing else would cost more than waiting: after
+        the result, the next row may have drafts again.
         """
+        if not step:
+            return self._drafting.by_model
+        return bool(step.num_decodes) or self._plan.mixed
+
+    def _add_followers(self, step: _StepRows, followers: list[Sequence]) -> None:
+        """Add one row for each of these sequences with drafts in flight, with drafts if a model proposes them."""
         found = []
         for sequence in followers:
             if step.full or sequence.sequence_index < 0:  # retracted for another row
@@ -193,6 +200,9 @@ class BatchBuilder:
             end = sequence.num_computed + 1
             if self._drafting.extend(sequence, end) == end:
                 found.append(sequence)
+        if self._drafting.by_model and (proposed := self._drafting.propose(found, step.num_drafted)):
+            found = [sequence for sequence in found if sequence not in proposed]
+            step.add_drafts(proposed, starts_known=False)
         step.add_decodes(found, starts_known=False)
 
     def _retract_one(self) -> bool:
@@ -419,17 +429,20 @@ class _StepRows:
         self._sampled += range(first, first + len(sequences))
         self.num_decodes += len(sequences)
 
-    def add_drafts(self, proposed: Mapping[Sequence, list[int]]) -> None:
+    def add_drafts(self, proposed: Mapping[Sequence, list[int]], *, starts_known: bool = True) -> None:
         """Add one row for each of these sequences. It computes the one token without KV, then the proposed ids."""
         for sequence, ids in proposed.items():
             row, start = len(self._sequences), sequence.num_computed
+            if not starts_known:
+                self._unknown_starts.append(row)
             self._sequences.append(sequence)
             self._starts.append(start)
             self._counts.append(1 + len(ids))
             self._token_ids.append(UNKNOWN if sequence.num_pending else sequence.ids[start])
             self._token_ids += ids
             self._sampled.append(row)
-            self._drafts[row] = sequence.num_drafted = len(ids)
+            self._drafts[row] = len(ids)
+            sequence.num_drafted += len(ids)
             sequence.num_computed = start + 1 + len(ids)
             sequence.num_pending += 1 + len(ids)
             self.num_drafted += len(ids)
@@ -487,7 +500,10 @@ class _StepRows:
                 row_of, before_last = self._spread_over_drafts(row_of)
                 positions = counts.cumsum(dtype=np.int32)[row_of] - 1 - before_last
                 new_positions = ends[row_of] - before_last
-            sampling = tables.sampling.gather(positions, row_of, indices[row_of], new_positions.astype(np.int64))
+            ends_known = not self._unknown_starts
+            sampling = tables.sampling.gather(
+                positions, row_of, indices[row_of], new_positions.astype(np.int64), ends_known=ends_known
+            )
         return Batch(
             number=number,
             sequences=tuple(self._sequences),

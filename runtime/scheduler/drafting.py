@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from runtime.config.plan import SchedulerPlan
 from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.request import DraftCounts
 from runtime.scheduler.request_tables import Running
 from runtime.scheduler.sampling import is_special
 from runtime.sequence import Sequence
+from runtime.speculative.model_drafts import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
 
 
@@ -18,18 +20,19 @@ class Drafting:
     A sequence has a drafter only if its tokens depend on logits, seed and position alone: it has no
     constraint, penalties or biases, and requests no log-probabilities. While drafts are in flight, the sequence is in
     at most one further step, because only the device knows where that row begins (`may_follow`). Steps of other
-    sequences overlap as usual.
+    sequences overlap as usual. That further row has drafts only if a draft model proposes them on the device.
     """
 
     def __init__(self, plan: SchedulerPlan, cache: PrefixCache, running: Running) -> None:
-        self.num_proposed = 0  # proposed ids, since the start
-        self.num_accepted = 0
+        self.counts = DraftCounts()  # of all sequences, since the start
         self.enabled = plan.max_drafts > 0
+        self.by_model = plan.drafts_by_model
         self._max_drafts = plan.max_drafts
         self._windows = plan.draft_windows
         self._max_step = plan.max_step_drafts
         # A row after drafts in flight begins at an unknown position, but recurrent layers need exact positions.
         self._follows = plan.overlap_drafts and all(kind.steps_back is None for kind in cache.kinds)
+        self._follows_draws = plan.overlap_draws
         self._cache = cache
         self._running = running
 
@@ -37,18 +40,24 @@ class Drafting:
         """Give a new sequence its drafter, if its rows may have drafts."""
         if not self.enabled or sequence.constraint is not None or sequence.request.wants_embedding:
             return
-        if not is_special(sequence):
-            sequence.drafter = NgramDrafter(self._max_drafts, *self._windows)
+        asked = sequence.sampling.speculative
+        most = self._max_drafts if asked is None else min(asked, self._max_drafts)
+        if most and not is_special(sequence):
+            sequence.drafter = ModelDrafter(most) if self.by_model else NgramDrafter(most, *self._windows)
 
-    def propose(self, decodes: Iterable[Sequence]) -> dict[Sequence, list[int]]:
-        """Return the proposed ids of these sequences, which lack one token each, and allocate their pages."""
+    def propose(self, decodes: Collection[Sequence], num_drafted: int = 0) -> dict[Sequence, list[int]]:
+        """Return the proposed ids of these sequences, which lack one token each, and allocate their pages.
+
+        `num_drafted` is the number of ids that other rows of the step propose.
+        """
         proposed: dict[Sequence, list[int]] = {}
-        left = self._max_step
+        left = self._max_step - num_drafted
+        share = left // max(len(decodes), 1) if self.by_model else left  # a model proposes as many for each sequence
         for sequence in decodes:
             if sequence.drafter is None or left <= 0:
                 continue
             # The row yields one token more than it proposes.
-            limit = min(left, sequence.max_tokens - sequence.num_tokens - 1)
+            limit = min(left, share, sequence.max_tokens - sequence.num_tokens - 1)
             if limit <= 0:
                 continue
             ids = sequence.drafter.propose(sequence.ids, sequence.num_pending, limit)
@@ -61,22 +70,21 @@ class Drafting:
 
     def note(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
         """Record the result of a row's drafts."""
-        self.num_proposed += num_proposed
-        self.num_accepted += num_accepted
-        sequence.num_verified += 1
-        sequence.num_accepted += num_accepted
+        self.counts = self.counts.plus(num_proposed, num_accepted)
+        sequence.draft_counts = (sequence.draft_counts or DraftCounts()).plus(num_proposed, num_accepted)
         if sequence.drafter is not None:
             sequence.drafter.note(num_proposed, num_accepted, len(sequence.ids))
 
     def may_follow(self, sequence: Sequence) -> bool:
         """Return whether a sequence with drafts in flight may be in the next step, with a row that follows the drafts.
 
-        The sequence must wait in three cases: the choice of a token depends on its output position (seeded draws), the
-        drafts may end the output, or an earlier token or another such row is in flight.
+        The sequence must wait in three cases: the choice of a token depends on its output position (seeded draws) and
+        the device cannot compute it, the drafts may end the output, or an earlier token or another such row is in
+        flight.
         """
         return (
             self._follows
-            and sequence.sampling.greedy
+            and (self._follows_draws or sequence.sampling.greedy)
             and sequence.num_pending == 1 + sequence.num_drafted
             and sequence.num_computed + 1 < sequence.max_tokens
         )

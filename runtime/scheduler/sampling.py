@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from runtime.batch import Bias, Floats, FreshSequence, Ints, Longs, Penalties, Sampling
+from runtime.batch import Bias, Draws, FreshSequence, Ints, Longs, Penalties, Sampling, uniform_numbers
 from runtime.constraint import HostData
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.sequence import Sequence
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_2 = np.uint64(0x94D049BB133111EB)
-_SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31, 40))
-
-
-def uniform_numbers(seeds: NDArray[np.uint64], positions: Longs) -> Floats:
-    """Return a number in [0, 1) for each (seed, output position), independent of the batch.
-
-    Applies the SplitMix64 finaliser (Steele, Lea and Flood, 2014) to seed + (position + 1) * golden gamma. The upper
-    24 bits fit into a float32 exactly.
-    """
-    one, two, three, top = _SHIFTS
-    x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    x = (x ^ (x >> one)) * _MIX_1
-    x = (x ^ (x >> two)) * _MIX_2
-    x ^= x >> three
-    return (x >> top).astype(np.float32) * np.float32(2.0**-24)
 
 
 class SamplingTables:
@@ -82,11 +62,11 @@ class SamplingTables:
         if sequence.sequence_index in self._special and is_penalised(sequence):
             self._fresh.add(sequence.sequence_index)
 
-    def gather(self, positions: Ints, row_of: Ints, indices: Ints, ends: Longs) -> Sampling:
+    def gather(self, positions: Ints, row_of: Ints, indices: Ints, ends: Longs, *, ends_known: bool = True) -> Sampling:
         """Build the arrays for the N sampled positions of a batch.
 
         `indices` [N] are the positions' sequence indices; `ends` [N] is the position that each new token will have
-        in its sequence.
+        in its sequence, an upper bound if not `ends_known`.
         """
         output_positions = ends - self._num_prompt[indices]
         bias = penalties = logprobs = None
@@ -103,6 +83,7 @@ class SamplingTables:
             row_of=row_of,
             greedy=self._greedy[indices],
             uniform=uniform_numbers(self._seeds[indices], output_positions),
+            draws=None if ends_known else Draws(self._seeds[indices], output_positions),
             params={name: self._params[name][indices] for name, users in self._num_users.items() if users},
             bias=bias,
             penalties=penalties,

@@ -12,7 +12,7 @@ from runtime.constraint import HostData
 from runtime.errors import ContextOverflow, EngineFailure, Overloaded
 from runtime.kv_cache.page_events import Event
 from runtime.kv_cache.prefix_cache import PrefixCache
-from runtime.request import Delta, Finish, LogprobParams, Logprobs
+from runtime.request import Delta, DraftCounts, Finish, LogprobParams, Logprobs
 from runtime.scheduler.adapter_slots import AdapterSlots
 from runtime.scheduler.apply import Effects, apply_output, final_delta
 from runtime.scheduler.batch_builder import BatchBuilder
@@ -42,8 +42,7 @@ class Load(NamedTuple):
     num_swapped_out: int  # pages copied to the host for retracted sequences, since the start
     num_swapped_in: int  # pages copied back from the host, since the start
     num_forced: int  # forced tokens without a step of their own, since the start
-    num_proposed: int = 0  # verified drafts, since the start
-    num_accepted: int = 0  # accepted drafts, since the start
+    drafts: DraftCounts = DraftCounts()  # since the start
     num_adapter_slots: int = 0  # slots of adapters with running sequences
     num_adapter_evictions: int = 0  # adapters that left their slot for another one, since the start
 
@@ -334,8 +333,7 @@ class Scheduler:
             num_swapped_out=0 if cache.host is None else cache.host.num_swapped_out,
             num_swapped_in=0 if cache.host is None else cache.host.num_swapped_in,
             num_forced=self._fast_forward.num_saved,
-            num_proposed=self._drafting.num_proposed,
-            num_accepted=self._drafting.num_accepted,
+            drafts=self._drafting.counts,
             num_adapter_slots=self._running.adapters.num_used,
             num_adapter_evictions=self._running.adapters.num_evictions,
         )

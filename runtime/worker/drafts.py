@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.batch import Batch
+from runtime.batch import Batch, uniform_numbers
 
 DRAFT_ARRAYS = ("draft_sequences", "draft_firsts", "draft_owners", "draft_ids", "draft_lengths")
 
@@ -66,4 +66,9 @@ def with_exact_starts(batch: Batch, lengths: Tensor) -> Batch:
     if batch.unknown_starts is None:
         return batch
     known = lengths.numpy()[batch.sequence_indices]
-    return replace(batch, starts=np.where(batch.unknown_starts, known, batch.starts), unknown_starts=None)
+    starts, sampling = np.where(batch.unknown_starts, known, batch.starts), batch.sampling
+    if sampling is not None and sampling.draws is not None:
+        seeds, bounds = sampling.draws
+        positions = bounds - (batch.starts - starts)[sampling.row_of]
+        sampling = replace(sampling, uniform=uniform_numbers(seeds, positions), draws=None)
+    return replace(batch, starts=starts, sampling=sampling, unknown_starts=None)

@@ -31,6 +31,7 @@ from runtime.worker.adapters import Adapters
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read, retrieve
+from runtime.worker.draft_model import DraftModel
 from runtime.worker.drafts import settle, with_exact_starts
 from runtime.worker.graph_capture import BackgroundCapture
 from runtime.worker.logprobs import CHUNK, prompt_indices
@@ -191,10 +192,12 @@ class StepExecutor:
         copy_pages: CopyPages = native_kv.copy_pages,
         weights: LoadedWeights | None = None,
         adapters: Adapters | None = None,
+        draft_model: DraftModel | None = None,
     ) -> None:
         """Without a pipeline, `forward` computes hidden states, and `cpu_graph` computes whole steps in one call.
 
-        If `cuda_graphs` is not None, it is the same object as `forward` and may also sample tokens.
+        If `cuda_graphs` is not None, it is the same object as `forward` and may also sample tokens. `draft_model`
+        proposes tokens; its pool has the pages of `pool`.
         """
         self.device = device
         self.rank = RankState(device, leads=sampler is not None, weights=weights, adapters=adapters)
@@ -209,6 +212,7 @@ class StepExecutor:
         self._forward = forward
         self._sampler = sampler
         self._cpu_graph = cpu_graph
+        self._draft_model = draft_model
         self._staging = Staging(device)
         self._copier = PageCopier(pool, copy_pages, device, self._staging)
         self._begun: deque[_Begun] = deque()
@@ -227,6 +231,8 @@ class StepExecutor:
                 self._logged_drafts = True
                 logger.info("Steps with drafts are computed operation by operation.")
             batch = self._with_starts(batch)
+            if self._draft_model is not None:
+                batch = self._draft_model.propose(batch, self.last_tokens)
             search, graph = self._search, self._cpu_graph
             before = self.last_tokens.clone() if search is not None else None
             if graph is not None and graph.takes(batch):
@@ -297,6 +303,8 @@ class StepExecutor:
         """End the threads of the CPU graph, after the last step."""
         if self._cpu_graph is not None:
             self._cpu_graph.close()
+        if self._draft_model is not None:
+            self._draft_model.close()
         if self.rank.adapters is not None:
             self.rank.adapters.close()
 

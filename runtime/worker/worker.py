@@ -18,7 +18,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import GraphPlan, KernelPlan, LoraPlan, ModelPlan, Plan
 from runtime.config.pooling import Pooling
 from runtime.config.resolve.graphs import within
-from runtime.errors import EngineFailure
+from runtime.errors import ConfigurationError, EngineFailure
 from runtime.kv_cache.kinds import PAGED, Specs
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS, by_kind, local_specs
@@ -35,6 +35,7 @@ from runtime.worker.compiled import CompiledForward, compilable
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import Choice, CudaGraphRunner
 from runtime.worker.device import Device, open_device
+from runtime.worker.draft_model import DraftModel
 from runtime.worker.logits_dump import LogitsDump
 from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
@@ -43,7 +44,8 @@ from runtime.worker.step_inputs import Forward
 
 logger = logging.getLogger("penstock.core")
 
-TARGET = "target"  # name of the served model; others ("draft", "encoder") assist it
+TARGET = "target"  # name of the served model; others assist it
+DRAFT = "draft"  # name of the model that proposes tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +279,7 @@ class ModelWorker:
                 loaded.source, model, cache, fixed=forward is not model or cpu_graph is not None
             ),
             adapters=self._adapters if name == TARGET else None,
+            draft_model=self._make_draft_model(plan, device) if plan.scheduler.drafts_by_model else None,
         )
 
     def follow(self, name: str) -> StepExecutor:
@@ -388,6 +391,17 @@ class ModelWorker:
         except NotCapturable as reason:
             logger.info("Steps are computed operation by operation: %s.", reason)
             return None
+
+    def _make_draft_model(self, plan: Plan, device: Device) -> DraftModel:
+        """Return the model that proposes tokens. Raises `ConfigurationError` if it has other caches than pages."""
+        loaded, pool, cache = self._hand_over(DRAFT)
+        if len(pool.paged) < len(pool):
+            raise ConfigurationError(
+                f"--speculative-draft-model-path: {loaded.setup.facts.architecture} has sliding-window or recurrent "
+                "layers, which a draft model must not have; choose another model."
+            )
+        graph = self._make_cpu_graph(loaded.setup, loaded.decoder, pool, cache, plan)
+        return DraftModel(loaded.decoder, pool, device, cache.num_sequences, graph)
 
     def _make_forward(
         self, setup: ModelSetup, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup

@@ -85,7 +85,6 @@ Each decoder is also supported with another head instead of `ForCausalLM`, if a 
 """
 # SGLang's metrics that Penstock does not have, with the reason.
 ABSENT_METRICS: dict[str, str] = {
-    "sglang:spec_accept_length": "`meta_info` has it for each request",
     "sglang:num_prefill_prealloc_queue_reqs": "prompts and outputs are computed in one process",
     "sglang:num_prefill_inflight_queue_reqs": "prompts and outputs are computed in one process",
     "sglang:num_decode_prealloc_queue_reqs": "prompts and outputs are computed in one process",

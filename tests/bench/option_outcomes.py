@@ -21,6 +21,7 @@ WITHOUT_TRIAL = {
 }
 SELF_CONTAINED = {"config"}  # a file with other options
 _NGRAM = {"speculative_algorithm": "NGRAM"}
+_STANDALONE = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "draft"}
 _NODES = {"nnodes": 2, "tp_size": 2, "dist_init_addr": "first:5000"}
 # Further options that an option requires.
 _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
@@ -32,6 +33,10 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "schedule_low_priority_values_first": {"enable_priority_scheduling": True},
     "priority_scheduling_preemption_threshold": {"enable_priority_scheduling": True},
     "nnodes": _NODES,
+    "speculative_algorithm": {"speculative_draft_model_path": "draft"},
+    "speculative_draft_model_path": {"speculative_algorithm": "STANDALONE"},
+    "speculative_draft_model_revision": _STANDALONE,
+    "speculative_num_steps": _STANDALONE,
     "speculative_num_draft_tokens": _NGRAM,
     "speculative_ngram_min_match_window_size": _NGRAM,
     "speculative_ngram_max_match_window_size": _NGRAM,

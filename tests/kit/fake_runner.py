@@ -27,6 +27,7 @@ from runtime.request import Adapter, Delta, LogprobParams, Logprobs, Request
 from runtime.sampling_params import SamplingParams
 from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
+from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.device import CpuDevice
 from runtime.worker.host_data import HostDataGate
 
@@ -141,7 +142,7 @@ class FakeRunner:
             self._copy(copy)
         self._check_adapters(batch)
         bounds = batch.starts + batch.counts
-        batch = self._with_exact_starts(batch)
+        batch = self._with_proposals(self._with_exact_starts(batch))
         slots = [self._slots(batch, row, int(bounds[row])) for row in range(len(batch.sequences))]
         self._store(batch, slots)
         states = [self._attend(batch, row, slots[row]) for row in range(len(batch.sequences))]
@@ -178,11 +179,33 @@ class FakeRunner:
         for row in np.flatnonzero(batch.unknown_starts).tolist():
             length = self._lengths[int(batch.sequence_indices[row])]
             assert length is not None, "a row follows no drafts"
-            assert batch.counts[row] == 1, "a row after drafts computes one token"
+            drafted = batch.token_ids[batch.counts.cumsum()[row] - batch.counts[row] + 1 :][: batch.counts[row] - 1]
+            assert (drafted == DRAFT).all(), "a row after drafts computes one token, and those of a draft model"
             assert length <= starts[row], "a start is not the upper bound of its row"
             starts[row] = length
             self.num_unknown_starts += 1
         return replace(batch, starts=starts, unknown_starts=None)
+
+    def _with_proposals(self, batch: Batch) -> Batch:
+        """Propose the ids that a draft model must propose: some of them are right."""
+        if batch.drafts is None or DRAFT not in batch.token_ids:
+            return batch
+        ids, ends = batch.token_ids.copy(), np.cumsum(batch.counts).tolist()
+        for row, count in zip(batch.drafts.rows.tolist(), batch.drafts.counts.tolist(), strict=True):
+            start, sequence = int(batch.starts[row]), batch.sequences[row]
+            state: int | None = first_state(sequence)
+            if start:
+                page, offset = divmod(start - 1, self._page_size)
+                state = self._states[int(batch.page_table[row, page]) * self._page_size + offset]
+            assert state is not None, "a draft model follows tokens that are not computed"
+            last = int(ids[ends[row] - count - 1])
+            state = advance(state, self._last[int(batch.sequence_indices[row])] if last == UNKNOWN else last)
+            for number in range(ends[row] - count, ends[row]):
+                assert ids[number] == DRAFT
+                is_wrong = crc32(bytes([start % 256, number % 256, sequence.seed % 256])) % 4 == 0
+                ids[number] = (next_token(state, sequence.seed, self.vocab_size) + is_wrong) % self.vocab_size
+                state = advance(state, int(ids[number]))
+        return replace(batch, token_ids=ids)
 
     def _slots(self, batch: Batch, row: int, bound: int) -> list[int]:
         """Return the slot (page and offset) of each position of a row's history. The row has pages up to its upper

@@ -33,5 +33,5 @@ class ScriptedDrafter(NgramDrafter):
 def script_drafts(scheduler: Scheduler, expected: Callable[[Sequence], list[int]], vocab_size: int, limit: int) -> None:
     """Give every sequence that may have drafts a scripted drafter, with up to `limit` ids per row."""
     for sequence in scheduler:
-        if sequence.drafter is not None and not isinstance(sequence.drafter, ScriptedDrafter):
+        if isinstance(sequence.drafter, NgramDrafter) and not isinstance(sequence.drafter, ScriptedDrafter):
             sequence.drafter = ScriptedDrafter(sequence, expected(sequence), vocab_size, limit)

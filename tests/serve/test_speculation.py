@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+import tiny_models
 from runtime.batch import Batch
+from runtime.errors import ConfigurationError
 from runtime.worker.model_runner import ModelRunner
 from serve import Engine
+from serve.demo import demo_path
 
 NGRAM = {"speculative_algorithm": "NGRAM"}
+DEMO = Path(demo_path() or "")
 LINES = [f"{number}. The red fox number {number} runs over the hill." for number in range(10)]
 EDIT = "Repeat this list exactly:\n" + "\n".join(LINES) + "\n\nAgain:\n" + LINES[0] + "\n1. The red"
 PROMPTS = [EDIT, "Once upon a time", "a b c d a b c d a b", EDIT[60:], "x"]
@@ -57,6 +64,21 @@ def rows_with_unknown_starts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(scope="module")
+def draft(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options for drafts by the demo model without its last layer, which agrees with it at times."""
+    folder = tmp_path_factory.mktemp("draft")
+    config = json.loads((DEMO / "config.json").read_text())
+    config["num_hidden_layers"] -= 1
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = {name: tensor for path in DEMO.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    last = f"model.layers.{config['num_hidden_layers']}."
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(last)}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors")
+    return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder)}
+
+
+@pytest.fixture(scope="module")
 def plain() -> list[list[int]]:
     return [answer[IDS] for answer in asyncio.run(answers())]
 
@@ -71,6 +93,48 @@ async def test_tokens_are_those_of_plain_decoding(way: str, plain: list[list[int
     assert max(meta["spec_accept_length"] for meta in checked) > 2
     penalised = found[3]["meta_info"]
     assert "spec_verify_ct" not in penalised  # its tokens depend on earlier tokens, so it has no drafts
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_tokens_with_a_draft_model_are_those_of_plain_decoding(
+    way: str, draft: dict[str, Any], plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_unknown = rows_with_unknown_starts(monkeypatch)
+    found = await answers(**draft, **WAYS[way])
+    assert [answer[IDS] for answer in found] == plain
+    assert (sum(num_unknown) > 5) == (way != "no overlap")
+    lengths = [answer["meta_info"].get("spec_accept_length", 1) for answer in found]
+    assert 1.2 < max(lengths) < 5
+
+
+async def test_a_draft_model_like_the_target_is_always_right(plain: list[list[int]]) -> None:
+    """Its drafts come from a KV cache of its own, with cached prefixes and after chunks too."""
+    own = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(DEMO)}
+    found = await answers(**own, speculative_num_steps=3, chunked_prefill_size=16)
+    assert [answer[IDS] for answer in found] == plain
+    alone = [answer["meta_info"] for answer in found[: len(found) // 2 : len(PARAMS)]]
+    assert all(meta["spec_accept_length"] > 3.7 for meta in alone)  # the last step may have fewer drafts
+
+
+async def test_a_request_may_limit_its_drafts(draft: dict[str, Any]) -> None:
+    async with Engine(log_level="error", random_seed=1, enable_metrics=True, **draft) as engine:
+        found = [
+            (await engine.generate(EDIT, sampling_params={**PARAMS[0], "speculative": asked}))["meta_info"]
+            for asked in (True, 1, 0, False)
+        ]
+        load = engine.core.schedulers[0].scheduler.load
+    assert [meta.get("spec_verify_ct", 0) > 0 for meta in found] == [True, True, False, False]
+    usual, single = found[:2]
+    assert single["spec_num_proposed_drafts"] == single["spec_verify_ct"]
+    assert single["spec_accept_rate"] == single["spec_num_correct_drafts"] / single["spec_num_proposed_drafts"]
+    assert sum(usual["spec_correct_drafts_histogram"]) == usual["spec_verify_ct"]
+    assert load.drafts.verified == usual["spec_verify_ct"] + single["spec_verify_ct"]
+
+
+async def test_a_model_with_other_tokens_is_refused() -> None:
+    other = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": tiny_models.cached()}
+    with pytest.raises(ConfigurationError, match="its vocabulary has"):
+        await Engine(log_level="error", **other).start()
 
 
 async def test_streams_bring_the_same_tokens(plain: list[list[int]]):

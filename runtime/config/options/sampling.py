@@ -63,25 +63,39 @@ class SpeculativeArgs:
         "of the last tokens in the same prompt or output; EAGLE, EAGLE3, NEXTN: by layers trained for the model; "
         "STANDALONE: by a small model. Default: no drafts.",
         choices=("EAGLE", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE"),
-        built=("NGRAM",),
-        instead="use NGRAM, which needs no model for drafts",
+        built=("NGRAM", "STANDALONE"),
+        instead="use NGRAM, which needs no model for drafts, or STANDALONE, which needs a small one",
         plan="scheduler.max_drafts",
         other_unit=True,
     )
-    speculative_draft_model_path: str | None = planned(
-        None, "Folder or Hub repository of the drafting model.", aliases=("--speculative-draft-model",)
-    )
-    speculative_draft_model_revision: str | None = planned(None, "Branch, tag or commit of the drafting model.")
-    speculative_num_steps: int | None = planned(None, "Number of tokens drafted one after the other.", low=1)
-    speculative_eagle_topk: int | None = planned(
-        None, "Alternatives drafted at each position; 1 drafts a single chain.", low=1
-    )
-    speculative_num_draft_tokens: int | None = option(
+    speculative_draft_model_path: str | None = option(
         None,
-        "Maximum number of drafted tokens per sequence that one step verifies. Default: 8.",
+        "Folder or Hub repository of the drafting model, which must have the vocabulary of the served model.",
+        aliases=("--speculative-draft-model",),
+        plan="draft.path",
+    )
+    speculative_draft_model_revision: str | None = option(
+        None, "Branch, tag or commit of the drafting model.", plan="draft.revision"
+    )
+    speculative_num_steps: int | None = option(
+        None,
+        "Number of tokens drafted one after the other. Default: 4.",
         low=1,
         high=64,
         plan="scheduler.max_drafts",
+        other_unit=True,
+    )
+    speculative_eagle_topk: int = planned(
+        1, "Alternatives drafted at each position; 1 drafts a single chain.", low=1, instead=ONE_CHAIN
+    )
+    speculative_num_draft_tokens: int | None = option(
+        None,
+        "Maximum number of drafted tokens per sequence that one step verifies. With a drafting model, the token that "
+        "they follow counts too, as in SGLang. Default: 8 for NGRAM, 5 for STANDALONE.",
+        low=1,
+        high=64,
+        plan="scheduler.max_drafts",
+        other_unit=True,
     )
     speculative_ngram_min_match_window_size: int = option(
         2,

@@ -11,6 +11,7 @@ from runtime.config.args import Args, not_built
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.config.resolve.cache import cache_plan
+from runtime.config.resolve.drafts import draft_plan
 from runtime.config.resolve.graphs import graph_plan
 from runtime.config.resolve.kernels import kernel_plan
 from runtime.config.resolve.lora import lora_plan
@@ -92,6 +93,7 @@ def decide(
         tokenizer=text_plan(builder, machine, facts.path),
         serve=serve_plan(builder, where, demo_path),
         lora=lora_plan(builder, facts, kernels, by_transformers=model.by_transformers),
+        draft=draft_plan(builder),
     )
     return plan, builder
 

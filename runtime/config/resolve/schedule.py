@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from ops.backends import ATTENTION
 from ops.machine import GIB, Gpu
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, KernelPlan, SchedulerPlan
+from runtime.config.resolve.drafts import draft_decisions
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 OPEN_ENDED_TOKENS = 256  # length of a typical chat answer
 MAX_FORCED = 32  # maximum forced tokens searched for at once, because other rows wait for their masks
-MAX_DRAFTS = 8
-STEP_DRAFTS = 256  # maximum drafts per step, because rows without drafts wait for the step
 QUEUE_FACTOR = 2  # waiting sequences per running one
 QUEUED_TOKENS = 2**23
 MIN_QUEUE = 2048  # minimum queue length, for benchmarks that send all requests at once
@@ -27,7 +25,7 @@ def schedule_plan(
     # Initial and minimum share of the remaining output for which admission reserves pages.
     ratio = min(0.7 * conservativeness, 1.0)
     ratio_min = 0.14 * ratio
-    running = _max_running(builder, gpu)
+    running, overlap = _max_running(builder, gpu), _overlap(builder)
     return builder.build(
         SchedulerPlan,
         max_running=running,
@@ -36,7 +34,7 @@ def schedule_plan(
         chunk_tokens=_chunk_tokens(builder, gpu, cache.page_size, facts),
         max_prefill_tokens=_max_prefill_tokens(builder, gpu, facts),
         policy=_policy(builder, cache),
-        overlap=_overlap(builder),
+        overlap=overlap,
         new_token_ratio=Decision(ratio, f"0.7 x --schedule-conservativeness {conservativeness:g}, at most 1"),
         min_new_token_ratio=Decision(ratio_min, "0.14 x the initial value"),
         new_token_ratio_decay=Decision(
@@ -51,64 +49,10 @@ def schedule_plan(
         max_new_sequences=_max_new(builder),
         max_forced=builder.follow("disable_jump_forward", 0 if builder.args.text.disable_jump_forward else MAX_FORCED),
         forced_share=_forced_share(builder, gpu),
-        max_drafts=_max_drafts(builder, facts),
-        max_step_drafts=Decision(STEP_DRAFTS, "rows without drafts must not wait long for rows with drafts"),
-        overlap_drafts=_overlap_drafts(builder, gpu, kernels),
-        draft_windows=_draft_windows(builder),
+        **draft_decisions(builder, gpu, facts, kernels, overlap=overlap.value),
         adapter_slots=Decision(builder.args.lora.max_loras_per_batch, "the slots of --max-loras-per-batch"),
         adapters_fifo=Decision(builder.args.lora.lora_eviction_policy == "fifo", "by --lora-eviction-policy"),
     )
-
-
-def _max_drafts(builder: PlanBuilder, facts: ModelFacts) -> Decision[int]:
-    args = builder.args.speculative
-    algorithm, asked = args.speculative_algorithm, args.speculative_num_draft_tokens
-    if algorithm is None:
-        if asked is not None:
-            builder.refuse(
-                "speculative_num_draft_tokens",
-                "--speculative-num-draft-tokens needs --speculative-algorithm NGRAM.",
-            )
-        return Decision(0, "no --speculative-algorithm is set")
-    why = None
-    if facts.is_encoder:
-        why = f"{facts.architecture} generates no tokens"
-    elif builder.args.parallel.pp_size > 1:
-        why = "pipeline parallelism (--pp-size) does not support drafts yet"
-    if why is not None:
-        builder.refuse("speculative_algorithm", f"--speculative-algorithm {algorithm}: {why}; leave it out.")
-        return Decision(0, why)
-    return builder.follow_or("speculative_num_draft_tokens", MAX_DRAFTS, "the default for prompt lookup")
-
-
-def _overlap_drafts(builder: PlanBuilder, gpu: Gpu | None, kernels: KernelPlan) -> Decision[bool]:
-    attention = kernels.decode_attention_backend
-    if builder.args.speculative.speculative_algorithm is None:
-        return Decision(False, "no --speculative-algorithm is set")
-    if not _overlap(builder).value:
-        return Decision(False, "steps do not overlap")
-    if gpu is None:
-        return Decision(True, "on a CPU, row positions are known when a step begins")
-    if ATTENTION[attention].exact_starts:
-        return Decision(False, f"{attention} needs the exact lengths of rows on the host")
-    if kernels.logits_folder is not None:
-        return Decision(False, "dumped logits need exact positions")
-    return Decision(True, f"{attention} reads the lengths of rows on the device")
-
-
-def _draft_windows(builder: PlanBuilder) -> Decision[tuple[int, int]]:
-    args = builder.args.speculative
-    low, high = args.speculative_ngram_min_match_window_size, args.speculative_ngram_max_match_window_size
-    for option in ("speculative_ngram_min_match_window_size", "speculative_ngram_max_match_window_size"):
-        if builder.args.changed(option) and args.speculative_algorithm is None:
-            flag = "--" + option.replace("_", "-")
-            builder.refuse(option, f"{flag} needs --speculative-algorithm NGRAM.")
-    if low > high:
-        builder.refuse(
-            "speculative_ngram_min_match_window_size",
-            f"--speculative-ngram-min-match-window-size {low} exceeds the largest window of {high}.",
-        )
-    return Decision((low, high), "the shortest and the longest n-gram that is looked up")
 
 
 def _forced_share(builder: PlanBuilder, gpu: Gpu | None) -> Decision[float]:

@@ -21,7 +21,8 @@ from runtime.layers.recurrent import KIND
 from runtime.models.by_transformers.attention import body
 from runtime.models.by_transformers.model import TransformersDecoder
 
-PAST = ("past_key_values", "cache_params", "state", "mems")  # names of the cache argument in transformers' models
+USUAL_PAST = "past_key_values"
+PAST = ("cache", USUAL_PAST, "cache_params", "state", "mems")  # names of the cache argument in transformers' models
 MEASURED = (1, 9)  # lengths in tokens of the two texts from which `measure` extrapolates the cache size
 MIN_SLOTS = 3
 ZEROS = 0
@@ -88,9 +89,9 @@ class SequenceCacheDecoder(TransformersDecoder):
         if any(
             each.kind is each.VAR_KEYWORD for each in takes.values()
         ):  # keyword arguments are passed on to an inner decoder
-            self._takes |= {"attention_mask", PAST[0]}
+            self._takes |= {"attention_mask", USUAL_PAST}
         past = [name for name in PAST if name in takes]
-        self._past = past[0] if past else PAST[0]
+        self._past = past[0] if past else USUAL_PAST
         self.cache_specs = {0: SequenceCacheSpec(0, 1)}
 
     def forward(self, batch: ForwardBatch) -> Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from runtime.request import Chunk, Finish, Logprobs, Request, Usage
+from runtime.request import Chunk, Finish, Logprobs, Request
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -78,11 +78,8 @@ class GenerateAnswers:
         tail_fields = b""
         if chunk.finish is not None:
             tail_fields = b',"e2e_latency":%.6f' % (time.perf_counter() - self._started_s)
-        if usage.verified:
-            tail_fields += b',"spec_verify_ct":%d,"spec_accept_length":%.6f' % (
-                usage.verified,
-                usage.accept_length,
-            )
+        if usage.drafts is not None:
+            tail_fields += b"," + orjson.dumps(usage.drafts.as_meta())[1:-1]
         return b'data: {"text":"%b","output_ids":%b,"meta_info":{"finish_reason":%b,%b%b%b,%b' % (
             growing.text,
             orjson.dumps(chunk.ids),
@@ -110,7 +107,7 @@ class GenerateAnswers:
             "completion_tokens": chunk.usage.output,
             "cached_tokens": chunk.usage.cached,
             "e2e_latency": time.perf_counter() - self._started_s,
-            **_speculation(chunk.usage),
+            **({} if chunk.usage.drafts is None else chunk.usage.drafts.as_meta()),
         }
 
     def _logprobs(self, request: Request, chunk: Chunk) -> dict[str, list[Any]]:
@@ -127,13 +124,6 @@ class GenerateAnswers:
             if params.token_ids:
                 lists[f"{side}_token_ids_logprobs"] = [_optional(pairs, text) for pairs in values.requested]
         return lists
-
-
-def _speculation(usage: Usage) -> dict[str, float]:
-    """Return the counts of draft verification, if any drafts were verified."""
-    if not usage.verified:
-        return {}
-    return {"spec_verify_ct": usage.verified, "spec_accept_length": usage.accept_length}
 
 
 def finish_reason(finish: Finish | None) -> dict[str, Any] | None:

@@ -47,6 +47,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"enable_priority_scheduling": True, "enable_trace": True}),
     (CPU, NODES),
     (CPU, {"speculative_algorithm": "NGRAM"}),
+    (CPU, {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "draft"}),
     (CPU, {"enable_lora": True}),
     (CPU, {"collect_tokens_histogram": True, "log_requests": True}),
     (H200, {}),

@@ -52,7 +52,7 @@ def test_what_is_served_is_of_the_kind_of_the_original() -> None:
 def test_names_are_ours_or_the_original_s_and_unique() -> None:
     assert len(BY_NAME) == len(METRICS)
     for metric in METRICS:
-        assert re.fullmatch(r"(sglang|penstock):[a-z0-9_]+", metric.name), metric.name
+        assert re.fullmatch(r"(sglang|vllm|penstock):[a-z0-9_]+", metric.name), metric.name
         assert metric.kind != "counter" or not metric.name.endswith("_total"), metric.name
         assert metric.help[0].isupper(), metric.name
         assert metric.help.endswith("."), metric.name

@@ -112,7 +112,13 @@ def test_a_tensor_that_does_not_fit_is_named_with_its_file(family: str, publishe
         save_file(files[file], file, metadata={"format": "pt"})
 
 
-OURS = sorted(kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if isinstance(name, str) and find(name))
+# Kinds that transformers computes by another kind's class, after converting tensors that have names of their own.
+CONVERTED = ("exaone", "sarvam_mla", "sarvam_moe")
+OURS = sorted(
+    kind
+    for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    if isinstance(name, str) and find(name) and kind not in CONVERTED
+)
 
 
 @pytest.mark.parametrize(

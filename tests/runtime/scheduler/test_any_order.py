@@ -46,6 +46,8 @@ class AnyOrder(RuleBasedStateMachine):
         max_drafts=st.sampled_from([0, 1, 3, 8]),
         max_step_drafts=st.sampled_from([2, 256]),
         overlap_drafts=st.booleans(),
+        overlap_draws=st.booleans(),
+        drafts_by_model=st.booleans(),
         forced_share=st.sampled_from([0.0, 0.0, 1.0]),
         num_host_pages=st.sampled_from([0, 1, 5, 100]),
         adapter_slots=st.sampled_from([1, 2, 8]),

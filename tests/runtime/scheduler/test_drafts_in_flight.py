@@ -95,7 +95,7 @@ def test_rows_that_draw_by_their_position_wait():
     watched.add(drawn, other)
     watched.run()
     watched.check(drawn, other)
-    assert drawn.num_verified
+    assert drawn.draft_counts
     assert not any(watched.followers)
 
 
@@ -109,7 +109,7 @@ def test_no_row_follows_where_exact_lengths_are_wanted(why: str):
     watched.add(*sequences, drafts=1)
     watched.run()
     watched.check(*sequences)
-    assert sequences[0].num_verified
+    assert sequences[0].draft_counts
     assert not any(watched.followers)
 
 

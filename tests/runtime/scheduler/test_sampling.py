@@ -5,11 +5,10 @@ from typing import Any
 import numpy as np
 
 from fake_runner import Drive, make_plan, make_sequence
-from runtime.batch import Batch, Sampling
+from runtime.batch import Batch, Sampling, uniform_numbers
 from runtime.request import LogprobParams
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.scheduler import budget
-from runtime.scheduler.sampling import uniform_numbers
 from runtime.sequence import Sequence
 
 

@@ -27,7 +27,9 @@ from runtime.worker.model_runner import StepExecutor
 from runtime.worker.worker import TARGET, CacheSetup, ModelSetup, ModelWorker, WorkerSetup
 
 CACHE = CacheSetup(num_pages=12, page_size=PAGE_SIZE, kv_dtype="float32", num_sequences=4)
-PLAN: Any = SimpleNamespace(kernels=KernelPlan(), parallel=SimpleNamespace(ranks=2))
+PLAN: Any = SimpleNamespace(
+    kernels=KernelPlan(), parallel=SimpleNamespace(ranks=2), scheduler=SimpleNamespace(drafts_by_model=False)
+)
 TIMEOUT_S = 60.0
 
 

@@ -228,7 +228,7 @@ def not_built(cls: type) -> list[str]:
 
 
 GREEDY = {"temperature": 0, "max_tokens": 48, "model": MODEL}
-REFUSED_BY_OPENAI: Fields = {"model": "other", "priority": 3, "best_of": 7}
+REFUSED_BY_OPENAI: Fields = {"model": "other", "priority": 3, "best_of": 7, "lora_path": "none"}
 SPACES = "the demo model's tokenizer puts none between special tokens"
 LOADING = (
     "numa",
@@ -242,6 +242,7 @@ LOADING = (
     "f16_kv",
 )
 LOADING += ("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only")
+NO_DRAFTS = "this server has no drafts"
 PREFIX = "the demo model's tokenizer adds no tokens of its own"
 ROUTES: Mapping[str, Route] = {
     "/v1/chat/completions": Route(
@@ -253,6 +254,7 @@ ROUTES: Mapping[str, Route] = {
             "user": "reported to nobody",
             "spaces_between_special_tokens": SPACES,
             "add_special_tokens": PREFIX,
+            "speculative": NO_DRAFTS,
             "parallel_tool_calls": "the demo model makes one call",
         },
     ),
@@ -265,13 +267,14 @@ ROUTES: Mapping[str, Route] = {
             "user": "reported to nobody",
             "spaces_between_special_tokens": SPACES,
             "add_special_tokens": PREFIX,
+            "speculative": NO_DRAFTS,
         },
     ),
     "/generate": Route(
         {"text": PROMPT, "sampling_params": {"max_new_tokens": 48, "temperature": 0}},
         GENERATE,
         declared(GenerateBody),
-        refused={"priority": 3},
+        refused={"priority": 3, "lora_path": "none"},
         idle={"log_metrics": "seen in /metrics"},
     ),
     "/generate of sampling_params": Route(
@@ -283,7 +286,11 @@ ROUTES: Mapping[str, Route] = {
             "sampling_seed": {"sampling_seed": 4, "temperature": 2.0},
         },
         sampling_fields("native") - set(NOT_BUILT),
-        idle={"spaces_between_special_tokens": SPACES, "stream_interval": "asked below"},
+        idle={
+            "spaces_between_special_tokens": SPACES,
+            "stream_interval": "asked below",
+            "speculative": NO_DRAFTS,
+        },
         inside="sampling_params",
     ),
     "/v1/responses": Route(
@@ -297,7 +304,11 @@ ROUTES: Mapping[str, Route] = {
             "service_tier": "flex",
             "stream_options": {"include_obfuscation": True},
         },
-        idle={"spaces_between_special_tokens": SPACES, "prompt_cache_retention": "every prefix is cached"},
+        idle={
+            "spaces_between_special_tokens": SPACES,
+            "prompt_cache_retention": "every prefix is cached",
+            "speculative": NO_DRAFTS,
+        },
     ),
     "/v1/messages": Route(
         {"messages": STORY, "temperature": 0, "max_tokens": 48, "model": MODEL},

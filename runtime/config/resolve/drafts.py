@@ -1,0 +1,166 @@
+"""Decides who proposes tokens for speculative decoding, and how many."""
+
+from __future__ import annotations
+
+from ops.backends import ATTENTION
+from ops.machine import Gpu
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import DraftPlan, KernelPlan, ModelPlan, Plan
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder
+from runtime.errors import ConfigurationError
+
+MAX_DRAFTS = 8  # of prompt lookup, for each sequence
+MODEL_DRAFTS = 4  # of a draft model, for each sequence
+STEP_DRAFTS = 256  # maximum drafts per step, because rows without drafts wait for the step
+# Maximum drafts of a model per step on a CPU. With more rows, steps take longer with each token that they verify.
+MODEL_STEP_DRAFTS = 16
+_ALGORITHMS = {  # option -> the algorithms that read it
+    "speculative_draft_model_path": ("STANDALONE",),
+    "speculative_draft_model_revision": ("STANDALONE",),
+    "speculative_num_steps": ("STANDALONE",),
+    "speculative_num_draft_tokens": ("NGRAM", "STANDALONE"),
+    "speculative_ngram_min_match_window_size": ("NGRAM",),
+    "speculative_ngram_max_match_window_size": ("NGRAM",),
+}
+
+
+def draft_plan(builder: PlanBuilder) -> DraftPlan:
+    """Return the plan of the draft model. Its path is as given."""
+    args = builder.args.speculative
+    if args.speculative_algorithm == "STANDALONE" and args.speculative_draft_model_path is None:
+        builder.refuse(
+            "speculative_algorithm",
+            "--speculative-algorithm STANDALONE needs --speculative-draft-model-path, a small model with the same "
+            "vocabulary.",
+        )
+    return builder.build(
+        DraftPlan,
+        path=builder.follow("speculative_draft_model_path"),
+        revision=builder.follow("speculative_draft_model_revision"),
+    )
+
+
+def draft_decisions(
+    builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts, kernels: KernelPlan, *, overlap: bool
+) -> dict[str, Decision]:
+    """Return the decisions about drafts of the scheduler's section."""
+    by_model = builder.args.speculative.speculative_algorithm == "STANDALONE"
+    for option, algorithms in _ALGORITHMS.items():
+        _check_used(builder, option, algorithms)
+    step_drafts = Decision(STEP_DRAFTS, "rows without drafts must not wait long for rows with drafts")
+    if by_model and gpu is None:
+        step_drafts = Decision(MODEL_STEP_DRAFTS, "on a CPU, larger steps with more drafts do not pay")
+    return {
+        "max_drafts": _max_drafts(builder, gpu, facts),
+        "max_step_drafts": step_drafts,
+        "drafts_by_model": Decision(by_model, "by --speculative-algorithm"),
+        "overlap_drafts": _overlap_drafts(builder, gpu, kernels, overlap=overlap),
+        "overlap_draws": Decision(gpu is None, "positions are known" if gpu is None else "positions are unknown"),
+        "draft_windows": _draft_windows(builder),
+    }
+
+
+def draft_model_plan(plan: Plan) -> ModelPlan:
+    """Return the plan of the draft model's weights. It has the device and the precision of the served model."""
+    model = plan.model
+    return ModelPlan(
+        path=plan.draft.path or "",
+        load_format="dummy" if model.load_format == "dummy" else "auto",
+        dtype=model.dtype,
+        device=model.device,
+        context_length=model.context_length,
+        random_seed=model.random_seed,
+        mmap=model.mmap,
+        num_load_threads=model.num_load_threads,
+    )
+
+
+def check_draft_model(plan: Plan, facts: ModelFacts, draft: ModelFacts) -> None:
+    """Raise `ConfigurationError` if the model with the facts `draft` cannot propose tokens for the served model."""
+    why = None
+    if draft.is_encoder:
+        why = f"{draft.architecture} generates no tokens"
+    elif draft.vocab_size != facts.vocab_size:
+        why = f"its vocabulary has {draft.vocab_size} tokens, and that of the served model {facts.vocab_size}"
+    elif draft.context_length < plan.model.context_length:
+        why = (
+            f"its context of {draft.context_length} tokens is shorter than {plan.model.context_length}; set "
+            f"--context-length {draft.context_length}"
+        )
+    if why is not None:
+        raise ConfigurationError(f"--speculative-draft-model-path {plan.draft.path}: {why}.")
+
+
+def _check_used(builder: PlanBuilder, option: str, algorithms: tuple[str, ...]) -> None:
+    if builder.args.changed(option) and builder.args.speculative.speculative_algorithm not in algorithms:
+        flag = "--" + option.replace("_", "-")
+        builder.refuse(option, f"{flag} needs --speculative-algorithm {' or '.join(algorithms)}.")
+
+
+def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision[int]:
+    algorithm, parallel = builder.args.speculative.speculative_algorithm, builder.args.parallel
+    if algorithm is None:
+        return Decision(0, "no --speculative-algorithm is set")
+    why = None
+    if facts.is_encoder:
+        why = f"{facts.architecture} generates no tokens"
+    elif parallel.pp_size > 1:
+        why = "pipeline parallelism (--pp-size) does not support drafts yet"
+    elif algorithm == "STANDALONE" and parallel.tp_size > 1:
+        why = "tensor parallelism (--tp-size) does not support draft models yet; use NGRAM"
+    elif algorithm == "STANDALONE" and gpu is not None:
+        why = "draft models run on CPUs only so far; use NGRAM"
+    if why is not None:
+        builder.refuse("speculative_algorithm", f"--speculative-algorithm {algorithm}: {why}, or leave it out.")
+        return Decision(0, why)
+    if algorithm == "STANDALONE":
+        return _model_drafts(builder)
+    return builder.follow_or("speculative_num_draft_tokens", MAX_DRAFTS, "the default for prompt lookup")
+
+
+def _model_drafts(builder: PlanBuilder) -> Decision[int]:
+    """Decide how many tokens a draft model proposes. As in SGLang, `num_draft_tokens` counts one more."""
+    args = builder.args.speculative
+    steps, tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
+    if tokens is not None and steps is not None and tokens != steps + 1:
+        builder.refuse(
+            "speculative_num_draft_tokens",
+            f"--speculative-num-draft-tokens {tokens}: a chain of --speculative-num-steps {steps} has {steps + 1} "
+            "tokens with the one that it follows; leave it out.",
+        )
+    if tokens == 1:
+        builder.refuse(
+            "speculative_num_draft_tokens",
+            "--speculative-num-draft-tokens 1: the token that drafts follow counts too; set at least 2.",
+        )
+    if steps is not None:
+        return Decision(steps, "by --speculative-num-steps")
+    if tokens is not None:
+        return Decision(tokens - 1, "by --speculative-num-draft-tokens, without the token that drafts follow")
+    return Decision(MODEL_DRAFTS, "the default for a draft model")
+
+
+def _overlap_drafts(builder: PlanBuilder, gpu: Gpu | None, kernels: KernelPlan, *, overlap: bool) -> Decision[bool]:
+    attention = kernels.decode_attention_backend
+    if builder.args.speculative.speculative_algorithm is None:
+        return Decision(False, "no --speculative-algorithm is set")
+    if not overlap:
+        return Decision(False, "steps do not overlap")
+    if gpu is None:
+        return Decision(True, "on a CPU, row positions are known when a step begins")
+    if ATTENTION[attention].exact_starts:
+        return Decision(False, f"{attention} needs the exact lengths of rows on the host")
+    if kernels.logits_folder is not None:
+        return Decision(False, "dumped logits need exact positions")
+    return Decision(True, f"{attention} reads the lengths of rows on the device")
+
+
+def _draft_windows(builder: PlanBuilder) -> Decision[tuple[int, int]]:
+    args = builder.args.speculative
+    low, high = args.speculative_ngram_min_match_window_size, args.speculative_ngram_max_match_window_size
+    if low > high:
+        builder.refuse(
+            "speculative_ngram_min_match_window_size",
+            f"--speculative-ngram-min-match-window-size {low} exceeds the largest window of {high}.",
+        )
+    return Decision((low, high), "the shortest and the longest n-gram that is looked up")

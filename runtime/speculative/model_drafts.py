@@ -1,0 +1,40 @@
+"""Drafts by a model (the `STANDALONE` method; Leviathan et al., arXiv 2211.17192): how many ids it proposes."""
+
+from __future__ import annotations
+
+DRAFT = -2  # placeholder for an id that the draft model proposes in the step that verifies it
+LEAST_RATE = 0.3  # share of rows whose first draft must be right; with less, drafts cost more than they save
+MEMORY = 8  # rows that the share is an average of
+FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # tokens
+
+
+class ModelDrafter:
+    """Says how many ids the draft model proposes for one sequence. Only the device knows the ids.
+
+    The number grows by one if all ids are accepted, and falls to one more than the accepted ids if most are rejected.
+    It is 0 for a pause if too often not even the first id is right; each further pause is twice as long.
+    """
+
+    __slots__ = ("_length", "_max_drafts", "_pause", "_rate", "_resume")
+
+    def __init__(self, max_drafts: int) -> None:
+        self._max_drafts = self._length = max_drafts
+        self._rate = 1.0  # average share of rows whose first id was right
+        self._pause = FIRST_PAUSE
+        self._resume = 0  # number of known tokens from which it proposes again
+
+    def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
+        """Return a placeholder for each id, at most `limit`."""
+        return [DRAFT] * min(self._length, limit) if len(ids) >= self._resume else []
+
+    def note(self, num_proposed: int, num_accepted: int, num_known: int) -> None:
+        """Record the result of a proposal. `num_known` is the number of known tokens."""
+        if num_accepted == num_proposed:
+            self._length = min(num_proposed + 1, self._max_drafts)
+        elif 2 * num_accepted < num_proposed:
+            self._length = max(1, min(self._length, num_accepted + 1))
+        self._rate += ((num_accepted > 0) - self._rate) / MEMORY
+        if self._rate < LEAST_RATE:
+            self._rate, self._length = 2 * LEAST_RATE, 1
+            self._resume = num_known + self._pause
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)

@@ -1,0 +1,153 @@
+"""Proposes tokens with a draft model, for the target to verify in the same step (arXiv 2211.17192)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.batch import UNKNOWN, Batch, Ints, Sampling
+from runtime.kv_cache.pools import KVPool
+from runtime.modeling.decoder import Decoder
+from runtime.worker.cpu_graph import NO_POSITIONS, CpuGraph
+from runtime.worker.device import Device
+from runtime.worker.step_inputs import Staging, prepare
+
+KEPT = 256  # last tokens of each sequence that a draft model may compute later
+NO_BATCH: Mapping[str, Any] = {  # fields of the target's batch that a draft model does not take
+    "sequences": (), "prompt_logprobs": (), "embedding_rows": None, "row_values": {}, "kinds": {}, "drafts": None,
+    "position_offsets": None, "media": (), "copies": (), "adapters": (),
+}  # fmt: skip
+
+
+class DraftModel:
+    """A small model with a KV cache of its own in the target's pages. Only for a CPU, where all starts are known.
+
+    It computes each prompt that the target computes. Before the target verifies a row with drafts, it computes the
+    row's tokens up to the first draft, and proposes its likeliest tokens one after the other. While a sequence has no
+    drafts, its tokens are kept and computed before the next ones. If more than `KEPT` are missing, the next drafts are
+    worse, but never wrong, since the target verifies them.
+    """
+
+    def __init__(
+        self, model: Decoder, pool: KVPool, device: Device, num_sequences: int, graph: CpuGraph | None = None
+    ) -> None:
+        self._model = model
+        self._pool = pool
+        self._graph = graph
+        self._staging = Staging(device)
+        self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64)  # last token of each row in own steps
+        self._ids = np.zeros((num_sequences, KEPT), np.int32)  # the id of position p of a sequence is at p % KEPT
+        self._computed = np.zeros(num_sequences, np.int64)  # positions of each sequence that have KV
+
+    def propose(self, batch: Batch, last_tokens: Tensor) -> Batch:
+        """Return the batch with proposals in place of `DRAFT`, and with its other tokens.
+
+        `last_tokens`, int64 by sequence index, are the tokens behind UNKNOWN. The batch's starts must be exact.
+        """
+        rows = np.repeat(np.arange(len(batch.counts)), batch.counts)
+        indices = batch.sequence_indices[rows]
+        firsts = batch.counts.cumsum() - batch.counts
+        positions = np.arange(len(rows)) + (batch.starts - firsts)[rows]
+        ids = np.where(batch.token_ids == UNKNOWN, last_tokens.numpy()[indices], batch.token_ids).astype(np.int32)
+        self._ids[indices, positions % KEPT] = ids
+        batch = replace(batch, token_ids=ids)
+        step = self._catch_up(batch, firsts)
+        if step is not None:
+            chosen = self._compute(step)
+        if batch.drafts is None:
+            return batch
+        drafted, counts = batch.drafts.rows, batch.drafts.counts
+        for number in range(1, int(counts.max()) + 1):
+            ids[firsts[drafted[counts >= number]] + number] = chosen
+            if (counts > number).any():
+                chosen = self._compute(_one_token_each(batch, drafted[counts > number], number))
+        self._ids[indices, positions % KEPT] = ids
+        self._computed[batch.sequence_indices[drafted]] = batch.starts[drafted] + counts
+        return batch
+
+    def close(self) -> None:
+        """End the threads of the CPU graph, after the last step."""
+        if self._graph is not None:
+            self._graph.close()
+
+    def _catch_up(self, batch: Batch, firsts: NDArray[np.integer]) -> Batch | None:
+        """Return the step that computes prompts, and the tokens of rows with drafts up to the first draft.
+
+        It chooses a token for each row with drafts. Return None if there is nothing to compute.
+        """
+        computed = self._computed[batch.sequence_indices]
+        missing = batch.starts - computed
+        begins, counts = batch.starts.astype(np.int64), batch.counts.copy()
+        # A row of one token is a prompt if the positions before it are not those of an earlier row.
+        taken = (counts > 1) | (missing < 0) | (missing > KEPT)
+        drafted = np.zeros(0, np.int32)
+        if batch.drafts is not None:
+            drafted = batch.drafts.rows
+            behind = np.where((missing > 0) & (missing < KEPT), missing, 0)[drafted]
+            begins[drafted] -= behind
+            counts[drafted] = 1 + behind
+            taken[drafted] = True
+        [rows] = np.nonzero(taken)
+        if not len(rows):
+            return None
+        self._computed[batch.sequence_indices[rows]] = begins[rows] + counts[rows]
+        ends = counts[rows].cumsum(dtype=np.int32)
+        source = np.repeat(rows, counts[rows])
+        positions = np.arange(len(source)) + np.repeat(begins[rows] - ends + counts[rows], counts[rows])
+        own = batch.token_ids[np.clip(firsts[source] + positions - batch.starts[source], 0, None)]
+        earlier = positions < batch.starts[source]
+        own[earlier] = self._ids[batch.sequence_indices[source[earlier]], positions[earlier] % KEPT]
+        sampled = np.searchsorted(rows, drafted).astype(np.int32)
+        return replace(
+            batch,
+            **NO_BATCH,
+            starts=begins[rows].astype(np.int32),
+            counts=counts[rows],
+            sequence_indices=batch.sequence_indices[rows],
+            token_ids=own,
+            page_table=batch.page_table[rows],
+            sampling=_sampling(sampled, ends[sampled] - 1) if len(drafted) else None,
+        )
+
+    def _compute(self, batch: Batch) -> Ints:
+        """Compute a step. Return the likeliest token of each sampled position, int32 [N]."""
+        graph, sampling = self._graph, batch.sampling
+        if graph is not None and graph.takes(batch):
+            if sampling is not None and graph.chooses:
+                return graph.choose(batch, self._last_tokens)[0].numpy().astype(np.int32)
+            hidden, _ = graph.states(batch, self._last_tokens)
+        else:
+            inputs = prepare(batch, self._pool, self._staging, self._last_tokens)
+            hidden = self._model(inputs.forward)[inputs.samples.index]
+        if sampling is None:
+            return NO_POSITIONS
+        chosen = self._model.logits(hidden).argmax(-1)
+        self._last_tokens[torch.from_numpy(batch.sequence_indices[sampling.row_of])] = chosen
+        return chosen.numpy().astype(np.int32)
+
+
+def _one_token_each(batch: Batch, rows: Ints, number: int) -> Batch:
+    """Return a batch that computes the token which is `number` positions after the start of each of these rows."""
+    count = len(rows)
+    return replace(
+        batch,
+        **NO_BATCH,
+        starts=batch.starts[rows] + np.int32(number),
+        counts=np.ones(count, np.int32),
+        sequence_indices=batch.sequence_indices[rows],
+        token_ids=np.full(count, UNKNOWN, np.int32),
+        page_table=batch.page_table[rows],
+        sampling=_sampling(np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32)),
+    )
+
+
+def _sampling(rows: Ints, positions: Ints) -> Sampling:
+    """Return a greedy choice at the given positions of the flat batch."""
+    count = len(rows)
+    return Sampling(positions, rows, np.ones(count, np.bool_), np.zeros(count, np.float32))
