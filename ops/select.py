@@ -20,6 +20,7 @@ from ops.moe import Mixture
 from ops.sampling import Scores
 
 if TYPE_CHECKING:
+    from ops.cpp.build import Lifeline
     from ops.cpp.kernel_launcher import KernelLauncher
 
 PREFILL = "prefill_attention"  # key in `choices` for the attention backend of rows with several tokens
@@ -152,7 +153,9 @@ def select(
     return Kernels(**callables, backends=backends, launcher=launcher)
 
 
-def _launcher(num_threads: int | None = None, compiler: str | None = None) -> KernelLauncher:
+def _launcher(
+    num_threads: int | None = None, compiler: str | None = None, lifeline: Lifeline | None = None
+) -> KernelLauncher:
     """Return a launcher of the C++ kernels. By default it uses torch's number of threads and the machine's compiler."""
     from ops.cpp.build import BuildError
     from ops.cpp.kernel_launcher import KernelLauncher
@@ -162,7 +165,7 @@ def _launcher(num_threads: int | None = None, compiler: str | None = None) -> Ke
     compiler = compiler or machine.compiler
     if compiler is None:
         raise BuildError("No C++ compiler is installed.")
-    library = load(compiler, machine.cpu_flags)
+    library = load(compiler, machine.cpu_flags, lifeline=lifeline)
     return KernelLauncher(library, num_threads or torch.get_num_threads())
 
 

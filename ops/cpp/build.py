@@ -15,10 +15,12 @@ import signal
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Self
 
 from ops.machine import cache_folder
 
@@ -37,6 +39,10 @@ FLAGS = (
     "-Wno-psabi",
 )
 TIMEOUT_S = 300  # seconds per compiled unit
+SCRATCH = "build-"  # prefix of the folders in which units are compiled
+LOCK_POLL_S = 0.1
+# Runs a command, and kills its process group when standard input ends. Ours ends with the lifeline.
+WATCHED = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -9 0; } >/dev/null 2>&1 & exec "$@" 3<&-'
 DIGEST_BYTES = 32  # the SHA-256 digest at the end of a library's file
 
 
@@ -44,29 +50,70 @@ class BuildError(RuntimeError):
     """The kernels cannot be compiled on this machine. The message gives the reason."""
 
 
+class BuildStopped(RuntimeError):
+    """The lifeline of a build was cut."""
+
+
+class Lifeline:
+    """A pipe whose writing end only this process has. When the end closes, all compilers of the build are killed.
+
+    It closes with `cut`, which any thread may call, and also if this process is killed.
+    """
+
+    def __init__(self) -> None:
+        self.reader, self._writer = os.pipe()
+        self.is_cut = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.cut()
+        os.close(self.reader)
+
+    def cut(self) -> None:
+        """End the build, which raises `BuildStopped`."""
+        if not self.is_cut:
+            self.is_cut = True
+            os.close(self._writer)
+
+    def check(self) -> None:
+        """Raise `BuildStopped` if the lifeline is cut."""
+        if self.is_cut:
+            raise BuildStopped("The compilation of the C++ kernels was stopped.")
+
+
 def library_path(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS) -> Path:
     """Return the path of the library for this compiler and processor. The file may not exist yet."""
     return cache_folder("cpp") / _name(SOURCES, compiler, processor, flags)
 
 
-def build(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS) -> Path:
+def build(
+    compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS, lifeline: Lifeline | None = None
+) -> Path:
     """Return the path of the compiled library. Compiles it, for some seconds, if the cache does not have it.
 
     One process compiles at a time; other processes wait and use its result. A failed build is retried once. If the
-    cache is not writable, a folder of this user in the temporary directory replaces it. Raises `BuildError`.
+    cache is not writable, a folder of this user in the temporary directory replaces it. Raises `BuildError`, and
+    `BuildStopped` after `lifeline` is cut.
     """
+    if lifeline is None:
+        with Lifeline() as own:
+            return build(compiler, processor, flags, own)
     name = _name(SOURCES, compiler, processor, flags)
     try:
         path = cache_folder("cpp") / name
         if _is_whole(path):
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = _locked(path.parent)
+        lock = _open_lock(path.parent)
     except (OSError, RuntimeError) as reason:
         path = _spare_directory(reason) / name
-        lock = _locked(path.parent)
+        lock = _open_lock(path.parent)
     with lock:
-        return path if _is_whole(path) else _make(path.parent, compiler, processor, flags)
+        _take(lock, lifeline)
+        _remove_scratch(path.parent)
+        return path if _is_whole(path) else _make(path.parent, compiler, processor, flags, lifeline)
 
 
 def _spare_directory(reason: Exception) -> Path:
@@ -119,27 +166,40 @@ def _is_whole(path: Path) -> bool:
     return hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
 
 
-def _locked(folder: Path) -> IO[bytes]:
-    """Lock the folder until the returned file is closed. Waits for other processes that hold the lock."""
+def _open_lock(folder: Path) -> IO[bytes]:
+    return (folder / "lock").open("ab")
+
+
+def _take(lock: IO[bytes], lifeline: Lifeline) -> None:
+    """Lock the file until it is closed. Waits for other processes that hold the lock."""
     import fcntl  # does not exist on Windows, which has no C++ kernels
 
-    file = (folder / "lock").open("ab")
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return file
+    while True:
+        lifeline.check()
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_POLL_S)
 
 
-def _make(folder: Path, compiler: str, processor: Collection[str], flags: Sequence[str]) -> Path:
+def _remove_scratch(folder: Path) -> None:
+    """Remove what killed builds left behind. The folder must be locked."""
+    for scratch in folder.glob(f"{SCRATCH}*"):
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _make(folder: Path, compiler: str, processor: Collection[str], flags: Sequence[str], lifeline: Lifeline) -> Path:
     """Compile a copy of the sources into the folder. The name of the library contains a hash of this copy."""
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True) as scratch:
         sources = Path(scratch)
         for source in _sources(SOURCES):
             shutil.copyfile(source, sources / source.name)
         path = folder / _name(sources, compiler, processor, flags)
         try:
-            library = _compile(compiler, flags, sources, os.cpu_count() or 1)
+            library = _compile(compiler, flags, sources, os.cpu_count() or 1, lifeline)
         except BuildError as error:  # for example out of memory, or a timeout
             logger.warning("Cannot compile the C++ kernels in parallel. Trying one unit at a time: %s", error)
-            library = _compile(compiler, flags, sources, 1)
+            library = _compile(compiler, flags, sources, 1, lifeline)
         with library.open("r+b") as file:
             file.write(hashlib.sha256(file.read()).digest())
             file.flush()
@@ -158,32 +218,35 @@ def _sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _compile(compiler: str, flags: Sequence[str], sources: Path, parallel: int) -> Path:
+def _compile(compiler: str, flags: Sequence[str], sources: Path, parallel: int, lifeline: Lifeline) -> Path:
     """Compile the units, `parallel` at a time, and link them. The library is in the folder of the sources."""
     objects = [str(sources / f"{number}.o") for number in range(len(UNITS))]
 
     def compile_unit(unit: str, output: str) -> None:
-        _run(compiler, [*flags, "-c", str(sources / unit), "-o", output])
+        _run([compiler, *flags, "-c", str(sources / unit), "-o", output], lifeline)
 
     with ThreadPoolExecutor(min(len(UNITS), parallel)) as pool:
         list(pool.map(compile_unit, UNITS, objects))  # the list raises the first unit's exception
     library = sources / "library.so"
-    _run(compiler, [*flags, "-shared", *objects, "-o", str(library)])
+    _run([compiler, *flags, "-shared", *objects, "-o", str(library)], lifeline)
     if not library.is_file():
         raise BuildError(f"{compiler} did not write a library.")
     return library
 
 
-def _run(compiler: str, arguments: Sequence[str]) -> None:
+def _run(command: Sequence[str], lifeline: Lifeline) -> None:
+    """Run a compiler in a process group that ends after `TIMEOUT_S`, or when the lifeline is cut."""
+    compiler = command[0]
+    lifeline.check()
     try:
         process = subprocess.Popen(
-            [compiler, *arguments],
-            stdin=subprocess.DEVNULL,
+            ["/bin/sh", "-c", WATCHED, "sh", *command],
+            stdin=lifeline.reader,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            process_group=0,  # so that a timeout also ends the compiler's child processes
+            process_group=0,  # the compiler, its child processes and the shell that watches the lifeline
         )
     except OSError as error:
         raise BuildError(f"Cannot run {compiler}: {error}.") from error
@@ -193,8 +256,9 @@ def _run(compiler: str, arguments: Sequence[str]) -> None:
         except subprocess.TimeoutExpired as error:
             raise BuildError(f"Cannot run {compiler}: {error}.") from error
         finally:
-            if process.returncode is None:
+            with suppress(ProcessLookupError):  # raised if the watching shell has killed the group
                 os.killpg(process.pid, signal.SIGKILL)
+    lifeline.check()
     if process.returncode != 0:
         lines = [line for line in output.splitlines() if "error" in line] or output.splitlines()
         raise BuildError(f"{compiler} failed: {(lines or ['no message'])[0].strip()}")

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ops.cpp.build import FLAGS, BuildError, build
+from ops.cpp.build import FLAGS, BuildError, Lifeline, build
 from ops.cpp.structures import STRUCTURES
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # dtypes in which the kernels compute
@@ -96,18 +96,20 @@ class Library:
         return next(name for (name, _), known in self._addresses.items() if known == kernel)
 
 
-def load(compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS) -> Library:
+def load(
+    compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS, lifeline: Lifeline | None = None
+) -> Library:
     """Return the library for a processor with these flags. Compiles it if the cache has no loadable library.
 
-    Raises `BuildError` if it cannot be compiled or loaded.
+    Raises `BuildError` if it cannot be compiled or loaded, and `BuildStopped` after `lifeline` is cut.
     """
-    path = build(compiler, processor, flags)
+    path = build(compiler, processor, flags, lifeline)
     try:
         return Library(path)
     except OSError:
         path.unlink(missing_ok=True)
     try:
-        return Library(build(compiler, processor, flags))
+        return Library(build(compiler, processor, flags, lifeline))
     except OSError as error:  # for example on a file system mounted noexec
         raise BuildError(f"Cannot load the library that {compiler} compiled: {error}.") from error
 

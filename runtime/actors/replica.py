@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import anyio
 import anyio.to_thread
 
+from ops.cpp.build import Lifeline
 from ops.machine import GIB
 from runtime.actors.kv_events import KvEventPublisher
 from runtime.batch import Runner
@@ -120,10 +121,10 @@ class _ReplicaLoader:
         )
         for process, setup in zip(group.workers, others, strict=True):
             process.send(encode({"setup": setup}))
-        with _in_time(parallel.join_timeout_s, "load the model"):
-            async with anyio.create_task_group() as loading:
+        with _in_time(parallel.join_timeout_s, "load the model"), Lifeline() as lifeline:
+            async with anyio.create_task_group() as loading, _cut_if_cancelled(lifeline):
                 loading.start_soon(group.receive)
-                self._worker = worker = await anyio.to_thread.run_sync(ModelWorker, own)
+                self._worker = worker = await anyio.to_thread.run_sync(ModelWorker, own, lifeline)
         logger.info(
             "Load weight end. type=%s, dtype=%s, mem usage=%.2f GB, %.1f s",
             facts.architecture,
@@ -293,6 +294,22 @@ def _start_failure(error: BaseException) -> BaseException:
     if isinstance(error, OSError | RuntimeError):
         return EngineFailure("The model could not be started.")
     return error
+
+
+@asynccontextmanager
+async def _cut_if_cancelled(lifeline: Lifeline) -> AsyncIterator[None]:
+    """Cut the lifeline as soon as the block is cancelled, even while it waits for a thread."""
+
+    async def watch() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            lifeline.cut()
+
+    async with anyio.create_task_group() as watching:
+        watching.start_soon(watch)
+        yield
+        watching.cancel_scope.cancel()
 
 
 @contextmanager

@@ -9,12 +9,10 @@ import asyncio
 import logging
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +35,7 @@ from runtime.distributed.rendezvous import (
     join_master,
     listen,
 )
+from runtime.distributed.rendezvous_folder import RendezvousFolder
 from runtime.errors import ConfigurationError, WorkerFailed, first_error
 from runtime.mesh.rendezvous import Rendezvous
 
@@ -62,7 +61,7 @@ class WorkerGroup:
         self.workers: list[WorkerProcess] = []  # in the order of ranks; the first is rank 1
         # The first failure, which `watch` raises.
         self.failure: asyncio.Future[WorkerFailed] = asyncio.get_running_loop().create_future()
-        self._directory: Path | None = None  # folder of the rendezvous file; None if there is none
+        self._folder: RendezvousFolder | None = None  # None if the ranks do not meet through a file
         # One thread starts all workers and stays alive, because the kernel kills a process when the thread that started
         # it ends (PR_SET_PDEATHSIG).
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="penstock-workers")
@@ -85,9 +84,8 @@ class WorkerGroup:
     def open_rendezvous(self, parallel: ParallelPlan, timeout_s: float) -> tuple[Rendezvous, int]:
         """Return the rendezvous, and the descriptor of rank 0's listening socket; -1 for ranks on one machine."""
         if parallel.master_address is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="penstock-"))  # only this user can read it
-            path = str(self._directory / "store")
-            return Rendezvous(host=LOOPBACK, timeout_s=timeout_s, path=path), -1
+            self._folder = RendezvousFolder()
+            return Rendezvous(host=LOOPBACK, timeout_s=timeout_s, path=self._folder.store), -1
         listening = listen(parallel.master_address[0], parallel.store_port or 0)
         host, port = listening.getsockname()[:2]
         key_prefix = secrets.token_hex(16)
@@ -155,8 +153,8 @@ class WorkerGroup:
         for worker in self.workers:
             worker.reap()
         self._starter.shutdown()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if self._folder is not None:
+            self._folder.remove()
 
     async def close(self) -> None:
         """Kill the workers and wait until they have ended."""

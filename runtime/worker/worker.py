@@ -10,7 +10,7 @@ from typing import Any, Self
 import torch
 
 from ops.backends import SAMPLING
-from ops.cpp.build import BuildError
+from ops.cpp.build import BuildError, Lifeline
 from ops.cpp.kernel_launcher import NotCapturable
 from ops.machine import Machine
 from ops.select import Kernels, select
@@ -137,11 +137,14 @@ class ModelWorker:
     Models are identified by name.
     """
 
-    def __init__(self, setup: WorkerSetup) -> None:
-        """Load the weights, which takes seconds to minutes. Raises the errors of `load_model`."""
+    def __init__(self, setup: WorkerSetup, lifeline: Lifeline | None = None) -> None:
+        """Load the weights, which takes seconds to minutes. Raises the errors of `load_model`.
+
+        Cutting `lifeline` ends a compilation of kernels with `BuildStopped`.
+        """
         self.device = torch.device(setup.device)
         self.mesh = Mesh(setup.rank_info, self.device)
-        self.kernels = _select(setup.kernels)
+        self.kernels = _select(setup.kernels, lifeline)
         self._graphs = setup.graphs
         self._raw_logprobs = setup.kernels.raw_logprobs
         self._sampling_backend = SAMPLING[setup.kernels.sampling_backend]
@@ -451,10 +454,11 @@ class ModelWorker:
         return captured
 
 
-def _select(plan: KernelPlan) -> Kernels:
+def _select(plan: KernelPlan, lifeline: Lifeline | None) -> Kernels:
     """Return the chosen kernels, or the fallback if the C++ kernels cannot be compiled."""
+    cpp = {**plan.settings.get("with_cpp", {}), "lifeline": lifeline}
     try:
-        return select(plan.choices, plan.settings)
+        return select(plan.choices, {**plan.settings, "with_cpp": cpp})
     except BuildError as error:
         if plan.fallback is None:
             raise

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -207,6 +208,51 @@ def test_a_compiler_that_takes_too_long_is_ended(fake: Fake, tmp_path: Path, mon
     while is_running(started) and monotonic() < until:  # a killed process ends a moment later
         sleep(0.01)
     assert not is_running(started)  # the compiler's child process has ended too
+
+
+def begun(fake: Fake, tmp_path: Path) -> tuple[str, Path]:
+    """Return a compiler that never ends, and the file to which it writes its process id."""
+    pid = tmp_path / "started"
+    return fake(f'sleep 60 & echo $! > "{pid}.new"; mv "{pid}.new" "{pid}"; wait'), pid
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = monotonic() + 10
+    while not condition() and monotonic() < until:
+        sleep(0.01)
+    assert condition()
+
+
+def test_compilers_end_with_a_killed_process_and_the_next_build_removes_their_folder(
+    fake: Fake, tmp_path: Path
+) -> None:
+    compiler, pid = begun(fake, tmp_path)
+    script = f"from ops.cpp.build import build; build({compiler!r}, [])"
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        wait_for(pid.exists)
+        process.kill()
+    state = Path(f"/proc/{pid.read_text().strip()}/stat")
+    wait_for(lambda: not is_running(state))
+    [scratch] = libraries()
+    assert scratch.is_dir()
+    path = build(fake('echo made > "$OUT"'), [])
+    assert libraries() == [path]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_build_whose_lifeline_is_cut_ends(fake: Fake, tmp_path: Path, waits: bool) -> None:
+    compiler, pid = begun(fake, tmp_path)
+    with building.Lifeline() as lifeline, building.Lifeline() as other, ThreadPoolExecutor(2) as threads:
+        first = threads.submit(build, compiler, [], lifeline=lifeline)
+        wait_for(pid.exists)
+        second = threads.submit(build, compiler, [], lifeline=other)  # waits for the first
+        stopped, left = ((other, second), (lifeline, first)) if waits else ((lifeline, first), (other, second))
+        stopped[0].cut()
+        with pytest.raises(building.BuildStopped):
+            stopped[1].result(timeout=5)
+        assert not left[1].done()
+        left[0].cut()
+    assert libraries() == []
 
 
 def is_running(state: Path) -> bool:

@@ -1,0 +1,47 @@
+"""The folder of a rendezvous file. A killed engine cannot remove its folder; the next engine does."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+PREFIX = "penstock-"
+LOCK = "lock"
+
+
+class RendezvousFolder:
+    """A folder that only this user can read. Its lock tells other engines that its owner is alive."""
+
+    def __init__(self) -> None:
+        remove_abandoned()
+        self._path = Path(tempfile.mkdtemp(prefix=PREFIX))
+        created = self._path / "new"
+        self._lock = created.open("xb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        created.rename(self._path / LOCK)  # from now on, the folder can count as abandoned
+
+    @property
+    def store(self) -> str:
+        """Path of the file through which ranks meet."""
+        return str(self._path / "store")
+
+    def remove(self) -> None:
+        """Remove the folder and its contents."""
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._lock.close()
+
+
+def remove_abandoned() -> None:
+    """Remove this user's folders whose owners have ended: their locks are free."""
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
+        try:
+            if path.lstat().st_uid != os.getuid():
+                continue
+            with path.open("rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path.parent, ignore_errors=True)
+        except OSError:  # another engine uses the folder, or has just removed it
+            continue
