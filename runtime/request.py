@@ -185,6 +185,13 @@ class Logprobs(NamedTuple):
     requested: list[list[tuple[float, int]] | None]  # [N], or empty if not requested
 
 
+def joined(first: Logprobs | None, second: Logprobs | None) -> Logprobs | None:
+    """Return the log-probabilities of the tokens of both, in order. None: there are no tokens."""
+    if first is None or second is None:
+        return first or second
+    return Logprobs(first.chosen + second.chosen, first.top + second.top, first.requested + second.requested)
+
+
 class Delta(NamedTuple):
     """The output that one step added to one choice, from the scheduler to the detokenizer."""
 

@@ -8,7 +8,7 @@ from runtime.config.plan import SchedulerPlan
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import DraftCounts
 from runtime.scheduler.request_tables import Running
-from runtime.scheduler.sampling import is_special
+from runtime.scheduler.sampling import depends_on_output
 from runtime.sequence import Sequence
 from runtime.speculative.model_drafts import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
@@ -17,8 +17,8 @@ from runtime.speculative.ngram import NgramDrafter
 class Drafting:
     """Collects drafts from the drafters of running sequences, and allocates pages for them.
 
-    A sequence has a drafter only if its tokens depend on logits, seed and position alone: it has no
-    constraint, penalties or biases, and requests no log-probabilities. While drafts are in flight, the sequence is in
+    A sequence has a drafter only if its tokens depend on logits, seed and position alone: it has no constraint,
+    penalties or minimum length. While drafts are in flight, the sequence is in
     at most one further step, because only the device knows where that row begins (`may_follow`). Steps of other
     sequences overlap as usual. That further row has drafts only if a draft model proposes them on the device.
     """
@@ -42,7 +42,7 @@ class Drafting:
             return
         asked = sequence.sampling.speculative
         most = self._max_drafts if asked is None else min(asked, self._max_drafts)
-        if most and not is_special(sequence):
+        if most and not depends_on_output(sequence):
             sequence.drafter = ModelDrafter(most) if self.by_model else NgramDrafter(most, *self._windows)
 
     def propose(self, decodes: Collection[Sequence], num_drafted: int = 0) -> dict[Sequence, list[int]]:

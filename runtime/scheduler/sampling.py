@@ -125,11 +125,18 @@ def is_penalised(sequence: Sequence) -> bool:
     return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0)
 
 
+def depends_on_output(sequence: Sequence) -> bool:
+    """Whether the choice of a token depends on the tokens before it, other than through the model, or on their number.
+
+    Random numbers do not count, although they depend on the number.
+    """
+    return is_penalised(sequence) or _forbids_ends(sequence)
+
+
 def is_special(sequence: Sequence) -> bool:
     """Whether tokens depend on more than logits, seed and position, or need log-probabilities."""
     return (
-        is_penalised(sequence)
-        or _forbids_ends(sequence)
+        depends_on_output(sequence)
         or sequence.request.logprobs is not None
         or bool(sequence.sampling.logit_bias or sequence.banned_ids)
     )

@@ -9,6 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from runtime.batch import Batch, Drafts, StepOutput
+from runtime.request import Logprobs, joined
 from runtime.worker.device import Device, Read
 from runtime.worker.logprobs import ScoredPrompts
 from runtime.worker.sampler import Sampled
@@ -39,16 +40,16 @@ def copy_out(
     return read
 
 
-def _used_choices(row_of: Sequence[int], drafts: Drafts, accepted: Sequence[int]) -> dict[int, None]:
-    """Return the sampled positions whose tokens become output: those up to the first rejected draft."""
+def _used_choices(row_of: Sequence[int], drafts: Drafts, accepted: Sequence[int]) -> dict[int, int]:
+    """Return the sampled positions, up to the first rejected draft, whose tokens become output, with their rows."""
     left = dict.fromkeys(row_of, 1)
     for row, num_accepted in zip(drafts.rows.tolist(), accepted, strict=True):
         left[row] += num_accepted
-    used: dict[int, None] = {}
+    used: dict[int, int] = {}
     for index, row in enumerate(row_of):
         if left[row]:
             left[row] -= 1
-            used[index] = None
+            used[index] = row
     return used
 
 
@@ -59,24 +60,27 @@ def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None
     tokens: list[list[int]] = [[] for _ in range(num_rows)]
     failed: list[int] = []
     stuck: list[int] = []
-    logprobs, prompt_logprobs = None, []
+    logprobs: list[Logprobs | None] | None = None
+    prompt_logprobs: list[tuple[int, Logprobs]] = []
     embeddings: list[list[float] | None] | None = None
     if sampled is not None and batch.sampling is not None:
         rows = batch.sampling.row_of.tolist()
         read = sampled.read(list(islice(copies, len(sampled.tensors()))))
         if batch.drafts is None:
+            used = dict(enumerate(rows))
             for row, new_ids in zip(rows, read.tokens, strict=True):
                 tokens[row] = new_ids
             failed = [rows[index] for index in read.failed]
         else:
             used = _used_choices(rows, batch.drafts, read.accepted or [])
-            for index in used:
-                tokens[rows[index]] = tokens[rows[index]] + read.tokens[index]
+            for index, row in used.items():
+                tokens[row] = tokens[row] + read.tokens[index]
             failed = sorted({rows[index] for index in read.failed if index in used})
         stuck = [rows[index] for index in read.stuck]
         if read.logprobs is not None:
-            by_row = dict(zip(rows, read.logprobs, strict=True))
-            logprobs = [by_row.get(row) for row in range(num_rows)]
+            logprobs = [None for _ in range(num_rows)]
+            for index, row in used.items():
+                logprobs[row] = joined(logprobs[row], read.logprobs[index])
     if prompts is not None:
         prompt_logprobs = prompts.read(list(islice(copies, len(prompts.tensors()))))
     if batch.embedding_rows is not None:

@@ -159,17 +159,33 @@ async def test_two_ranks_agree(monkeypatch: pytest.MonkeyPatch):
     assert [answer[IDS] for answer in found] == [answer[IDS] for answer in expected]
 
 
-async def test_rows_with_logprobs_share_steps_with_drafts() -> None:
-    """The scores of one row and the accepted drafts of another are returned by the same step."""
+@pytest.mark.parametrize("method", ["NGRAM", "STANDALONE"])
+async def test_logprobs_and_biases_are_those_of_plain_decoding(method: str, draft: dict[str, Any]) -> None:
+    """Rows with and without log-probabilities share steps, and both have drafts."""
     params = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+    biased = {**params, "logit_bias": {"275": 1.5}, "temperature": 0.5, "sampling_seed": 5}
     found = []
-    for options in ({}, NGRAM):
+    for options in ({}, NGRAM if method == "NGRAM" else draft):
         async with Engine(log_level="error", random_seed=1, **options) as engine:
-            drafted = engine.generate(PROMPTS[2], sampling_params=params)
-            scored = engine.generate("x", sampling_params=params, return_logprob=True, top_logprobs_num=2)
-            both = await asyncio.gather(drafted, scored)
-            found.append([each[IDS] for each in both] + [both[1]["meta_info"]["output_token_logprobs"]])
-    assert found[0][:2] == found[1][:2]
-    for plain_token, token in zip(found[0][2], found[1][2], strict=True):
-        assert token[0] == pytest.approx(plain_token[0], abs=2e-2)
-        assert token[1] == plain_token[1]
+            calls = [
+                engine.generate(PROMPTS[2], sampling_params=params),
+                engine.generate(PROMPTS[2], sampling_params=biased, return_logprob=True),
+                engine.generate(
+                    EDIT, sampling_params=params, return_logprob=True, top_logprobs_num=2, logprob_start_len=9
+                ),
+            ]
+            found.append(await asyncio.gather(*calls))
+    plain, drafted = found
+    assert [answer[IDS] for answer in plain] == [answer[IDS] for answer in drafted]
+    assert sum(answer["meta_info"].get("spec_num_correct_drafts", 0) > 0 for answer in drafted) >= 2
+    for one, other in zip(plain[1:], drafted[1:], strict=True):
+        for name in ("output_token_logprobs", "input_token_logprobs"):
+            expected, given = one["meta_info"][name], other["meta_info"][name]
+            assert [token for _, token, _ in expected] == [token for _, token, _ in given]
+            values = [
+                (first, second) for (first, *_), (second, *_) in zip(expected, given, strict=True) if first is not None
+            ]
+            assert all(first == pytest.approx(second, abs=2e-2) for first, second in values)
+    tops = [answer[2]["meta_info"]["output_top_logprobs"] for answer in found]
+    assert len(tops[0]) == len(tops[1]) == 60
+    assert all(len(pairs) == 2 for pairs in tops[1])

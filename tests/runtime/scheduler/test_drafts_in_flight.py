@@ -63,7 +63,7 @@ def greedy(first: int, *, vocab_size: int = VOCAB, **values: Any) -> Sequence:
 
 def plain(first: int, **values: Any) -> Sequence:
     """Return a sequence that never has drafts."""
-    values = {"logit_bias": {0: 0.5}} | values
+    values = {"frequency_penalty": 0.5} | values
     return greedy(first, **values)
 
 
