@@ -16,6 +16,7 @@ from runtime.kv_cache.pools import KVPool
 from runtime.modeling.decoder import Decoder
 from runtime.worker.cpu_graph import NO_POSITIONS, CpuGraph
 from runtime.worker.device import Device
+from runtime.worker.sampler import Sampler, chooses_greedily
 from runtime.worker.step_inputs import Staging, prepare
 
 KEPT = 256  # last tokens of each sequence that a draft model may compute later
@@ -29,15 +30,24 @@ class DraftModel:
     """A small model with a KV cache of its own in the target's pages. Only for a CPU, where all starts are known.
 
     It computes each prompt that the target computes. Before the target verifies a row with drafts, it computes the
-    row's tokens up to the first draft, and proposes its likeliest tokens one after the other. While a sequence has no
+    row's tokens up to the first draft, and proposes tokens one after the other. For a drawn sequence it draws with the
+    parameters and the random numbers of the target, because two similar distributions then mostly give the same token
+    (as in arXiv 2408.07978, with another sampler). While a sequence has no
     drafts, its tokens are kept and computed before the next ones. If more than `KEPT` are missing, the next drafts are
     worse, but never wrong, since the target verifies them.
     """
 
     def __init__(
-        self, model: Decoder, pool: KVPool, device: Device, num_sequences: int, graph: CpuGraph | None = None
+        self,
+        model: Decoder,
+        pool: KVPool,
+        device: Device,
+        sampler: Sampler,
+        num_sequences: int,
+        graph: CpuGraph | None = None,
     ) -> None:
         self._model = model
+        self._sampler = sampler
         self._pool = pool
         self._graph = graph
         self._staging = Staging(device)
@@ -112,14 +122,14 @@ class DraftModel:
             sequence_indices=batch.sequence_indices[rows],
             token_ids=own,
             page_table=batch.page_table[rows],
-            sampling=_sampling(sampled, ends[sampled] - 1) if len(drafted) else None,
+            sampling=_sampling(batch, drafted, 1, sampled, ends[sampled] - 1) if len(drafted) else None,
         )
 
     def _compute(self, batch: Batch) -> Ints:
-        """Compute a step. Return the likeliest token of each sampled position, int32 [N]."""
+        """Compute a step. Return the token of each sampled position, int32 [N]."""
         graph, sampling = self._graph, batch.sampling
         if graph is not None and graph.takes(batch):
-            if sampling is not None and graph.chooses:
+            if sampling is not None and graph.chooses and chooses_greedily(sampling):
                 return graph.choose(batch, self._last_tokens)[0].numpy().astype(np.int32)
             hidden, _ = graph.states(batch, self._last_tokens)
         else:
@@ -127,14 +137,15 @@ class DraftModel:
             hidden = self._model(inputs.forward)[inputs.samples.index]
         if sampling is None:
             return NO_POSITIONS
-        chosen = self._model.logits(hidden).argmax(-1)
+        chosen = self._sampler.sample(self._model.logits(hidden), batch).ids
         self._last_tokens[torch.from_numpy(batch.sequence_indices[sampling.row_of])] = chosen
         return chosen.numpy().astype(np.int32)
 
 
 def _one_token_each(batch: Batch, rows: Ints, number: int) -> Batch:
-    """Return a batch that computes the token which is `number` positions after the start of each of these rows."""
+    """Return a batch that computes the draft with this number (from 1) of each of these rows, and chooses the next."""
     count = len(rows)
+    own = np.arange(count, dtype=np.int32)
     return replace(
         batch,
         **NO_BATCH,
@@ -143,11 +154,18 @@ def _one_token_each(batch: Batch, rows: Ints, number: int) -> Batch:
         sequence_indices=batch.sequence_indices[rows],
         token_ids=np.full(count, UNKNOWN, np.int32),
         page_table=batch.page_table[rows],
-        sampling=_sampling(np.arange(count, dtype=np.int32), np.arange(count, dtype=np.int32)),
+        sampling=_sampling(batch, rows, number + 1, own, own),
     )
 
 
-def _sampling(rows: Ints, positions: Ints) -> Sampling:
-    """Return a greedy choice at the given positions of the flat batch."""
-    count = len(rows)
-    return Sampling(positions, rows, np.ones(count, np.bool_), np.zeros(count, np.float32))
+def _sampling(batch: Batch, rows: Ints, number: int, own_rows: Ints, positions: Ints) -> Sampling:
+    """Return how the draft with this number (from 1) of each of these rows is chosen: like the target's token there.
+
+    `own_rows` and `positions` are the rows and the sampled positions in the draft model's step.
+    """
+    target = batch.sampling
+    if target is None:
+        raise ValueError("A batch with drafts samples.")
+    chosen = np.searchsorted(target.row_of, rows) + number - 1
+    params = {name: values[chosen] for name, values in target.params.items()}
+    return Sampling(positions, own_rows, target.greedy[chosen], target.uniform[chosen], params)

@@ -404,7 +404,8 @@ class ModelWorker:
                 "layers, which a draft model must not have; choose another model."
             )
         graph = self._make_cpu_graph(loaded.setup, loaded.decoder, pool, cache, plan)
-        return DraftModel(loaded.decoder, pool, device, cache.num_sequences, graph)
+        sampler = self._make_sampler(loaded.setup.facts, cache.num_sequences, device)
+        return DraftModel(loaded.decoder, pool, device, sampler, cache.num_sequences, graph)
 
     def _make_forward(
         self, setup: ModelSetup, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup

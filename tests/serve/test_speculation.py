@@ -112,7 +112,8 @@ async def test_a_draft_model_like_the_target_is_always_right(plain: list[list[in
     own = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(DEMO)}
     found = await answers(**own, speculative_num_steps=3, chunked_prefill_size=16)
     assert [answer[IDS] for answer in found] == plain
-    alone = [answer["meta_info"] for answer in found[: len(found) // 2 : len(PARAMS)]]
+    drawn = [answer["meta_info"] for answer in found[2 : len(found) // 2 : len(PARAMS)]]
+    alone = drawn + [answer["meta_info"] for answer in found[: len(found) // 2 : len(PARAMS)]]
     assert all(meta["spec_accept_length"] > 3.7 for meta in alone)  # the last step may have fewer drafts
 
 
