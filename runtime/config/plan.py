@@ -253,6 +253,7 @@ class ServePlan(Section):
     ssl_keyfile_password: str | None = field(default=None, repr=False)
     ssl_ca_certs: str | None = None  # authorities that sign clients' certificates
     max_open_calls: int | None = None  # per client; None: no limit
+    max_choice_tokens: int = 65_536  # n times max_new_tokens of one prompt, if n is above 1
     max_body_bytes: int | None = None  # for all routes; None: each route's own limit
 
 

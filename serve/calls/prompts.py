@@ -12,7 +12,7 @@ from runtime.request import NOBODY, Request
 from runtime.sampling_params import MAX_INT32, SamplingParams
 from serve.calls.client import CALLER, CLIENT, THIS_PROCESS
 from serve.calls.decode import Length, Range
-from serve.calls.work_budget import check_logprobs
+from serve.calls.work_budget import check_choice_tokens, check_logprobs
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -120,10 +120,12 @@ def vector_requests(
 def of_client(core: EngineCore, requests: Sequence[Request]) -> list[Request]:
     """Return the requests with the client and the caller data of the running task.
 
-    Raises `InvalidRequest` for more log-probabilities than a call may request, except for calls from this process.
+    Raises `InvalidRequest` for more output or log-probabilities than a call may request, except for calls from this
+    process.
     """
     client, caller = CLIENT.get(), CALLER.get()
     if client is not THIS_PROCESS:
+        check_choice_tokens(requests, core.plan)
         check_logprobs(requests, core.plan.model.context_length)
     if not client.name and caller is NOBODY:
         return list(requests)

@@ -1,8 +1,8 @@
 """Limits on the size of one call's answer: a short body must not cause an answer of hundreds of megabytes.
 
-Choices and tokens alone cost only model time, which the queue bounds. Log-probabilities also cost memory and
-time per token: `n` 128 of 300 tokens with 128 each are 154 MB of JSON for 137 bytes of body. The module also
-limits token ids and repeated texts before they are copied.
+A stream has an event of up to 800 bytes per token of each choice: `n` 128 of 1,000 tokens are 98 MB for 92 bytes of
+body. Log-probabilities also cost memory and time per token: `n` 128 of 300 tokens with 128 each are 154 MB of JSON for
+137 bytes of body. The module also limits token ids and repeated texts before they are copied.
 """
 
 from __future__ import annotations
@@ -20,6 +20,18 @@ OPEN_ENDED_TOKENS = 4096  # output length assumed for requests without max_new_t
 MAX_JOINED = 16 * 1024 * 1024
 CHARACTERS_PER_TOKEN = 2  # assumed for prompts that are not yet tokenized; most texts have more
 FREED_AT_ONCE = 16_384  # number of token ids freed at a time, which takes 0.1 ms
+
+
+def check_choice_tokens(requests: Sequence[Request], plan: Plan) -> None:
+    """Raises `InvalidRequest` if several choices of one prompt may have too many tokens together."""
+    for request in requests:
+        n, num_new = request.sampling.n, _num_new(request, plan.model.context_length)
+        if n > 1 and n * num_new > plan.serve.max_choice_tokens:
+            raise InvalidRequest(
+                f"n = {n} choices of up to {num_new} tokens are {n * num_new} tokens; this server allows "
+                f"{plan.serve.max_choice_tokens} for one prompt (--max-choice-tokens). Lower n or max_new_tokens.",
+                param="n",
+            )
 
 
 def check_logprobs(requests: Sequence[Request], context_length: int) -> None:
@@ -94,12 +106,17 @@ def _counts(request: Request, context_length: int) -> tuple[int, int, int]:
     """Return estimates of the number of output tokens, of prompt tokens with log-probabilities, and of
     log-probabilities per token.
     """
-    logprobs, num_new = request.logprobs, request.sampling.max_new_tokens
+    logprobs, num_new = request.logprobs, _num_new(request, context_length)
     if logprobs is None:
         return 0, 0, 0
-    num_new = min(OPEN_ENDED_TOKENS if num_new is None else num_new, context_length)
     num_old = 0
     if logprobs.start >= 0:
         length = len(request.ids) if request.ids is not None else len(request.text or "") // CHARACTERS_PER_TOKEN
         num_old = max(0, min(length, context_length) - logprobs.start)
     return num_new, num_old, 1 + logprobs.top + len(logprobs.token_ids)
+
+
+def _num_new(request: Request, context_length: int) -> int:
+    """Return an estimate of the number of output tokens of a choice."""
+    num_new = request.sampling.max_new_tokens
+    return min(OPEN_ENDED_TOKENS if num_new is None else num_new, context_length)

@@ -91,6 +91,13 @@ class HttpArgs:
         low=1,
         plan="serve.max_open_calls",
     )
+    max_choice_tokens: int = option(
+        65_536,
+        "Maximum of n times max_new_tokens per prompt of an HTTP request with n above 1. A missing max_new_tokens "
+        "counts as 4,096. Without this limit, a request of 100 bytes could cause an answer of 100 MB.",
+        low=1,
+        plan="serve.max_choice_tokens",
+    )
     max_body_bytes: int | None = option(
         None,
         "Maximum size of a request's body in bytes, for all routes. Default: 2,000,000, or 10,000,000 for routes that "

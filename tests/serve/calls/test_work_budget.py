@@ -10,7 +10,7 @@ from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
 from serve.calls.work_budget import MAX_LOGPROBS, MAX_REPEATED, check_logprobs, check_repeated
-from served_core import Served
+from served_core import Serve, Served
 
 CONTEXT = 2**20
 
@@ -88,6 +88,24 @@ async def test_every_api_refuses_what_costs_too_much(
     assert error["param"] == param
     assert "at most 1000000" in error["message"]
     assert served.core.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/generate", {"text": "a", "sampling_params": {"n": 4, "max_new_tokens": 251}}, "sampling_params.n"),
+        ("/v1/completions", {"prompt": "a", "n": 4, "max_tokens": 251}, "n"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 2}, "n"),
+    ],
+)
+async def test_choices_of_one_prompt_have_a_limit_on_their_tokens(
+    serve: Serve, path: str, body: dict[str, Any], param: str
+) -> None:
+    served = await serve(max_choice_tokens=1000)
+    response = await served.http.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert "this server allows 1000" in error["message"]
 
 
 async def test_a_stream_may_ask_for_what_is_new_only(served: Served) -> None:
