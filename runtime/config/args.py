@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Self
 
-from runtime.config import command_line, config_file
+from runtime.config import command_line, config_file, speculative_config
 from runtime.config.option_spec import Outcome
 from runtime.config.option_table import Option, Options
 from runtime.config.options.cache import CacheArgs, HierarchyArgs
@@ -93,16 +93,28 @@ class Args:
         from_file = config_file.read(_OPTIONS, path, refusals) if path else {}
         if refusals:
             raise ConfigurationError(*refusals)
-        values = {**from_file, **values}
+        given = {**from_file, **values}
+        values = _with_speculative_config(given)
         made: dict[str, Any] = {}
         for group in fields(cls):
             mine = {name: value for name, value in values.items() if _OPTIONS[name].group == group.name}
             if mine and group.default_factory is not MISSING:
                 made[group.name] = group.default_factory(**mine)
-        return cls(**made, explicitly_set=frozenset(values))
+        return cls(**made, explicitly_set=frozenset(given))
 
 
 _OPTIONS = Options(Args)
+
+
+def _with_speculative_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values with those that --speculative-config sets. Raises `ConfigurationError` for conflicts."""
+    config = values.get("speculative_config")
+    named = speculative_config.as_options(config) if config else {}
+    meant = {name: from_object(_OPTIONS[name], value) for name, value in named.items()}
+    for name in meant:
+        if name in values:
+            raise ConfigurationError(f"{speculative_config.FLAG} sets {_OPTIONS[name].flag} too; give one of them.")
+    return {**values, **meant}
 
 
 def options() -> tuple[Option, ...]:

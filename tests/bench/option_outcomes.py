@@ -46,6 +46,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
 # Values of options that do not accept arbitrary text.
 _EXAMPLES: Mapping[str, Any] = {
     "public_origin": "https://models.example",
+    "speculative_config": {"method": "ngram"},
     "lora_paths": ["adapter"],
     "max_loaded_loras": 8,
     "chat_template": "chat.jinja",

@@ -68,6 +68,13 @@ class SpeculativeArgs:
         plan="scheduler.max_drafts",
         other_unit=True,
     )
+    speculative_config: Json = option(
+        {},
+        "Settings of speculation in vLLM's form, a JSON object with method (ngram, draft_model), model, revision, "
+        "num_speculative_tokens, prompt_lookup_max and prompt_lookup_min. It sets the options of this group.",
+        plan="scheduler.max_drafts",
+        other_unit=True,
+    )
     speculative_draft_model_path: str | None = option(
         None,
         "Folder or Hub repository of the drafting model, which must have the vocabulary of the served model.",

@@ -59,6 +59,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
 VALUES: dict[str, list[Any]] = {
     "public_origin": ["https://models.example"],
     "device": ["cpu"],
+    "speculative_config": [{"method": "ngram", "num_speculative_tokens": 3}],
     "chat_template": ["llama-3"],
     "completion_template": ["star_coder"],
     "tokenizer_worker_num": [3],

@@ -372,3 +372,54 @@ def test_weights_are_packed_where_the_processor_and_the_dtype_allow_it(
 )
 def test_attention_by_products_is_for_bfloat16_on_a_cpu_without_amx(machine: Machine, more, backend) -> None:
     assert plan(machine, **more).kernels.choices["attention"] == backend
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        (
+            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 3},
+            {
+                "speculative_algorithm": "NGRAM",
+                "speculative_num_draft_tokens": 5,
+                "speculative_ngram_max_match_window_size": 4,
+                "speculative_ngram_min_match_window_size": 3,
+            },
+        ),
+        (
+            {"model": "draft", "num_speculative_tokens": 3},
+            {
+                "speculative_algorithm": "STANDALONE",
+                "speculative_draft_model_path": "draft",
+                "speculative_num_steps": 3,
+            },
+        ),
+    ],
+)
+def test_settings_of_vllm_for_speculation_are_those_options(config: dict[str, Any], options: dict[str, Any]) -> None:
+    assert Args.of(speculative_config=config).speculative == replace(
+        Args.of(**options).speculative, speculative_config=config
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"method": "medusa"}, "method must be ngram"),
+        ({}, None),
+        ({"method": "ngram", "disable_by_batch_size": 4}, "disable_by_batch_size cannot be used"),
+        ({"method": "ngram", "num_speculative_tokens": "many"}, "many"),
+        ({"num_speculative_tokens": 3}, "method must be"),
+    ],
+)
+def test_settings_of_vllm_that_cannot_be_used_are_named(config: dict[str, Any], said: str | None) -> None:
+    if said is None:
+        assert Args.of(speculative_config=config).speculative.speculative_algorithm is None
+        return
+    with pytest.raises(ConfigurationError, match=said):
+        Args.of(speculative_config=config)
+
+
+def test_settings_of_vllm_and_an_option_that_they_set_exclude_each_other() -> None:
+    with pytest.raises(ConfigurationError, match="--speculative-algorithm too"):
+        Args.of(speculative_config={"method": "ngram"}, speculative_algorithm="NGRAM")
