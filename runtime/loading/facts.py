@@ -38,7 +38,10 @@ def read_facts(path: str, overrides: Mapping[str, Any] | None = None, *, model_i
     """
     directory = Path(path)
     values, generation = _read_values(directory)
-    values = with_quantization(merge(values, overrides or {}), directory)
+    values = merge(values, overrides or {})
+    if "text_config" in values and not isinstance(values["text_config"], dict):
+        raise CheckpointError(f"config.json: text_config must be an object, not {values['text_config']!r}.")
+    values = with_quantization(values, directory)
     by_transformers = model_impl == "transformers" or (model_impl == "auto" and find(architecture_of(values)) is None)
     if by_transformers and is_gguf(directory):
         raise CheckpointError(

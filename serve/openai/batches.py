@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.http")
 
-MAX_RUNNING = 16  # maximum number of running batches
+MAX_RUNNING = 16  # maximum number of running batches per client
 
 MAX_REMEMBERED = 1024
 MAX_LINES = 50_000
@@ -99,10 +99,10 @@ class BatchStore:
         self._batches: dict[str, Batch] = {}
 
     def add(self, batch: Batch) -> None:
-        """Add a batch. Raises `Overloaded` if too many batches are running."""
+        """Add a batch. Raises `Overloaded` if too many batches of its client are running."""
         running = [each for each in self._batches.values() if each.shown["status"] not in ENDED]
-        if len(running) >= MAX_RUNNING:
-            raise Overloaded("Too many batches are running.", retry_after_s=30)
+        if sum(each.owner == batch.owner for each in running) >= MAX_RUNNING:
+            raise Overloaded(f"{MAX_RUNNING} of your batches are running.", retry_after_s=30)
         for batch_id in [each for each in self._batches if self._batches[each] not in running]:
             if len(self._batches) < MAX_REMEMBERED:
                 break

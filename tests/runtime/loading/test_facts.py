@@ -133,6 +133,9 @@ def test_broken_json_is_refused(tmp_path, text) -> None:
 
 
 WRONG = [
+    {"text_config": None},
+    {"text_config": True},
+    {"text_config": "large"},
     {"hidden_size": 0},
     {"hidden_size": "64"},
     {"hidden_size": None},

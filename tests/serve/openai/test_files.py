@@ -16,7 +16,7 @@ import pytest
 
 import fake_core
 import serve.calls.batch as batch_module
-from runtime.errors import EngineFailure, InvalidRequest
+from runtime.errors import EngineFailure, InvalidRequest, Overloaded
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve.cli.main import FAILED, run
 from serve.openai import batches, file_store, files
@@ -335,3 +335,16 @@ def test_command_ends_with_its_engine(
     (tmp_path / "in.jsonl").write_bytes(LINE)
     assert run(["batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]) == FAILED
     assert "The engine is gone." in capsys.readouterr().err
+
+
+def test_each_client_has_its_own_share_of_running_batches() -> None:
+    store = batches.BatchStore()
+
+    def add(owner: str) -> None:
+        store.add(batches.Batch(owner, {"id": f"{owner}{len(store.of(owner))}", "status": "in_progress"}))
+
+    for _ in range(batches.MAX_RUNNING):
+        add("first")
+    with pytest.raises(Overloaded, match="16 of your batches"):
+        add("first")
+    add("second")
