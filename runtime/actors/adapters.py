@@ -6,15 +6,18 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from runtime.config import buckets
 from runtime.config.plan import LoraPlan
 from runtime.errors import CheckpointError, EngineClosed, InvalidRequest
 from runtime.loading.adapter_config import CONFIG
+from runtime.metrics.series import Histogram
 from runtime.request import Adapter
 
 if TYPE_CHECKING:
@@ -25,10 +28,12 @@ if TYPE_CHECKING:
     from runtime.request import Chunk
 
 logger = logging.getLogger("penstock.core")
+T = TypeVar("T")
 
 _NAME_IN_FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 UNLOAD_TIMEOUT_S = 60.0  # an unloaded adapter that is still in use after this time is freed when its requests end
 MAX_NAME = 256  # characters
+MAX_LISTED = 100  # adapters in metrics, each of which is a line of every scrape
 OFF = "LoRA adapters are off on this server; start it with --enable-lora."
 
 
@@ -59,9 +64,10 @@ class AdapterRegistry:
         self._retired: set[_Entry] = set()  # without a name, freed when no request uses them
         self._ids, self._clock = count(1), count(1)
         self._lock = asyncio.Lock()  # held while ranks load or free adapters
-        self._freeing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._freed = asyncio.Event()  # set when an adapter loses its last user
         self.num_evictions = 0  # adapters that left host memory for others, since the start
+        self.load_s = Histogram(buckets.SHORT)
 
     @property
     def enabled(self) -> bool:
@@ -100,18 +106,20 @@ class AdapterRegistry:
         """
         self._check_on()
         _check_name(name)
-        async with self._lock:
-            known = self._names.get(name)
-            if known is not None and not replace:
-                raise InvalidRequest(f"An adapter named {name} is loaded already.", param="lora_name")
-            if pinned:
-                self._check_pins(known)
-            entry = _Entry(Adapter(next(self._ids), name, path, pinned), used=next(self._clock))
-            await self._make_room(entry)
-            await self._load(entry)
-            self._names[name] = entry
-            if known is not None:
-                self._retire(known)
+        return await self._alone(self._load_as(name, path, pinned=pinned, replace=replace))
+
+    async def _load_as(self, name: str, path: str, *, pinned: bool, replace: bool) -> Adapter:
+        known = self._names.get(name)
+        if known is not None and not replace:
+            raise InvalidRequest(f"An adapter named {name} is loaded already.", param="lora_name")
+        if pinned:
+            self._check_pins(known)
+        entry = _Entry(Adapter(next(self._ids), name, path, pinned), used=next(self._clock))
+        await self._make_room(entry)
+        await self._load(entry)
+        self._names[name] = entry
+        if known is not None:
+            self._retire(known)
         logger.info("Loaded the adapter %s from %s in %.2f s.", name, path, entry.load_s)
         return entry.adapter
 
@@ -162,25 +170,27 @@ class AdapterRegistry:
     async def ready(self, adapter: Adapter) -> None:
         """Bring an acquired adapter back into host memory, if it was evicted. Waits while all others are in use.
 
-        Raises `CheckpointError` if its files no longer fit.
+        Raises `InvalidRequest` if its files no longer fit.
         """
         while not self.is_ready(adapter):
-            async with self._lock:
-                entry = self._entry(adapter)
-                if entry is None or entry.resident:
-                    return
-                self._freed.clear()
-                try:
-                    await self._make_room(entry)
-                except InvalidRequest:
-                    entry = None
-                else:
-                    try:
-                        await self._load(entry)
-                    except CheckpointError as error:
-                        raise InvalidRequest(str(error), param="lora_path") from error
-            if entry is None:
+            self._freed.clear()
+            if not await self._alone(self._bring_back(adapter)):
                 await self._freed.wait()
+
+    async def _bring_back(self, adapter: Adapter) -> bool:
+        """Load an adapter that has a name. Return False if there is no room for it."""
+        entry = self._entry(adapter)
+        if entry is None or entry.resident:
+            return True
+        try:
+            await self._make_room(entry)
+        except InvalidRequest:
+            return False
+        try:
+            await self._load(entry)
+        except CheckpointError as error:
+            raise InvalidRequest(str(error), param="lora_path") from error
+        return True
 
     async def restore(self, runner: Runner) -> None:
         """Load all resident adapters on a replica that has started again."""
@@ -188,6 +198,17 @@ class AdapterRegistry:
             for entry in (*self._names.values(), *self._retired):
                 if entry.resident:
                     await runner.call("load_adapter", {"id": entry.adapter.id, "path": entry.adapter.path})
+
+    @property
+    def in_use(self) -> list[str]:
+        """Names of the adapters that requests use, the first `MAX_LISTED`."""
+        return [name for name, entry in self._names.items() if entry.num_users][:MAX_LISTED]
+
+    @property
+    def num_requests(self) -> dict[str, int]:
+        """Requests so far by adapter name, of the `MAX_LISTED` adapters with most requests."""
+        counts = {name: entry.num_requests for name, entry in self._names.items() if entry.num_requests}
+        return dict(sorted(counts.items(), key=lambda item: -item[1])[:MAX_LISTED])
 
     def describe(self) -> list[Mapping[str, Any]]:
         """Return name, path, users and times of each named adapter."""
@@ -268,10 +289,28 @@ class AdapterRegistry:
         payload = {"id": entry.adapter.id, "path": entry.adapter.path}
         try:
             await self._call("load_adapter", payload)
-        except CheckpointError:
-            await self._call("drop_adapter", {"id": entry.adapter.id})  # some ranks may have loaded their part
+        except BaseException:
+            with suppress(Exception):  # the first error says more
+                await self._call("drop_adapter", {"id": entry.adapter.id})  # some ranks may have loaded their part
             raise
         entry.resident, entry.load_s = True, time.monotonic() - began_s
+        self.load_s.observe(entry.load_s)
+
+    async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work` while nothing else loads or frees adapters. It ends even if the caller is cancelled."""
+
+        async def run() -> T:
+            async with self._lock:
+                return await work
+
+        return await asyncio.shield(self._kept(asyncio.create_task(run())))
+
+    def _kept(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
+        """Keep a task alive until it is done, and take note of its exception."""
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(_retrieve)
+        return task
 
     async def _free(self, entry: _Entry) -> None:
         entry.resident = False
@@ -302,10 +341,13 @@ class AdapterRegistry:
                     await self._free(entry)
                 self._retired.discard(entry)
 
-        task = asyncio.create_task(free())
-        self._freeing.add(task)
-        task.add_done_callback(self._freeing.discard)
-        return task
+        return self._kept(asyncio.create_task(free()))
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Mark an exception as retrieved, so that it is not logged if no caller waits any more."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _check_name(name: str) -> None:

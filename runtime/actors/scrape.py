@@ -5,6 +5,7 @@ Gauges are read from the engine during the scrape, so they are never stale and c
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -82,6 +83,7 @@ def samples(core: EngineCore, metrics: EngineMetrics) -> Iterator[Sample]:
     yield Sample("penstock:event_loop_lag_seconds", model, metrics.loop_lag_s)
     yield Sample("penstock:tokenizer_seconds", model, metrics.tokenizer_s)
     yield Sample("penstock:requests", model, core.status().num_requests)
+    yield from _adapters(core, model)
     for reason, count in metrics.rejected.items():
         yield Sample("penstock:rejected_requests", {**model, "reason": reason}, count)
     for (path, status), count in metrics.http.items():
@@ -118,6 +120,9 @@ def _replica(core: EngineCore, actor: SchedulerActor, series: ReplicaSeries, mod
         "vllm:spec_decode_num_drafts": load.drafts.verified,
         "vllm:spec_decode_num_draft_tokens": load.drafts.proposed,
         "vllm:spec_decode_num_accepted_tokens": load.drafts.accepted,
+        "sglang:lora_pool_slots_used": load.num_adapter_slots,
+        "sglang:lora_pool_slots_total": core.plan.scheduler.adapter_slots if core.adapters.enabled else 0,
+        "penstock:adapter_slot_evictions": load.num_adapter_evictions,
         "penstock:steps": series.num_steps,
         "penstock:forced_tokens": load.num_forced,
         "penstock:recomputed_tokens": load.num_recomputed,
@@ -143,6 +148,17 @@ def _replica(core: EngineCore, actor: SchedulerActor, series: ReplicaSeries, mod
     yield from _by("vllm:spec_decode_num_accepted_tokens_per_pos", labels, "position", accepted)
     yield from _by("penstock:prefix_lookups", labels, "result", series.lookups)
     yield from _by("penstock:step_seconds", labels, "kind", series.step_s)
+
+
+def _adapters(core: EngineCore, model: Labels) -> Iterator[Sample]:
+    registry = core.adapters
+    names = {"running_lora_adapters": ",".join(registry.in_use), "waiting_lora_adapters": ""}
+    slots = core.plan.scheduler.adapter_slots if registry.enabled else 0
+    yield Sample("vllm:lora_requests_info", {**model, "max_lora": str(slots), **names}, time.time())
+    yield Sample("penstock:loaded_adapters", model, registry.num_resident)
+    yield Sample("penstock:adapter_evictions", model, registry.num_evictions)
+    yield Sample("penstock:adapter_load_seconds", model, registry.load_s)
+    yield from _by("penstock:adapter_requests", model, "lora_name", registry.num_requests)
 
 
 def _by(

@@ -92,6 +92,9 @@ METRICS: tuple[Metric, ...] = (
         "Drafts that the model accepted, by their position in the row, from 0 on.",
         labels=(*REPLICA, "position"),
     ),
+    _replica_metric("sglang:lora_pool_slots_used", "gauge", "Slots with LoRA adapters of running sequences."),
+    _replica_metric("sglang:lora_pool_slots_total", "gauge", "Slots for LoRA adapters (--max-loras-per-batch)."),
+    _replica_metric("penstock:adapter_slot_evictions", "counter", "LoRA adapters that left their slot for another."),
     _replica_metric("penstock:steps", "counter", "Steps since the start."),
     _replica_metric(
         "penstock:forced_tokens", "counter", "Tokens that grammars forced and that took no step of their own."
@@ -193,6 +196,28 @@ METRICS: tuple[Metric, ...] = (
         ),
         f"{_ENGINE}.refused",
         (*MODEL, "reason"),
+    ),
+    Metric(
+        "vllm:lora_requests_info",
+        "gauge",
+        "Time in seconds since 1970. Its labels list the adapters that requests use, and the slots.",
+        _SCRAPE,
+        (*MODEL, "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    ),
+    Metric("penstock:loaded_adapters", "gauge", "LoRA adapters in host memory.", _SCRAPE),
+    Metric("penstock:adapter_evictions", "counter", "LoRA adapters that left host memory for others.", _SCRAPE),
+    Metric(
+        "penstock:adapter_load_seconds",
+        "histogram",
+        "Seconds to load a LoRA adapter into host memory.",
+        "actors.adapters.AdapterRegistry",
+    ),
+    Metric(
+        "penstock:adapter_requests",
+        "counter",
+        "Requests by LoRA adapter, of the 100 adapters with most of them.",
+        _SCRAPE,
+        (*MODEL, "lora_name"),
     ),
     Metric("penstock:requests", "gauge", "Requests in the engine, in whatever state.", _SCRAPE),
     Metric(

