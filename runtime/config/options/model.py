@@ -50,7 +50,8 @@ class ModelArgs:
     )
     trust_remote_code: bool = option(
         False,
-        "Execute Python files of the model folder. Off by default, because this code has all your rights.",
+        "Execute the tokenizer's Python files in the model folder. Python files of the model itself are never "
+        "executed. Off by default, because this code has all your rights.",
         plan="tokenizer.trust_remote_code",
     )
     context_length: int | None = option(

@@ -16,7 +16,9 @@ class SamplingArgs:
 
     sampling_backend: str | None = option(
         None,
-        "Implementation of sampling. Default: triton on a GPU that supports it, else pytorch.",
+        "Implementation of sampling. Default on a GPU: triton if the GPU supports it, else pytorch. Default on a CPU: "
+        "Penstock's C++ kernels where a compiler is installed, else pytorch. Naming pytorch there replaces those of "
+        "sampling.",
         choices=(*SAMPLING, "flashinfer"),
         built=tuple(SAMPLING),
         needs={"flashinfer": "an NVIDIA GPU and the flashinfer package"},

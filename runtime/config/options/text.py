@@ -22,7 +22,8 @@ class TextArgs:
     )
     tokenizer_mode: str = option(
         "auto",
-        "auto: the fast tokenizer if there is one; slow: the plain Python one.",
+        "auto: read tokenizer.json directly if there is one; slow: load the tokenizer with transformers, which takes "
+        "its plain Python one only where it has no fast one.",
         choices=("auto", "slow"),
         plan="tokenizer.mode",
     )
