@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import tiny_models
+from lora_adapters import adapter
 from runtime.batch import Batch
 from runtime.errors import ConfigurationError
 from runtime.worker.model_runner import ModelRunner
@@ -130,6 +131,27 @@ async def test_a_request_may_limit_its_drafts(draft: dict[str, Any]) -> None:
     assert single["spec_accept_rate"] == single["spec_num_correct_drafts"] / single["spec_num_proposed_drafts"]
     assert sum(usual["spec_correct_drafts_histogram"]) == usual["spec_verify_ct"]
     assert load.drafts.verified == usual["spec_verify_ct"] + single["spec_verify_ct"]
+
+
+async def test_grammars_penalties_and_adapters_share_steps_with_drafts(draft: dict[str, Any]) -> None:
+    greedy = {"temperature": 0, "max_new_tokens": 40}
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    calls: list[dict[str, Any]] = [
+        {"sampling_params": {**greedy, "json_schema": json.dumps(schema)}},
+        {"sampling_params": {**greedy, "presence_penalty": 1.0, "min_new_tokens": 30}},
+        {"sampling_params": greedy, "lora_path": "a"},
+        {"sampling_params": greedy},
+        {"sampling_params": {**greedy, "temperature": 1.0, "sampling_seed": 4, "n": 3}},
+    ]
+    found = []
+    for options in ({}, draft):
+        async with Engine(log_level="error", lora_paths=[f"a={adapter(str(DEMO), 1)}"], **options) as engine:
+            answers = await asyncio.gather(*(engine.generate(EDIT, **call) for call in calls))
+            flat = [one for answer in answers for one in (answer if isinstance(answer, list) else [answer])]
+            found.append([answer[IDS] for answer in flat])
+            engine.core.check()
+    assert found[0] == found[1]
+    assert found[0][2] != found[0][3]  # the adapter changes the text
 
 
 async def test_a_model_with_other_tokens_is_refused() -> None:
