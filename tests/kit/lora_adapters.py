@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,6 +12,7 @@ from typing import Any
 
 import peft
 import torch
+from safetensors.torch import load_file, save_file
 
 import tiny_checkpoints
 from greedy import NUM_NEW
@@ -71,6 +74,27 @@ def _adapted(base: str, folder: str | None, prompt: tuple[int, ...]) -> list[int
             input_ids=torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None, pad_token_id=0
         )
     return found[0, len(prompt) :].tolist()
+
+
+def merged_pair(base: str, folder: Path, rank: int = 8) -> tuple[str, str]:
+    """An adapter of every matrix in the blocks of a checkpoint, by its stored name, and the checkpoint it merges to."""
+    adapter, merged = folder / "adapter", folder / "merged"
+    adapter.mkdir()
+    shutil.copytree(base, merged)
+    tensors, random = load_file(merged / "model.safetensors"), torch.Generator().manual_seed(1)
+    pairs: dict[str, torch.Tensor] = {}
+    for name, weight in tensors.items():
+        if ".layers." in name and weight.dim() == 2:
+            a = torch.randn(rank, weight.shape[1], generator=random) * weight.shape[1] ** -0.5
+            b = torch.randn(weight.shape[0], rank, generator=random) * rank**-0.5
+            layer = f"base_model.model.{name.removesuffix('.weight')}"
+            pairs |= {f"{layer}.lora_A.weight": a, f"{layer}.lora_B.weight": b}
+            tensors[name] = weight + 0.5 * b @ a
+    save_file(pairs, adapter / "adapter_model.safetensors")
+    save_file(tensors, merged / "model.safetensors", {"format": "pt"})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank // 2}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    return str(adapter), str(merged)
 
 
 def _base(path: str) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
 from greedy import FAMILIES, NUM_NEW, model_path, prompts
-from lora_adapters import adapted, adapter, linear_layers
+from lora_adapters import adapted, adapter, linear_layers, merged_pair
 from runtime.errors import InvalidRequest
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
@@ -88,6 +89,19 @@ async def test_every_family_takes_adapters(family: str) -> None:
         wanted = expected(base, folders, asked)
         assert wanted[0] != wanted[1] != wanted[2]
         assert await answers(engine, asked) == wanted
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("family", BY_OTHER_MODULES)
+async def test_fused_projections_take_adapters_as_merged_weights(family: str, tp_size: int, tmp_path: Path) -> None:
+    base, asked = model_path(family), [(None, 5), ("a", 5), ("a", 7)]
+    folder, merged = merged_pair(base, tmp_path)
+    async with Engine(merged, **PLAIN) as engine:
+        wanted = await answers(engine, [(None, number) for _, number in asked])
+    async with Engine(base, lora_paths=[f"a={folder}"], tp_size=tp_size, **PLAIN) as engine:
+        found = await answers(engine, asked)
+    assert found[1:] == wanted[1:]
+    assert found[0] != wanted[0]
 
 
 @pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.slow)])
