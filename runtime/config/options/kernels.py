@@ -45,8 +45,8 @@ class KernelArgs:
     )
     attention_backend: str | None = option(
         None,
-        f"Implementation of attention: {_KERNELS}. Default on a GPU: {_DEFAULT}. Default on a CPU: Penstock's C++ "
-        "kernels where a compiler is installed, else torch_native. Any named backend replaces those of attention.",
+        f"Implementation of attention: {_KERNELS}. On a CPU, any named backend replaces the C++ kernels of attention. "
+        f"Default: on a CPU, the C++ kernels where a compiler is installed, else torch_native; on a GPU, {_DEFAULT}.",
         **_ATTENTION,
         sglang="fa3 on Hopper, else flashinfer if it is installed, else triton; on a CPU intel_amx or torch_native",
         plan="kernels.attention_backend",

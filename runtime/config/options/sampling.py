@@ -16,9 +16,9 @@ class SamplingArgs:
 
     sampling_backend: str | None = option(
         None,
-        "Implementation of sampling. Default on a GPU: triton if the GPU supports it, else pytorch. Default on a CPU: "
-        "Penstock's C++ kernels where a compiler is installed, else pytorch. Naming pytorch there replaces those of "
-        "sampling.",
+        "Implementation of sampling. On a CPU, pytorch replaces the C++ kernels of sampling. Default: on a CPU, the "
+        "C++ kernels where a compiler is installed, else pytorch; on a GPU, triton if the GPU supports it, "
+        "else pytorch.",
         choices=(*SAMPLING, "flashinfer"),
         built=tuple(SAMPLING),
         needs={"flashinfer": "an NVIDIA GPU and the flashinfer package"},
