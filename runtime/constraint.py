@@ -30,7 +30,7 @@ NOTHING_ALLOWED = "The output cannot go on: the constraint of this request allow
 
 
 class HostData:
-    """Changes to one row's logits before its token is chosen: first `process`, then `bitmask`, after biases.
+    """Changes to one row's logits before its token is chosen: `biases`, then `process`, then `bitmask`.
 
     It starts empty, and any thread fills it once. It needs no lock: the fields are written before `is_there`, in the
     order that the GIL preserves, and are valid only after it is set.
@@ -40,6 +40,8 @@ class HostData:
     failed = False  # the constraint failed or allows no token; the choice ends with an error
     # Changes the row's logits (float32 [V]) in place; it must not wait for a device.
     process: Callable[[Any], None] | None = None
+    # (int64 [n], float32 [n]): token ids, and what is added to their logits. Set before `is_there`.
+    biases: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
     # int32 [at least ceil(V / 32)]: bit i % 32 (from the lowest) of word i // 32 is 1 if token i is
     # allowed. None: all tokens are allowed.
     bitmask: NDArray[np.int32] | None = None

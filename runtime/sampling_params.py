@@ -24,6 +24,9 @@ MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
 MAX_INT32 = 2**31 - 1
+MAX_DRY_WINDOW = 8192
+MAX_BREAKERS = 16
+MAX_BREAKER_CHARS = 40
 TOP_K_OFF = 2**30  # larger than any vocabulary
 
 Api = Literal["native", "chat", "completions"]
@@ -212,6 +215,30 @@ class SamplingParams:
         high=1,
         row_array=RowArray("float32", 0.1),
     )
+    dry_multiplier: float = param(
+        0.0,
+        "Strength of DRY, which penalises tokens that would continue a repetition: `dry_multiplier * dry_base ** "
+        "(repeated tokens - dry_allowed_length)` is subtracted from their logits; 0: off.",
+        low=0,
+        high=100,
+    )
+    dry_base: float = param(1.75, "Growth of DRY's penalty with each repeated token.", low=1, high=100)
+    dry_allowed_length: int = param(
+        2, "Repetitions shorter than so many tokens are not penalised by DRY.", low=1, high=MAX_INT32
+    )
+    dry_penalty_last_n: int = param(
+        -1,
+        f"Last tokens of the prompt and the output that DRY searches; -1: the last {MAX_DRY_WINDOW}; 0: none.",
+        low=-1,
+        high=MAX_DRY_WINDOW,
+    )
+    dry_sequence_breakers: tuple[str, ...] = param(
+        ("\n", ":", '"', "*"),
+        f"Texts over which DRY sees no repetition, up to {MAX_BREAKERS}: tokens that contain one, and the last token "
+        "of each.",
+        json=list[str],
+        read=tuple,
+    )
     frequency_penalty: float = param(
         0.0,
         "Subtracted from a token's logit for each time that it was generated.",
@@ -379,6 +406,16 @@ class SamplingParams:
                     f"One of bad_words must have 1 to {MAX_BAD_WORD_CHARS} characters.", param="bad_words"
                 )
 
+        if len(self.dry_sequence_breakers) > MAX_BREAKERS:
+            raise InvalidRequest(
+                f"At most {MAX_BREAKERS} dry_sequence_breakers are allowed.", param="dry_sequence_breakers"
+            )
+        if not all(0 < len(text) <= MAX_BREAKER_CHARS for text in self.dry_sequence_breakers):
+            raise InvalidRequest(
+                f"One of dry_sequence_breakers must have 1 to {MAX_BREAKER_CHARS} characters.",
+                param="dry_sequence_breakers",
+            )
+
     def _check_bias(self) -> None:
         if len(self.logit_bias) > MAX_BIASES:
             raise InvalidRequest(f"logit_bias may name at most {MAX_BIASES} tokens.", param="logit_bias")
@@ -388,7 +425,7 @@ class SamplingParams:
 
 
 NOT_BUILT = (  # parameters that no API supports yet; 0 turns a parameter off
-    "stop_regex", "custom_params", "dry_multiplier", "mirostat", "mirostat_mode", "top_a", "epsilon_cutoff",
+    "stop_regex", "custom_params", "mirostat", "mirostat_mode", "top_a", "epsilon_cutoff",
     "eta_cutoff", "smoothing_factor", "dynatemp_range", "no_repeat_ngram_size",
 )  # fmt: skip
 GRAMMARS: tuple[Kind, ...] = ("json_schema", "regex", "ebnf", "structural_tag", "choice", "lark")

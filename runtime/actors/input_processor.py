@@ -12,6 +12,7 @@ from runtime.config.plan import Plan
 from runtime.constraint import AllowedTokens
 from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.grammar.matching.position import Ends
+from runtime.repetition import Breakers, DryPenalties
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 from runtime.sequence import Sequence
@@ -37,6 +38,7 @@ class InputProcessor:
         self._low_first = plan.scheduler.low_priority_first
         self._text_limit = tokenizer.text_limit if tokenizer else None
         self._suffix = _suffix(tokenizer) if tokenizer and self._is_embedding else ()
+        self._breakers = _breakers(tokenizer)
         self._random = random.Random(plan.model.random_seed)
 
     def check(self, request: Request) -> None:
@@ -89,6 +91,17 @@ class InputProcessor:
                 "This engine only computes embeddings (--is-embedding, or an embedding model); it cannot generate text."
             )
 
+    def breaker_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        """Return the tokens that end DRY's repetitions. Takes 0.1 s for new texts: call it on a thread first."""
+        if not sampling.dry_multiplier or not sampling.dry_sequence_breakers:
+            return NO_IDS
+        if self._breakers is None:
+            raise InvalidRequest(
+                "This model's tokenizer has no table of its tokens' texts: send an empty dry_sequence_breakers.",
+                param="dry_sequence_breakers",
+            )
+        return self._breakers.ids(sampling.dry_sequence_breakers)
+
     def check_texts(self, request: Request) -> None:
         """Raise `ContextOverflow` if a text cannot fit, before it is encoded. Call it on a thread for long texts."""
         if self._text_limit is not None:
@@ -122,6 +135,9 @@ class InputProcessor:
         if request.sampling.allowed_token_ids is not None:
             allowed = AllowedTokens(request.sampling.allowed_token_ids, self._vocab_size)
             request = replace(request, constraint=allowed)
+        if request.sampling.dry_multiplier:
+            breaker_ids = self.breaker_ids(request.sampling)
+            request = replace(request, constraint=DryPenalties(request.sampling, breaker_ids, request.constraint))
         request = self._fit(request, ids)
         banned_ids = self._banned_ids(request.sampling)
         sampling, ids = request.sampling, request.ids or ()
@@ -228,6 +244,16 @@ class InputProcessor:
     def _too_long(self, request: Request, count: int) -> ContextOverflow:
         param = "text" if request.text is not None else "input_ids"
         return ContextOverflow.of_input(count, self.context_length, param)
+
+
+def _breakers(tokenizer: Tokenizer | None) -> Breakers | None:
+    if tokenizer is None or tokenizer.bytes_of is None:
+        return None
+
+    def encode(text: str) -> Seq[int]:
+        return tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+    return Breakers(tokenizer.bytes_of.rest, tokenizer.vocab_size, encode)
 
 
 def _suffix(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -78,7 +78,8 @@ class TokenizerActor:
         self._num_waiting += live.request.sampling.n
         self._waiting_bytes += num_text_bytes(live.request)
         request = live.request
-        is_ready = request.grammar is None and request.thinking is None and self._has_adapter(request)
+        needs_nothing = request.grammar is None and request.thinking is None and not request.sampling.dry_multiplier
+        is_ready = needs_nothing and self._has_adapter(request)
         self._inbox.put((live, is_ready))
 
     async def run(self) -> None:
@@ -114,6 +115,8 @@ class TokenizerActor:
             constraint = live.request.constraint
             if live.request.grammar is not None or live.request.thinking is not None:
                 constraint = await self._constraint(live.request)
+            if live.request.sampling.dry_multiplier:
+                await anyio.to_thread.run_sync(self._processor.breaker_ids, live.request.sampling)
             if live.request.adapter is not None and self._adapters is not None:
                 await self._adapters.ready(live.request.adapter)
         except PenstockError as error:

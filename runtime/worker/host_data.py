@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping
 from threading import Event
 from time import perf_counter
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +33,8 @@ class Arrived(NamedTuple):
     processes: Mapping[int, Callable[[Any], None]]  # row -> its logits processor
     without_token: Collection[int]  # rows whose data or previous token is missing
     failed: Collection[int]  # rows whose constraint failed
+    # row -> (token ids, values): added to the row's logits
+    biases: Mapping[int, tuple[Longs, NDArray[np.float32]]] = MappingProxyType({})
 
     def is_stuck(self, row: int) -> bool:
         """Whether this row's constraint failed or allowed no token."""
@@ -67,7 +70,7 @@ class HostDataGate:
             requested = {row: data for row, data in requested.items() if row not in without_token}
         self._wait(requested.values(), len(batch.counts))
         bitmasks: dict[int, NDArray[np.int32]] = {}
-        processes, failed = {}, set[int]()
+        processes, failed, biases = {}, set[int](), {}
         for row, data in requested.items():
             if not data.is_there:
                 without_token.add(row)
@@ -81,10 +84,12 @@ class HostDataGate:
                 bitmasks[row] = bitmask[: self._num_words]
             if process is not None:
                 processes[row] = process
+            if data.biases is not None:
+                biases[row] = data.biases
         stacked = NO_HOST_DATA.bitmasks
         if bitmasks:
             stacked = np.concatenate(list(bitmasks.values())).reshape(len(bitmasks), self._num_words)
-        return Arrived(np.array(list(bitmasks), np.int64), stacked, processes, without_token, failed)
+        return Arrived(np.array(list(bitmasks), np.int64), stacked, processes, without_token, failed, biases)
 
     def _is_without_last_token(self, batch: Batch, row: int) -> bool:
         index = int(batch.sequence_indices[row])

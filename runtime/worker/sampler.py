@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ops.sampling import NO_LIMIT, Masks, SamplingArrays, Scores, native
-from runtime.batch import Batch, Penalties, PromptLogprobs, Sampling
+from runtime.batch import Batch, Bias, Penalties, PromptLogprobs, Sampling
 from runtime.request import Logprobs
 from runtime.sampling_params import ROW_ARRAYS, RowArray
 from runtime.worker.device import Device
@@ -230,8 +230,9 @@ class Sampler:
                 arrays[name] = _neutral(name, len(sampling.positions))
         if sampling.penalties is not None:
             self._add_penalties(arrays, sampling, sampling.penalties, arrived.without_token)
-        if sampling.bias is not None:
-            arrays["bias_rows"], arrays["bias_ids"], arrays["bias_values"] = sampling.bias
+        if sampling.bias is not None or arrived.biases:
+            bias = _joined_biases(sampling.bias, arrived.biases)
+            arrays["bias_rows"], arrays["bias_ids"], arrays["bias_values"] = bias
         if len(arrived.rows):
             arrays["masked_rows"], arrays["bitmasks"] = arrived.rows, arrived.bitmasks
         if sampling.logprobs is not None:
@@ -336,6 +337,13 @@ def _process(process: Callable[[Tensor], None], logits: Tensor) -> bool:
         logger.error("A custom logits processor failed.", exc_info=error)
         return False
     return True
+
+
+def _joined_biases(bias: Bias | None, more: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> Bias:
+    """Return the step's biases and those of its host data together."""
+    parts = [] if bias is None else [bias]
+    parts += [Bias(np.full(len(ids), row, np.int64), ids, values) for row, (ids, values) in more.items()]
+    return Bias(*(np.concatenate(arrays) for arrays in zip(*parts))) if len(parts) > 1 else parts[0]
 
 
 def _row_array(sampling: Sampling, name: str) -> np.ndarray:

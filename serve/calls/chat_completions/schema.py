@@ -24,16 +24,12 @@ ThinkingTokens = Annotated[int, Range(0, MAX_INT32)]
 WITHOUT_EFFECT = frozenset(
     {
         "cache_prompt",  # all prefixes are cached anyway
-        "dry_allowed_length",  # these options of DRY and of mirostat, which are refused if they are on
-        "dry_base",
-        "dry_penalty_last_n",
-        "dry_sequence_breakers",
         "early_stopping",  # an option of beam search, which is refused, as is length_penalty
         "guided_decoding_backend",
         "length_penalty",
         "media_io_kwargs",  # an option for images, which are refused
         "metadata",
-        "mirostat_eta",
+        "mirostat_eta",  # options of mirostat, which is refused
         "mirostat_tau",
         "prediction",  # only speeds up the same answer
         "prompt_cache_key",
