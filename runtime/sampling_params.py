@@ -20,6 +20,8 @@ from runtime.grammar_spec import Grammar, Kind
 MAX_CHOICES = 128
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_STOP_PATTERNS = 8
+MAX_STOP_PATTERN_CHARS = 256
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_CHARS = 256
@@ -267,6 +269,13 @@ class SamplingParams:
         json=str | list[str],
         read=_stops,
     )
+    stop_regex: tuple[str, ...] = param(
+        (),
+        f"Regular expressions that end the output at their first match, up to {MAX_STOP_PATTERNS} of 1 to "
+        f"{MAX_STOP_PATTERN_CHARS} characters, without anchors; matches have up to 1024 characters.",
+        json=str | list[str],
+        read=_stops,
+    )
     stop_token_ids: frozenset[int] = param(
         frozenset(),
         f"Further token ids that end the output, up to {MAX_STOPS}.",
@@ -395,6 +404,13 @@ class SamplingParams:
             if not 0 < len(text) <= MAX_STOP_CHARS:
                 raise InvalidRequest(f"A stop string must have 1 to {MAX_STOP_CHARS} characters.", param="stop")
 
+        if len(self.stop_regex) > MAX_STOP_PATTERNS:
+            raise InvalidRequest(f"At most {MAX_STOP_PATTERNS} stop_regex are allowed.", param="stop_regex")
+        if not all(0 < len(text) <= MAX_STOP_PATTERN_CHARS for text in self.stop_regex):
+            raise InvalidRequest(
+                f"A stop_regex must have 1 to {MAX_STOP_PATTERN_CHARS} characters.", param="stop_regex"
+            )
+
     def _check_tokens(self) -> None:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest("allowed_token_ids must not be empty.", param="allowed_token_ids")
@@ -425,7 +441,7 @@ class SamplingParams:
 
 
 NOT_BUILT = (  # parameters that no API supports yet; 0 turns a parameter off
-    "stop_regex", "custom_params", "mirostat", "mirostat_mode", "top_a", "epsilon_cutoff",
+    "custom_params", "mirostat", "mirostat_mode", "top_a", "epsilon_cutoff",
     "eta_cutoff", "smoothing_factor", "dynatemp_range", "no_repeat_ngram_size",
 )  # fmt: skip
 GRAMMARS: tuple[Kind, ...] = ("json_schema", "regex", "ebnf", "structural_tag", "choice", "lark")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from runtime.actors.output_stream import join_logprobs
+from runtime.grammar.patterns.stop_patterns import stop_pattern
 from runtime.request import Chunk, Delta, Finish, Logprobs, Request, Usage
 from runtime.scheduler.apply import first_logprobs
 from runtime.tokenizer.incremental import IncrementalDecoder
@@ -46,7 +47,10 @@ class ChoiceDecoder:
                 sampling.spaces_between_special_tokens,
                 request.shown_special_ids,
             )
-        self._matcher = StopMatcher(sampling.stop, sampling.no_stop_trim) if sampling.stop else None
+        self._matcher: StopMatcher | None = None
+        if sampling.stop or sampling.stop_regex:
+            patterns = [stop_pattern(text) for text in sampling.stop_regex]  # cached: the tokenizer actor checked them
+            self._matcher = StopMatcher(sampling.stop, sampling.no_stop_trim, patterns)
 
     def push(self, delta: Delta) -> Chunk | None:
         """Decode a delta. Return the chunk to send now, or None while everything is held back."""

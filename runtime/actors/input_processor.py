@@ -80,7 +80,7 @@ class InputProcessor:
                 param="allowed_token_ids",
             )
         self._banned_ids(sampling)
-        if self._tokenizer is None and sampling.stop:
+        if self._tokenizer is None and (sampling.stop or sampling.stop_regex):
             raise InvalidRequest("Stop strings need a tokenizer; this engine has none.", param="stop")
         if request.grammar is not None and request.wants_embedding:
             raise InvalidRequest("Embeddings cannot be constrained by a grammar.", param=request.grammar.kind)

@@ -20,6 +20,7 @@ from runtime.actors.scheduler import SchedulerActor
 from runtime.constraint import Constraint
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PenstockError
 from runtime.grammar.compiler import GrammarCompiler
+from runtime.grammar.patterns.stop_patterns import stop_pattern
 from runtime.request import Request
 from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from runtime.tokenizer.tokenizer import Tokenizer
@@ -78,8 +79,8 @@ class TokenizerActor:
         self._num_waiting += live.request.sampling.n
         self._waiting_bytes += num_text_bytes(live.request)
         request = live.request
-        needs_nothing = request.grammar is None and request.thinking is None and not request.sampling.dry_multiplier
-        is_ready = needs_nothing and self._has_adapter(request)
+        needs_compiling = request.grammar is not None or request.thinking is not None or _needs_thread(request)
+        is_ready = not needs_compiling and self._has_adapter(request)
         self._inbox.put((live, is_ready))
 
     async def run(self) -> None:
@@ -115,8 +116,8 @@ class TokenizerActor:
             constraint = live.request.constraint
             if live.request.grammar is not None or live.request.thinking is not None:
                 constraint = await self._constraint(live.request)
-            if live.request.sampling.dry_multiplier:
-                await anyio.to_thread.run_sync(self._processor.breaker_ids, live.request.sampling)
+            if _needs_thread(live.request):
+                await anyio.to_thread.run_sync(self._read_texts, live.request)
             if live.request.adapter is not None and self._adapters is not None:
                 await self._adapters.ready(live.request.adapter)
         except PenstockError as error:
@@ -124,6 +125,12 @@ class TokenizerActor:
         else:
             live.request = replace(live.request, constraint=constraint)
             self._inbox.put((live, True))
+
+    def _read_texts(self, request: Request) -> None:
+        """Compile and cache the texts of sampling parameters. Raises `InvalidRequest`."""
+        self._processor.breaker_ids(request.sampling)
+        for pattern in request.sampling.stop_regex:
+            stop_pattern(pattern)
 
     async def _constraint(self, request: Request) -> Constraint | None:
         grammar, limit = request.grammar, request.thinking
@@ -203,6 +210,11 @@ class TokenizerActor:
             self._requests.fail(request.id, error)
         else:
             self._scheduler.admit(live)
+
+
+def _needs_thread(request: Request) -> bool:
+    """Whether the texts of its sampling parameters must be compiled on a thread."""
+    return bool(request.sampling.dry_multiplier or request.sampling.stop_regex)
 
 
 def num_text_bytes(request: Request) -> int:

@@ -231,6 +231,17 @@ class _Parts:
         return frozenset(found)
 
 
+def exact_automaton(pattern: str) -> Automaton:
+    """Return the automaton of the texts that match a pattern without anchors from beginning to end.
+
+    Raises `TooComplexError`.
+    """
+    found, _ = _cached((Reading(f"^(?:{pattern})$", False),))
+    if found is None:
+        raise TooComplexError
+    return found
+
+
 def _automaton(readings: tuple[Reading, ...], count: Count) -> Automaton:
     found, steps = _cached(readings)
     for _ in range(steps // STEPS_PER_COUNT):

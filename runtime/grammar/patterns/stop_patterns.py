@@ -1,0 +1,54 @@
+"""Compiles the regular expressions of `stop_regex` to automata, whose cost per character is bounded."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from runtime.errors import InvalidRequest
+from runtime.grammar.patterns.automata import TooComplexError, exact_automaton
+from runtime.grammar.patterns.expressions import PatternError, rows
+from runtime.tokenizer.stop import StopPattern
+
+MAX_STATES = 256  # of one automaton: each may be live for each character of a text
+
+
+@lru_cache(256)
+def stop_pattern(pattern: str) -> StopPattern:
+    """Return the automaton of a pattern. Takes up to 0.1 s for a new pattern: call it on a thread.
+
+    Raises `InvalidRequest` if the pattern is malformed, too complex, has an anchor or matches the empty text.
+    """
+    try:
+        if any(at_start or at_end for at_start, _, at_end in rows(pattern, is_wide=False)):
+            raise _refusal(pattern, "it has an anchor, but a stop may begin and end anywhere in the text")
+        automaton = exact_automaton(pattern)
+    except PatternError as error:
+        raise _refusal(pattern, str(error)) from None
+    except TooComplexError:
+        raise _refusal(pattern, "it is too complex") from None
+    accepts = [matched[0] for matched in automaton.matched]
+    if accepts[0]:
+        raise _refusal(pattern, "it matches the empty text")
+    if len(accepts) > MAX_STATES:
+        raise _refusal(pattern, f"it is too complex: it has {len(accepts)} states, up to {MAX_STATES} are allowed")
+    live = _live_states(automaton.next, accepts)
+    edges = sorted((low, number) for number, ranges in enumerate(automaton.classes) for low, _ in ranges)
+    return StopPattern(
+        text=pattern,
+        starts=tuple(low for low, _ in edges),
+        classes=tuple(number for _, number in edges),
+        next=tuple(tuple(target if target in live else -1 for target in line) for line in automaton.next),
+        accepts=tuple(accepts),
+    )
+
+
+def _live_states(next_: list[list[int]], accepts: list[bool]) -> set[int]:
+    """Return the states from which an accepting state is reachable."""
+    live = {state for state, accepted in enumerate(accepts) if accepted}
+    while more := [state for state, line in enumerate(next_) if state not in live and not live.isdisjoint(line)]:
+        live.update(more)
+    return live
+
+
+def _refusal(pattern: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"stop_regex {pattern[:80]!r} cannot be used: {reason}.", param="stop_regex")

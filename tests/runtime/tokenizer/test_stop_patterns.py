@@ -1,0 +1,91 @@
+"""`stop_regex` ends texts where Python's `re` finds the match that ends first, however the text is cut."""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+
+import pytest
+
+from runtime.errors import InvalidRequest
+from runtime.grammar.patterns.stop_patterns import stop_pattern
+from runtime.tokenizer.stop import StopMatcher
+from serve import Engine
+
+
+def first_match(pattern: str, text: str) -> tuple[int, int] | None:
+    """(end, begin) of the match that ends first and, of these, begins first, by trying all substrings."""
+    spans = ((end, begin) for end in range(1, len(text) + 1) for begin in range(end))
+    return next((span for span in spans if re.fullmatch(pattern, text[span[1] : span[0]])), None)
+
+
+@pytest.mark.parametrize("pattern", ["ab+c", "[ab]{3}", "a.c|bb", "(ab|ba)+c", r"\d\d", "c(a|b)*c", "aab|ab"])
+def test_matches_are_those_of_re(pattern: str) -> None:
+    draw = random.Random(pattern)
+    for _ in range(150):
+        text = "".join(draw.choice("abc1é") for _ in range(draw.randrange(1, 14)))
+        expected = first_match(pattern, text)
+        for keep in (False, True):
+            matcher, sent, matched, rest = StopMatcher((), keep, [stop_pattern(pattern)]), "", None, text
+            while rest and matched is None:
+                size = draw.randrange(1, 5)
+                more, matched = matcher.push(rest[:size])
+                sent, rest = sent + more, rest[size:]
+            if expected is None:
+                assert (sent + matcher.flush(), matched) == (text, None)
+            else:
+                assert (sent, matched) == (text[: expected[0] if keep else expected[1]], pattern)
+
+
+def test_strings_and_patterns_end_a_text_together() -> None:
+    for text, left in (("one two; three", "one "), ("one, two; three", "one")):
+        matcher = StopMatcher((",",), False, [stop_pattern("t[a-z]o"), stop_pattern(";")])
+        assert "".join(matcher.push(letter)[0] for letter in text) == left
+
+
+def test_text_is_held_back_no_longer_than_a_match_may_be() -> None:
+    matcher = StopMatcher((), False, [stop_pattern("a[^z]*z")])
+    assert matcher.push("xxa")[0] == "xx"
+    assert matcher.push("b" * 1023)[0] == ""
+    assert len(matcher.push("b" * 2)[0]) == 1026
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(", "stop_regex"),
+        ("a*", "empty text"),
+        ("^a", "anchor"),
+        ("a$|b", "anchor"),
+        (r"(a)\1", "stop_regex"),
+        ("(?:[ab]*a[ab]{20})", "too complex"),
+    ],
+)
+def test_refusals_name_the_reason(pattern: str, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as refused:
+        stop_pattern(pattern)
+    assert refused.value.param == "stop_regex"
+
+
+def test_a_hostile_pattern_costs_little_per_character() -> None:
+    matcher = StopMatcher((), False, [stop_pattern("(a|aa)*b"), stop_pattern("(a*)*c"), stop_pattern(".{0,99}d")])
+    began = time.process_time()
+    matcher.push("a" * 2000)
+    assert time.process_time() - began < 2
+
+
+async def test_engine_stops_at_a_pattern() -> None:
+    async with Engine() as engine:
+        params = {"temperature": 0, "max_new_tokens": 30, "ignore_eos": True}
+        whole = (await engine.generate("Hello", params))["text"]
+        pattern = r"[a-z]{3}"
+        ends = first_match(pattern, whole)
+        answers = await engine.generate(["Hello"] * 2, [{**params, "stop_regex": pattern}, params])
+        assert ends is not None
+        assert answers[0]["text"] == whole[: ends[1]]
+        assert answers[0]["meta_info"]["finish_reason"] == {"type": "stop", "matched": pattern}
+        assert answers[1]["text"] == whole
+        with pytest.raises(InvalidRequest, match="anchor") as refused:
+            await engine.generate("Hello", {**params, "stop_regex": "^a"})
+        assert refused.value.param in ("stop_regex", "sampling_params.stop_regex")
