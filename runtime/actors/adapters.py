@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from runtime.config import buckets
@@ -47,6 +49,7 @@ class _Entry:
     resident: bool = False  # whether all ranks have it in host memory
     num_requests: int = 0
     load_s: float = 0.0
+    temporary: bool = False  # whether the folder is removed when the adapter is freed
     unused: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -66,6 +69,7 @@ class AdapterRegistry:
         self._lock = asyncio.Lock()  # held while ranks load or free adapters
         self._tasks: set[asyncio.Task[Any]] = set()
         self._freed = asyncio.Event()  # set when an adapter loses its last user
+        self._folders: TemporaryDirectory[str] | None = None  # of adapters that came from memory
         self.num_evictions = 0  # adapters that left host memory for others, since the start
         self.load_s = Histogram(buckets.SHORT)
 
@@ -98,29 +102,52 @@ class AdapterRegistry:
             except InvalidRequest as error:
                 raise CheckpointError(f"--lora-paths: {error.message}") from error
 
-    async def load(self, name: str, path: str, *, pinned: bool = False, replace: bool = False) -> Adapter:
-        """Load an adapter from a folder of this machine, and give it a name.
+    def new_folder(self, name: str) -> Path:
+        """Return the path of a new folder for an adapter that comes from memory."""
+        self._check_on()
+        _check_name(name)
+        if self._folders is None:
+            self._folders = TemporaryDirectory(prefix="penstock-adapters-")
+        return Path(self._folders.name, str(next(self._ids)))
+
+    def close(self) -> None:
+        """Remove the folders of adapters that came from memory. Blocks."""
+        if self._folders is not None:
+            self._folders.cleanup()
+
+    async def load(
+        self, name: str, path: str, *, pinned: bool = False, replace: bool = False, temporary: bool = False
+    ) -> Adapter:
+        """Load an adapter from a folder of this machine, and give it a name. A `temporary` folder is removed later.
 
         With `replace` the name may be in use; it then means the new adapter for further requests. Raises
         `InvalidRequest` for a wrong name or if there is no room, and `CheckpointError` if the adapter does not fit.
         """
         self._check_on()
         _check_name(name)
-        return await self._alone(self._load_as(name, path, pinned=pinned, replace=replace))
+        entry = _Entry(Adapter(next(self._ids), name, path, pinned), used=next(self._clock), temporary=temporary)
+        return await self._alone(self._load_named(entry, replace=replace))
 
-    async def _load_as(self, name: str, path: str, *, pinned: bool, replace: bool) -> Adapter:
+    async def _load_named(self, entry: _Entry, *, replace: bool) -> Adapter:
+        try:
+            return await self._load_as(entry, replace=replace)
+        except BaseException:
+            await self._remove_folder(entry)
+            raise
+
+    async def _load_as(self, entry: _Entry, *, replace: bool) -> Adapter:
+        name = entry.adapter.name
         known = self._names.get(name)
         if known is not None and not replace:
             raise InvalidRequest(f"An adapter named {name} is loaded already.", param="lora_name")
-        if pinned:
+        if entry.adapter.pinned:
             self._check_pins(known)
-        entry = _Entry(Adapter(next(self._ids), name, path, pinned), used=next(self._clock))
         await self._make_room(entry)
         await self._load(entry)
         self._names[name] = entry
         if known is not None:
             self._retire(known)
-        logger.info("Loaded the adapter %s from %s in %.2f s.", name, path, entry.load_s)
+        logger.info("Loaded the adapter %s from %s in %.2f s.", name, entry.adapter.path, entry.load_s)
         return entry.adapter
 
     async def unload(self, name: str, *, timeout_s: float = UNLOAD_TIMEOUT_S) -> bool:
@@ -318,6 +345,10 @@ class AdapterRegistry:
             actor.scheduler.forget_adapter(entry.adapter.id)
         await self._call("drop_adapter", {"id": entry.adapter.id})
 
+    async def _remove_folder(self, entry: _Entry) -> None:
+        if entry.temporary:
+            await asyncio.to_thread(shutil.rmtree, entry.adapter.path, ignore_errors=True)
+
     async def _call(self, verb: str, payload: Mapping[str, Any]) -> None:
         actors = self._alive()
         if not actors:
@@ -340,6 +371,7 @@ class AdapterRegistry:
                 if entry.resident:
                     await self._free(entry)
                 self._retired.discard(entry)
+                await self._remove_folder(entry)
 
         return self._kept(asyncio.create_task(free()))
 

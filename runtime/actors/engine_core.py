@@ -165,6 +165,7 @@ class EngineCore:
                 async with anyio.create_task_group() as closing:
                     for actor in self._scheduler.alive:
                         closing.start_soon(actor.close)
+                    closing.start_soon(anyio.to_thread.run_sync, self.adapters.close)
                     if self._grammars is not None:
                         closing.start_soon(anyio.to_thread.run_sync, self._grammars.close)
                     if self._traces is not None:

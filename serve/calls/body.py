@@ -27,17 +27,20 @@ T = TypeVar("T")
 
 TEXT_BYTES = 2_000_000
 IDS_BYTES = 10_000_000  # limit for routes that accept token ids: an id takes up to ten characters
+TENSOR_BYTES = 512 * 2**20  # limit for routes that accept the weights of an adapter
 BYTES_PER_TOKEN = 8  # raises the limit, so that a text as long as the model's context is accepted
 INLINE_BYTES = 4096  # larger bodies are decoded in a thread; a body of this size can take 3 ms
 MAX_LOGGED = 256  # maximum number of unknown field names that are logged
 
 
-def max_body_bytes(plan: Plan, *, takes_ids: bool) -> int:
+def max_body_bytes(plan: Plan, *, takes_ids: bool, takes_tensors: bool = False) -> int:
     """Return the maximum size in bytes of a route's body. `takes_ids`: whether the route accepts token ids as well as
-    text.
+    text. `takes_tensors`: whether it accepts weights, which --max-body-bytes does not limit.
 
     `json_pieces` limits the number of values in a body.
     """
+    if takes_tensors:
+        return TENSOR_BYTES
     if plan.serve.max_body_bytes is not None:
         return plan.serve.max_body_bytes
     return max(IDS_BYTES if takes_ids else TEXT_BYTES, BYTES_PER_TOKEN * plan.model.context_length)

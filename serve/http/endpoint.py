@@ -59,7 +59,8 @@ def decodes(*bodies: type) -> Callable[[Handler], Handler]:
 class RouteSpec(NamedTuple):
     """One route: its handler, the clients that may call it (`scope`), and its error format.
 
-    `takes_ids`: prompts may be token ids, so bodies may be larger than text bodies.
+    `takes_ids`: prompts may be token ids, so bodies may be larger than text bodies. `takes_tensors`: bodies may hold
+    weights.
     """
 
     methods: tuple[str, ...]
@@ -68,6 +69,7 @@ class RouteSpec(NamedTuple):
     scope: RouteScope
     error_format: ErrorFormat = NATIVE
     takes_ids: bool = False
+    takes_tensors: bool = False
 
 
 class ClientGoneError(Exception):

@@ -11,10 +11,13 @@ from starlette.types import ASGIApp
 from runtime.errors import InvalidRequest
 from serve.calls.adapters import (
     LoadAdapterBody,
+    LoadAdapterFromTensorsBody,
     LoadAdapterInPlaceBody,
     UnloadAdapterBody,
     adapters_answer,
     load_adapter,
+    load_adapter_from_tensors,
+    tensors_of,
 )
 from serve.calls.body import parse_object
 from serve.calls.decode import decode
@@ -36,6 +39,17 @@ async def load(http: HttpRequest, core: EngineCore) -> ASGIApp:
     try:
         body = await _body(http, LoadAdapterBody)
         await load_adapter(core, body.lora_name, body.lora_path, pinned=body.pinned)
+    except InvalidRequest as error:
+        return _refused(core, error)
+    return json_response(adapters_answer(core))
+
+
+@decodes(LoadAdapterFromTensorsBody)
+async def load_tensors(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Load a LoRA adapter whose tensors are in the body, in the safetensors format and base64. Pickle is refused."""
+    try:
+        body, tensors = await read_body(http, lambda raw: tensors_of(parse_object(raw)))
+        await load_adapter_from_tensors(core, body.lora_name, body.config_dict, tensors, pinned=body.pinned)
     except InvalidRequest as error:
         return _refused(core, error)
     return json_response(adapters_answer(core))

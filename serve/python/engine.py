@@ -22,7 +22,7 @@ from runtime.actors.scrape import exposition
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, WrongEventLoop
 from serve.background import BackgroundTask
-from serve.calls.adapters import adapters_answer, load_adapter
+from serve.calls.adapters import adapters_answer, load_adapter, load_adapter_from_tensors
 from serve.calls.decode import decode
 from serve.calls.generate.answers import GenerateAnswers
 from serve.calls.generate.schema import GenerateBody, requests_of
@@ -339,6 +339,19 @@ class Engine:
         """
         try:
             await load_adapter(self.core, lora_name, str(lora_path), pinned=pinned)
+        except InvalidRequest as error:
+            return adapters_answer(self.core, error.message)
+        return adapters_answer(self.core)
+
+    async def load_lora_adapter_from_tensors(
+        self, lora_name: str, tensors: bytes, config_dict: Mapping[str, Any], pinned: bool = False
+    ) -> dict[str, Any]:
+        """Load a LoRA adapter from memory: `safetensors.torch.save(tensors)` and the contents of adapter_config.json.
+
+        Returns the answer of `/load_lora_adapter`.
+        """
+        try:
+            await load_adapter_from_tensors(self.core, lora_name, config_dict, tensors, pinned=pinned)
         except InvalidRequest as error:
             return adapters_answer(self.core, error.message)
         return adapters_answer(self.core)

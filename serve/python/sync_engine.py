@@ -97,6 +97,7 @@ class SyncEngine:
     flush_cache = _blocking(Engine.flush_cache)
     update_weights_from_disk = _blocking(Engine.update_weights_from_disk)
     load_lora_adapter = _blocking(Engine.load_lora_adapter)
+    load_lora_adapter_from_tensors = _blocking(Engine.load_lora_adapter_from_tensors)
     unload_lora_adapter = _blocking(Engine.unload_lora_adapter)
     start_profile = _blocking(Engine.start_profile)
     stop_profile = _blocking(Engine.stop_profile)

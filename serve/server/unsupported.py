@@ -54,7 +54,6 @@ CONTROL = {
     "/release_memory_occupation": (("GET", "POST"), "Giving memory back while the server runs"),
     "/resume_memory_occupation": (("GET", "POST"), "Giving memory back while the server runs"),
     "/slow_down": (("GET", "POST"), "Slowing the steps down"),
-    "/load_lora_adapter_from_tensors": (("POST",), "Adapters (LoRA) from tensors in the body"),
     "/configure_logging": (("GET", "POST"), "Changing the log while the server runs"),
     "/sleep": (("POST",), "Giving memory back while the server runs"),
     "/wake_up": (("POST",), "Giving memory back while the server runs"),

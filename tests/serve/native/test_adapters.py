@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import json
 import os
+import pickle
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -111,6 +114,47 @@ async def test_adapter_that_does_not_fit_is_refused_by_name(http: httpx.AsyncCli
     assert answer.status_code == 400
     assert "cannot be read" in answer.text
     assert await tokens(http, "a") == adapted(BASE, adapter(BASE, 1), PROMPT)
+
+
+async def test_adapters_come_from_tensors_in_the_body(http: httpx.AsyncClient) -> None:
+    path = "/load_lora_adapter_from_tensors"
+    folder = Path(adapter(BASE, 2))
+    tensors = (folder / "adapter_model.safetensors").read_bytes()
+    config = json.loads((folder / "adapter_config.json").read_bytes())
+    body = {"lora_name": "t", "config_dict": config, "serialized_tensors": base64.b64encode(tensors).decode()}
+    answer = await http.post(path, json=body)
+    assert (answer.status_code, answer.json()["success"]) == (200, True), answer.text
+    kept = Path(answer.json()["loaded_adapters"]["t"])
+    assert await tokens(http, "t") == adapted(BASE, str(folder), PROMPT)
+    assert (await http.post(path, json=body)).status_code == 400  # the name is in use
+    assert len(list(kept.parent.iterdir())) == 1
+    wrong = {
+        "never read": pickle.dumps({"weight": 1}),
+        "cannot be read": tensors[:-8],
+        "safetensors": b"",
+        "must be base64": None,
+    }
+    for message, content in wrong.items():
+        text = "§" if content is None else base64.b64encode(content).decode()
+        answer = await http.post(path, json={**body, "lora_name": "u", "serialized_tensors": text})
+        assert (answer.status_code, answer.json()["success"]) == (400, False)
+        assert message in answer.json()["error_message"]
+    assert (await http.post("/unload_lora_adapter", json={"lora_name": "t"})).status_code == 200
+    assert not kept.exists()
+
+
+async def test_python_loads_adapters_from_memory() -> None:
+    folder = Path(adapter(BASE, 2))
+    config = json.loads((folder / "adapter_config.json").read_bytes())
+    async with Engine(BASE, enable_lora=True, skip_tokenizer_init=True) as engine:
+        tensors = (folder / "adapter_model.safetensors").read_bytes()
+        assert (await engine.load_lora_adapter_from_tensors("t", tensors, config))["success"]
+        answer = await engine.generate(input_ids=PROMPT, sampling_params=SAMPLING, lora_path="t")
+        assert answer["output_ids"] == adapted(BASE, str(folder), PROMPT)
+        refused = await engine.load_lora_adapter_from_tensors("u", tensors, {**config, "use_dora": 3})
+        assert not refused["success"]
+        kept = Path(engine.core.adapters.adapters[0].path)
+    assert not kept.parent.exists()
 
 
 async def test_openai_names_adapters_in_the_model(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ SURFACE = [
     "/resume_memory_occupation",
     "/slow_down",
     "/load_lora_adapter",
+    "/load_lora_adapter_from_tensors",
     "/unload_lora_adapter",
     "/open_session",
     "/close_session",
