@@ -44,6 +44,7 @@ class Sequence:
         "num_shared",
         "num_superseded",
         "num_undelivered",
+        "page_keys",
         "pages",
         "prompt_logprobs",
         "request",
@@ -89,6 +90,7 @@ class Sequence:
         self.num_retracted = 0  # computed tokens at the last retraction; 0 once the sequence runs again
         self.num_shared = 0  # leading tokens whose pages the prefix tree owns
         self.pages: list[int] = []
+        self.page_keys: list[bytes] = []  # keys of its first full pages, as far as they were needed (`page_keys.py`)
         self.locked_node: Any = None  # node of the prefix tree where the shared pages end
         self.sequence_index = -1  # row in the request tables and in device state while running
         self.finish: Finish | None = None

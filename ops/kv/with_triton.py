@@ -53,7 +53,9 @@ def copy_pages(source: Tensor, target: Tensor, source_pages: Tensor, target_page
     """Copy pages from one pool to another (see `ops.kv`)."""
     page_elements = source[0].numel()
     grid = (len(source_pages), triton.cdiv(page_elements, COPY_BLOCK))
-    _copy_kernel[grid](source, target, source_pages, target_pages, page_elements, BLOCK=COPY_BLOCK)
+    _copy_kernel[grid](
+        source, target, source_pages, target_pages, source.stride(0), target.stride(0), page_elements, BLOCK=COPY_BLOCK
+    )
 
 
 @triton.jit
@@ -96,6 +98,8 @@ def _copy_kernel(
     target,  # [P, page_elements]
     source_pages,  # [N]
     target_pages,  # [N]
+    source_stride,
+    target_stride,
     page_elements,
     BLOCK: tl.constexpr,
 ):
@@ -103,5 +107,5 @@ def _copy_kernel(
     source_page, target_page = tl.load(source_pages + pair), tl.load(target_pages + pair)
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < page_elements
-    values = tl.load(source + source_page * page_elements + offsets, mask=inside)
-    tl.store(target + target_page * page_elements + offsets, values, mask=inside)
+    values = tl.load(source + source_page * source_stride + offsets, mask=inside)
+    tl.store(target + target_page * target_stride + offsets, values, mask=inside)

@@ -30,6 +30,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ObservePlan, Plan
 from runtime.errors import ConfigurationError, EngineClosed, EngineFailure, InvalidRequest, PenstockError
 from runtime.grammar.load import load_grammars
+from runtime.kv_cache.host_tier import TierCounts
 from runtime.metrics.series import EngineMetrics
 from runtime.profile import ProfileOptions
 from runtime.request import Request, with_grammar
@@ -64,6 +65,7 @@ class Status:
     num_recomputed: int  # tokens computed again after a retraction, since the start
     num_swapped_out: int  # pages copied to host memory for retracted sequences, since the start
     num_swapped_in: int  # pages copied back to the device, since the start
+    host_tier: TierCounts  # pages of prefixes in host memory
     num_forced: int  # tokens that grammars forced without a step of their own, since the start
     num_steps: int
     num_generated: int
@@ -360,6 +362,7 @@ class EngineCore:
             num_recomputed=sum(load.num_recomputed for load in loads),
             num_swapped_out=sum(load.num_swapped_out for load in loads),
             num_swapped_in=sum(load.num_swapped_in for load in loads),
+            host_tier=TierCounts(*map(sum, zip(*(load.tier for load in loads), strict=True))),
             num_forced=sum(load.num_forced for load in loads),
             num_steps=sum(actor.progress.num_steps for actor in alive),
             num_generated=sum(actor.progress.num_generated for actor in alive),

@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 
 from ops.cpp.build import Lifeline
-from ops.machine import GIB
+from ops.machine import GIB, Machine
 from runtime.actors.kv_events import KvEventPublisher
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
@@ -34,15 +34,20 @@ from runtime.kv_cache.sizing import (
     max_running,
     memory_table,
     size_pool,
+    tier_pages,
 )
 from runtime.loading.facts import read_facts
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
+    from runtime.mesh.rank_info import RankInfo
     from runtime.worker.model_runner import StepExecutor
     from runtime.worker.worker import CacheSetup, ModelWorker
 
 logger = logging.getLogger("penstock.core")
+
+STEP_BYTES = 2**24  # bytes that one step may copy to the host tier without becoming slow
+HOST_SHARE = 0.9  # maximum share of the free host memory for the host tier
 
 NO_MEMORY = (
     "There is too little memory for the model and its KV cache. Lower --mem-fraction-static or --max-total-tokens, or "
@@ -153,6 +158,8 @@ class _ReplicaLoader:
         # Sets `max_running` of the plan to what fits into the pools.
         self._plan, cache, kinds, reason = size_cache(self._plan, worker, memory, steps)
         plan = self._plan
+        num_tier_pages, page_bytes = _size_tier(plan, worker, cache.num_pages)
+        cache = replace(cache, num_host_pages=cache.num_host_pages + num_tier_pages)
         kv_bytes = await self._join(worker, cache)
         num_tokens = cache.num_pages * cache.page_size
         logger.info("KV Cache is allocated. #tokens: %d, %.2f GB", num_tokens, kv_bytes / GIB)
@@ -164,8 +171,13 @@ class _ReplicaLoader:
             enabled=plan.cache.prefix_cache,
             kinds=kinds,
             events=PageEvents(plan.cache.page_size) if self._kv_events is not None else None,
-            num_host_pages=cache.num_host_pages,
+            num_host_pages=cache.num_host_pages - num_tier_pages,
+            num_tier_pages=num_tier_pages,
+            write_policy=plan.cache.write_policy,
+            step_pages=max(1, STEP_BYTES // max(1, page_bytes)),
         )
+        if prefixes.tier is not None:
+            prefixes.tier.copy_s = await anyio.to_thread.run_sync(worker.restore_s)
         scheduler = Scheduler(
             plan.scheduler,
             prefixes,
@@ -226,6 +238,31 @@ def _size_swap_space(plan: Plan, specs: Sequence[Specs]) -> int:
     return num_pages
 
 
+def _size_tier(plan: Plan, worker: ModelWorker, num_pages: int) -> tuple[int, int]:
+    """Return the number of pages of the host tier, equal on all ranks, and the bytes of one page on this rank.
+
+    Raises `ConfigurationError` if they do not fit into host memory.
+    """
+    if not plan.cache.host_tier:
+        return 0, 0
+    ranks, parallel = rank_infos(plan), plan.parallel
+    sizes = [tier_pages(plan, worker.local_specs(rank), num_pages) for rank in ranks]
+    count = min(number for number, _ in sizes)
+    # All ranks of this machine share its memory. On a CPU, so do the pages of the device.
+    factor = 1 if plan.model.device != "cpu" else 1 + num_pages / count
+    here = [page_bytes for _, page_bytes in sizes][parallel.ranks_here.start : parallel.ranks_here.stop]
+    needed = int(sum(here) * count * parallel.dp_size * factor)
+    free = Machine.probe().available_bytes
+    if needed > free * HOST_SHARE > 0:
+        raise ConfigurationError(
+            f"--enable-hierarchical-cache needs {needed / GIB:.2f} GiB of host memory, and {free / GIB:.2f} GiB are "
+            "free; lower --hicache-ratio, --hicache-size or --max-total-tokens."
+        )
+    size, page_bytes = plan.cache.page_size, sizes[0][1]
+    logger.info("The host tier has %d pages of %d tokens, %.2f GB.", count, size, count * page_bytes / 10**9)
+    return count, page_bytes
+
+
 def _check_drafts(kinds: Sequence[CacheKind], max_drafts: int) -> None:
     """Raise `ConfigurationError` if a cache cannot take back `max_drafts` rejected tokens."""
     for kind in kinds:
@@ -245,12 +282,9 @@ def size_cache(
     Returns the plan with the final `max_running`, the sizes (equal on all ranks), the cache kinds, and the reason for
     the sizes. `memory` has the memory of each rank in bytes; see `ModelWorker.memory`.
     """
-    from runtime.mesh.rank_info import RankInfo
     from runtime.worker.worker import CacheSetup
 
-    parallel = plan.parallel
-    ranks = [RankInfo(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size) for rank in range(parallel.ranks)]
-    local = [worker.local_specs(rank) for rank in ranks]
+    local = [worker.local_specs(rank) for rank in rank_infos(plan)]
     pages, reason = _size(plan, local, memory, steps)
     plan = replace(plan, scheduler=replace(plan.scheduler, max_running=max_running(plan, pages)))
     kinds = make_kinds(worker.cache_specs, plan, pages)
@@ -264,10 +298,20 @@ def size_cache(
         num_sequences=min(limits),
         kinds={kind.name: kind.count for kind in kinds},
         num_host_pages=_size_swap_space(plan, local),
+        host_blocks=plan.cache.host_layout != "layer_first",
+        direct_copies=plan.cache.copy_backend == "direct",
     )
     also = "".join(f", {count} for {name} layers" for name, count in cache.kinds.items())
     reason = f"{pages} pages{also} of {cache.page_size} tokens in {cache.kv_dtype}: {reason}"
     return plan, cache, kinds, reason
+
+
+def rank_infos(plan: Plan) -> list[RankInfo]:
+    """Return the coordinates of all ranks of a replica."""
+    from runtime.mesh.rank_info import RankInfo
+
+    parallel = plan.parallel
+    return [RankInfo(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size) for rank in range(parallel.ranks)]
 
 
 def _share_processors(plan: Plan) -> dict[str, str]:

@@ -421,6 +421,7 @@ class SchedulerActor:
         if batch.stats.num_prompt_tokens:
             times = self.progress.times
             self.scheduler.limit_steps(*(times.prompt_limits or (None, None)), scored=times.scored_limits)
+            self.scheduler.note_prompt_time(times.prompt_token_s)
         if self._series is not None:
             self._series.applied(batch, duration_s, num_tokens)
 

@@ -54,6 +54,11 @@ class StepTimes:
         """Average time of a decode step; None before one was measured."""
         return self._decode_s
 
+    @property
+    def prompt_token_s(self) -> float | None:
+        """Average time that a prompt token adds to a step; None before a step with prompt tokens was measured."""
+        return self._prompt_token_s
+
     def predicted_s(self, batch: Batch) -> float | None:
         """Predict the time of this step; None if steps of its kind were not measured yet."""
         tokens = batch.stats.num_prompt_tokens

@@ -65,6 +65,12 @@ class CachePlan(Section):
     window_ratio: float | None = None
     max_states: int | None = None  # state slots of recurrent layers; None: as many as memory allows
     swap_space_gib: float = 0.0  # host memory per rank for the KV of retracted sequences
+    host_tier: bool = False  # keep pages of the prefix tree in host memory too
+    host_ratio: float = 2.0  # pages of the host tier per page of the device
+    host_gb: int = 0  # 10^9 bytes of the host tier per rank; 0: `host_ratio` decides
+    write_policy: str = "write_through"  # when a page is copied to the host tier; see `kv_cache.host_tier`
+    copy_backend: str = "kernel"  # how a GPU copies pages to and from the host: "kernel" or "direct"
+    host_layout: str = "layer_first"  # order of host pages in memory; otherwise page by page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,7 @@ from collections.abc import Collection
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
-import numpy as np
-
-from runtime.batch import PageCopy
+from runtime.kv_cache.copy_queue import CopyQueue
 from runtime.kv_cache.pages import PagePool
 from runtime.sequence import Sequence
 
@@ -27,11 +25,11 @@ class SwappedOut(NamedTuple):
 
 
 class HostPool:
-    """Allocates host pages, and collects the copies that the next batch carries."""
+    """Allocates host pages, and adds their copies to `copies`, which the next batch carries."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, copies: CopyQueue) -> None:
         self.page_size = page_size
-        self.copies: list[PageCopy] = []  # for the next batch, in order
+        self._copies = copies
         self.num_swapped_out = 0  # pages, since the start
         self.num_swapped_in = 0
         self._pool = PagePool(num_pages)
@@ -60,7 +58,7 @@ class HostPool:
             return
         host_pages = self._pool.allocate(len(pages))
         self._swapped[sequence] = SwappedOut(host_pages, num_tokens)
-        self.copies.append(_copy("device", "host", pages, host_pages))
+        self._copies.add("device", "host", pages, host_pages)
         self.num_swapped_out += len(pages)
 
     def num_restorable(self, sequence: Sequence, limit: int) -> int:
@@ -74,7 +72,7 @@ class HostPool:
         """Copy the host pages that follow `sequence.pages` to these device pages, and free all its host pages."""
         start = len(sequence.pages)
         host_pages = self._swapped[sequence].pages[start : start + len(pages)]
-        self.copies.append(_copy("host", "device", host_pages, pages))
+        self._copies.add("host", "device", host_pages, pages)
         self.num_swapped_in += len(pages)
         self.forget(sequence)
 
@@ -84,16 +82,8 @@ class HostPool:
         if swapped is not None:
             self._pool.free(swapped.pages)
 
-    def take_copies(self) -> tuple[PageCopy, ...]:
-        """Return and clear the copies for the next batch."""
-        if not self.copies:
-            return ()
-        copies, self.copies = tuple(self.copies), []
-        return copies
-
     def reset(self) -> None:
-        """Free all pages and drop pending copies. Called when the KV cannot be trusted."""
-        self.copies = []
+        """Free all pages. Called when the KV cannot be trusted."""
         self._swapped.clear()
         self._pool.reset()
 
@@ -105,7 +95,3 @@ class HostPool:
         for sequence, swapped in self._swapped.items():
             if len(swapped.pages) != -(-swapped.num_tokens // self.page_size):
                 raise ValueError(f"The number of host pages of {sequence!r} is wrong.")
-
-
-def _copy(source: str, target: str, source_pages: list[int], target_pages: list[int]) -> PageCopy:
-    return PageCopy(source, target, np.array(source_pages, np.int32), np.array(target_pages, np.int32))

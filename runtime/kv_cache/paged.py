@@ -56,6 +56,40 @@ class PagedKVCache(NamedTuple):
                 _lock_pages(tensor)
         return cache
 
+    @classmethod
+    def in_blocks(
+        cls,
+        specs: Mapping[int, KVSpec],
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> dict[int, PagedKVCache]:
+        """Create the host pages of all layers so that each page is one block of memory over all layers.
+
+        Each cache is a view with the layout of `in_host_memory`, except for the stride between pages.
+        """
+        sizes = {
+            index: (spec.num_kv_heads * page_size * spec.head_dim, 1 if spec.values_in_keys else 2)
+            for index, spec in specs.items()
+        }
+        width = sum(size * count for size, count in sizes.values())
+        blocks = zeros((num_pages, width), dtype, torch.device("cpu"))
+        if device.type == "cuda":
+            _lock_pages(blocks)
+        caches, start = {}, 0
+        for index, spec in specs.items():
+            size, count = sizes[index]
+            parts = [
+                blocks[:, start + size * part : start + size * (part + 1)].unflatten(
+                    1, (spec.num_kv_heads, page_size, spec.head_dim)
+                )
+                for part in range(count)
+            ]
+            caches[index] = cls(parts[0], parts[-1])
+            start += size * count
+        return caches
+
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The distinct tensors of the cache."""

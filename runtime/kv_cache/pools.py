@@ -29,11 +29,12 @@ class KVPool(dict[int, Any]):
         *,
         kinds: Mapping[str, int] | None = None,
         num_host_pages: int = 0,
+        in_blocks: bool = False,
     ) -> None:
         """Allocate the caches. `specs` are by layer index in the whole model.
 
         `kinds` maps the kinds in use to their numbers of units. Layers of other kinds keep all tokens in pages, and
-        also have `num_host_pages` pages in host memory.
+        also have `num_host_pages` pages in host memory, layer by layer or, with `in_blocks`, page by page.
         """
         super().__init__()
         self.num_pages = num_pages
@@ -43,6 +44,7 @@ class KVPool(dict[int, Any]):
         self.paged: dict[int, PagedKVCache] = {}  # layers that keep all tokens
         self.host: dict[int, PagedKVCache] = {}  # host pages of these layers
         device = torch.device(device)
+        paged_specs: dict[int, KVSpec] = {}
         for index, spec in specs.items():
             if spec.kind in self.kinds:
                 make, count = KINDS[spec.kind].make_layer, self.kinds[spec.kind]
@@ -50,8 +52,11 @@ class KVPool(dict[int, Any]):
                 continue
             spec = cast(KVSpec, spec)
             self[index] = self.paged[index] = PagedKVCache.zeros(spec, num_pages, page_size, dtype, device)
-            if num_host_pages:
+            paged_specs[index] = spec
+            if num_host_pages and not in_blocks:
                 self.host[index] = PagedKVCache.in_host_memory(spec, num_host_pages, page_size, dtype, device)
+        if num_host_pages and in_blocks:
+            self.host = PagedKVCache.in_blocks(paged_specs, num_host_pages, page_size, dtype, device)
 
     @classmethod
     def uniform(

@@ -25,7 +25,9 @@ from typing import NamedTuple
 import numpy as np
 
 from runtime.batch import Batch, PageCopy
+from runtime.kv_cache.copy_queue import CopyQueue
 from runtime.kv_cache.host_pool import HostPool
+from runtime.kv_cache.host_tier import HostTier
 from runtime.kv_cache.kinds import CacheKind
 from runtime.kv_cache.page_events import PageEvents
 from runtime.kv_cache.pages import PagePool
@@ -45,7 +47,8 @@ class PrefixCache:
 
     `kinds` are the other caches of the layers; they are notified of every change of a page. `events` records the
     pages that enter and leave the tree. With `num_host_pages`, retracted sequences are swapped out to host memory.
-    Swapping copies only KV pages, so `num_host_pages` cannot be combined with `kinds`.
+    With `num_tier_pages`, host memory also keeps pages of the tree (`HostTier`); these host pages follow the others.
+    Both copy only KV pages, so they cannot be combined with `kinds`.
     """
 
     def __init__(
@@ -57,6 +60,9 @@ class PrefixCache:
         kinds: Iterable[CacheKind] = (),
         events: PageEvents | None = None,
         num_host_pages: int = 0,
+        num_tier_pages: int = 0,
+        write_policy: str = "write_through",
+        step_pages: int = 64,
     ) -> None:
         if page_size < 1:
             raise ValueError(f"The page size must be at least 1, not {page_size}.")
@@ -66,9 +72,20 @@ class PrefixCache:
         self.events = events
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(page_size)
-        if num_host_pages and self.kinds:
-            raise ValueError("Sequences that have other caches than KV pages cannot be swapped out.")
-        self.host = HostPool(num_host_pages, page_size) if num_host_pages else None
+        if (num_host_pages or num_tier_pages) and self.kinds:
+            raise ValueError("Sequences that have other caches than KV pages cannot be copied to the host.")
+        self.copies = CopyQueue()
+        self.host = HostPool(num_host_pages, page_size, self.copies) if num_host_pages else None
+        self.tier: HostTier | None = None
+        if num_tier_pages and enabled:
+            self.tier = HostTier(
+                num_tier_pages,
+                page_size,
+                self.copies,
+                first_page=num_host_pages,
+                policy=write_policy,
+                step_pages=step_pages,
+            )
 
     @property
     def num_pages(self) -> int:
@@ -158,29 +175,47 @@ class PrefixCache:
             self.host.swap_out(sequence, min(sequence.num_computed, _num_settled(sequence)))
 
     def num_restorable(self, sequence: Sequence) -> int:
-        """Return how many tokens of a sequence will have KV after `swap_in`.
+        """Return how many tokens of a sequence will have KV after `restore`.
 
         The sequence must hold its cached prefix.
         """
-        if self.host is None:
-            return sequence.num_computed
-        return self.host.num_restorable(sequence, reusable_tokens(sequence))
+        limit, num_tokens = reusable_tokens(sequence), sequence.num_computed
+        if self.host is not None:
+            num_tokens = self.host.num_restorable(sequence, limit)
+        if self.tier is not None:
+            num_tokens = max(num_tokens, self.tier.num_restorable(sequence, limit))
+        return num_tokens
 
-    def swap_in(self, sequence: Sequence) -> None:
-        """Restore the swapped-out pages of a sequence, if it has any. It must hold its cached prefix (see `lock`).
+    def restore(self, sequence: Sequence) -> None:
+        """Copy pages of a sequence back from the host, if it has any. It must hold its cached prefix (see `lock`).
 
         Raises `ValueError` if the pages exceed `num_available`.
         """
-        if self.host is None:
+        if self.host is not None:
+            self._swap_in(sequence, self.host)
+        if self.tier is None:
             return
-        num_tokens = self.num_restorable(sequence)
+        num_tokens = self.tier.num_restorable(sequence, reusable_tokens(sequence))
         if num_tokens > sequence.num_computed:
+            end = num_tokens // self.page_size
+            host_pages = self.tier.keep(sequence, end)
+            pages = self.allocate(len(host_pages))
+            self.tier.restored(host_pages, pages)
+            sequence.pages += pages
+            sequence.num_computed = num_tokens
+        self.tier.used(sequence)
+
+    def _swap_in(self, sequence: Sequence, host: HostPool) -> None:
+        limit = reusable_tokens(sequence)
+        num_tokens = host.num_restorable(sequence, limit)
+        from_tier = 0 if self.tier is None else self.tier.num_restorable(sequence, limit)
+        if num_tokens > max(sequence.num_computed, from_tier):
             pages = self.allocate(-(-num_tokens // self.page_size) - len(sequence.pages))
-            self.host.swap_in(sequence, pages)
+            host.swap_in(sequence, pages)
             sequence.pages += pages
             sequence.num_computed = num_tokens
         else:
-            self.host.forget(sequence)
+            host.forget(sequence)
 
     def forget_swapped(self, sequence: Sequence) -> None:
         """Free the host pages of a waiting sequence that has ended."""
@@ -189,7 +224,12 @@ class PrefixCache:
 
     def take_copies(self) -> tuple[PageCopy, ...]:
         """Return and clear the page copies that the next batch must carry."""
-        return () if self.host is None else self.host.take_copies()
+        return self.copies.take()
+
+    def begin_step(self) -> None:
+        """Called before the rows of a batch are chosen."""
+        if self.tier is not None:
+            self.tier.begin_step()
 
     def _resumable_tokens(self, sequence: Sequence) -> int:
         """Return the number of tokens of the longest cached prefix after which every kind can resume."""
@@ -208,7 +248,10 @@ class PrefixCache:
         """
         missing = count - self._pool.num_free
         if missing > 0:
-            self._free_shared(self._tree.evict(missing))
+            pages = self._tree.evict(missing)
+            if self.tier is not None:
+                self.tier.evicted(pages)
+            self._free_shared(pages)
         pages = self._pool.allocate(count)
         for kind in self.kinds:
             kind.allocate(pages)
@@ -254,6 +297,8 @@ class PrefixCache:
             parent = None if not index else known[-1] if known else sequence.pages[index - 1]
             ids = sequence.ids[index * size : end]
             self.events.stored(private[len(known) :], ids, parent, sequence.namespace)
+        if self.tier is not None and len(known) < len(private):
+            self.tier.added(sequence, first + len(known), private[len(known) :])
         if not known:
             return None
         sequence.pages[first : first + len(known)] = known
@@ -290,12 +335,18 @@ class PrefixCache:
             kind.leave(sequence)
         self.free(sequence.pages[sequence.num_shared // self.page_size :])
         if sequence.locked_node is not None:
-            self._free_shared(self._tree.remove(sequence.locked_node))
+            pages = self._tree.remove(sequence.locked_node)
+            if self.tier is not None:
+                self.tier.discarded(pages)
+            self._free_shared(pages)
         _forget_pages(sequence)
 
     def empty(self) -> None:
-        """Evict every prefix that no running sequence uses."""
+        """Evict every prefix that no running sequence uses, on the host too."""
         pages = self._tree.evict(self._tree.num_evictable)
+        if self.tier is not None:
+            self.tier.discarded(pages)
+            self.tier.clear()
         if self.events is not None and not self._tree.num_pages:
             self.events.cleared()
             self.free(pages)
@@ -314,8 +365,11 @@ class PrefixCache:
         self._pool.reset()
         for kind in self.kinds:
             kind.reset()
+        self.copies.clear()
         if self.host is not None:
             self.host.reset()
+        if self.tier is not None:
+            self.tier.reset()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise `ValueError` unless the tree and these sequences account for every page and lock."""
@@ -337,6 +391,8 @@ class PrefixCache:
             kind.check(sequences, tree_pages)
         if self.host is not None:
             self.host.check(sequences)
+        if self.tier is not None:
+            self.tier.check(tree_pages)
 
 
 def reusable_tokens(sequence: Sequence) -> int:

@@ -176,6 +176,28 @@ def host_pages(plan: Plan, specs: Specs) -> tuple[int, str]:
     return num_pages, f"{num_pages} pages of {size} tokens in {plan.cache.swap_space_gib:g} GiB for each rank"
 
 
+def tier_pages(plan: Plan, specs: Specs, num_pages: int) -> tuple[int, int]:
+    """Return the number of pages of each rank's host tier, and the bytes of one; zeros without a tier.
+
+    `specs` are those of one rank's layers, and `num_pages` are those of the device. Raises `ConfigurationError` if
+    the requested size holds no page.
+    """
+    if not plan.cache.host_tier:
+        return 0, 0
+    size, dtype_bytes = plan.cache.page_size, DTYPE_BYTES[plan.cache.kv_dtype]
+    kinds = by_kind(specs, plan)
+    if kinds.keys() - {PAGED}:
+        names = " and ".join(sorted(kinds.keys() - {PAGED}))
+        raise ConfigurationError(f"--enable-hierarchical-cache: {names} caches cannot be copied to the host.")
+    page_bytes = sum(spec.page_bytes(size, dtype_bytes) for spec in kinds[PAGED].values())
+    if not plan.cache.host_gb or not page_bytes:
+        return max(1, int(num_pages * plan.cache.host_ratio)), page_bytes
+    count = plan.cache.host_gb * 10**9 // page_bytes
+    if not count:
+        raise ConfigurationError(f"--hicache-size {plan.cache.host_gb} holds no page; one takes {page_bytes} bytes.")
+    return count, page_bytes
+
+
 def max_running(plan: Plan, pages: int) -> int:
     """Return how many sequences may run with this number of pages, so that each has room for two tokens; at least 1."""
     return max(1, min(plan.scheduler.max_running, pages * plan.cache.page_size // 2))

@@ -110,6 +110,11 @@ METRICS: tuple[Metric, ...] = (
         "Pages copied to host memory because their request made room for others.",
     ),
     _replica_metric("penstock:swapped_in_pages", "counter", "Pages copied back to the device."),
+    _replica_metric("sglang:hicache_host_used_tokens", "gauge", "Tokens of prefixes in the host tier."),
+    _replica_metric("sglang:hicache_host_total_tokens", "gauge", "Tokens that fit into the host tier."),
+    _replica_metric("penstock:host_written_pages", "counter", "Pages of prefixes copied to the host tier."),
+    _replica_metric("penstock:host_restored_pages", "counter", "Pages of prefixes copied back from the host tier."),
+    _replica_metric("penstock:host_evicted_pages", "counter", "Pages that left the host tier for others."),
     _replica_metric(
         "penstock:step_seconds",
         "histogram",

@@ -60,6 +60,7 @@ class BatchBuilder:
 
     def build(self, number: int) -> Batch | None:
         """Build the batch with this number and allocate its pages. Return None if no row can be computed."""
+        self._cache.begin_step()
         if self._plan.priorities and self._waiting.allowed is None:
             self._preempt()
         if self._running.stalled:
@@ -324,11 +325,12 @@ class BatchBuilder:
 
     def _start(self, step: _StepRows, sequence: Sequence, count: int, budget: PromptBudget) -> None:
         """Start a waiting sequence with its first row."""
+        num_cached = sequence.num_shared
+        self._cache.restore(sequence)
         if sequence.num_cached < 0:
-            sequence.num_cached = sequence.num_shared
+            num_cached = sequence.num_cached = sequence.num_computed
         step.num_new += 1
-        step.num_cached_tokens += sequence.num_shared
-        self._cache.swap_in(sequence)
+        step.num_cached_tokens += num_cached
         if sequence.num_retracted:
             self.num_recomputed += max(0, sequence.num_retracted - sequence.num_computed)
             sequence.num_retracted = 0

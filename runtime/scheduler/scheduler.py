@@ -10,6 +10,7 @@ from runtime.batch import Batch, StepOutput
 from runtime.config.plan import SchedulerPlan
 from runtime.constraint import HostData
 from runtime.errors import ContextOverflow, EngineFailure, Overloaded
+from runtime.kv_cache.host_tier import TierCounts
 from runtime.kv_cache.page_events import Event
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Delta, DraftCounts, Finish, LogprobParams, Logprobs
@@ -45,6 +46,7 @@ class Load(NamedTuple):
     drafts: DraftCounts = DraftCounts()  # since the start
     num_adapter_slots: int = 0  # slots of adapters with running sequences
     num_adapter_evictions: int = 0  # adapters that left their slot for another one, since the start
+    tier: TierCounts = TierCounts()  # pages of the host tier
 
 
 class Scheduler:
@@ -82,6 +84,11 @@ class Scheduler:
     def note_step_time(self, step_s: float | None) -> None:
         """Set the average time of a decode step; None if it is unknown."""
         self._fast_forward.step_s = step_s
+
+    def note_prompt_time(self, token_s: float | None) -> None:
+        """Set the average time to compute one prompt token; None if it is unknown."""
+        if self._cache.tier is not None and token_s is not None:
+            self._cache.tier.compute_s = token_s * self._cache.page_size
 
     @property
     def queue_space(self) -> int:
@@ -336,6 +343,7 @@ class Scheduler:
             drafts=self._drafting.counts,
             num_adapter_slots=self._running.adapters.num_used,
             num_adapter_evictions=self._running.adapters.num_evictions,
+            tier=TierCounts() if cache.tier is None else cache.tier.counts,
         )
 
     def check(self) -> None:

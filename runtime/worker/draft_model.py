@@ -81,6 +81,11 @@ class DraftModel:
         self._computed[batch.sequence_indices[drafted]] = batch.starts[drafted] + counts
         return batch
 
+    @property
+    def pool(self) -> KVPool:
+        """The KV pool, with the pages of the target's pool."""
+        return self._pool
+
     def close(self) -> None:
         """End the threads of the CPU graph, after the last step."""
         if self._graph is not None:

@@ -214,7 +214,8 @@ class StepExecutor:
         self._cpu_graph = cpu_graph
         self._draft_model = draft_model
         self._staging = Staging(device)
-        self._copier = PageCopier(pool, copy_pages, device, self._staging)
+        pools = [pool] if draft_model is None else [pool, draft_model.pool]
+        self._copier = PageCopier(pools, copy_pages, device, self._staging)
         self._begun: deque[_Begun] = deque()
         self._reads = batch_reads(model)
         self._logged_drafts = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -21,8 +21,12 @@ class PageCopier:
     Earlier steps may still write the source pages and read the target pages. The host does not wait.
     """
 
-    def __init__(self, pool: KVPool, copy_pages: CopyPages, device: Device, staging: Staging) -> None:
-        self._pools = {"device": pool.paged, "host": pool.host}
+    def __init__(self, pools: Sequence[KVPool], copy_pages: CopyPages, device: Device, staging: Staging) -> None:
+        """`pools` are those of all models of the rank, which share their page table."""
+        self._pools = {
+            "device": [cache for pool in pools for cache in pool.paged.values()],
+            "host": [cache for pool in pools for cache in pool.host.values()],
+        }
         self._copy_pages = copy_pages
         self._device = device
         self._staging = staging
@@ -43,6 +47,6 @@ class PageCopier:
                 "target": copy.target_pages.astype(np.int64),
             }
         )
-        for index, source in sources.items():
-            for from_tensor, to_tensor in zip(source.tensors, targets[index].tensors, strict=True):
+        for source, target in zip(sources, targets, strict=True):
+            for from_tensor, to_tensor in zip(source.tensors, target.tensors, strict=True):
                 self._copy_pages(from_tensor, to_tensor, pages["source"], pages["target"])

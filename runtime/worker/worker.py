@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from ops.backends import SAMPLING
 from ops.cpp.build import BuildError, Lifeline
 from ops.cpp.kernel_launcher import NotCapturable
+from ops.kv import native as native_kv
 from ops.machine import Machine
 from ops.select import Kernels, select
+from runtime.batch import PageCopy
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import GraphPlan, KernelPlan, LoraPlan, ModelPlan, Plan
 from runtime.config.pooling import Pooling
@@ -39,13 +44,15 @@ from runtime.worker.draft_model import DraftModel
 from runtime.worker.logits_dump import LogitsDump
 from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
+from runtime.worker.page_copies import CopyPages, PageCopier
 from runtime.worker.sampler import Sampler
-from runtime.worker.step_inputs import Forward
+from runtime.worker.step_inputs import Forward, Staging
 
 logger = logging.getLogger("penstock.core")
 
 TARGET = "target"  # name of the served model; others assist it
 DRAFT = "draft"  # name of the model that proposes tokens
+MEASURED_PAGES = 64  # pages whose copy from the host is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +126,8 @@ class CacheSetup:
     num_sequences: int
     kinds: Mapping[str, int] = field(default_factory=dict)  # units of the other cache kinds, by kind
     num_host_pages: int = 0  # pages in host memory
+    host_blocks: bool = False  # whether each host page is one block of memory over all layers
+    direct_copies: bool = False  # whether a GPU copies pages by copies of the library instead of a kernel
 
 
 @dataclass(slots=True)
@@ -277,7 +286,7 @@ class ModelWorker:
             cpu_graph=cpu_graph,
             cuda_graphs=cuda_graphs,
             nan_detection=plan.kernels.nan_detection,
-            copy_pages=self.kernels.copy_pages,
+            copy_pages=self._copy_pages(cache),
             weights=self._loaded_weights(
                 loaded.source, model, cache, fixed=forward is not model or cpu_graph is not None
             ),
@@ -301,7 +310,7 @@ class ModelWorker:
             num_sequences=cache.num_sequences,
             device=device,
             mesh=self.mesh,
-            copy_pages=self.kernels.copy_pages,
+            copy_pages=self._copy_pages(cache),
             weights=self._loaded_weights(loaded.source, model, cache, fixed=forward is not model),
             adapters=self._adapters if name == TARGET else None,
         )
@@ -357,7 +366,34 @@ class ModelWorker:
             self.device,
             kinds=cache.kinds,
             num_host_pages=cache.num_host_pages,
+            in_blocks=cache.host_blocks,
         )
+
+    def _copy_pages(self, cache: CacheSetup) -> CopyPages:
+        return native_kv.copy_pages if cache.direct_copies else self.kernels.copy_pages
+
+    def restore_s(self) -> float | None:
+        """Measure the time to copy one page of all layers from the host to the device, in seconds.
+
+        Call it after `join`. Returns None without host pages.
+        """
+        pools = [model.pool for model in self._models.values() if model.pool is not None]
+        cache = self._cache
+        if cache is None or not cache.num_host_pages:
+            return None
+        count = min(MEASURED_PAGES, cache.num_pages, cache.num_host_pages)
+        device = open_device(self.device)
+        copier = PageCopier(pools, self._copy_pages(cache), device, Staging(device))
+        pages = np.arange(count, dtype=np.int32)
+        copies = [PageCopy("host", "device", pages, pages)]
+        best = math.inf
+        for _ in range(2):  # the system commits the memory at the first copy
+            began = time.monotonic()
+            with device.forward():
+                copier.enqueue(copies)
+            device.record().wait()
+            best = min(best, time.monotonic() - began)
+        return best / count
 
     def _make_sampler(
         self, facts: ModelFacts, num_sequences: int, device: Device, dump: LogitsDump | None = None

@@ -26,7 +26,7 @@ def test_every_argument_of_the_surface_has_an_outcome() -> None:
         ("--page-size", "works"),
         ("--cuda-graph-bs", "works on H100 and B200; not CPU"),
         ("--nccl-port", "works"),
-        ("--enable-hierarchical-cache", "not supported"),
+        ("--enable-lmcache", "not supported"),
         ("--sleep-on-idle", "always so"),
         ("--return-token-ids", "no effect"),
         ("--sampling-backend", "works; not CPU: triton"),

@@ -422,6 +422,9 @@ class Drive:
         num_windowed: int = 0,
         num_states: int = 0,
         num_host_pages: int = 0,
+        num_tier_pages: int = 0,
+        write_policy: str = "write_through",
+        step_pages: int = 64,
     ) -> None:
         """With a `window`, some layers keep only their window, in this number of pages; the default is little more
         than one sequence needs.
@@ -437,10 +440,19 @@ class Drive:
             states = StateKind({}, 1 + num_states, num_pages, page_size)
             plan = replace(plan, max_running=min(plan.max_running, states.max_sequences))
             kinds.append(states)
-        self.cache = PrefixCache(num_pages, page_size, enabled=prefix, kinds=kinds, num_host_pages=num_host_pages)
+        self.cache = PrefixCache(
+            num_pages,
+            page_size,
+            enabled=prefix,
+            kinds=kinds,
+            num_host_pages=num_host_pages,
+            num_tier_pages=num_tier_pages,
+            write_policy=write_policy,
+            step_pages=step_pages,
+        )
         self.scheduler = Scheduler(plan, self.cache, vocab_size=vocab_size, context_length=context_length)
         self.runner = runner or FakeRunner(
-            num_pages, page_size, plan.max_running, vocab_size, num_host_pages=num_host_pages
+            num_pages, page_size, plan.max_running, vocab_size, num_host_pages=num_host_pages + num_tier_pages
         )
         if window is not None:
             self.runner.use_window(window)

@@ -99,29 +99,44 @@ class CacheArgs:
 class HierarchyArgs:
     """KV cache in host memory and storage."""
 
-    enable_hierarchical_cache: bool = planned(
+    enable_hierarchical_cache: bool = option(
         False,
-        "Keep prefixes that do not fit on the device in host memory, and copy them back when they are needed.",
+        "Keep pages of prefixes in host memory too, and copy them back when a request needs them and the device has "
+        "evicted them. Sliding-window layers then keep all tokens.",
+        plan="cache.host_tier",
     )
-    hicache_ratio: float = planned(
-        2.0, "Size of the host tier as a multiple of the device's KV cache; more than 1.", above=0
+    hicache_ratio: float = option(
+        2.0,
+        "Size of the host tier as a multiple of the device's KV cache.",
+        above=0,
+        plan="cache.host_ratio",
     )
-    hicache_size: int = planned(0, "Size of the host tier in gigabytes per rank; 0: --hicache-ratio decides.", low=0)
-    hicache_write_policy: str = planned(
+    hicache_size: int = option(
+        0,
+        "Size of the host tier in gigabytes (10^9 bytes) per rank; 0: --hicache-ratio decides.",
+        low=0,
+        plan="cache.host_gb",
+    )
+    hicache_write_policy: str = option(
         "write_through",
-        "When pages are copied to the host: at the first use (write_through), at the second "
+        "When pages are copied to the host: when they are computed (write_through), when a second request uses them "
         "(write_through_selective), or when the device evicts them (write_back).",
         choices=("write_back", "write_through", "write_through_selective"),
+        plan="cache.write_policy",
     )
-    hicache_io_backend: str = planned(
+    hicache_io_backend: str = option(
         "kernel",
-        "How pages move between device and host: by copies (direct) or by a kernel.",
+        "How a GPU copies pages to and from the host: by a kernel, or by copies of the library (direct). On a CPU, "
+        "both are the same.",
         choices=("direct", "kernel"),
+        plan="cache.copy_backend",
     )
-    hicache_mem_layout: str = planned(
+    hicache_mem_layout: str = option(
         "layer_first",
-        "Order of the host tier in memory: layer by layer or page by page.",
+        "Order of the host tier in memory: layer by layer or page by page (page_first, page_first_direct). A page is "
+        "then one block of memory, which storage reads and writes faster.",
         choices=("layer_first", "page_first", "page_first_direct"),
+        plan="cache.host_layout",
     )
     hicache_storage_backend: str | None = planned(
         None,

@@ -33,6 +33,7 @@ def cache_plan(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: s
         mem_fraction=_mem_fraction(builder, gpu),
         of_free_memory=Decision(of_free_memory, "on a CPU without --mem-fraction-static"),
         window_ratio=_window_ratio(builder),
+        host_tier=_host_tier(builder, facts),
         swap_space_gib=_swap_space(builder, machine, facts),
     )
 
@@ -60,6 +61,28 @@ def _swap_space(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> De
     return builder.follow("swap_space")
 
 
+HOST_OPTIONS = ("hicache_ratio", "hicache_size", "hicache_write_policy", "hicache_io_backend", "hicache_mem_layout")
+
+
+def _host_tier(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
+    flag = "--enable-hierarchical-cache"
+    if not builder.args.hierarchy.enable_hierarchical_cache:
+        for option in HOST_OPTIONS:
+            if builder.args.changed(option):
+                builder.refuse(option, f"--{option.replace('_', '-')} needs {flag}.")
+        return builder.follow("enable_hierarchical_cache")
+    reason = None
+    if builder.args.cache.disable_radix_cache:
+        reason = "--disable-radix-cache turns prefix caching off, so there are no prefixes to keep"
+    elif facts.is_encoder or facts.needs_whole_prompts:
+        reason = "this model caches nothing"
+    elif facts.recurrent:
+        reason = "states of recurrent layers cannot be copied to the host; leave the option out"
+    if reason is not None:
+        builder.refuse("enable_hierarchical_cache", f"{flag}: {reason}.")
+    return builder.follow("enable_hierarchical_cache")
+
+
 def _page_size(builder: PlanBuilder) -> Decision[int]:
     reason = "pages of 16 tokens are read faster than single tokens, and prefixes still share most of their tokens"
     return builder.follow_or("page_size", PAGE_SIZE, reason)
@@ -67,6 +90,8 @@ def _page_size(builder: PlanBuilder) -> Decision[int]:
 
 def _window_ratio(builder: PlanBuilder) -> Decision[float | None]:
     args = builder.args.cache
+    if builder.args.hierarchy.enable_hierarchical_cache:
+        return Decision(None, "with --enable-hierarchical-cache, so that all their pages can be copied")
     if args.disable_hybrid_swa_memory:
         return Decision(None, "as asked with --disable-hybrid-swa-memory")
     return Decision(args.swa_full_tokens_ratio, "sliding-window layers keep only their window")

@@ -65,7 +65,7 @@ def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
     backend.store(k, v, k_pool, v_pool, places, k_scale=case.k_scale, v_scale=case.v_scale)
     stored = [k_pool.float(), v_pool.float()]
     sources = torch.tensor([9, 11])
-    other = torch.zeros_like(v_pool[:3])
+    other = torch.zeros_like(v_pool[:3]).repeat(1, 2, 1, 1)[:, : v_pool.shape[1]]  # pages with a gap after each
     for pool in (k_pool, v_pool):
         backend.copy_pages(pool, pool, sources, torch.tensor([0, 3]))
     backend.copy_pages(v_pool, other, sources, torch.tensor([0, 1]))

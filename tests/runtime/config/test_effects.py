@@ -49,6 +49,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"speculative_algorithm": "NGRAM"}),
     (CPU, {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "draft"}),
     (CPU, {"enable_lora": True}),
+    (CPU, {"enable_hierarchical_cache": True}),
     (CPU, {"collect_tokens_histogram": True, "log_requests": True}),
     (H200, {}),
     (FOUR_GPUS, {"tp_size": 2}),

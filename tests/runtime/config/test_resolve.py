@@ -203,7 +203,7 @@ def test_all_refusals_come_together() -> None:
         enable_dp_attention=True,
         device="cuda",
         context_length=9999,
-        enable_hierarchical_cache=True,
+        enable_lmcache=True,
     )
     assert len(said.splitlines()) == 4
 

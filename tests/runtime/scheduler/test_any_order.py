@@ -13,6 +13,7 @@ from fake_runner import Drive, make_plan, make_sequence, reference_embedding
 from late_host_data import LateForcedTokens, LateHostData
 from runtime.constraint import Output
 from runtime.errors import ContextOverflow
+from runtime.kv_cache.host_tier import POLICIES
 from runtime.request import Adapter, Delta, Finish, LogprobParams, Request
 from runtime.scheduler import budget
 from runtime.sequence import Sequence
@@ -49,7 +50,10 @@ class AnyOrder(RuleBasedStateMachine):
         overlap_draws=st.booleans(),
         drafts_by_model=st.booleans(),
         forced_share=st.sampled_from([0.0, 0.0, 1.0]),
-        num_host_pages=st.sampled_from([0, 1, 5, 100]),
+        num_host_pages=st.sampled_from([0, 0, 1, 5, 100]),
+        num_tier_pages=st.sampled_from([0, 1, 3, 12, 100]),
+        write_policy=st.sampled_from(POLICIES),
+        step_pages=st.sampled_from([1, 2, 64]),
         adapter_slots=st.sampled_from([1, 2, 8]),
         adapters_fifo=st.booleans(),
     )
@@ -67,6 +71,9 @@ class AnyOrder(RuleBasedStateMachine):
         windowed_share: float,
         num_states: int,
         num_host_pages: int,
+        num_tier_pages: int,
+        write_policy: str,
+        step_pages: int,
         max_drafts: int,
         **plan: Any,
     ):
@@ -87,6 +94,9 @@ class AnyOrder(RuleBasedStateMachine):
             num_windowed=int(windowed_share * num_tokens // page_size),
             num_states=num_states,
             num_host_pages=0 if window is not None or num_states else num_host_pages,
+            num_tier_pages=0 if window is not None or num_states else num_tier_pages,
+            write_policy=write_policy,
+            step_pages=step_pages,
         )
         if not depth:  # a sequence must not have another step in flight if a step may bring several tokens
             self.drive.runner.tokens_per_step = tokens_per_step

@@ -10,7 +10,7 @@ import pytest
 from fake_runner import Drive, make_plan, make_sequence
 from late_host_data import LateHostData
 from runtime.batch import Batch, PageCopy
-from runtime.kv_cache import host_pool
+from runtime.kv_cache.copy_queue import CopyQueue
 from runtime.kv_cache.host_pool import HostPool
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.states import StateKind
@@ -132,7 +132,7 @@ def test_recovery_trusts_nothing_in_host_memory(how: str):
         getattr(drive.scheduler, how)(batches)
     drive.scheduler.check()
     assert held(drive).num_used == 0
-    assert not held(drive).copies
+    assert not drive.cache.copies
     drive.run()
     left = [sequence for sequence in sequences if sequence.finish is None or sequence.finish.kind != "abort"]
     assert left
@@ -196,13 +196,12 @@ def test_batches_without_a_host_pool_carry_no_copies():
 
 
 def test_wrong_page_that_is_copied_is_noticed(monkeypatch: pytest.MonkeyPatch):
-    copy = host_pool._copy
+    take = CopyQueue.take
 
-    def shifted(source: str, target: str, source_pages: list[int], target_pages: list[int]) -> PageCopy:
-        right = copy(source, target, source_pages, target_pages)
-        return right if target == "device" else right._replace(source_pages=np.roll(right.source_pages, 1))
+    def shifted(copy: PageCopy) -> PageCopy:
+        return copy if copy.target == "device" else copy._replace(source_pages=np.roll(copy.source_pages, 1))
 
-    monkeypatch.setattr(host_pool, "_copy", shifted)
+    monkeypatch.setattr(CopyQueue, "take", lambda self: tuple(map(shifted, take(self))))
     drive = tight(100)
     drive.add(*crowd((5, 9), (2, 9)))
     with pytest.raises(AssertionError, match="another history"):
@@ -210,7 +209,7 @@ def test_wrong_page_that_is_copied_is_noticed(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_other_caches_cannot_be_swapped_out():
-    with pytest.raises(ValueError, match="cannot be swapped out"):
+    with pytest.raises(ValueError, match="cannot be copied to the host"):
         PrefixCache(8, 4, kinds=[StateKind({}, 5, 8, 4)], num_host_pages=4)
 
 

@@ -75,7 +75,7 @@ def there_and_back(device: LateDevice) -> list[float]:
     page.
     """
     pool = KVPool.uniform(1, 8, 4, 1, 1, torch.float32, "cpu", num_host_pages=4)
-    copier = PageCopier(pool, native.copy_pages, device, Staging(device))
+    copier = PageCopier([pool], native.copy_pages, device, Staging(device))
     keys = pool[0].k
     device.adopt(keys)
     with device.forward():

@@ -1,0 +1,48 @@
+"""Page copies that wait for the next batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from runtime.batch import PageCopy
+
+
+class CopyQueue:
+    """Collects page copies in order. Adjacent copies between the same pools become one `PageCopy`."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[str, str, list[int], list[int]]] = []
+        self._last_targets: set[int] = set()  # target pages of the last copy
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def add(self, source: str, target: str, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
+        """Append a copy of `source_pages[i]` of one pool to `target_pages[i]` of another; the targets are distinct."""
+        if not source_pages:
+            return
+        if self._copies:
+            last_source, last_target, sources, targets = self._copies[-1]
+            if (last_source, last_target) == (source, target) and self._last_targets.isdisjoint(target_pages):
+                sources += source_pages
+                targets += target_pages
+                self._last_targets.update(target_pages)
+                return
+        self._copies.append((source, target, list(source_pages), list(target_pages)))
+        self._last_targets = set(target_pages)
+
+    def take(self) -> tuple[PageCopy, ...]:
+        """Return and clear the copies."""
+        if not self._copies:
+            return ()
+        copies, self._copies = self._copies, []
+        return tuple(
+            PageCopy(source, target, np.array(sources, np.int32), np.array(targets, np.int32))
+            for source, target, sources, targets in copies
+        )
+
+    def clear(self) -> None:
+        """Drop all copies. Called when the KV cannot be trusted."""
+        self._copies = []

@@ -1,0 +1,43 @@
+"""Keys of pages by content: the hash of a page's tokens and of all tokens before them.
+
+A key is equal in every process. The model and the layout of its pages are not part of it; a store of several models
+keeps each model's pages apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from hashlib import blake2b
+
+import numpy as np
+
+from runtime.sequence import Sequence
+
+KEY_BYTES = 32
+LOCAL = 1  # bit of a key's first byte: only this process can use the page
+
+
+def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
+    """Return the keys of the first `count` full pages of a sequence. They are kept in `sequence.page_keys`."""
+    keys = sequence.page_keys
+    missing = count - len(keys)
+    if missing > 0:
+        start = len(keys) * page_size
+        tokens = np.array(sequence.ids[start : start + missing * page_size], np.int64).tobytes()
+        local = sequence.request.adapter is not None  # the id of an adapter is one of this process
+        parent = keys[-1] if keys else _root(sequence.namespace)
+        width = 8 * page_size
+        for offset in range(0, missing * width, width):
+            digest = blake2b(parent + tokens[offset : offset + width], digest_size=KEY_BYTES).digest()
+            parent = bytes((digest[0] & ~LOCAL | local,)) + digest[1:]
+            keys.append(parent)
+    return keys if missing >= 0 else keys[:count]
+
+
+def is_local(key: bytes) -> bool:
+    """Whether the page of this key depends on something that only this process knows, such as the id of an adapter."""
+    return bool(key[0] & LOCAL)
+
+
+def _root(namespace: Hashable) -> bytes:
+    return blake2b(repr(namespace).encode(), digest_size=KEY_BYTES).digest()
