@@ -102,6 +102,10 @@ fuzz *options:
 slow-clients *options:
     PYTHONPATH=tests:tests/kit:notebooks {{bin}}/python -m bench slow "$@"
 
+# Build a wheel with compiled kernels for every kind of x86-64 processor, into dist/. It needs a C++ compiler, and minutes.
+wheel:
+    PENSTOCK_KERNELS=all {{bin}}/python -m hatchling build -t wheel
+
 # Run the notebooks from top to bottom.
 notebooks:
     {{bin}}/python -m pytest -m notebook tests/notebooks

@@ -26,6 +26,8 @@ PACKAGES = (
     "torchao",
 )
 
+PREBUILT = Path(__file__).parent / "cpp" / "prebuilt"  # compiled C++ kernels (`ops.cpp.prebuilt`)
+
 # Attributes of the CUDA driver's cuDeviceGetAttribute.
 _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76
 
@@ -53,6 +55,12 @@ class Machine:
     torch_cuda: str | None = None  # the CUDA version that the installed torch is built for
     packages: Mapping[str, str] = field(default_factory=dict)  # name -> version, for `PACKAGES`
     compiler: str | None = None  # path of a C++ compiler
+    prebuilt: bool = False  # whether the installed package carries compiled C++ kernels
+
+    @property
+    def has_cpp(self) -> bool:
+        """Whether there is a way to C++ kernels: compiled ones, or a compiler."""
+        return self.prebuilt or self.compiler is not None
 
     @classmethod
     def probe(cls) -> Self:
@@ -69,6 +77,7 @@ class Machine:
             torch_cuda=_torch_cuda(),
             packages=_packages(),
             compiler=next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None),
+            prebuilt=any(PREBUILT.glob("*.so")),
         )
 
     @classmethod

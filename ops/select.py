@@ -156,16 +156,22 @@ def select(
 def _launcher(
     num_threads: int | None = None, compiler: str | None = None, lifeline: Lifeline | None = None
 ) -> KernelLauncher:
-    """Return a launcher of the C++ kernels. By default it uses torch's number of threads and the machine's compiler."""
+    """Return a launcher of the C++ kernels, on torch's number of threads by default.
+
+    It uses the kernels that the package carries for this processor. Without them, or if `compiler` is set, it compiles
+    them. Raises `BuildError`.
+    """
     from ops.cpp.build import BuildError
     from ops.cpp.kernel_launcher import KernelLauncher
-    from ops.cpp.library import load
+    from ops.cpp.library import load, load_prebuilt
 
     machine = Machine.probe()
-    compiler = compiler or machine.compiler
-    if compiler is None:
-        raise BuildError("No C++ compiler is installed.")
-    library = load(compiler, machine.cpu_flags, lifeline=lifeline)
+    library = load_prebuilt(machine.processor, machine.cpu_flags) if compiler is None else None
+    if library is None:
+        compiler = compiler or machine.compiler
+        if compiler is None:
+            raise BuildError("No C++ compiler is installed.")
+        library = load(compiler, machine.cpu_flags, lifeline=lifeline)
     return KernelLauncher(library, num_threads or torch.get_num_threads())
 
 

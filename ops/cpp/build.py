@@ -16,7 +16,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -29,15 +29,8 @@ logger = logging.getLogger(__name__)
 SOURCES = Path(__file__).with_name("source")
 # The unit that takes longest comes first.
 UNITS = ("quantized.cpp", "kernels.cpp", "attention.cpp", "products.cpp", "library.cpp")
-FLAGS = (
-    "-O3",
-    "-march=native",
-    "-std=c++20",
-    "-pthread",
-    "-ffp-contract=fast",
-    "-fPIC",
-    "-Wno-psabi",
-)
+COMMON_FLAGS = ("-O3", "-std=c++20", "-pthread", "-ffp-contract=fast", "-fPIC", "-Wno-psabi")
+FLAGS = (*COMMON_FLAGS, "-march=native")
 TIMEOUT_S = 300  # seconds per compiled unit
 SCRATCH = "build-"  # prefix of the folders in which units are compiled
 LOCK_POLL_S = 0.1
@@ -103,7 +96,7 @@ def build(
     name = _name(SOURCES, compiler, processor, flags)
     try:
         path = cache_folder("cpp") / name
-        if _is_whole(path):
+        if is_whole(path):
             return path
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = _open_lock(path.parent)
@@ -113,7 +106,9 @@ def build(
     with lock:
         _take(lock, lifeline)
         _remove_scratch(path.parent)
-        return path if _is_whole(path) else _make(path.parent, compiler, processor, flags, lifeline)
+        if is_whole(path):
+            return path
+        return make(path.parent, lambda sources: _name(sources, compiler, processor, flags), compiler, flags, lifeline)
 
 
 def _spare_directory(reason: Exception) -> Path:
@@ -146,18 +141,19 @@ def _name(sources: Path, compiler: str, processor: Collection[str], flags: Seque
     except OSError as error:
         raise BuildError(f"Cannot run {compiler}: {error}.") from error
     digest = hashlib.sha256()
-    for source in _sources(sources):
+    for source in source_files(sources):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     key = [str(program), str(facts.st_size), str(facts.st_mtime_ns), *UNITS, *flags, *sorted(processor)]
     digest.update("\0".join(key).encode())
     return f"kernels-{digest.hexdigest()[:24]}.so"
 
 
-def _sources(folder: Path) -> list[Path]:
+def source_files(folder: Path) -> list[Path]:
+    """Return the C++ files of a folder, in the order in which a hash includes them."""
     return sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".h"))
 
 
-def _is_whole(path: Path) -> bool:
+def is_whole(path: Path) -> bool:
     """Return whether the file exists and is complete. Loading an incomplete library can crash the process."""
     try:
         content = memoryview(path.read_bytes())
@@ -188,13 +184,16 @@ def _remove_scratch(folder: Path) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _make(folder: Path, compiler: str, processor: Collection[str], flags: Sequence[str], lifeline: Lifeline) -> Path:
-    """Compile a copy of the sources into the folder. The name of the library contains a hash of this copy."""
+def make(folder: Path, name: Callable[[Path], str], compiler: str, flags: Sequence[str], lifeline: Lifeline) -> Path:
+    """Compile a copy of the sources into the folder. `name` returns the library's file name for this copy.
+
+    Returns the library's path. Raises `BuildError`, and `BuildStopped` after `lifeline` is cut.
+    """
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True) as scratch:
         sources = Path(scratch)
-        for source in _sources(SOURCES):
+        for source in source_files(SOURCES):
             shutil.copyfile(source, sources / source.name)
-        path = folder / _name(sources, compiler, processor, flags)
+        path = folder / name(sources)
         try:
             library = _compile(compiler, flags, sources, os.cpu_count() or 1, lifeline)
         except BuildError as error:  # for example out of memory, or a timeout

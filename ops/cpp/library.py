@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Collection, Iterable, Sequence
 from ctypes import c_bool, c_char_p, c_int64, c_void_p
 from pathlib import Path
@@ -11,8 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ops.cpp import prebuilt
 from ops.cpp.build import FLAGS, BuildError, Lifeline, build
 from ops.cpp.structures import STRUCTURES
+
+logger = logging.getLogger(__name__)
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # dtypes in which the kernels compute
 
@@ -112,6 +116,16 @@ def load(
         return Library(build(compiler, processor, flags, lifeline))
     except OSError as error:  # for example on a file system mounted noexec
         raise BuildError(f"Cannot load the library that {compiler} compiled: {error}.") from error
+
+
+def load_prebuilt(machine: str, cpu_flags: Collection[str]) -> Library | None:
+    """Return the library that the package carries for this processor, or None if it has none that loads."""
+    path = prebuilt.find(machine, cpu_flags)
+    try:
+        return Library(path) if path else None
+    except OSError as error:  # for example on a file system mounted noexec
+        logger.warning("Cannot load the compiled kernels of the package: %s", error)
+        return None
 
 
 def cache_type(pool: Tensor, dtype: torch.dtype) -> int | None:

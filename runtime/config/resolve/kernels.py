@@ -188,8 +188,8 @@ def _settings(builder: PlanBuilder, decode: str) -> Decision[Mapping[str, Mappin
 
 def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:
     """Return the operations that a CPU computes in C++, and the reason for having them or none."""
-    if machine.compiler is None:
-        return {}, "there is no C++ compiler; a step would be faster with one"
+    if not machine.has_cpp:
+        return {}, "there are no compiled C++ kernels, and no C++ compiler; a step would be faster with one"
     if dtype not in CPP_DTYPES:
         return {}, f"the C++ kernels do not support {dtype}"
     if not machine.cpu_flags >= CPP_NEEDS:

@@ -1,0 +1,73 @@
+"""C++ kernels that are compiled before installation: one library for each kind of processor.
+
+A wheel of `just wheel` carries them all, and `pip install .` compiles the one for this machine. With them, a machine
+needs no compiler, and the first start takes as long as every other start. Their file names contain a hash of the
+sources, so a library of other sources is never loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from ops.cpp.build import COMMON_FLAGS, SOURCES, Lifeline, is_whole, make, source_files
+from ops.machine import PREBUILT
+
+RUNTIME_FLAGS = ("-static-libstdc++", "-static-libgcc")  # a machine without a compiler may have an older libstdc++
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A kind of processor."""
+
+    name: str
+    machine: str  # as in `Machine.processor`
+    needs: frozenset[str]  # as in `Machine.cpu_flags`
+    flags: tuple[str, ...]  # of GCC and Clang
+
+    def file_name(self, sources: Path = SOURCES) -> str:
+        """Return the name of the library's file. It contains a hash of the sources."""
+        digest = hashlib.sha256()
+        for source in source_files(sources):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+        return f"{self.machine}-{self.name}-{digest.hexdigest()[:16]}.so"
+
+
+_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_AVX512_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
+_AMX = _AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
+_BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
+TARGETS = (  # the best of a machine first
+    Target("amx", "x86_64", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
+    Target("avx512-bf16", "x86_64", _AVX512_BF16, _BF16_FLAGS),
+    Target("avx512", "x86_64", _AVX512, ("-march=x86-64-v4",)),
+    Target("avx2", "x86_64", _AVX2, ("-march=x86-64-v3",)),
+)
+
+
+def best_target(machine: str, cpu_flags: Collection[str]) -> Target | None:
+    """Return the best target that a processor supports, or None."""
+    supported = (target for target in TARGETS if target.machine == machine and target.needs <= set(cpu_flags))
+    return next(supported, None)
+
+
+def find(machine: str, cpu_flags: Collection[str], folder: Path = PREBUILT) -> Path | None:
+    """Return the path of the best library in the folder that a processor supports, or None."""
+    if not folder.is_dir():
+        return None
+    for target in TARGETS:
+        path = folder / target.file_name()
+        if target.machine == machine and target.needs <= set(cpu_flags) and is_whole(path):
+            return path
+    return None
+
+
+def compile_target(target: Target, compiler: str, folder: Path) -> Path:
+    """Compile the library for a target into the folder, and return its path. Raises `BuildError`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with Lifeline() as lifeline:
+        flags = (*COMMON_FLAGS, *RUNTIME_FLAGS, *target.flags)
+        return make(folder, target.file_name, compiler, flags, lifeline)

@@ -1,0 +1,64 @@
+"""A build hook of hatchling that compiles the C++ kernels into a wheel.
+
+PENSTOCK_KERNELS says for which processors: `this` (the default), `all`, or `none`. Without a compiler the wheel has no
+compiled kernels, and Penstock compiles them at its first start if a compiler is there by then.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+VARIABLE = "PENSTOCK_KERNELS"
+INSIDE = "ops/cpp/prebuilt"  # folder of the libraries in the wheel
+
+
+class KernelHook(BuildHookInterface):
+    """Adds compiled kernels to wheels. Editable installs get none: their sources change."""
+
+    _scratch: tempfile.TemporaryDirectory[str] | None = None
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile the kernels and add their files to `build_data`. Raises ValueError for an unknown choice."""
+        choice = os.environ.get(VARIABLE, "this")
+        if choice not in ("this", "all", "none"):
+            raise ValueError(f"{VARIABLE} is '{choice}', but must be 'this', 'all' or 'none'.")
+        if version == "editable" or choice == "none":
+            return
+        sys.path.insert(0, self.root)  # a build environment has hatchling, but not this project
+        try:
+            from ops.cpp.build import BuildError
+            from ops.cpp.prebuilt import TARGETS, best_target, compile_target
+            from ops.machine import Machine
+        finally:
+            sys.path.remove(self.root)
+        machine = Machine.probe()
+        best = best_target(machine.processor, machine.cpu_flags)
+        of_machine = [target for target in TARGETS if target.machine == machine.processor]
+        targets = of_machine if choice == "all" else [best] if best else []
+        if machine.compiler is None or not targets:
+            self.app.display_warning("No C++ compiler, or an unknown processor: this wheel has no compiled kernels.")
+            return
+        self._scratch = tempfile.TemporaryDirectory()  # until the wheel is written
+        for target in targets:
+            self.app.display_info(f"Compiling the C++ kernels for {target.name}")
+            try:
+                path = compile_target(target, machine.compiler, Path(self._scratch.name))
+            except BuildError as error:
+                if choice == "all":
+                    raise
+                self.app.display_warning(f"The C++ kernels do not compile, so this wheel has none: {error}")
+                return
+            build_data["force_include"][str(path)] = f"{INSIDE}/{path.name}"
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-linux_{machine.processor}"
+
+    def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+        """Remove the compiled libraries after the wheel is written."""
+        if self._scratch is not None:
+            self._scratch.cleanup()
