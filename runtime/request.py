@@ -75,6 +75,7 @@ class Request:
     second_start: int | None = None  # index in `ids` of the second text's first token, if the tokenizer marks it
     sampling: SamplingParams = field(default_factory=SamplingParams)
     logprobs: LogprobParams | None = None
+    returns_ids: bool = False  # whether the first chunk of each choice has the ids of the prompt
     add_special_tokens: bool = True  # False for chats, whose template writes special tokens
     truncate: bool = False  # cut a prompt that is too long instead of refusing it
     cut_output: bool = False  # lower `max_new_tokens` to what fits instead of refusing
@@ -216,3 +217,4 @@ class Chunk(NamedTuple):
     logprobs: Logprobs | None = None  # log-probabilities of the new ids
     prompt_logprobs: Logprobs | None = None  # only in the first chunk
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
+    prompt_ids: tuple[int, ...] | None = None  # only in the first chunk, if the request returns ids

@@ -21,6 +21,7 @@ class ChoiceDecoder:
         "_incremental",
         "_interval",
         "_matcher",
+        "_prompt_ids",
         "_prompt_logprobs",
         "_since_sent",
         "_trim_stop_token",
@@ -39,6 +40,7 @@ class ChoiceDecoder:
         self._held_ids: list[int] = []
         self._held_logprobs: list[Logprobs] = []
         self._prompt_logprobs: Logprobs | None = None
+        self._prompt_ids = request.ids if request.returns_ids else None
         self._incremental: IncrementalDecoder | None = None
         if tokenizer is not None and not request.wants_embedding:
             self._incremental = tokenizer.decoder(
@@ -84,11 +86,12 @@ class ChoiceDecoder:
             join_logprobs(self._held_logprobs) if self._held_logprobs else None,
             self._prompt_logprobs,
             delta.embedding,
+            self._prompt_ids,
         )
         self._held_text = ""
         self._held_ids = []
         self._held_logprobs = []
-        self._prompt_logprobs = None
+        self._prompt_logprobs = self._prompt_ids = None
         self._since_sent = 0
         return chunk
 

@@ -80,6 +80,8 @@ class OutputStream:
             self._unread_bytes += _num_bytes(chunk.logprobs)
         if chunk.prompt_logprobs is not None:
             self._unread_bytes += _num_bytes(chunk.prompt_logprobs)
+        if chunk.prompt_ids is not None:
+            self._unread_bytes += ID_BYTES * len(chunk.prompt_ids)
         if self._whole is not None:
             if self._unread_bytes > MAX_WHOLE_BYTES and not self.finished:
                 self._abort(self.request_id)
@@ -254,6 +256,7 @@ class _Coalesced:
             ids=self._ids,
             logprobs=join_logprobs(self._logprobs),
             prompt_logprobs=self._first.prompt_logprobs or self._last.prompt_logprobs,
+            prompt_ids=self._first.prompt_ids or self._last.prompt_ids,
         )
 
 

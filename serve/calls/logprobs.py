@@ -43,6 +43,36 @@ def _finite(logprob: float | None) -> float:
     return LOWEST if logprob is None else max(logprob, LOWEST)
 
 
+def with_top(logprobs: Logprobs, num_top: int) -> Logprobs:
+    """Return the log-probabilities with up to `num_top` alternatives per token."""
+    return logprobs._replace(top=[None if pairs is None else pairs[:num_top] for pairs in logprobs.top])
+
+
+def prompt_logprobs(logprobs: Logprobs, tokenizer: Tokenizer, num_top: int) -> list[dict[str, Any] | None]:
+    """Return vLLM's `prompt_logprobs`: per token None (the first one), or a mapping from ids of tokens, as text, to
+    `{logprob, rank, decoded_token}`. The prompt's token comes first; its rank is None if it is not among the best.
+    """
+    found: list[dict[str, Any] | None] = []
+    for index, (value, token_id) in enumerate(logprobs.chosen):
+        if value is None:
+            found.append(None)
+            continue
+        best = (logprobs.top[index] if logprobs.top else None) or ()
+        ranks = {other: rank for rank, (_, other) in enumerate(best, start=1)}
+        pairs = {token_id: value} | {other: logprob for logprob, other in best[:num_top] if other != token_id}
+        found.append(
+            {
+                str(each): {
+                    "logprob": _finite(logprob),
+                    "rank": ranks.get(each),
+                    "decoded_token": tokenizer.token_text(each),
+                }
+                for each, logprob in pairs.items()
+            }
+        )
+    return found
+
+
 class CompletionLogprobs:
     """The logprobs of one choice, piece by piece: `{tokens, token_logprobs, top_logprobs, text_offset}`.
 

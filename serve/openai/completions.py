@@ -20,7 +20,7 @@ from serve.calls.chat_completions.answers import AnswerHeader, UsageCount, event
 from serve.calls.chat_completions.requests import decode_body, keep_last_of, sampling_of
 from serve.calls.chat_completions.schema import NAMES, CompletionBody, StreamOptions
 from serve.calls.errors import ended
-from serve.calls.logprobs import CompletionLogprobs
+from serve.calls.logprobs import CompletionLogprobs, prompt_logprobs, with_top
 from serve.calls.prompts import check_choices, labels_of, namespaces_of, of_client
 from serve.calls.served_model import adapters_of, choose_model
 from serve.calls.work_budget import check_joined, prompt_ids
@@ -60,12 +60,16 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
         call.requests,
         echoes=call.echoes,
         options=body.stream_options,
+        top_logprobs=body.logprobs,
+        prompt_logprobs=body.prompt_logprobs,
     )
     streams = await core.submit_all(of_client(core, call.requests))
     if body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)
-    if body.logprobs is not None:  # serializing long lists would block the event loop
+    if (
+        body.logprobs is not None or body.prompt_logprobs is not None
+    ):  # serializing long lists would block the event loop
         return await anyio.to_thread.run_sync(_response, answers, chunks)
     return _response(answers, chunks)
 
@@ -101,6 +105,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
             sampling=sampling,
             grammar=body.grammar,
             logprobs=logprobs,
+            returns_ids=body.return_token_ids,
             truncate=core.plan.serve.allow_auto_truncate,
             keep_last=keep_last,
             add_special_tokens=body.add_special_tokens,
@@ -165,9 +170,11 @@ def _fill_in_the_middle(core: EngineCore, body: CompletionBody, prompts: Sequenc
 
 
 def _logprobs(body: CompletionBody) -> LogprobParams | None:
-    if body.logprobs is None:
+    if body.logprobs is None and body.prompt_logprobs is None:
         return None
-    return LogprobParams(start=0 if body.echo else -1, top=body.logprobs, text=not body.return_tokens_as_token_ids)
+    start = 0 if body.prompt_logprobs is not None or (body.echo and body.logprobs is not None) else -1
+    top = max(body.logprobs or 0, body.prompt_logprobs or 0)
+    return LogprobParams(start=start, top=top, text=not body.return_tokens_as_token_ids)
 
 
 # --- the answer ---
@@ -176,7 +183,8 @@ def _logprobs(body: CompletionBody) -> LogprobParams | None:
 class CompletionAnswers:
     """Builds the answer of one call. Choices are numbered over all prompts: request_index * n + index.
 
-    `echoes` are the texts of the prompts if the answer repeats them, else None.
+    `echoes` are the texts of the prompts if the answer repeats them, else None. `top_logprobs` and `prompt_logprobs`
+    are the numbers of alternatives per token in the answer; None: it shows no log-probabilities.
     """
 
     def __init__(
@@ -187,7 +195,10 @@ class CompletionAnswers:
         *,
         echoes: Sequence[str] | None,
         options: StreamOptions | None,
+        top_logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
     ) -> None:
+        self._top_logprobs, self._prompt_logprobs = top_logprobs, prompt_logprobs
         self._header = header
         self._tokenizer = tokenizer
         self._requests = requests
@@ -215,6 +226,7 @@ class CompletionAnswers:
                         "logprobs": self._piece(request_index, number, chunk, text),
                         "finish_reason": finish.kind,
                         "matched_stop": finish.matched,
+                        **self._more(request_index, chunk),
                     }
                 )
         return self._header.whole(KIND, choices, self._usage.total())
@@ -230,7 +242,8 @@ class CompletionAnswers:
                 before = self._before_text[number] = self._start + b'{"index":%d,"text":' % number
                 text = self._echo(request_index) + text
             self._usage.note(request_index, chunk.index, chunk.usage)
-            if not text and chunk.finish is None and chunk.logprobs is None:
+            wants_more = chunk.logprobs is not None or self._requests[request_index].returns_ids
+            if not text and chunk.finish is None and not wants_more:
                 continue
             parts += (
                 before,
@@ -250,7 +263,7 @@ class CompletionAnswers:
 
     def _rest(self, request_index: int, number: int, chunk: Chunk, text: str) -> bytes:
         """Return the JSON of a choice that follows its text."""
-        if chunk.finish is None and chunk.logprobs is None:
+        if chunk.finish is None and chunk.logprobs is None and not self._requests[request_index].returns_ids:
             return b',"logprobs":null,"finish_reason":null,"matched_stop":null}'
         finish = chunk.finish
         if finish is not None:
@@ -260,6 +273,7 @@ class CompletionAnswers:
             "logprobs": self._piece(request_index, number, chunk, text),
             "finish_reason": whole.kind if whole else None,
             "matched_stop": whole.matched if whole else None,
+            **self._more(request_index, chunk),
         }
         return b"," + orjson.dumps(fields)[1:]
 
@@ -276,10 +290,22 @@ class CompletionAnswers:
     def _echo(self, request_index: int) -> str:
         return self._echoes[request_index] if self._echoes is not None else ""
 
+    def _more(self, request_index: int, chunk: Chunk) -> dict[str, Any]:
+        """Return the fields of a choice with ids and the prompt's log-probabilities, if they are requested."""
+        fields: dict[str, Any] = {}
+        if self._requests[request_index].returns_ids:
+            fields["token_ids"] = chunk.ids
+            if chunk.prompt_ids is not None:
+                fields["prompt_token_ids"] = chunk.prompt_ids
+        if self._prompt_logprobs is not None and chunk.prompt_logprobs is not None and self._tokenizer is not None:
+            found = prompt_logprobs(chunk.prompt_logprobs, self._tokenizer, self._prompt_logprobs)
+            fields["prompt_logprobs"] = found
+        return fields
+
     def _piece(self, request_index: int, number: int, chunk: Chunk, text: str) -> dict[str, Any] | None:
         """Return the logprobs object for the tokens of `text`, including those of an echoed prompt."""
         request, tokenizer = self._requests[request_index], self._tokenizer
-        if request.logprobs is None or tokenizer is None:
+        if request.logprobs is None or tokenizer is None or self._top_logprobs is None:
             return None
         pieces = self._logprobs.get(number)
         if pieces is None:
@@ -288,7 +314,8 @@ class CompletionAnswers:
                 skip_special_tokens=request.sampling.skip_special_tokens,
                 as_ids=not request.logprobs.text,
             )
-        return pieces.piece(_joined(chunk.prompt_logprobs, chunk.logprobs), text)
+        joined = _joined(chunk.prompt_logprobs if self._echoes is not None else None, chunk.logprobs)
+        return pieces.piece(with_top(joined, self._top_logprobs), text)
 
 
 def _joined(prompt: Logprobs | None, output: Logprobs | None) -> Logprobs:

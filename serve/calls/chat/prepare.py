@@ -32,6 +32,8 @@ class PreparedChat:
 
     request: Request
     settings: ParserSettings
+    top_logprobs: int | None = None  # as in `ChatRequest`
+    prompt_logprobs: int | None = None
 
     @property
     def parses(self) -> bool:
@@ -80,6 +82,7 @@ def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> 
         text=prompt,
         sampling=sampling,
         logprobs=chat.logprobs,
+        returns_ids=chat.returns_ids,
         add_special_tokens=chat.add_special_tokens,
         keep_last=chat.keep_last,
         cut_output=chat.cut_output,
@@ -99,7 +102,12 @@ def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> 
         lora=adapter,
         label=chat.label,
     )
-    return PreparedChat(request=request, settings=settings)
+    return PreparedChat(
+        request=request,
+        settings=settings,
+        top_logprobs=chat.top_logprobs,
+        prompt_logprobs=chat.prompt_logprobs,
+    )
 
 
 def count_tokens(core: EngineCore, chat: ChatRequest) -> int:

@@ -34,6 +34,10 @@ class ChatRequest:
     include_reasoning: bool = True
     max_thinking_tokens: int | None = None  # number of reasoning tokens after which the block is closed; None: no limit
     logprobs: LogprobParams | None = None
+    # Alternatives per token in the answer, for the output and the prompt. None: the answer shows no log-probabilities.
+    top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    returns_ids: bool = False  # whether the answer has the ids of the prompt and the output
     add_special_tokens: bool = False  # false, because the chat template writes the special tokens
     keep_last: int | None = None  # the same as `Request.keep_last`
     cut_output: bool = False  # the same as `Request.cut_output`

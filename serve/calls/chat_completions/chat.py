@@ -21,7 +21,7 @@ from serve.calls.chat.prepare import PreparedChat
 from serve.calls.chat_completions.answers import AnswerHeader, UsageCount, event_end
 from serve.calls.chat_completions.schema import StreamOptions
 from serve.calls.errors import ended
-from serve.calls.logprobs import chat_logprobs
+from serve.calls.logprobs import chat_logprobs, prompt_logprobs, with_top
 
 if TYPE_CHECKING:
     from runtime.tokenizer.tokenizer import Tokenizer
@@ -34,7 +34,8 @@ def chat_answer(
     an answer is incomplete.
     """
     usage = UsageCount(cache_report=header.cache_report)
-    choices = []
+    choices: list[dict[str, Any]] = []
+    whole: dict[str, Any] = {}
     for chunk in chunks:
         parser = prepared.new_parser()
         message = prepared.message(chunk, parser)
@@ -45,14 +46,24 @@ def chat_answer(
             {
                 "index": chunk.index,
                 "message": _message(message),
-                "logprobs": chat_logprobs(chunk.logprobs, tokenizer, as_ids=prepared.logprobs_as_ids)
-                if chunk.logprobs and tokenizer
-                else None,
+                "logprobs": _logprobs(tokenizer, prepared, chunk),
                 "finish_reason": prepared.finish_kind(finish, parser),
                 "matched_stop": finish.matched,
             }
         )
-    return header.whole("chat.completion", choices, usage.total())
+        if prepared.request.returns_ids:
+            choices[-1]["token_ids"] = chunk.ids
+            whole["prompt_token_ids"] = chunk.prompt_ids
+        if prepared.prompt_logprobs is not None and tokenizer is not None and chunk.prompt_logprobs is not None:
+            whole["prompt_logprobs"] = prompt_logprobs(chunk.prompt_logprobs, tokenizer, prepared.prompt_logprobs)
+    return header.whole("chat.completion", choices, usage.total()) | whole
+
+
+def _logprobs(tokenizer: Tokenizer | None, prepared: PreparedChat, chunk: Chunk) -> dict[str, Any] | None:
+    if chunk.logprobs is None or tokenizer is None or prepared.top_logprobs is None:
+        return None
+    shown = with_top(chunk.logprobs, prepared.top_logprobs)
+    return chat_logprobs(shown, tokenizer, as_ids=prepared.logprobs_as_ids)
 
 
 def _message(message: AssistantMessage) -> dict[str, Any]:
@@ -92,6 +103,7 @@ class ChatEvents:
         self._before_text: dict[int, bytes] = {}
         self._after_text = self._choice_rest(logprobs=b"null")
         self._parses = prepared.parses
+        self._returns_ids = prepared.request.returns_ids
         self._parsers: dict[int, OutputParser] = {}
 
     def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
@@ -103,14 +115,17 @@ class ChatEvents:
                 before = self._before_text[index] = self._open(index)
                 nothing_yet = chunk._replace(usage=chunk.usage._replace(output=0))
                 parts.append(self._delta(index, {"role": "assistant", "content": ""}, nothing_yet))
+                if chunk.prompt_ids is not None:
+                    ids = orjson.dumps(chunk.prompt_ids)
+                    parts[-1] = parts[-1].removesuffix(b"}\n\n") + b',"prompt_token_ids":' + ids + b"}\n\n"
             self._usage.note(0, index, chunk.usage)
             if chunk.finish is not None:
                 self._last[index] = chunk
             if self._parses:
                 parts += self._parsed(chunk)
                 continue
-            if chunk.logprobs is not None:
-                rest = self._choice_rest(logprobs=self._logprobs(chunk))
+            if chunk.logprobs is not None or self._returns_ids:
+                rest = self._choice_rest(logprobs=self._logprobs(chunk), ids=self._ids(chunk))
             elif chunk.text:
                 rest = self._after_text
             else:
@@ -138,17 +153,18 @@ class ChatEvents:
         return parser
 
     def _parsed(self, chunk: Chunk) -> list[bytes]:
-        """Return the events for one chunk. The first one carries the chunk's logprobs."""
+        """Return the events for one chunk. The first one carries the chunk's logprobs and ids."""
         parser = self._parser(chunk.index)
         events = parser.feed_chunk(chunk)
         self._usage.note_reasoning(0, chunk.index, parser.num_reasoning_tokens)
         parts: list[bytes] = []
         logprobs = self._logprobs(chunk)
-        if chunk.logprobs is not None and not events:
+        if not events and (chunk.logprobs is not None or self._returns_ids):
             events = [Content("")]
+        ids = self._ids(chunk)
         for event in events:
-            rest = b',"logprobs":' + logprobs + b',"finish_reason":null,"matched_stop":null}'
-            logprobs = b"null"
+            rest = b',"logprobs":' + logprobs + b',"finish_reason":null,"matched_stop":null' + ids + b"}"
+            logprobs, ids = b"null", b""
             parts += (self._start, b'{"index":%d,"delta":' % chunk.index, _delta_of(event), rest)
             parts.append(self._event_end(chunk))
         return parts
@@ -156,19 +172,23 @@ class ChatEvents:
     # --- parts of events ---
 
     def _logprobs(self, chunk: Chunk) -> bytes:
-        if chunk.logprobs is None or self._tokenizer is None:
-            return b"null"
-        return orjson.dumps(chat_logprobs(chunk.logprobs, self._tokenizer, as_ids=self._prepared.logprobs_as_ids))
+        return orjson.dumps(_logprobs(self._tokenizer, self._prepared, chunk))
+
+    def _ids(self, chunk: Chunk) -> bytes:
+        """Return the field with the chunk's token ids, if the request wants them."""
+        return b',"token_ids":' + orjson.dumps(chunk.ids) if self._returns_ids else b""
 
     def _open(self, index: int) -> bytes:
         """Return the bytes of an event before the text of its choice."""
         return self._start + b'{"index":%d,"delta":{"role":null,"content":' % index
 
-    def _choice_rest(self, *, logprobs: bytes) -> bytes:
+    def _choice_rest(self, *, logprobs: bytes, ids: bytes = b"") -> bytes:
         return (
             b',"reasoning_content":null,"tool_calls":null},"logprobs":'
             + logprobs
-            + b',"finish_reason":null,"matched_stop":null}'
+            + b',"finish_reason":null,"matched_stop":null'
+            + ids
+            + b"}"
         )
 
     def _delta(self, index: int, delta: dict[str, Any], chunk: Chunk | None, finish: Finish | None = None) -> bytes:

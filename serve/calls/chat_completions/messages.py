@@ -33,6 +33,9 @@ def chat_of(body: ChatBody) -> ChatRequest:
         include_reasoning=body.include_reasoning and not (body.reasoning and body.reasoning.exclude),
         max_thinking_tokens=_thinking_tokens(body),
         logprobs=_logprobs(body),
+        top_logprobs=body.top_logprobs or 0 if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+        returns_ids=body.return_token_ids,
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens,
         keep_last=keep_last_of(body),
@@ -118,8 +121,10 @@ def _template_kwargs(body: ChatBody) -> Mapping[str, Any]:
 
 
 def _logprobs(body: ChatBody) -> LogprobParams | None:
-    if body.logprobs:
-        return LogprobParams(top=body.top_logprobs or 0, text=not body.return_tokens_as_token_ids)
-    if body.top_logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs requires logprobs to be true.", param="top_logprobs")
-    return None
+    if not body.logprobs and body.prompt_logprobs is None:
+        return None
+    start = -1 if body.prompt_logprobs is None else 0
+    top = max(body.top_logprobs or 0, body.prompt_logprobs or 0)
+    return LogprobParams(start=start, top=top, text=not body.return_tokens_as_token_ids)

@@ -44,6 +44,8 @@ def decode_body(cls: type[Body], raw: bytes, core: EngineCore) -> Body:
         body.grammar = structured
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options requires stream to be true.", param="stream_options")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs cannot be streamed; set stream to false.", param="prompt_logprobs")
     return body
 
 

@@ -85,10 +85,10 @@ class OpenAIBody:
     bootstrap_port: NotBuilt = None
     bootstrap_room: NotBuilt = None
     data_parallel_rank: NotBuilt = None
-    return_token_ids: NotBuilt = None
+    return_token_ids: bool = False
     truncate_prompt_tokens: Annotated[int, Range(-1, MAX_INT32)] | None = None
     return_tokens_as_token_ids: bool = False
-    prompt_logprobs: NotBuilt = None
+    prompt_logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] | None = None  # of vLLM; not with stream
     use_beam_search: NotBuilt = None
     best_of: int | None = None
     logits_processors: NotBuilt = None

@@ -243,7 +243,7 @@ async def test_model_is_known_by_name_and_path(served: Served) -> None:
         ({"messages": [called('{"a":' * 9000)]}, "messages.0.tool_calls.0.function.arguments"),
         ({"messages": [called("[" * 99_000)]}, "messages.0.tool_calls.0.function.arguments"),
         ({"extra_body": {"input_ids": [1]}}, "input_ids"),
-        ({"extra_body": {"prompt_logprobs": 0}}, "prompt_logprobs"),
+        ({"extra_body": {"prompt_logprobs": -1}}, "prompt_logprobs"),
         ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
         ({"extra_body": {"echo": True}}, "echo"),
         ({"extra_body": {"chat_template": "{{ messages }}"}}, "chat_template"),
