@@ -72,7 +72,6 @@ class _Refused:
 
 NotBuilt = Annotated[Any, _Refused()]
 NotBuiltNumber = Annotated[Any, _Refused(zero_is_off=True)]  # 0 means off
-NotBuiltUseTools = Annotated[Any, _Refused(advice="use tools and tool_choice")]
 NotBuiltOptions = Annotated[Any, _Refused(empty_is_off=False)]  # {} asks for it too
 
 

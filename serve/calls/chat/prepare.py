@@ -34,6 +34,7 @@ class PreparedChat:
     settings: ParserSettings
     top_logprobs: int | None = None  # as in `ChatRequest`
     prompt_logprobs: int | None = None
+    legacy_calls: bool = False
 
     @property
     def parses(self) -> bool:
@@ -55,10 +56,11 @@ class PreparedChat:
         return collect(parser.feed_chunk(chunk))
 
     def finish_kind(self, finish: Finish, parser: OutputParser) -> str:
-        """Return OpenAI's finish_reason: "stop", "length" or "tool_calls". An aborted request has "abort", which OpenAI
-        does not have.
+        """Return OpenAI's finish_reason: "stop", "length", "tool_calls" or "function_call". An aborted request has
+        "abort", which OpenAI does not have.
         """
-        return "tool_calls" if finish.kind == "stop" and parser.num_calls else finish.kind
+        calls = "function_call" if self.legacy_calls else "tool_calls"
+        return calls if finish.kind == "stop" and parser.num_calls else finish.kind
 
 
 def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> PreparedChat:
@@ -107,6 +109,7 @@ def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> 
         settings=settings,
         top_logprobs=chat.top_logprobs,
         prompt_logprobs=chat.prompt_logprobs,
+        legacy_calls=chat.legacy_calls,
     )
 
 

@@ -25,6 +25,7 @@ class ChatRequest:
     tools: Sequence[Mapping[str, Any]] | None = None  # each {"type": "function", "function": {...}}
     tool_choice: str | Mapping[str, Any] | None = None  # None: "auto" if there are tools, else "none"
     parallel_tool_calls: bool = True
+    legacy_calls: bool = False  # whether a call is answered in OpenAI's older form, `function_call`
     grammar: Grammar | None = None  # constraint on the answer's text (response_format)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the chat template
     add_generation_prompt: bool = True

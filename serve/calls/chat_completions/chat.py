@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -45,7 +46,7 @@ def chat_answer(
         choices.append(
             {
                 "index": chunk.index,
-                "message": _message(message),
+                "message": _message(message, legacy=prepared.legacy_calls),
                 "logprobs": _logprobs(tokenizer, prepared, chunk),
                 "finish_reason": prepared.finish_kind(finish, parser),
                 "matched_stop": finish.matched,
@@ -66,7 +67,11 @@ def _logprobs(tokenizer: Tokenizer | None, prepared: PreparedChat, chunk: Chunk)
     return chat_logprobs(shown, tokenizer, as_ids=prepared.logprobs_as_ids)
 
 
-def _message(message: AssistantMessage) -> dict[str, Any]:
+def _message(message: AssistantMessage, *, legacy: bool = False) -> dict[str, Any]:
+    if legacy and message.tool_calls:  # this form has one call
+        [call, *_] = message.tool_calls
+        called = {"name": call.name, "arguments": call.arguments}
+        return _message(replace(message, tool_calls=[])) | {"content": message.content, "function_call": called}
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in message.tool_calls
@@ -165,7 +170,8 @@ class ChatEvents:
         for event in events:
             rest = b',"logprobs":' + logprobs + b',"finish_reason":null,"matched_stop":null' + ids + b"}"
             logprobs, ids = b"null", b""
-            parts += (self._start, b'{"index":%d,"delta":' % chunk.index, _delta_of(event), rest)
+            delta = _legacy_delta_of(event) if self._prepared.legacy_calls else _delta_of(event)
+            parts += (self._start, b'{"index":%d,"delta":' % chunk.index, delta, rest)
             parts.append(self._event_end(chunk))
         return parts
 
@@ -207,6 +213,20 @@ class ChatEvents:
         if chunk is None or not self._options.in_every_event:
             return self._end
         return event_end(self._usage.so_far(0, chunk.index, chunk.usage))
+
+
+def _legacy_delta_of(event: ChatEvent) -> bytes:
+    """Return the `delta` of one event in the form with `function_call`, which has one call."""
+    match event:
+        case ToolCallStart(0, _, name):
+            called = {"name": name, "arguments": ""}
+        case ToolCallArguments(0, text):
+            called = {"arguments": text}
+        case ToolCallStart() | ToolCallArguments():
+            return _delta_of(Content(""))
+        case _:
+            return _delta_of(event)
+    return b'{"role":null,"content":null,"function_call":' + orjson.dumps(called) + b"}"
 
 
 def _delta_of(event: ChatEvent) -> bytes:

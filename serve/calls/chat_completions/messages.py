@@ -9,6 +9,7 @@ from uuid import uuid4
 from runtime.errors import InvalidRequest
 from runtime.request import LogprobParams
 from serve.calls.chat.request import ChatRequest, effort_switch, thinking_switch
+from serve.calls.chat_completions.functions import is_legacy, legacy_choice, legacy_tools, with_tool_calls
 from serve.calls.chat_completions.requests import keep_last_of
 from serve.calls.chat_completions.schema import ChatBody, Message
 from serve.calls.prompts import namespaces_of
@@ -19,12 +20,15 @@ RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "cont
 
 def chat_of(body: ChatBody) -> ChatRequest:
     """Return the chat that the body requests. Raises `InvalidRequest` with the name of the wrong key."""
+    legacy = is_legacy(body)
+    messages = [read_message(message, f"messages.{index}") for index, message in enumerate(body.messages)]
     return ChatRequest(
-        messages=[read_message(message, f"messages.{index}") for index, message in enumerate(body.messages)],
+        messages=with_tool_calls(messages),
         sampling=body.sampling,
-        tools=body.tools,
-        tool_choice=body.tool_choice,
-        parallel_tool_calls=body.parallel_tool_calls,
+        tools=legacy_tools(body) if legacy else body.tools,
+        tool_choice=legacy_choice(body) if legacy else body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls and not legacy,
+        legacy_calls=legacy,
         grammar=body.grammar,
         template_kwargs=_template_kwargs(body),
         continue_final_message=body.continue_final_message,
@@ -52,7 +56,8 @@ def read_message(message: Message, path: str) -> dict[str, Any]:
         raise InvalidRequest(f"{path}.role must be one of {', '.join(ROLES)}.", param=f"{path}.role")
     content: Any = message.content
     reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
-    if content is None and role == "assistant" and not (message.tool_calls or reasoning):
+    called = message.function_call
+    if content is None and role == "assistant" and not (message.tool_calls or called or reasoning):
         content = message.refusal or ""
     if content is None and role != "assistant":
         raise InvalidRequest(f"{path}.content is required.", param=f"{path}.content")
@@ -65,6 +70,7 @@ def read_message(message: Message, path: str) -> dict[str, Any]:
         "tool_calls": [_tool_call(call) for call in message.tool_calls] if message.tool_calls else None,
         "tool_call_id": message.tool_call_id,
         "reasoning_content": reasoning,
+        "function_call": None if called is None else {"name": called.name, "arguments": called.arguments or {}},
     }
 
 

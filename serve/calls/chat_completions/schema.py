@@ -15,7 +15,7 @@ from runtime.grammar_spec import Grammar
 from runtime.request import MAX_TOP_LOGPROBS
 from runtime.sampling_params import MAX_INT32, Api
 from serve.calls.chat.request import Effort
-from serve.calls.decode import Length, NotBuilt, NotBuiltNumber, NotBuiltOptions, NotBuiltUseTools, Range
+from serve.calls.decode import Length, NotBuilt, NotBuiltNumber, NotBuiltOptions, Range
 from serve.calls.prompts import MAX_MESSAGES, AdapterName, Ids, Label, Priority, Salt, Texts
 from serve.calls.sampling import sampling_names
 
@@ -163,7 +163,7 @@ class Message:
     reasoning_content: str | None = None
     refusal: str | None = None  # the text of an assistant's message without content
     reasoning: str | None = None  # vLLM's newer name of reasoning_content
-    function_call: NotBuilt = None
+    function_call: CalledFunction | None = None  # the older form of tool_calls
     audio: NotBuilt = None
     images: NotBuilt = None
 
@@ -216,8 +216,8 @@ class ChatBody(OpenAIBody):
     thinking: Thinking | None = None
     enable_thinking: bool | None = None  # like the key of chat_template_kwargs
     modalities: list[Literal["text"]] | None = None
-    functions: NotBuiltUseTools = None
-    function_call: NotBuiltUseTools = None
+    functions: list[dict[str, Any]] | None = None  # the older form of tools and tool_choice
+    function_call: str | dict[str, Any] | None = None
     audio: NotBuilt = None
     n_probs: NotBuiltNumber = None
     web_search_options: NotBuiltOptions = None

@@ -573,7 +573,9 @@ async def test_every_event_has_its_usage_the_last_of_a_choice_too(served: Served
     [
         ({"reasoning_effort": "bogus"}, 'reasoning_effort must be "none" or'),
         ({"reasoning": {"effort": "bogus"}}, "reasoning.effort must be"),
-        ({"functions": [{"name": "f"}]}, "functions is not supported yet; use tools and tool_choice."),
+        ({"functions": [{"name": "f"}], "tools": []}, "functions and tools exclude each other"),
+        ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "there is no function called 'g'"),
+        ({"functions": [{"name": "f"}], "function_call": "must"}, 'function_call must be "none", "auto"'),
         ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "Custom tools are not supported yet."),
     ],
 )
