@@ -27,8 +27,15 @@ ABORTED = {"code": "server_error", "message": "The request was aborted."}
 class Response:
     """One response while its output arrives. `head` holds the fields that do not change."""
 
-    def __init__(self, head: Mapping[str, Any], prepared: PreparedChat, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self,
+        head: Mapping[str, Any],
+        prepared: PreparedChat,
+        tokenizer: Tokenizer | None,
+        custom_tools: frozenset[str] = frozenset(),
+    ) -> None:
         self._head = head
+        self._custom_tools = custom_tools
         self._prepared = prepared
         self._tokenizer = tokenizer
         self._parser = prepared.new_parser()
@@ -66,7 +73,17 @@ class Response:
 
     def _name_parts(self) -> None:
         for part in self._assembler.parts[len(self._ids) :]:
-            self._ids.append(f"{_PREFIXES[part.kind]}_{uuid4().hex}")
+            prefix = "ctc" if self.is_custom(part) else _PREFIXES[part.kind]
+            self._ids.append(f"{prefix}_{uuid4().hex}")
+
+    def is_custom(self, part: Part) -> bool:
+        """Whether a part is the call of a custom tool, whose input is free text."""
+        return part.kind == "call" and part.name in self._custom_tools
+
+    @property
+    def summarizes(self) -> bool:
+        """Whether the request asked for a summary of the reasoning. It gets the whole reasoning."""
+        return self._head["reasoning"]["summary"] is not None
 
     def _logprobs_of(self, chunk: Chunk, events: Sequence[PartEvent]) -> list[dict[str, Any]]:
         """Return the log-probabilities of the answer's text; reasoning and calls have none in this API."""
@@ -142,12 +159,15 @@ class Response:
                 return {
                     **common,
                     "type": "reasoning",
-                    "summary": [],
+                    "summary": [] if empty or not self.summarizes else [summary_of(part)],
                     "content": content,
                     "encrypted_content": None,
                 }
             case "call":
                 text = "" if empty else part.text
+                if self.is_custom(part):
+                    called = {"call_id": part.call_id, "name": part.name, "input": "" if empty else input_of(part)}
+                    return {**common, "type": "custom_tool_call", **called}
                 named = {"call_id": part.call_id, "name": part.name, "arguments": text}
                 return {**common, "type": "function_call", **named}
 
@@ -215,6 +235,10 @@ class ResponseEvents:
         added = self._event("response.output_item.added", output_index=part.index, item=item)
         if part.kind == "call":
             return added
+        if part.kind == "reasoning" and response.summarizes:
+            location = {**response.location(part), "summary_index": 0}
+            empty = {"type": "summary_text", "text": ""}
+            added += self._event("response.reasoning_summary_part.added", **location, part=empty)
         content = response.content(part, empty=True)
         location = {**response.location(part), "content_index": 0}
         return added + self._event("response.content_part.added", **location, part=content)
@@ -226,8 +250,14 @@ class ResponseEvents:
                 location["content_index"] = 0
                 return self._event("response.output_text.delta", **location, delta=text, logprobs=logprobs)
             case "reasoning":
-                return self._event("response.reasoning_text.delta", **location, content_index=0, delta=text)
+                grown = self._event("response.reasoning_text.delta", **location, content_index=0, delta=text)
+                if self._response.summarizes:
+                    kind = "response.reasoning_summary_text.delta"
+                    grown += self._event(kind, **location, summary_index=0, delta=text)
+                return grown
             case "call":
+                if self._response.is_custom(part):  # its input is known when the call is complete
+                    return b""
                 return self._event("response.function_call_arguments.delta", **location, delta=text)
 
     def _closed(self, part: Part, status: str = "completed") -> bytes:
@@ -241,14 +271,35 @@ class ResponseEvents:
         return b"".join(done)
 
     def _done(self, part: Part, location: Mapping[str, Any], item: Mapping[str, Any]) -> bytes:
+        if self._response.is_custom(part):
+            kind, text = "response.custom_tool_call_input", input_of(part)
+            return self._event(f"{kind}.delta", **location, delta=text) + self._event(
+                f"{kind}.done", **location, input=text
+            )
         if part.kind == "call":
             kind = "response.function_call_arguments.done"
             return self._event(kind, **location, name=part.name, arguments=part.text)
         if part.kind == "reasoning":
-            return self._event("response.reasoning_text.done", **location, content_index=0, text=part.text)
+            done = self._event("response.reasoning_text.done", **location, content_index=0, text=part.text)
+            if self._response.summarizes:
+                place = {**location, "summary_index": 0}
+                done += self._event("response.reasoning_summary_text.done", **place, text=part.text)
+                done += self._event("response.reasoning_summary_part.done", **place, part=summary_of(part))
+            return done
         logprobs = item["content"][0]["logprobs"]
         fields = {**location, "content_index": 0, "text": part.text, "logprobs": logprobs}
         return self._event("response.output_text.done", **fields)
+
+
+def summary_of(part: Part) -> dict[str, Any]:
+    """Return the reasoning as the only part of its summary."""
+    return {"type": "summary_text", "text": part.text}
+
+
+def input_of(part: Part) -> str:
+    """Return the input of a custom tool's call. If the call was truncated, this is its JSON so far."""
+    value = (part.arguments or {}).get("input")
+    return value if isinstance(value, str) else part.text
 
 
 def _usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:

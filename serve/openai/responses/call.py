@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
@@ -22,13 +22,14 @@ from serve.calls.response_format import grammar_of
 from serve.calls.served_model import ServedModel, choose_model
 from serve.openai.responses.items import (
     Item,
+    Tool,
     chat_tool_choice,
     chat_tools,
     input_items,
     messages_of,
     tools_of,
 )
-from serve.openai.responses.schema import FunctionTool, InputBody, ResponsesBody
+from serve.openai.responses.schema import CustomTool, InputBody, ResponsesBody
 from serve.openai.responses.store import StoredResponse
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class ResponseCall:
     input_items: Sequence[Item]
     conversation: Sequence[Mapping[str, Any]]  # messages before the answer, without instructions
     num_bytes: int  # estimated memory of the call, which limits the store
+    custom_tools: frozenset[str] = frozenset()  # names of the tools whose input is free text
 
 
 def call_of(
@@ -69,7 +71,8 @@ def call_of(
     head = _head(body, parts.model.name, prepared, parts.tools)
     # The input is stored three times: as items, as messages, and in the answer.
     num_bytes = 3 * body.num_bytes + (previous.num_bytes if previous else 0)
-    return ResponseCall(body, prepared, head, parts.items, parts.conversation, num_bytes)
+    custom_tools = frozenset(tool.name for tool in parts.tools if isinstance(tool, CustomTool))
+    return ResponseCall(body, prepared, head, parts.items, parts.conversation, num_bytes, custom_tools)
 
 
 def num_input_tokens(
@@ -92,7 +95,7 @@ class _PromptParts(NamedTuple):
     model: ServedModel
     items: Sequence[Item]
     conversation: Sequence[Mapping[str, Any]]
-    tools: Sequence[FunctionTool]
+    tools: Sequence[Tool]
     chat: ChatRequest  # the system message and the conversation
     num_kept: int  # leading messages that are never removed
 
@@ -172,7 +175,7 @@ def _fits(core: EngineCore, chat: ChatRequest, max_tokens: int) -> bool:
     return True
 
 
-def _head(body: ResponsesBody, model: str, prepared: PreparedChat, tools: Sequence[FunctionTool]) -> dict[str, Any]:
+def _head(body: ResponsesBody, model: str, prepared: PreparedChat, tools: Sequence[Tool]) -> dict[str, Any]:
     sampling = prepared.request.sampling
     reasoning = body.reasoning
     return {
@@ -191,7 +194,10 @@ def _head(body: ResponsesBody, model: str, prepared: PreparedChat, tools: Sequen
         "parallel_tool_calls": body.parallel_tool_calls,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
+        "reasoning": {
+            "effort": reasoning.effort if reasoning else None,
+            "summary": reasoning.asked_summary if reasoning else None,
+        },
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": body.store,
@@ -219,7 +225,10 @@ def _format_object(body: ResponsesBody) -> dict[str, Any]:
     }
 
 
-def _tool_object(tool: FunctionTool) -> dict[str, Any]:
+def _tool_object(tool: Tool) -> dict[str, Any]:
+    if isinstance(tool, CustomTool):
+        given = {"type": "text"} if tool.format is None else {k: v for k, v in asdict(tool.format).items() if v}
+        return {"type": "custom", "name": tool.name, "description": tool.description, "format": given}
     return {
         "type": "function",
         "name": tool.name,

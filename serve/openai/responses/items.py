@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
+import orjson
+
 from runtime.errors import InvalidRequest
 from serve.calls.decode import Noted, decode
-from serve.openai.responses.schema import FunctionTool
+from serve.openai.responses.schema import CustomTool, FunctionTool
 
 Message = dict[str, Any]
 Item = Mapping[str, Any]
+Tool = FunctionTool | CustomTool
 
 _ITEM = frozenset({"type", "id", "status"})  # common fields of all items
 
@@ -53,6 +56,15 @@ class _CallItem:
     call_id: str
     name: str
     arguments: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _CustomCallItem:
+    without_effect: ClassVar[frozenset[str]] = _ITEM | {"caller"}
+
+    call_id: str
+    name: str
+    input: str
 
 
 @dataclass(slots=True, kw_only=True)
@@ -123,7 +135,12 @@ def messages_of(items: Sequence[Item], noted: Noted | None = None) -> list[Messa
                 function = {"name": call.name, "arguments": call.arguments or "{}"}
                 tool_call = {"id": call.call_id, "type": "function", "function": function}
                 _assistant(messages).setdefault("tool_calls", []).append(tool_call)
-            case "function_call_output":
+            case "custom_tool_call":
+                custom = decode(_CustomCallItem, item, path, noted=noted)
+                function = {"name": custom.name, "arguments": orjson.dumps({"input": custom.input}).decode()}
+                tool_call = {"id": custom.call_id, "type": "function", "function": function}
+                _assistant(messages).setdefault("tool_calls", []).append(tool_call)
+            case "function_call_output" | "custom_tool_call_output":
                 output = decode(_OutputItem, item, path, noted=noted)
                 text = _text(output.output)
                 messages.append({"role": "tool", "tool_call_id": output.call_id, "content": text})
@@ -167,25 +184,43 @@ def _text(content: str | _Parts) -> str:
 # --- tools ---
 
 
-def tools_of(values: Sequence[Item], noted: Noted | None = None) -> list[FunctionTool]:
+def tools_of(values: Sequence[Item], noted: Noted | None = None) -> list[Tool]:
     """Decode the tools, and add their unknown keys to `noted` (see `decode`). Raises `InvalidRequest` for tools that
     would run in the server.
     """
-    tools = []
+    tools: list[Tool] = []
     for index, tool in enumerate(values):
         path = f"tools.{index}"
-        if tool.get("type") != "function":
-            custom = tool.get("type") == "custom"
-            why = "custom tools are not supported yet" if custom else "this server does not run tools"
-            raise InvalidRequest(f"{path}.type must be function: {why}.", param=f"{path}.type")
-        tools.append(decode(FunctionTool, tool, path, noted=noted))
+        match tool.get("type"):
+            case "function":
+                tools.append(decode(FunctionTool, tool, path, noted=noted))
+            case "custom":
+                custom = decode(CustomTool, tool, path, noted=noted)
+                _check_format(custom, f"{path}.format")
+                tools.append(custom)
+            case _:
+                why = "this server does not run tools"
+                raise InvalidRequest(f"{path}.type must be function or custom: {why}.", param=f"{path}.type")
     return tools
 
 
-def chat_tools(tools: Sequence[FunctionTool]) -> list[dict[str, Any]]:
+def _check_format(tool: CustomTool, path: str) -> None:
+    if tool.format is None or tool.format.type == "text":
+        return
+    if tool.format.syntax != "regex":
+        raise InvalidRequest(
+            f"{path}.syntax must be regex: a lark grammar cannot be enforced within a call. Send the format text.",
+            param=f"{path}.syntax",
+        )
+    if not tool.format.definition:
+        raise InvalidRequest(f"{path}.definition is required.", param=f"{path}.definition")
+
+
+def chat_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return the tools in the format of chat completions."""
     converted = []
-    for tool in tools:
+    for each in tools:
+        tool = each.as_function() if isinstance(each, CustomTool) else each
         fields = {
             "name": tool.name,
             "description": tool.description,
@@ -198,13 +233,13 @@ def chat_tools(tools: Sequence[FunctionTool]) -> list[dict[str, Any]]:
 
 
 def chat_tool_choice(
-    choice: str | Item | None, tools: Sequence[FunctionTool]
-) -> tuple[str | dict[str, Any] | None, Sequence[FunctionTool]]:
+    choice: str | Item | None, tools: Sequence[Tool]
+) -> tuple[str | dict[str, Any] | None, Sequence[Tool]]:
     """Return the choice in the format of chat completions, and the tools that it allows."""
     if choice is None or isinstance(choice, str):
         return choice, tools
     match choice.get("type"):
-        case "function":
+        case "function" | "custom":
             return {"type": "function", "function": {"name": choice.get("name")}}, tools
         case "allowed_tools":
             return _allowed(choice, tools)
@@ -213,7 +248,7 @@ def chat_tool_choice(
             raise InvalidRequest(f"tool_choice.type {shown}is not supported here.", param="tool_choice.type")
 
 
-def _allowed(choice: Item, tools: Sequence[FunctionTool]) -> tuple[str, Sequence[FunctionTool]]:
+def _allowed(choice: Item, tools: Sequence[Tool]) -> tuple[str, Sequence[Tool]]:
     mode, listed = choice.get("mode", "auto"), choice.get("tools")
     if mode not in ("auto", "required"):
         raise InvalidRequest('tool_choice.mode must be "auto" or "required".', param="tool_choice.mode")
@@ -222,5 +257,5 @@ def _allowed(choice: Item, tools: Sequence[FunctionTool]) -> tuple[str, Sequence
     names = {tool.get("name") for tool in listed if isinstance(tool, dict)}
     offered = [tool for tool in tools if tool.name in names]
     if len(offered) != len(listed):
-        raise InvalidRequest("tool_choice.tools must name offered functions.", param="tool_choice.tools")
+        raise InvalidRequest("tool_choice.tools must name offered tools.", param="tool_choice.tools")
     return mode, offered

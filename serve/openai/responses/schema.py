@@ -3,8 +3,7 @@
 Unknown fields of the body are refused; unknown fields of nested objects are logged (--refuse-unknown-fields:
 refused). Accepted without effect: `user`, `safety_identifier`, `prompt_cache_key` and
 `prompt_cache_retention` (nothing is reported, all prefixes are cached), `service_tier` (there is one),
-`max_tool_calls` (this server does not run tools), `reasoning.summary` (reasoning is always complete),
-`text.verbosity`, and values of `include` that this server never has.
+`max_tool_calls` (this server does not run tools), `text.verbosity`, and values of `include` that this server never has.
 """
 
 from __future__ import annotations
@@ -60,8 +59,12 @@ class TextOptions:
 @dataclass(slots=True, kw_only=True)
 class ReasoningOptions:
     effort: Effort | None = None
-    summary: str | None = None
-    generate_summary: str | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None  # the older name
+
+    @property
+    def asked_summary(self) -> str | None:
+        return self.summary or self.generate_summary
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,6 +79,35 @@ class FunctionTool:
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class CustomFormat:
+    """The format of a custom tool's input. The input is one string."""
+
+    type: Literal["text", "grammar"] = "text"
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class CustomTool:
+    """A tool whose input is free text. The client runs it."""
+
+    type: Literal["custom"]
+    name: Annotated[str, Length(1, 256)]
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    def as_function(self) -> FunctionTool:
+        """Return the function with the only parameter `input` that the model calls instead."""
+        text: dict[str, Any] = {"type": "string", "description": "The tool's whole input, as text."}
+        if self.format is not None and self.format.definition is not None:
+            text["pattern"] = f"^(?:{self.format.definition})$"
+        parameters = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+        parameters["additionalProperties"] = False
+        is_strict = "pattern" in text
+        return FunctionTool(name=self.name, description=self.description, parameters=parameters, strict=is_strict)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -576,7 +576,7 @@ async def test_every_event_has_its_usage_the_last_of_a_choice_too(served: Served
         ({"functions": [{"name": "f"}], "tools": []}, "functions and tools exclude each other"),
         ({"functions": [{"name": "f"}], "function_call": {"name": "g"}}, "there is no function called 'g'"),
         ({"functions": [{"name": "f"}], "function_call": "must"}, 'function_call must be "none", "auto"'),
-        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "Custom tools are not supported yet."),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "Send a custom tool as a function"),
     ],
 )
 async def test_refusals_say_what_to_do(served: Served, body: dict[str, Any], message: str) -> None:

@@ -73,7 +73,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> OfferedTools:
 
 def _read_tool(tool: Mapping[str, Any], path: str) -> Tool:
     if tool.get("type", "function") != "function":
-        custom = " Custom tools are not supported yet." if tool.get("type") == "custom" else ""
+        custom = " Send a custom tool as a function with one string parameter." if tool.get("type") == "custom" else ""
         raise InvalidRequest(f'{path}.type must be "function".{custom}', param=f"{path}.type")
     function = tool.get("function")
     if not isinstance(function, Mapping):
