@@ -29,8 +29,9 @@ COMPLETION: dict[str, Any] = {"prompt": "The capital of", "max_tokens": 6, "temp
 
 @pytest.fixture(scope="module")
 def reference() -> Any:
-    model = AutoModelForCausalLM.from_pretrained(demo_path(), dtype=torch.float32)
-    return AutoTokenizer.from_pretrained(demo_path()), model.eval()
+    path = str(demo_path())
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return AutoTokenizer.from_pretrained(path), model.eval()
 
 
 @pytest.fixture
