@@ -10,12 +10,12 @@ from types import ModuleType
 import ops
 
 
-def mutant(operation: str, old: str, new: str, folder: Path) -> ModuleType:
-    """Load `ops.<operation>.with_triton` from `folder`, with one place of its source changed.
+def mutant(operation: str, old: str, new: str, folder: Path, file: str = "with_triton") -> ModuleType:
+    """Load `ops.<operation>.<file>` from `folder`, with one place of its source changed.
 
     Raises ValueError unless `old` occurs exactly once.
     """
-    source = (Path(ops.__file__).parent / operation / "with_triton.py").read_text(encoding="utf-8")
+    source = (Path(ops.__file__).parent / operation / f"{file}.py").read_text(encoding="utf-8")
     if source.count(old) != 1:
         raise ValueError(f"{old!r} occurs {source.count(old)} times in the {operation} kernels")
     path = folder / f"mutant_{operation}.py"

@@ -2,7 +2,7 @@
 
 Triton reads TRITON_INTERPRET when it is imported, so one process either interprets kernels or compiles them. The
 tests are collected as usual and run in one child; its reports arrive one by one through a pipe, and each test fails,
-passes and takes its time where it was collected.
+passes and takes its time where it was collected. The child checks every memory access (`kernel_memory`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+import kernel_memory
 
 VARIABLE = "TRITON_INTERPRET"
 REPORT_FD = "PENSTOCK_INTERPRETER_REPORT_FD"
@@ -76,6 +78,11 @@ def send_report(nodeid: str, word: str, text: str) -> None:
     fd = os.environ.get(REPORT_FD)
     if fd is not None:
         os.write(int(fd), (json.dumps([nodeid, word, text[-30_000:]]) + "\n").encode())
+
+
+def pytest_configure() -> None:
+    if is_interpreting() and find_spec("triton") is not None:
+        kernel_memory.install()
 
 
 _CHILD = pytest.StashKey[InterpreterSession]()
