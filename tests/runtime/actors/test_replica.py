@@ -184,9 +184,9 @@ async def test_replicas_load_at_the_same_time_and_are_sized_when_all_have_loaded
     events: list[str] = []
     load, memory = ModelWorker.__init__, ModelWorker.memory
 
-    def loads(self: ModelWorker, setup: Any) -> None:
+    def loads(self: ModelWorker, *arguments: Any) -> None:
         together.wait(10)  # raises BrokenBarrierError unless all three arrive
-        load(self, setup)
+        load(self, *arguments)
         events.append("loaded")
 
     def measures(self: ModelWorker) -> dict[str, int]:
