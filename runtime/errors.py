@@ -33,7 +33,14 @@ class PenstockError(Exception):
     """Base class of all exceptions of Penstock."""
 
 
-class ConfigurationError(PenstockError):
+class _BriefError(PenstockError):
+    """An error whose message says everything. IPython shows it as one line; `sys.last_value` has the traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        return [f"{type(self).__name__}: {self}"]
+
+
+class ConfigurationError(_BriefError):
     """This machine cannot do what the options ask for.
 
     All refusals are collected before weights are loaded; `refusals` has one sentence per refusal.
@@ -48,7 +55,7 @@ class CheckpointError(ConfigurationError):
     """A checkpoint is missing or unreadable, or its tensors do not fit the model. The message lists all problems."""
 
 
-class RequestError(PenstockError):
+class RequestError(_BriefError):
     """A request is invalid; other requests are not affected. `param` is the dotted path of the parameter."""
 
     status = 400
@@ -116,7 +123,7 @@ class NotSupported(RequestError):
     kind = "NotImplementedError"
 
 
-class Overloaded(PenstockError):
+class Overloaded(_BriefError):
     """The queue is full. `retry_after_s` tells the sender when to retry."""
 
     status = 503
@@ -135,7 +142,7 @@ class TooManyRequests(Overloaded):
     kind = "TooManyRequestsError"
 
 
-class WrongEventLoop(PenstockError):
+class WrongEventLoop(_BriefError):
     """An `Engine` was called from another event loop than its own, where the call would never return."""
 
 
@@ -166,7 +173,7 @@ class WorkerFailed(EngineFailure):
     """A worker process has ended. `message` names its rank, and the chained cause has the traceback."""
 
 
-class EngineClosed(EngineFailure):
+class EngineClosed(EngineFailure, _BriefError):
     """The engine is shut down or shutting down."""
 
     status = 503

@@ -24,11 +24,14 @@ if TYPE_CHECKING:
         RequestError,
     )
     from serve.python.engine import Engine
+    from serve.python.offline import LLM
+    from serve.python.sampling import SamplingParams, StructuredOutputsParams
     from serve.python.sync_engine import SyncEngine
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "CheckpointError",
     "ConfigurationError",
     "Engine",
@@ -38,9 +41,19 @@ __all__ = [
     "Overloaded",
     "PenstockError",
     "RequestError",
+    "SamplingParams",
+    "StructuredOutputsParams",
     "SyncEngine",
     "__version__",
 ]
+
+_MODULES = {
+    "Engine": "serve.python.engine",
+    "LLM": "serve.python.offline",
+    "SamplingParams": "serve.python.sampling",
+    "StructuredOutputsParams": "serve.python.sampling",
+    "SyncEngine": "serve.python.sync_engine",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -48,8 +61,11 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'serve' has no attribute '{name}'")
     check_packages()
-    module = {"Engine": "serve.python.engine", "SyncEngine": "serve.python.sync_engine"}.get(name, "runtime.errors")
-    return getattr(import_module(module), name)
+    return getattr(import_module(_MODULES.get(name, "runtime.errors")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 class WrongPackageError(ImportError):

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol, Self
 
 from runtime.actors.choice_decoder import ChoiceDecoder
 from runtime.actors.output_stream import OutputStream
+from runtime.actors.request_times import RequestTimes
 from runtime.errors import InvalidRequest, PenstockError
 from runtime.request import Chunk, Finish, Request, Usage
 from runtime.sequence import Sequence
@@ -32,20 +33,6 @@ class SchedulerHandle(Protocol):
         ...
 
 
-class RequestTimes:
-    """Times (`time.monotonic`) at which a request reached each phase. A field is 0.0 until then."""
-
-    __slots__ = ("arrived", "first_token", "queued", "scheduled", "tokenized", "tokenizing")
-
-    def __init__(self) -> None:
-        self.arrived = monotonic()
-        self.tokenizing = 0.0  # written by the tokenizer
-        self.tokenized = 0.0
-        self.queued = 0.0  # written by the scheduler actor: when admitted
-        self.scheduled = 0.0  # written by the scheduler actor: when its first step was launched
-        self.first_token = 0.0  # written by the detokenizer: first token of any choice
-
-
 class LiveRequest:
     """The state of one request. Only one part of the engine writes each field; its comment names this part."""
 
@@ -63,7 +50,7 @@ class LiveRequest:
     def __init__(self, request: Request, output: OutputStream) -> None:
         self.request = request  # written by the tokenizer, when the ids are known
         self.output = output  # written by the engine core
-        self.times = RequestTimes()
+        self.times = output.times = RequestTimes()
         self.ends: list[Chunk] = []  # last chunk of each choice, written by the part that puts it into the output
         self.sequences: list[Sequence] = []  # one for each choice, written by the tokenizer
         # Written by the scheduler actor or the router. None before admission and while no replica is alive.
@@ -182,7 +169,8 @@ class LiveRequests:
         if self._live.pop(live.request.id, None) is None:
             return
         self._labels.discard((live.request.owner, live.request.label))
-        self.recent.append(Timeline.of(live, ended_s=monotonic(), error=error))
+        live.times.ended = monotonic()
+        self.recent.append(Timeline.of(live, ended_s=live.times.ended, error=error))
         for observer in self.observers:
             observer.ended(live, error)
         if not self._live:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 
+from runtime.actors.request_times import RequestTimes
 from runtime.errors import InvalidRequest, PenstockError
 from runtime.request import Chunk, Logprobs
 
@@ -38,6 +39,7 @@ class OutputStream:
         "_waiter",
         "_whole",
         "request_id",
+        "times",
     )
 
     def __init__(self, request_id: int, num_choices: int, abort: Callable[[int], None]) -> None:
@@ -52,6 +54,7 @@ class OutputStream:
         self._push_error: Exception | None = None  # the exception that `_push` raised, for the reader
         self._waiter: asyncio.Future[None] | None = None
         self._whole: _WholeReader | None = None  # shared by all streams of one `read_all`
+        self.times: RequestTimes | None = None  # of the request, for its account; set by the table of live requests
 
     @property
     def finished(self) -> bool:

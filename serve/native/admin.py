@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
@@ -17,7 +16,6 @@ from starlette.types import ASGIApp
 
 import serve
 from runtime.actors.scrape import exposition
-from runtime.config import in_its_words, options
 from runtime.errors import EngineFailure, Forbidden, InvalidRequest, Overloaded, RequestError
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
@@ -25,11 +23,11 @@ from serve.calls.body import parse_object
 from serve.calls.client import CLIENT
 from serve.calls.decode import decode
 from serve.calls.profile import ProfileBody, profile_options
+from serve.calls.server_info import info_of
 from serve.http.endpoint import compute, decodes, json_response, read_body
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
-    from runtime.config.plan import Plan
 
 HEALTH_TIMEOUT_S = 20.0
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -114,27 +112,7 @@ async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 async def server_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Return the whole plan, flattened, and the state of the engine, without secrets."""
-    status = core.status()
-    plan = core.plan
-    state = {
-        **_public(status),
-        "last_gen_throughput": status.gen_throughput,
-        "load": status.num_used_tokens,
-        "memory_usage": {"token_capacity": status.max_total_tokens},
-        "dp_size": plan.parallel.dp_size,
-        "effective_max_running_requests_per_dp": plan.scheduler.max_running,
-    }
-    return json_response(
-        {
-            **by_option(plan),
-            **_flattened(plan),
-            "status": status.state,
-            "max_total_num_tokens": status.max_total_tokens,
-            "max_req_input_len": core.plan.model.context_length - 1,
-            "internal_states": [state],
-            "version": serve.__version__,
-        }
-    )
+    return json_response(info_of(core, serve.__version__))
 
 
 async def version(http: HttpRequest, core: EngineCore) -> ASGIApp:
@@ -212,40 +190,3 @@ async def start_profile(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def stop_profile(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """End the profile, and answer with its path on the server when it is written."""
     return PlainTextResponse(f"Stop profiling. The profile is in {await core.stop_profile()}\n")
-
-
-def by_option(plan: Plan) -> dict[str, Any]:
-    """Return the plan's values by option name, for example `max_running_requests`, as SGLang's clients
-    expect.
-
-    Options without an equivalent value in the plan are left out.
-    """
-    values = {}
-    for option in options():
-        if option.spec.plan and not option.spec.secret:
-            with suppress(LookupError):
-                values[option.name] = _as_json(in_its_words(option, plan.decision(option.spec.plan)[0]))
-    return values
-
-
-def _flattened(plan: Any) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for section in dataclasses.fields(plan):
-        value = getattr(plan, section.name)
-        if dataclasses.is_dataclass(value):
-            flat |= {
-                "model_path" if (section.name, name) == ("model", "path") else name: item
-                for name, item in _public(value).items()
-            }
-    return flat
-
-
-def _public(section: Any) -> dict[str, Any]:
-    """Convert a dataclass to JSON values. Fields excluded from its repr are secrets and are left out."""
-    return {field.name: _as_json(getattr(section, field.name)) for field in dataclasses.fields(section) if field.repr}
-
-
-def _as_json(value: Any) -> Any:
-    return (
-        value if isinstance(value, str | int | float | bool | None) else orjson.loads(orjson.dumps(value, default=str))
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,14 @@ from runtime.actors.output_stream import read_all
 from runtime.errors import InvalidRequest
 from runtime.sampling_params import NOT_BUILT, parameters
 from serve.calls.body import off_loop
-from serve.calls.chat.prepare import PreparedChat, prepare
+from serve.calls.chat.prepare import PreparedChat, prepare, render
 from serve.calls.chat_completions.answers import AnswerHeader
 from serve.calls.chat_completions.chat import ChatEvents, chat_answer
 from serve.calls.chat_completions.messages import chat_of
 from serve.calls.chat_completions.requests import decode_body
 from serve.calls.chat_completions.schema import ChatBody
 from serve.calls.served_model import adapters_of, choose_model
+from serve.python.results import Fields
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -31,14 +33,8 @@ if TYPE_CHECKING:
 Messages = str | Sequence[Mapping[str, Any]]
 
 
-class Answer(dict[str, Any]):
-    """A JSON object whose keys are also attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self[name]
-        except KeyError:
-            raise AttributeError(f"the answer has no {name!r}; it has {', '.join(self)}") from None
+class Answer(Fields):
+    """An object of the chat API."""
 
 
 async def chat(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> Answer:
@@ -79,9 +75,23 @@ async def chat_stream(core: EngineCore, messages: Messages, options: Mapping[str
 
 def _read(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> tuple[ChatBody, str, PreparedChat]:
     """Convert the arguments to a body of the HTTP API, and decode it with the same checks."""
+    body = _body(core, messages, options)
+    model = choose_model(core, body.model)
+    [adapter] = adapters_of(model, body.lora_path, 1)
+    return body, model.name, prepare(core, chat_of(body), adapter)
+
+
+def prompt_of(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> str:
+    """Return the prompt of a chat as a text. Raises `InvalidRequest` if the model has no chat template."""
+    return render(core, chat_of(_body(core, messages, options)))
+
+
+def _body(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> ChatBody:
     unknown = options.keys() - _names()
     if unknown:
-        raise InvalidRequest(f"Unknown option: {', '.join(sorted(unknown))}.", param=min(unknown))
+        close = get_close_matches(min(unknown), _names(), n=1, cutoff=0.7)
+        advice = f"; did you mean {close[0]}?" if close else "."
+        raise InvalidRequest(f"Unknown option: {', '.join(sorted(unknown))}{advice}", param=min(unknown))
     if isinstance(messages, str):
         messages = [{"role": "user", "content": messages}]
     fields = {name: value for name, value in options.items() if value is not None}
@@ -91,10 +101,7 @@ def _read(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> t
         raw = orjson.dumps({"messages": list(messages), **fields}, option=orjson.OPT_NON_STR_KEYS)
     except TypeError as error:
         raise InvalidRequest(f"The chat must consist of JSON types: {error}.") from None
-    body = decode_body(ChatBody, raw, core)
-    model = choose_model(core, body.model)
-    [adapter] = adapters_of(model, body.lora_path, 1)
-    return body, model.name, prepare(core, chat_of(body), adapter)
+    return decode_body(ChatBody, raw, core)
 
 
 def _names() -> set[str]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import sys
 import warnings
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 from weakref import finalize
 
 import anyio
 import anyio.to_thread
 
+import serve
 from ops.machine import Machine
 from runtime.actors.assemble import assemble, prepare
 from runtime.actors.engine_core import EngineCore, Status
@@ -31,18 +32,22 @@ from serve.calls.prompts import vector_requests
 from serve.calls.scores.classify import ClassifyBody, classified, classify_requests
 from serve.calls.scores.rerank import RerankBody, order, rank_documents
 from serve.calls.scores.score import ScoreBody, label_requests, label_scores
+from serve.calls.server_info import info_of
 from serve.calls.weights import WeightsFromDiskBody, update_weights_from_disk
 from serve.demo import demo_path
+from serve.python.arguments import Ids, Prompt, Sampling, generate_body, set_values
+from serve.python.display import briefly_interrupted
+from serve.python.options import plain_options, with_signature
+from serve.python.progress import progress_over
+from serve.python.results import Batch, Encoded, Fields, Generated, Piece
+from serve.python.streams import Stream, account_of, pieces_of
+from serve.python.tokens import TokenizerView
 
 if TYPE_CHECKING:
     from serve.python.chat import Answer, Messages
 
-Prompt = str | Sequence[str]
-Ids = Sequence[int] | Sequence[Sequence[int]]
-Piece = TypeVar("Piece")
-Sampling = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
-
+@with_signature
 class Engine:
     """A language model in this process.
 
@@ -55,7 +60,7 @@ class Engine:
     model. Raises `ConfigurationError` with every option that cannot be satisfied on this machine. Cancelling a
     call, or leaving a stream's loop, frees the resources of its request. Use the engine on one event loop: calls
     from another loop raise `WrongEventLoop`. `aclose` ends everything that the engine started; an engine that is
-    garbage-collected without `aclose` ends too, with a `ResourceWarning`.
+    garbage-collected without `aclose` ends too, with a warning.
 
     On one device the engine computes in this process; child processes only run compilers, if kernels must be
     built. With `tp_size` or `pp_size` above 1, each further rank is a child process. Several ranks or replicas on
@@ -65,8 +70,7 @@ class Engine:
     """
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
-        if model_path is not None:
-            options["model_path"] = model_path
+        options = plain_options(model_path, options)
         for limit in ("max_queued_requests", "max_queued_tokens"):
             if options.get(limit) is None:
                 options[limit] = sys.maxsize  # no limit, because only the caller's own process uses the queue
@@ -115,6 +119,10 @@ class Engine:
         await self._task.stop()
         self._life.core = None
 
+    async def shutdown(self) -> None:
+        """End the engine, as `aclose` does, by the name that SGLang's engine has for it."""
+        await self.aclose()
+
     async def wait(self) -> None:
         """Wait until the engine ends, and raise the error that ended it, if any."""
         await self._task.wait()
@@ -123,7 +131,10 @@ class Engine:
     def core(self) -> EngineCore:
         """The engine core, as HTTP handlers use it. Raises `EngineClosed` before the start and after the end."""
         if self._life.core is None:
-            raise EngineClosed("The engine is not running: use `async with Engine(...)`, or call `start`.")
+            raise EngineClosed(
+                "The engine is not running: use `async with Engine(...)`, or `await engine.start()`. In code without "
+                "`await`, use SyncEngine, which starts by itself."
+            )
         self._check_loop()
         return self._life.core
 
@@ -140,55 +151,99 @@ class Engine:
 
     # --- generating ---
 
-    async def generate(
+    @overload
+    def generate(
         self,
-        prompt: Prompt | None = None,
+        prompt: Prompt | Ids | None = ...,
+        sampling_params: Sampling | None = ...,
+        *,
+        input_ids: Ids | None = ...,
+        stream: Literal[True],
+        **options: Any,
+    ) -> Stream: ...
+    @overload
+    def generate(
+        self,
+        prompt: Prompt | Ids | None = ...,
+        sampling_params: Sampling | None = ...,
+        *,
+        input_ids: Ids | None = ...,
+        stream: Literal[False] = ...,
+        progress: bool = ...,
+        **options: Any,
+    ) -> Coroutine[Any, Any, Any]: ...
+    def generate(
+        self,
+        prompt: Prompt | Ids | None = None,
+        sampling_params: Sampling | None = None,
+        *,
+        input_ids: Ids | None = None,
+        stream: bool = False,
+        progress: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Generate from one prompt (returns a `Generated`), or from several prompts or with n > 1 (returns a list).
+
+            answer = await engine.generate("Once upon a time", max_new_tokens=32, temperature=0)
+            answers = await engine.generate(["One", "Two"], SamplingParams(max_new_tokens=32), progress=True)
+            async for piece in engine.generate("Once upon a time", stream=True): print(piece.delta, end="")
+
+        A `Generated` is a dict with `text`, `output_ids` and `meta_info`, as in the native HTTP API; its keys are also
+        attributes. A prompt is a text or token ids (a list, an array of numpy or a tensor). `options` are sampling
+        parameters, and the other fields of that API (`return_logprob`, `rid`, ...). `progress` shows a bar over the
+        prompts. Raises `InvalidRequest` with the name of the parameter.
+        """
+        _ = self.core  # raises here, and not when the coroutine is awaited, which a script may forget
+        if stream:
+            return Stream(self.stream(prompt, sampling_params, input_ids=input_ids, **options))
+        return self._generate(partial(generate_body, prompt, sampling_params, input_ids, options), progress)
+
+    @briefly_interrupted
+    async def _generate(self, read: Callable[[], GenerateBody], progress: bool) -> Any:
+        core = self.core  # checked again: the event loop may be another one
+        core.check_queue_space()
+        body = read()
+        requests = requests_of(body, core)
+        single = not body.is_batch and requests[0].sampling.n == 1
+        answers = GenerateAnswers(core, requests, indexed=not single)
+        streams = await core.submit_all(requests)
+        with progress_over(streams, shown=progress):
+            values = answers.whole(await read_all(streams))
+        page_size, results, n = core.plan.cache.page_size, Batch(), requests[0].sampling.n
+        for number, each in enumerate(values):
+            request, stream = requests[number // n], streams[number // n]
+            if not single:
+                each["index"] = number
+            results.append(Generated(each, prompt=request.text, account=account_of(stream, each, page_size)))
+        return results[0] if single else results
+
+    async def async_generate(self, *args: Any, **options: Any) -> Any:
+        """Do what `generate` does, by the name that SGLang's engine has for it. With `stream=True`, return a stream."""
+        return await self.generate(*args, **options)
+
+    async def stream(
+        self,
+        prompt: Prompt | Ids | None = None,
         sampling_params: Sampling | None = None,
         *,
         input_ids: Ids | None = None,
         **options: Any,
-    ) -> Any:
-        """Generate from one prompt (returns a dict), or from several prompts or with n > 1 (returns a list of dicts).
+    ) -> AsyncGenerator[Piece, None]:
+        """Yield the answer to one or several prompts, piece by piece.
 
-        Each dict has `text`, `output_ids` and `meta_info`, as in the native HTTP API. `options` are the other fields of
-        that API (`return_logprob`, `rid`, ...). Raises `InvalidRequest` with the name of the parameter.
+        Each `Piece` is a dict with the new text as `delta`, all text so far as `text`, the new ids as `output_ids`, and
+        `meta_info`, whose `finish_reason` is None until the last piece. With several prompts or n > 1, the pieces of
+        the choices interleave; `index` is the choice, counted over all prompts. Leaving the loop aborts the requests
+        and frees their memory.
         """
-        self.core.check_queue_space()
-        body = _body(prompt, sampling_params, input_ids, options)
-        requests = requests_of(body, self.core)
-        single = not body.is_batch and requests[0].sampling.n == 1
-        answers = GenerateAnswers(self.core, requests, indexed=not single)
-        results = answers.whole(await read_all(await self.core.submit_all(requests)))
-        return results[0] if single else results
+        core = self.core
+        core.check_queue_space()
+        body = generate_body(prompt, sampling_params, input_ids, options)
+        async with aclosing(pieces_of(core, requests_of(body, core))) as pieces:
+            async for piece in pieces:
+                yield piece
 
-    async def stream(
-        self,
-        prompt: str | None = None,
-        sampling_params: Mapping[str, Any] | None = None,
-        *,
-        input_ids: Sequence[int] | None = None,
-        **options: Any,
-    ) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the answer to one prompt, piece by piece.
-
-        Each piece is a dict with the new text as `delta`, all text so far as `text`, the new ids as `output_ids`, and
-        `meta_info`, whose `finish_reason` is None until the last piece. With n > 1, the pieces of the choices
-        interleave; `index` is the choice. Leaving the loop aborts the request and frees its memory.
-        """
-        self.core.check_queue_space()
-        body = _body(prompt, sampling_params, input_ids, options)
-        if body.is_batch:
-            raise InvalidRequest("stream accepts one prompt; start one stream per prompt.", param="text")
-        [request] = requests_of(body, self.core)
-        answers = GenerateAnswers(self.core, [request], indexed=True)
-        texts = [""] * request.sampling.n
-        async with aclosing(self.core.submit(request).chunks()) as arrivals:
-            async for chunks in arrivals:
-                for chunk in chunks:
-                    [piece] = answers.whole([[chunk]])
-                    texts[chunk.index] += chunk.text
-                    yield {**piece, "delta": chunk.text, "text": texts[chunk.index], "index": chunk.index}
-
+    @briefly_interrupted
     async def chat(self, messages: Messages, **options: Any) -> Answer:
         """Answer messages, or one user message as a string: `answer.choices[0].message.content`.
 
@@ -235,11 +290,11 @@ class Engine:
         """
         self.core.check_queue_space()
         options = {name: value for name, value in (("rid", rid), ("lora_path", lora_path)) if value is not None}
-        body = _body(prompt, None, input_ids, options)
+        body = generate_body(prompt, None, input_ids, options)
         requests = requests_of(body, self.core)
         requests = vector_requests(requests, self.core, prompt_name=prompt_name, truncate=truncate)
         answers = GenerateAnswers(self.core, requests, indexed=False)
-        results = answers.embeddings(await read_all(await self.core.submit_all(requests)))
+        results = [Encoded(each) for each in answers.embeddings(await read_all(await self.core.submit_all(requests)))]
         return results if body.is_batch else results[0]
 
     async def classify(
@@ -261,9 +316,9 @@ class Engine:
         core = self.core
         core.check_queue_space()
         read = partial(classify_requests, core)
-        is_batch, requests = await anyio.to_thread.run_sync(lambda: read(decode(ClassifyBody, _set_values(values))))
+        is_batch, requests = await anyio.to_thread.run_sync(lambda: read(decode(ClassifyBody, set_values(values))))
         answers = await read_all(await core.submit_all(requests))
-        results = await anyio.to_thread.run_sync(classified, core, requests, answers)
+        results = [Encoded(each) for each in await anyio.to_thread.run_sync(classified, core, requests, answers)]
         return results if is_batch else results[0]
 
     async def rerank(
@@ -274,7 +329,7 @@ class Engine:
         top_n: int | None = None,
         instruction: str | None = None,
         truncate: bool | None = None,
-    ) -> list[dict[str, Any]]:
+    ) -> list[Fields]:
         """Return the documents, or the best `top_n`, best first: `index`, `score` and `document` of each.
 
         `serve.calls.scores.ranking.rank` describes how each kind of model scores. Raises `InvalidRequest`
@@ -283,11 +338,11 @@ class Engine:
         self.core.check_queue_space()
         values = {"query": query, "documents": documents, "top_n": top_n}
         values |= {"instruction": instruction, "truncate": truncate}
-        body = decode(RerankBody, _set_values(values))
+        body = decode(RerankBody, set_values(values))
         requests, scores = await anyio.to_thread.run_sync(rank_documents, self.core, body)
         answers = await read_all(await self.core.submit_all(requests))
         ranked = await anyio.to_thread.run_sync(order, body.texts, requests, scores, answers, body.top_n)
-        return [{"index": each.index, "score": each.score, "document": each.text} for each in ranked]
+        return [Fields({"index": each.index, "score": each.score, "document": each.text}) for each in ranked]
 
     async def score(
         self,
@@ -308,7 +363,7 @@ class Engine:
         core = self.core
         core.check_queue_space()
         read = partial(label_requests, core)
-        requests = await anyio.to_thread.run_sync(lambda: read(decode(ScoreBody, _set_values(values))))
+        requests = await anyio.to_thread.run_sync(lambda: read(decode(ScoreBody, set_values(values))))
         answers = await read_all(await core.submit_all(requests))
         return await anyio.to_thread.run_sync(partial(label_scores, answers, softmax=apply_softmax))
 
@@ -330,7 +385,7 @@ class Engine:
         weights could not be replaced; the old ones then stay.
         """
         body = decode(WeightsFromDiskBody, {"model_path": model_path, **options})
-        return await update_weights_from_disk(self.core, body)
+        return Fields(await update_weights_from_disk(self.core, body))
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> dict[str, Any]:
         """Load a LoRA adapter from a folder. A `pinned` one keeps its place in host memory and its slot.
@@ -373,6 +428,22 @@ class Engine:
         """End the profile, and return the path of its Chrome trace, for ui.perfetto.dev or chrome://tracing."""
         return str(await self.core.stop_profile())
 
+    @property
+    def tokenizer(self) -> TokenizerView:
+        """The tokenizer: `encode`, `decode`, `apply_chat_template`, and `engine.tokenizer("text")`."""
+        core = self.core
+        if core.tokenizer is None:
+            raise InvalidRequest("The engine was started without a tokenizer (skip_tokenizer_init).")
+        return TokenizerView(core, core.tokenizer)
+
+    def get_tokenizer(self) -> TokenizerView:
+        """Return `tokenizer`, by the name that vLLM has for it."""
+        return self.tokenizer
+
+    def get_server_info(self) -> Fields:
+        """Return the whole plan and the state of the engine, as the route `/get_server_info` does."""
+        return Fields(info_of(self.core, serve.__version__))
+
     def status(self) -> Status:
         """Return the current counts of requests, pages and tokens, and the chosen `kernels`."""
         return self.core.status()
@@ -400,39 +471,13 @@ class EngineLife:
         await self.core.run(started)
 
 
+class ForgottenEngine(UserWarning):
+    """An engine was garbage-collected while it was running."""
+
+
 def _warn_and_end(task: BackgroundTask) -> None:
     """End an engine that was garbage-collected without `aclose`."""
     if task.running:
-        warnings.warn(
-            "An Engine was garbage-collected without `aclose`; it is ended now.",
-            ResourceWarning,
-            stacklevel=2,
-        )
+        # Not a ResourceWarning, which Python does not show unless it is asked to.
+        warnings.warn("An Engine was deleted without `aclose`; it is ended now.", ForgottenEngine, stacklevel=2)
         task.abandon()
-
-
-def _body(
-    prompt: Prompt | None, sampling_params: Sampling | None, input_ids: Ids | None, options: Mapping[str, Any]
-) -> GenerateBody:
-    """Convert the arguments to a body of the native API, and decode it with the same checks."""
-    unknown = options.keys() - GenerateBody.__dataclass_fields__.keys() | options.keys() & {"stream"}
-    if unknown:
-        raise InvalidRequest(f"There is no option {', '.join(sorted(unknown))} here.", param=min(unknown))
-    fields = {"text": prompt, "sampling_params": sampling_params, "input_ids": input_ids, **options}
-    return decode(GenerateBody, _set_values(fields))
-
-
-def _set_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not None, converted to JSON types."""
-    return {name: _as_json(value) for name, value in values.items() if value is not None}
-
-
-def _as_json(value: Any) -> Any:
-    """Convert any sequence to a list and any mapping to a dict with string keys."""
-    if isinstance(value, str | bytes | int | float):  # first, because the next two checks are slow (abstract classes)
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _as_json(item) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [_as_json(item) for item in value]
-    return value

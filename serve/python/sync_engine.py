@@ -7,7 +7,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import ExitStack
 from functools import partial, wraps
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, overload
+from threading import Lock
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 from weakref import finalize
 
 import anyio
@@ -15,12 +16,17 @@ from anyio.from_thread import BlockingPortal
 
 from runtime.errors import ConfigurationError, EngineClosed
 from serve.background import event_loop_thread
+from serve.python.arguments import Ids, Prompt, Sampling
+from serve.python.display import ABORTED, show_one_line
 from serve.python.engine import Engine
+from serve.python.options import with_signature
+from serve.python.results import Piece
+from serve.python.tokens import TokenizerView
 
 if TYPE_CHECKING:
     from serve.python.chat import Answer, Messages
 
-Piece = TypeVar("Piece")
+Piece_ = TypeVar("Piece_")
 Result = TypeVar("Result")
 Params = ParamSpec("Params")
 
@@ -43,34 +49,43 @@ def _blocking(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@with_signature
 class SyncEngine:
     """The engine for code without `await`; works in scripts, and in notebooks with a running event loop.
 
-        with SyncEngine(model_path="...") as engine:
-            print(engine.generate("Once upon a time")["text"])
-            for piece in engine.stream("Once upon a time"):
-                print(piece["delta"], end="")
+        engine = SyncEngine(model_path="...")
+        print(engine.generate("Once upon a time", max_new_tokens=32).text)
+        for piece in engine.stream("Once upon a time"):
+            print(piece.delta, end="")
 
-    It runs an `Engine` on its own event loop in its own thread. Several threads may call it. Interrupting a call
-    (Ctrl-C) aborts its request. An engine that is still open is closed when the process ends.
+    The first call starts it. `with SyncEngine(...) as engine` and `start` load the model earlier, and the `with` block
+    closes it. It runs an `Engine` on its own event loop in its own thread. Several threads may call it. Interrupting a
+    call (Ctrl-C) aborts its request. An engine that is still open is closed when the process ends.
     """
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
         self._engine = Engine(model_path, **options)
         self._loop_thread: BlockingPortal | None = None
         self._at_exit: finalize[[], SyncEngine] | None = None
+        self._starting = Lock()
+        self._closed = False
 
     def __enter__(self) -> Self:
-        self.start()
+        if self._loop_thread is None:
+            self.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def start(self) -> None:
-        """Load the model, and return when the engine accepts requests."""
-        if self._loop_thread is not None:
-            raise EngineClosed("The engine is already started.")
+        """Load the model, and return when the engine accepts requests. A closed engine may be started again."""
+        with self._starting:
+            if self._loop_thread is not None:
+                raise EngineClosed("The engine is already started.")
+            self._start()
+
+    def _start(self) -> None:
         with ExitStack() as stack:
             loop_thread = stack.enter_context(event_loop_thread("penstock-sync"))
             try:
@@ -78,16 +93,71 @@ class SyncEngine:
             except ConfigurationError as error:
                 raise error.with_traceback(None) from None
             stack.callback(loop_thread.call, self._engine.aclose)
-            self._loop_thread = loop_thread
+            self._loop_thread, self._closed = loop_thread, False
             self._at_exit = finalize(self, stack.pop_all().close)
 
     def close(self) -> None:
         """End every request and release all resources. A second call does nothing."""
-        self._loop_thread = None
+        self._loop_thread, self._closed = None, True
         if self._at_exit is not None:
             self._at_exit()
 
-    generate = _blocking(Engine.generate)
+    def shutdown(self) -> None:
+        """End the engine, as `close` does, by the name that SGLang's engine has for it."""
+        self.close()
+
+    @overload
+    def generate(
+        self,
+        prompt: Prompt | Ids | None = ...,
+        sampling_params: Sampling | None = ...,
+        *,
+        input_ids: Ids | None = ...,
+        stream: Literal[True],
+        **options: Any,
+    ) -> Generator[Piece, None, None]: ...
+    @overload
+    def generate(
+        self,
+        prompt: Prompt | Ids | None = ...,
+        sampling_params: Sampling | None = ...,
+        *,
+        input_ids: Ids | None = ...,
+        stream: Literal[False] = ...,
+        progress: bool = ...,
+        **options: Any,
+    ) -> Any: ...
+    def generate(
+        self,
+        prompt: Prompt | Ids | None = None,
+        sampling_params: Sampling | None = None,
+        *,
+        stream: bool = False,
+        **options: Any,
+    ) -> Any:
+        """See `Engine.generate`. With `stream=True`, return an iterator over the pieces."""
+        if stream:
+            return self.stream(prompt, sampling_params, **options)
+        return self._call(partial(self._engine.generate, prompt, sampling_params, **options))
+
+    async def async_generate(self, *args: Any, **options: Any) -> Any:
+        """Generate without blocking the caller's own event loop. With `stream=True`, return an asynchronous iterator.
+
+        It is SGLang's `Engine.async_generate`. Cancelling it aborts the requests.
+        """
+        if options.get("stream"):
+            del options["stream"]
+            return self._iterate_async(self._engine.stream(*args, **options))
+        return await self._call_async(partial(self._engine.generate, *args, **options))
+
+    async def async_encode(self, *args: Any, **options: Any) -> Any:
+        """Compute vectors without blocking the caller's own event loop. See `Engine.encode`."""
+        return await self._call_async(partial(self._engine.encode, *args, **options))
+
+    async def async_score(self, *args: Any, **options: Any) -> Any:
+        """Compute scores without blocking the caller's own event loop. See `Engine.score`."""
+        return await self._call_async(partial(self._engine.score, *args, **options))
+
     chat = _blocking(Engine.chat)
     encode = _blocking(Engine.encode)
     classify = _blocking(Engine.classify)
@@ -104,15 +174,28 @@ class SyncEngine:
     status = _blocking(Engine.status)
     metrics = _blocking(Engine.metrics)
 
-    def stream(self, *args: Any, **options: Any) -> Generator[dict[str, Any], None, None]:
+    get_server_info = _blocking(Engine.get_server_info)
+
+    @property
+    def tokenizer(self) -> TokenizerView:
+        """See `Engine.tokenizer`."""
+        return self._call(lambda: self._engine.tokenizer)
+
+    def get_tokenizer(self) -> TokenizerView:
+        """Return `tokenizer`, by the name that vLLM has for it."""
+        return self.tokenizer
+
+    def stream(
+        self, prompt: Prompt | Ids | None = None, sampling_params: Sampling | None = None, **options: Any
+    ) -> Generator[Piece, None, None]:
         """See `Engine.stream`."""
-        yield from self._iterate(self._engine.stream(*args, **options))
+        yield from self._iterate(self._engine.stream(prompt, sampling_params, **options))
 
     def chat_stream(self, messages: Messages, **options: Any) -> Generator[Answer, None, None]:
         """See `Engine.chat_stream`."""
         yield from self._iterate(self._engine.chat_stream(messages, **options))
 
-    def _iterate(self, pieces: AsyncGenerator[Piece, None]) -> Generator[Piece, None, None]:
+    def _iterate(self, pieces: AsyncGenerator[Piece_, None]) -> Generator[Piece_, None, None]:
         """Yield the pieces of a stream. When the caller leaves its loop, the stream is closed."""
         try:
             while True:
@@ -133,16 +216,48 @@ class SyncEngine:
             return self._running.start_task_soon(call.run).result()
         except KeyboardInterrupt:
             self._running.call(call.cancel)
-            raise KeyboardInterrupt("The call was aborted.") from None
+            interrupt = KeyboardInterrupt("The call was aborted.")
+            show_one_line(interrupt, f"KeyboardInterrupt: {ABORTED}")
+            raise interrupt from None
         except BaseException:
             self._running.call(call.cancel)
             raise
 
+    async def _call_async(self, function: Callable[[], Any]) -> Any:
+        """Call `function` on the engine's event loop, and wait for the result on the caller's own loop."""
+        loop_thread = self._loop_thread or await asyncio.to_thread(lambda: self._running)
+        call = _Call(function)
+        try:
+            return await asyncio.wrap_future(loop_thread.start_task_soon(call.run))
+        except asyncio.CancelledError:
+            loop_thread.start_task_soon(_soon, call.cancel)
+            raise
+
+    async def _iterate_async(self, pieces: AsyncGenerator[Piece_, None]) -> AsyncGenerator[Piece_, None]:
+        try:
+            while True:
+                try:
+                    piece = await self._call_async(pieces.__anext__)
+                except StopAsyncIteration:
+                    return
+                yield piece
+        finally:
+            if self._loop_thread is not None:
+                self._loop_thread.start_task_soon(_end, pieces)
+
     @property
     def _running(self) -> BlockingPortal:
-        if self._loop_thread is None:
-            raise EngineClosed("The engine is not running: use `with SyncEngine(...)`, or call `start`.")
-        return self._loop_thread
+        loop_thread = self._loop_thread
+        if loop_thread is not None:
+            return loop_thread
+        with self._starting:
+            if self._closed:
+                raise EngineClosed("The engine is closed; `start` starts it again.")
+            if self._loop_thread is None:
+                self._start()
+            if self._loop_thread is None:  # only for the type checker: `_start` sets it or raises
+                raise EngineClosed("The engine is closed.")
+            return self._loop_thread
 
 
 class _Call:
@@ -164,6 +279,10 @@ class _Call:
         self._cancelled = True
         if self._scope is not None:
             self._scope.cancel()
+
+
+async def _soon(function: Callable[[], None]) -> None:
+    function()
 
 
 async def _end(pieces: AsyncGenerator[Any, None]) -> None:

@@ -12,8 +12,8 @@ from ops.machine import Machine
 from runtime.config import Args
 from runtime.config.resolve import ANY_MODEL, decide
 from runtime.errors import Overloaded
+from serve.calls.server_info import by_option
 from serve.demo import demo_path
-from serve.native.admin import by_option
 from served_core import Serve, Served
 
 

@@ -81,7 +81,6 @@ async def test_wrong_call_hurts_nobody_else(path: str):
             {"prompt": "x", "sampling_params": {"temperature": -1}},
             {"prompt": "x", "sampling_params": {"temprature": 1}},
             {"prompt": "x", "no_such_option": 1},
-            {"prompt": "x", "stream": True},
             {"prompt": b"x"},
             {"prompt": ""},
             {"input_ids": [10**9]},

@@ -16,7 +16,7 @@ from jupyter_client.manager import start_new_kernel
 
 import tiny_models
 from runtime.errors import ConfigurationError, WrongEventLoop
-from serve.python.engine import Engine
+from serve.python.engine import Engine, ForgottenEngine
 from serve.python.sync_engine import SyncEngine
 
 ROOT = Path(__file__).parents[3]
@@ -115,7 +115,7 @@ async def test_forgotten_engine_warns_and_ends() -> None:
     tasks, threads = asyncio.all_tasks(), set(threading.enumerate())
     engine = Engine(tiny_models.cached())
     await engine.start()
-    with pytest.warns(ResourceWarning, match="aclose"):  # noqa: PT031
+    with pytest.warns(ForgottenEngine, match="aclose"):  # noqa: PT031
         del engine
         gc.collect()
     async with asyncio.timeout(30):
@@ -130,7 +130,7 @@ async def test_closed_engine_is_forgotten_silently(recwarn: pytest.WarningsRecor
     await engine.aclose()
     del engine
     gc.collect()
-    assert not [warning for warning in recwarn if warning.category is ResourceWarning]
+    assert not [warning for warning in recwarn if warning.category is ForgottenEngine]
 
 
 @pytest.mark.parametrize("path", ["/nowhere/at-all", "no-such-org/no-such-model"])

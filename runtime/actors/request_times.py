@@ -1,0 +1,20 @@
+"""When a request passed each actor."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+
+class RequestTimes:
+    """Times (`time.monotonic`) at which a request reached each phase. A field is 0.0 until then."""
+
+    __slots__ = ("arrived", "ended", "first_token", "queued", "scheduled", "tokenized", "tokenizing")
+
+    def __init__(self) -> None:
+        self.arrived = monotonic()
+        self.tokenizing = 0.0  # written by the tokenizer
+        self.tokenized = 0.0
+        self.queued = 0.0  # written by the scheduler actor: when admitted
+        self.scheduled = 0.0  # written by the scheduler actor: when its first step was launched
+        self.first_token = 0.0  # written by the detokenizer: first token of any choice
+        self.ended = 0.0  # written by the table of live requests

@@ -1,0 +1,78 @@
+"""What `/get_server_info` and `Engine.get_server_info` tell: the plan and the state of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from runtime.config import in_its_words, options
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+    from runtime.config.plan import Plan
+
+
+def info_of(core: EngineCore, version: str) -> dict[str, Any]:
+    """Return the whole plan, flattened, and the state of the engine, without secrets, as JSON values.
+
+    `version` is Penstock's.
+    """
+    status = core.status()
+    plan = core.plan
+    state = {
+        **_public(status),
+        "last_gen_throughput": status.gen_throughput,
+        "load": status.num_used_tokens,
+        "memory_usage": {"token_capacity": status.max_total_tokens},
+        "dp_size": plan.parallel.dp_size,
+        "effective_max_running_requests_per_dp": plan.scheduler.max_running,
+    }
+    return {
+        **by_option(plan),
+        **_flattened(plan),
+        "status": status.state,
+        "max_total_num_tokens": status.max_total_tokens,
+        "max_req_input_len": core.plan.model.context_length - 1,
+        "internal_states": [state],
+        "version": version,
+    }
+
+
+def by_option(plan: Plan) -> dict[str, Any]:
+    """Return the plan's values by option name, for example `max_running_requests`, as SGLang's clients
+    expect.
+
+    Options without an equivalent value in the plan are left out.
+    """
+    values = {}
+    for option in options():
+        if option.spec.plan and not option.spec.secret:
+            with suppress(LookupError):
+                values[option.name] = _as_json(in_its_words(option, plan.decision(option.spec.plan)[0]))
+    return values
+
+
+def _flattened(plan: Any) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for section in dataclasses.fields(plan):
+        value = getattr(plan, section.name)
+        if dataclasses.is_dataclass(value):
+            flat |= {
+                "model_path" if (section.name, name) == ("model", "path") else name: item
+                for name, item in _public(value).items()
+            }
+    return flat
+
+
+def _public(section: Any) -> dict[str, Any]:
+    """Convert a dataclass to JSON values. Fields excluded from its repr are secrets and are left out."""
+    return {field.name: _as_json(getattr(section, field.name)) for field in dataclasses.fields(section) if field.repr}
+
+
+def _as_json(value: Any) -> Any:
+    return (
+        value if isinstance(value, str | int | float | bool | None) else orjson.loads(orjson.dumps(value, default=str))
+    )

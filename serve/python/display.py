@@ -1,0 +1,36 @@
+"""What a notebook shows of an interrupted call: one line in place of the traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+ABORTED = "The call was interrupted; its requests are aborted, and the engine goes on."
+
+
+def briefly_interrupted(
+    method: Callable[Params, Coroutine[Any, Any, Result]],
+) -> Callable[Params, Coroutine[Any, Any, Result]]:
+    """Let IPython show one line if the call is cancelled, for example by interrupting its cell.
+
+    The exception is the same, so that asyncio and task groups see what they expect.
+    """
+
+    @functools.wraps(method)
+    async def call(*args: Params.args, **keywords: Params.kwargs) -> Result:
+        try:
+            return await method(*args, **keywords)
+        except asyncio.CancelledError as error:
+            show_one_line(error, f"Interrupted: {ABORTED}")
+            raise
+
+    return call
+
+
+def show_one_line(error: BaseException, line: str) -> None:
+    """Let IPython show `line` in place of this exception's traceback."""
+    error._render_traceback_ = lambda: [line]  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,111 @@
+"""How results and engines look in a notebook: HTML without scripts, in the colours of the notebook's theme.
+
+Colours are translucent, or the theme's own (`currentColor`), so that they are readable on a dark and on a light page.
+Every text from a model, a prompt or an option is escaped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+MAX_CHARS = 4_000  # of one text
+MAX_ROWS = 50
+MONO = "font-family:var(--jp-code-font-family,monospace);white-space:pre-wrap;overflow-wrap:anywhere"
+
+
+def table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
+    """Return a table. Cells are escaped, unless they are `Html`."""
+    head = "".join(f"<th style='text-align:left'>{escape(name)}</th>" for name in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td style='text-align:left;vertical-align:top'>{_cell(cell)}</td>" for cell in row) + "</tr>"
+        for row in rows
+    )
+    return f"<table>{f'<thead><tr>{head}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
+
+
+class Html(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, Html) else escape(str(value))
+
+
+def text(value: str) -> Html:
+    """Return a text as it is, cut if it is long."""
+    more = f" … ({len(value) - MAX_CHARS} further characters)" if len(value) > MAX_CHARS else ""
+    return Html(f"<div style='{MONO}'>{escape(value[:MAX_CHARS])}{more}</div>")
+
+
+def tokens(pieces: Iterable[tuple[str, float | None]]) -> Html:
+    """Return tokens (text, log-probability), coloured by their probabilities: red is unlikely, green is likely.
+
+    The probability is the tooltip of its token.
+    """
+    spans = []
+    for piece, logprob in pieces:
+        if logprob is None:
+            spans.append(escape(piece))
+            continue
+        probability = math.exp(min(0.0, logprob))
+        colour = f"hsla({120 * probability:.0f},85%,45%,0.35)"
+        title = f"{probability:.1%}, logprob {logprob:.3f}"
+        spans.append(f"<span title='{title}' style='background:{colour};border-radius:2px'>{escape(piece)}</span>")
+    return Html(f"<div style='{MONO}'>{''.join(spans)}</div>")
+
+
+def generated(answer: Any) -> str:
+    """Show an output: its text, tokens by probability if they are known, and what it cost."""
+    return "".join((_body(answer), table(_facts(answer))))
+
+
+def batch(answers: Sequence[Any]) -> str:
+    """Show outputs as a table."""
+    rows = []
+    for number, answer in enumerate(answers[:MAX_ROWS]):
+        meta = answer["meta_info"]
+        counts = f"{meta['cached_tokens']} / {meta['prompt_tokens']}"
+        prompt = "" if answer.prompt is None else text(answer.prompt)
+        rows.append((number, prompt, _body(answer), counts, meta["completion_tokens"], answer.finish_reason or ""))
+    more = f"<p>{len(answers) - MAX_ROWS} further outputs</p>" if len(answers) > MAX_ROWS else ""
+    return table(rows, ("", "prompt", "output", "cached / prompt", "tokens", "end")) + more
+
+
+def _body(answer: Any) -> Html:
+    logprobs = answer.token_logprobs
+    if logprobs and all(each.text is not None for each in logprobs):
+        return tokens((each.text, each.logprob) for each in logprobs)
+    return text(answer["text"])
+
+
+def _facts(answer: Any) -> list[tuple[object, object]]:
+    meta = answer["meta_info"]
+    rows: list[tuple[object, object]] = [
+        ("prompt", f"{meta['prompt_tokens']} tokens, {meta['cached_tokens']} of them cached"),
+        ("output", f"{meta['completion_tokens']} tokens, {answer.finish_reason or 'not ended'}"),
+    ]
+    cost = answer.account
+    if cost is not None:
+        milliseconds = (1000 * each for each in (cost.queue_s, cost.prefill_s, cost.decode_s))
+        waits = "queue {:.1f} ms, prefill {:.1f} ms, decode {:.1f} ms".format(*milliseconds)
+        rows.append(("time", waits))
+        rows.append(("memory", f"{cost.page_seconds:.2f} page-seconds, {cost.computed_tokens} tokens computed"))
+    return rows
+
+
+def bar(part: float, label: str) -> Html:
+    """Return a bar that is filled to `part` (0 to 1), with a label."""
+    width = f"{100 * min(1.0, max(0.0, part)):.1f}%"
+    fill = f"<div style='background:hsla(210,80%,50%,0.45);width:{width};height:1.1em'></div>"
+    frame = "border:1px solid currentColor;width:16em;display:inline-block;vertical-align:middle;opacity:0.85"
+    return Html(f"<div style='{frame}'>{fill}</div> {escape(label)}")
+
+
+def facts(values: Mapping[str, object]) -> str:
+    """Show names and values."""
+    return table(list(values.items()))

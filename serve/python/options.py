@@ -1,0 +1,46 @@
+"""Options of the engine as keywords of Python: their names in signatures, and vLLM's names of the commonest."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from os import fspath
+from typing import Any, TypeVar
+
+from runtime.config import options
+from runtime.errors import ConfigurationError
+
+Class = TypeVar("Class", bound=type)
+
+
+def plain_options(model_path: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords with the model's path among them. A path may be a `pathlib.Path`."""
+    plain = dict(keywords)
+    if model_path is not None:
+        if "model_path" in plain:
+            raise ConfigurationError("model_path is given twice.")
+        plain["model_path"] = model_path
+    for name in ("model_path", "model", "tokenizer_path", "chat_template"):
+        if hasattr(plain.get(name), "__fspath__"):
+            plain[name] = fspath(plain[name])
+    return plain
+
+
+def with_signature(engine: Class) -> Class:
+    """Give the class a signature with all options, for `help` and for completion in notebooks."""
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    first = inspect.Parameter("model_path", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=str)
+    mine = [
+        inspect.Parameter(option.name, keyword, default=option.default, annotation=_annotation(option))
+        for option in options()
+        if option.name != "model_path"
+    ]
+    engine.__signature__ = inspect.Signature([first, *mine])  # pyright: ignore[reportAttributeAccessIssue]
+    return engine
+
+
+def _annotation(option: Any) -> Any:
+    plain = option.type if isinstance(option.type, type) else Any
+    if option.many:
+        plain = tuple[plain, ...]
+    return plain | None if option.optional and plain is not Any else plain

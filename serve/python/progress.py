@@ -1,0 +1,44 @@
+"""A progress bar over the prompts of a call, in a terminal or in a notebook."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+
+from runtime.actors.output_stream import OutputStream
+
+REFRESH_S = 0.2
+
+
+@contextmanager
+def progress_over(streams: Sequence[OutputStream], *, shown: bool) -> Iterator[None]:
+    """Show how many of the outputs have ended while the block runs. Costs nothing unless it is `shown`."""
+    if not shown:
+        yield
+        return
+    from tqdm import tqdm
+
+    class Bar(tqdm):
+        monitor_interval = 0  # 0: tqdm starts no background thread
+
+    loop, began_s = asyncio.get_running_loop(), monotonic()
+    with Bar(total=len(streams), desc="Prompts", unit="prompt", dynamic_ncols=True) as bar:
+        timer: asyncio.TimerHandle | None = None
+
+        def update() -> None:
+            bar.update(sum(stream.finished for stream in streams) - bar.n)
+
+        def refresh() -> None:
+            nonlocal timer
+            update()
+            timer = loop.call_later(REFRESH_S + (monotonic() - began_s) / 100, refresh)
+
+        refresh()
+        try:
+            yield
+        finally:
+            if timer is not None:
+                timer.cancel()
+            update()
