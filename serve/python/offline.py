@@ -173,8 +173,12 @@ class LLM:
             if priority is not None:
                 fields["priority"] = [priority[index] for index in group]
             params = _with_defaults(every[group[0]])
-            answers = self._engine.generate(
-                input_ids=[ids[index] for index in group], sampling_params=params, progress=use_tqdm, **fields
+            answers: Any = self._engine.generate(
+                input_ids=[ids[index] for index in group],
+                sampling_params=params,
+                stream=False,
+                progress=use_tqdm,
+                **fields,
             )
             n = len(answers) // len(group)
             for place, index in enumerate(group):

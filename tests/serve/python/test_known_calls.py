@@ -218,7 +218,7 @@ def test_sampling_parameters_as_keywords(engine: SyncEngine) -> None:
 
 
 def _misspelt() -> SamplingParams:
-    wrong: dict[str, Any] = {"top_pp": 0.5}
+    wrong: dict[str, Any] = {"min_pp": 0.5}
     return SamplingParams(**wrong)
 
 
