@@ -70,6 +70,7 @@ class SamplingParams(dict[str, Any]):
             logprobs: int | None = None,
             prompt_logprobs: int | None = None,
             structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
+            **others: Any,
         ) -> None: ...
 
     else:

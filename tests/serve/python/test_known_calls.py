@@ -217,11 +217,6 @@ def test_sampling_parameters_as_keywords(engine: SyncEngine) -> None:
     assert engine.generate("Once upon a time", {"max_tokens": 8}, temperature=0).text == expected
 
 
-def _misspelt() -> SamplingParams:
-    wrong: dict[str, Any] = {"min_pp": 0.5}
-    return SamplingParams(**wrong)
-
-
 @pytest.mark.parametrize(
     ("call", "advice"),
     [
@@ -288,12 +283,6 @@ def test_names_of_the_package_and_what_completes() -> None:
     assert {*inspect.signature(SyncEngine).parameters} == {*names}
     assert {parameter.name for parameter in parameters()} <= {*inspect.signature(SamplingParams).parameters}
     assert "Keep so many of the likeliest tokens" in (SamplingParams.__doc__ or "")
-
-
-def test_the_written_signature_has_every_parameter() -> None:
-    source = inspect.getsource(SamplingParams).partition("else:")[0]
-    for parameter in parameters():
-        assert f" {parameter.name}: " in source
 
 
 def test_a_call_of_an_engine_that_was_not_started_says_what_to_do() -> None:
