@@ -224,7 +224,10 @@ class AdapterRegistry:
         async with self._lock:
             for entry in (*self._names.values(), *self._retired):
                 if entry.resident:
-                    await runner.call("load_adapter", {"id": entry.adapter.id, "path": entry.adapter.path})
+                    payload = {"id": entry.adapter.id, "path": entry.adapter.path}
+                    is_left = any(await runner.call("load_adapter", payload))
+                    while is_left:
+                        is_left = any(await runner.call("measure_adapter", payload))
 
     @property
     def in_use(self) -> list[str]:
@@ -315,7 +318,9 @@ class AdapterRegistry:
         began_s = time.monotonic()
         payload = {"id": entry.adapter.id, "path": entry.adapter.path}
         try:
-            await self._call("load_adapter", payload)
+            is_left = any(await self._call("load_adapter", payload))
+            while is_left:  # layer by layer, so that steps run in between
+                is_left = any(await self._call("measure_adapter", payload))
         except BaseException:
             with suppress(Exception):  # the first error says more
                 await self._call("drop_adapter", {"id": entry.adapter.id})  # some ranks may have loaded their part
@@ -349,16 +354,20 @@ class AdapterRegistry:
         if entry.temporary:
             await asyncio.to_thread(shutil.rmtree, entry.adapter.path, ignore_errors=True)
 
-    async def _call(self, verb: str, payload: Mapping[str, Any]) -> None:
+    async def _call(self, verb: str, payload: Mapping[str, Any]) -> list[Any]:
+        """Run a verb on all ranks of all replicas, and return their answers."""
         actors = self._alive()
         if not actors:
             raise EngineClosed("No replica is alive.")
         answers = await asyncio.gather(
             *(asyncio.shield(actor.runner.call(verb, payload)) for actor in actors), return_exceptions=True
         )
+        found: list[Any] = []
         for answer in answers:
             if isinstance(answer, BaseException):
                 raise answer
+            found += answer
+        return found
 
     def _retire(self, entry: _Entry) -> asyncio.Task[None]:
         """Free an adapter that has lost its name, as soon as no request uses it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,22 @@ from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, parameter, 
 ROWS_AT_ONCE = 4096  # vocabulary rows loaded and packed at a time; must be a multiple of the kernels' packing block
 
 
+class VocabularyChange(NamedTuple):
+    """What one adapter changes in an embedding or an LM head: the weight [V', E] becomes W + b a, then has new rows.
+
+    Of an LM head, `b` and the new rows are those of this rank's part of the vocabulary.
+    """
+
+    a: Tensor  # [r, E]; r may be 0
+    b: Tensor  # [V', r]; one of both is scaled
+    ids: Tensor  # int64 [n], indices of the new rows
+    rows: Tensor  # [n, E]
+
+    def to(self, device: torch.device) -> VocabularyChange:
+        """Copy to a device."""
+        return VocabularyChange(*(each.to(device, non_blocking=True) for each in self))
+
+
 class VocabularyWeight(Weighted):
     """Base class of layers with a weight [V', E] for the V' tokens of this rank's part of the vocabulary.
 
@@ -25,6 +42,10 @@ class VocabularyWeight(Weighted):
 
     kernels: Kernels
     method: QuantizationMethod
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes: dict[int, VocabularyChange] = {}  # by the adapter's slot
 
     def make_weight(self, name: str, ids: ShardRange, size: int) -> nn.Parameter:
         """Return the parameter for `weight`. It has no rows if the weight is packed from the blocks in `kept`."""
@@ -118,13 +139,33 @@ class Embedding(VocabularyWeight):
         else:
             self.head_weight = frozen(prepared)
 
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return the vectors of the batch's tokens. Vectors in `batch.input_embeds` replace looked-up vectors."""
         embed, media = self.kernels.embed, batch.media
         if media is not None:
             media = media[0].to(self.weight.dtype), media[1]
         if self._group is None:
-            return embed(batch.token_ids, self.weight, scale=self.scale, media=media)
+            vectors = embed(batch.token_ids, self.weight, scale=self.scale, media=media)
+            return self._changed(vectors, batch) if batch.adapted else vectors
         looked_up = embed(batch.token_ids, self.weight, self.ids.start, scale=self.scale)
-        vectors = self._group.all_reduce(looked_up)
+        vectors = self._changed(self._group.all_reduce(looked_up), batch)
         return vectors if media is None else torch.where(media[1].unsqueeze(1), media[0], vectors)
+
+    def _changed(self, vectors: Tensor, batch: ForwardBatch) -> Tensor:
+        """Apply the adapters' changes to the vectors of their tokens."""
+        for slot, tokens in batch.adapted.items():
+            change = self.changes.get(slot)
+            if change is None:
+                continue
+            if batch.embeds_mask is not None:
+                tokens = tokens[~batch.embeds_mask[tokens]]
+            ids, scale = batch.token_ids[tokens], self.scale or 1.0
+            changed = vectors[tokens].float() + scale * (change.b[ids].float() @ change.a.float())
+            is_new = ids.unsqueeze(1) == change.ids  # [n, new rows]
+            rows = change.rows[is_new.int().argmax(1)] if len(change.rows) else changed
+            vectors[tokens] = torch.where(is_new.any(1, keepdim=True), scale * rows.float(), changed).to(vectors.dtype)
+        return vectors

@@ -126,6 +126,8 @@ class ForwardBatch:
     position_axes: Tensor | None = None  # int64 [3, T]; None: `positions` holds for all three axes
     input_embeds: Tensor | None = None  # [T, E]; None: every token has an id
     embeds_mask: Tensor | None = None  # bool [T]; None if `input_embeds` is None
+    # Slot of an adapter -> indices of its tokens, int64 [n]. Only of adapters with changes that graphs do not compute.
+    adapted: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.batch import ADAPTER
@@ -13,6 +15,8 @@ from runtime.layers.low_rank import LowRankSlots
 from runtime.layers.quantization import LinearLayout, Unquantized
 from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import Shard, SubLayer, Weighted, parameter
+
+SQUARED_COLUMNS = 256  # columns of the weight that `squares` computes together
 
 
 class Linear(Weighted):
@@ -84,12 +88,32 @@ class Linear(Weighted):
         """Let the adapters in these slots change the output, for rows that name one."""
         self.adapters, self.row_values = slots, (ADAPTER,)
 
+    def squares(self, a: Tensor, b: Tensor, device: torch.device) -> Tensor:
+        """Return the squared lengths of the rows of W + b a, float32 [O], over the inputs of all ranks.
+
+        `a` [P, r, I] and `b` [r, O], in the model's dtype, are the part of an adapter on this rank. All ranks must call
+        it together.
+        """
+        a, b, dtype = a.to(device).float(), b.to(device).float(), a.dtype
+        total = a.new_zeros(b.shape[1])
+        for first in range(0, self.layout.in_size, SQUARED_COLUMNS):
+            columns = torch.arange(first, min(first + SQUARED_COLUMNS, self.layout.in_size), device=a.device)
+            unit = F.one_hot(columns, self.layout.in_size).to(dtype)
+            weight = self.method.multiply(self, unit, None, self.kernels).float()  # [n, O]: any format can be read so
+            row = 0
+            for part, rows in enumerate(self.layout.rows):
+                outputs = slice(row, row + rows.size)
+                weight[:, outputs] += a[part][:, columns].T @ b[:, outputs]
+                row += rows.size
+            total += weight.square().sum(0)
+        return total if self._summed_over is None else self._summed_over.all_reduce(total)
+
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         group = self._summed_over
         bias = self.bias if group is None or group.rank == 0 else None
         out = self.method.multiply(self, x, bias, self.kernels)
         if self.adapters is not None:
-            self.adapters.add(out, x, batch)
+            self.adapters.add(out, x, bias, batch)
         return out if group is None else group.all_reduce(out)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.embedding import Embedding, VocabularyWeight
-from runtime.layers.sharding import TensorParallelGroup, shard_range
+from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range
 from runtime.layers.weight import Shard, frozen, parameter, whole
+
+NOT_ADAPTED: Mapping[int, Tensor] = MappingProxyType({})
 
 
 class LMHead(VocabularyWeight):
@@ -90,8 +93,31 @@ class LMHead(VocabularyWeight):
         """Whether this rank computes all logits, as the product with the weight alone (no scale, cap or bias)."""
         return self._group is None and self.scale is None and self.soft_cap is None and self.bias is None
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    @property
+    def size(self) -> int:
+        """E, the size of hidden states."""
+        return self._embedding[0].size
+
+    @property
+    def device(self) -> torch.device:
+        return self.prepared.device
+
+    @property
+    def ids(self) -> ShardRange:
+        """This rank's part of the vocabulary."""
+        return self._ids
+
+    def forward(self, hidden: Tensor, adapted: Mapping[int, Tensor] = NOT_ADAPTED) -> Tensor:
+        """Return the logits. `adapted` has the rows [n] of each slot whose adapter may change the head."""
         products = self.kernels.logits(hidden, self.prepared)
+        for slot, rows in adapted.items():
+            change = self.changes.get(slot)
+            if change is not None:
+                products = products.float()
+                states = hidden[rows].float()
+                changed = products[rows] + (states @ change.a.float().T) @ change.b.float().T
+                changed[:, change.ids] = states @ change.rows.float().T
+                products[rows] = changed
         logits = self.kernels.as_logits(products, scale=self.scale, soft_cap=self.soft_cap)
         logits = logits if self.bias is None else logits + self.bias
         return logits if self._group is None else _gather(logits, self._ids.full, self._group)

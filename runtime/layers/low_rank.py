@@ -19,6 +19,8 @@ class AdapterPart(NamedTuple):
 
     a: Tensor  # [P, r, I], zeros for sub-layers that the adapter leaves alone
     b: Tensor  # [r, O], scaled
+    # float32 [O]. The output without bias is multiplied by it before the product is added, which contains it (DoRA).
+    scales: Tensor | None = None
 
 
 class LowRankSlots:
@@ -36,6 +38,7 @@ class LowRankSlots:
     ) -> None:
         """`sizes` are the outputs of the layer's P sub-layers, and `in_size` its inputs, on this rank."""
         self.kernels = kernels
+        self._scales: dict[int, Tensor] = {}  # by slot
         ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0)
         self.weights = LowRank(
             a=torch.zeros(num_slots, len(sizes), max_rank, in_size, dtype=dtype, device=device),
@@ -48,14 +51,22 @@ class LowRankSlots:
         """Copy an adapter's weights into a slot, counted from 1. None: the adapter does not change this layer."""
         a, b, ranks, _ = self.weights
         rank = 0
+        self._scales.pop(slot, None)
         if part is not None:
             rank = part.b.shape[0]
             a[slot - 1, :, :rank].copy_(part.a, non_blocking=True)
             b[slot - 1, :rank].copy_(part.b, non_blocking=True)
+            if part.scales is not None:
+                self._scales[slot] = part.scales.to(b.device, non_blocking=True)
         ranks[slot - 1] = rank
 
-    def add(self, y: Tensor, x: Tensor, batch: ForwardBatch) -> None:
-        """Add the adapters' products for x [T, I] to y [T, O] in place."""
+    def add(self, y: Tensor, x: Tensor, bias: Tensor | None, batch: ForwardBatch) -> None:
+        """Add the adapters' products for x [T, I] to y [T, O] in place. y contains the bias."""
+        for slot, tokens in batch.adapted.items():
+            scales = self._scales.get(slot)
+            if scales is not None:
+                shift = 0.0 if bias is None else bias.float()
+                y[tokens] = ((y[tokens].float() - shift) * scales + shift).to(y.dtype)
         slots = batch.values_of_tokens(ADAPTER)
         if slots is not None:
             self.kernels.add_low_rank(y, x, self.weights, slots)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
 # Settings that change what an adapter computes. Each has the value that changes nothing.
 _UNSUPPORTED: Mapping[str, Any] = {
-    "use_dora": False,
     "lora_bias": False,
     "layer_replication": None,
     "alora_invocation_tokens": None,
@@ -33,6 +32,11 @@ class AdapterConfig:
     alpha: float
     root_scaled: bool  # whether the scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank
     alphas: Mapping[str, float]  # alpha of the layers whose name ends with the key, a regular expression
+    has_magnitudes: bool = (
+        False  # whether rows of adapted weights have the lengths that were trained (DoRA, 2402.09353)
+    )
+    # Tokens whose vectors are replaced: of the layer with this name or, for "", of the embedding.
+    tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def scale(self, layer: str, rank: int) -> float:
         """Return the factor of b a for a layer with this name and rank."""
@@ -69,7 +73,17 @@ def read_config(folder: Path) -> AdapterConfig:
         alpha=fields.number("lora_alpha"),
         root_scaled=fields.flag("use_rslora"),
         alphas={key: named_alphas.number(key) for key in alphas},
+        has_magnitudes=fields.flag("use_dora"),
+        tokens=_tokens(values.get("trainable_token_indices"), path),
     )
+
+
+def _tokens(value: Any, path: Path) -> dict[str, tuple[int, ...]]:
+    named = value if isinstance(value, dict) else {} if value is None else {"": value}
+    for ids in named.values():
+        if not isinstance(ids, list) or not all(type(each) is int and each >= 0 for each in ids):
+            raise CheckpointError(f"{path}: trainable_token_indices must have lists of token ids.")
+    return {name: tuple(ids) for name, ids in named.items()}
 
 
 def _check_supported(values: Mapping[str, Any], path: Path) -> None:

@@ -11,32 +11,66 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from runtime.config.model_facts import ModelFacts
 from runtime.errors import CheckpointError
 from runtime.loading.adapter_config import AdapterConfig
+from runtime.loading.checkpoint import find_weights
+from runtime.loading.tensors import TensorFiles
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MAX_NAMED = 5  # maximum number of tensors that an error names
 PREFIX = "base_model.model."  # of all names in peft's files
-_TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?P<side>[AB])(?:\.default)?(?:\.weight)?")
+_TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
+_MAGNITUDE = re.compile(r"(?P<layer>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
+_COPY = re.compile(r"(?P<layer>.+)\.base_layer\.weight")
+_TOKENS = re.compile(r"(?P<layer>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.default)?")
 
 
 class LowRankPair(NamedTuple):
-    """The change of one linear layer: its weight becomes W + b a."""
+    """The change of one layer: its weight becomes W + b a. The weight of an embedding is [E, V] here."""
 
     a: Tensor  # [r, I]
     b: Tensor  # [O, r], scaled
+    magnitude: Tensor | None = None  # [O]; the rows of W + b a are scaled to these lengths (DoRA)
 
 
-def read_pairs(folder: Path, config: AdapterConfig) -> dict[str, LowRankPair]:
-    """Read an adapter's weights by the layer's name, float32, without peft's prefix.
+class TokenVectors(NamedTuple):
+    """Vectors that replace those of some tokens."""
 
-    Raises CheckpointError, which names every tensor that is not half of a low-rank pair: an adapter is never used in
-    part.
+    ids: tuple[int, ...]
+    vectors: Tensor  # [n, E]
+
+
+class AdapterWeights(NamedTuple):
+    """An adapter's tensors by the layer's name, float32, without peft's prefix."""
+
+    pairs: dict[str, LowRankPair]
+    tokens: dict[str, TokenVectors]
+    copies: dict[str, Tensor]  # [V, E] of the base model, which peft stores beside a change of the embedding or head
+
+
+def read_weights(folder: Path, config: AdapterConfig) -> AdapterWeights:
+    """Read an adapter's weights.
+
+    Raises CheckpointError, which names every tensor that has no known use: an adapter is never used in part.
     """
     halves: dict[str, dict[str, Tensor]] = {}
     unknown: list[str] = []
+    magnitudes: dict[str, Tensor] = {}
+    tokens: dict[str, TokenVectors] = {}
+    copies: dict[str, Tensor] = {}
     for name, tensor in _tensors(folder).items():
-        found = _TENSOR.fullmatch(name.removeprefix(PREFIX))
+        name = name.removeprefix(PREFIX)
+        found = _TENSOR.fullmatch(name)
+        if magnitude := _MAGNITUDE.fullmatch(name):
+            magnitudes[magnitude["layer"]] = tensor.float()
+            continue
+        if copy := _COPY.fullmatch(name):
+            copies[copy["layer"]] = tensor
+            continue
+        if replaced := _TOKENS.fullmatch(name):
+            tokens[replaced["layer"]] = _token_vectors(folder, replaced["layer"], tensor, config)
+            continue
         if ".experts" in name and ".shared_experts" not in name:
             raise CheckpointError(f"{folder}: {name} changes routed experts, which adapters cannot change yet.")
         if found is None or tensor.dim() != 2 or not tensor.is_floating_point():
@@ -44,11 +78,58 @@ def read_pairs(folder: Path, config: AdapterConfig) -> dict[str, LowRankPair]:
         else:
             halves.setdefault(found["layer"], {})[found["side"]] = tensor
     if unknown:
-        raise CheckpointError(f"{folder}: {listed(unknown)} cannot be used: not a matrix of a low-rank pair.")
-    return {layer: _pair(folder, layer, sides, config) for layer, sides in halves.items()}
+        raise CheckpointError(
+            f"{folder}: {listed(unknown)} cannot be used: not a matrix of a low-rank pair. Whole weights "
+            "(modules_to_save) belong into the base model."
+        )
+    if magnitudes.keys() != (halves.keys() if config.has_magnitudes else set()):
+        raise CheckpointError(f"{folder}: use_dora and the layers with a lora_magnitude_vector do not agree.")
+    pairs = {layer: _pair(folder, layer, sides, magnitudes.get(layer), config) for layer, sides in halves.items()}
+    if not copies.keys() <= pairs.keys():
+        raise CheckpointError(f"{folder}: {listed([*copies.keys() - pairs.keys()])} has a base_layer, but no change.")
+    return AdapterWeights(pairs, tokens, copies)
 
 
-def _pair(folder: Path, layer: str, sides: Mapping[str, Tensor], config: AdapterConfig) -> LowRankPair:
+def check_copies(folder: Path, copies: Mapping[str, Tensor], facts: ModelFacts) -> None:
+    """Raise CheckpointError unless the copies of base weights are those of this model.
+
+    Weights of checkpoints that hold them in another form are compared by their shape alone.
+    """
+    if not copies:
+        return
+    try:
+        files = TensorFiles(find_weights(Path(facts.path), "auto"))
+    except (CheckpointError, OSError):
+        files = None
+    for layer, copy in copies.items():
+        stored = [] if files is None else [name for name in files.shapes if name.endswith(f"{_last(layer)}.weight")]
+        is_other = copy.dim() != 2 or len(copy) != facts.vocab_size
+        if files is not None and len(stored) == 1 and not is_other:
+            weight = files.read(stored[0])
+            is_other = weight.is_floating_point() and not torch.equal(weight.to(copy.dtype), copy)
+        if is_other:
+            raise CheckpointError(
+                f"{folder} was trained on another {layer} than that of the base model, whose vocabulary has "
+                f"{facts.vocab_size} tokens. Merge it into the base model, or train single tokens "
+                "(trainable_token_indices)."
+            )
+
+
+def _last(layer: str) -> str:
+    return layer.rpartition(".")[2]
+
+
+def _token_vectors(folder: Path, layer: str, vectors: Tensor, config: AdapterConfig) -> TokenVectors:
+    name = layer.rpartition(".")[2]
+    ids = config.tokens.get(name, config.tokens.get(""))
+    if ids is None or vectors.dim() != 2 or len(vectors) != len(ids) or not vectors.isfinite().all():
+        raise CheckpointError(f"{folder}: the vectors of {layer} are not those of trainable_token_indices.")
+    return TokenVectors(ids, vectors.float())
+
+
+def _pair(
+    folder: Path, layer: str, sides: Mapping[str, Tensor], magnitude: Tensor | None, config: AdapterConfig
+) -> LowRankPair:
     missing = {"A", "B"} - sides.keys()
     if missing:
         raise CheckpointError(f"{folder}: {layer} has no lora_{missing.pop()}.")
@@ -59,7 +140,9 @@ def _pair(folder: Path, layer: str, sides: Mapping[str, Tensor], config: Adapter
         )
     if not (a.isfinite().all() and b.isfinite().all()):
         raise CheckpointError(f"{folder}: {layer} has values that are not finite.")
-    return LowRankPair(a, b * config.scale(layer, a.shape[0]))
+    if magnitude is not None and (magnitude.shape != (len(b),) or not magnitude.isfinite().all()):
+        raise CheckpointError(f"{folder}: the lora_magnitude_vector of {layer} must have {len(b)} finite numbers.")
+    return LowRankPair(a, b * config.scale(layer, a.shape[0]), magnitude)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

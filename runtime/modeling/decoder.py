@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from runtime.layers.build import Build
 from runtime.layers.embedding import Embedding
 from runtime.layers.forward_batch import ForwardBatch, LayerSpec
-from runtime.layers.lm_head import LMHead
+from runtime.layers.lm_head import NOT_ADAPTED, LMHead
 from runtime.layers.norm import Norm, RMSNorm
 from runtime.layers.pooler import Pooler
 from runtime.layers.score import ScoreHead, ScoreLayer
@@ -90,11 +90,14 @@ class Decoder(nn.Module):
             raise RuntimeError("Only the last pipeline stage has the final norm.")
         return self.norm.add(x, residual)[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits [R, V] of hidden states [R, E]. Only the first pipeline stage has the LM head."""
+    def logits(self, hidden: Tensor, adapted: Mapping[int, Tensor] = NOT_ADAPTED) -> Tensor:
+        """Return float32 logits [R, V] of hidden states [R, E]. Only the first pipeline stage has the LM head.
+
+        `adapted` is as `ForwardBatch.adapted`, for rows.
+        """
         if self.head is None:
             raise RuntimeError("Only the first pipeline stage has the LM head.")
-        return self.head(hidden)
+        return self.head(hidden, adapted)
 
 
 def collect_specs(model: nn.Module) -> dict[int, LayerSpec]:

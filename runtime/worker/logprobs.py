@@ -100,22 +100,22 @@ def prompt_arrays(requests: Sequence[PromptLogprobs], chunk: int = CHUNK) -> dic
 
 def score_prompts(
     hidden: Tensor,
-    logits_of: Callable[[Tensor], Tensor],
+    logits_of: Callable[[Tensor, Tensor], Tensor],
     requests: tuple[PromptLogprobs, ...],
     on_device: Mapping[str, Tensor],
     score: Callable[..., Scores] = native_score,
 ) -> ScoredPrompts:
     """Score prompt tokens by the raw logits of the positions before them.
 
-    `hidden` is [T, E] of the flat batch, `logits_of` maps [n, E] to float32 logits [n, V], and `on_device` has the
-    `prompt_arrays`. The logits of at most `chunk` positions are in memory at the same time.
+    `hidden` is [T, E] of the flat batch. `logits_of` maps [n, E] and its positions in the batch [n] to float32 logits
+    [n, V]. `on_device` has the `prompt_arrays`. The logits of at most `chunk` positions are in memory at the same time.
     """
     params = [w.params for w in requests for _ in w.targets]
     indices, temperature = on_device["prompt_indices"], on_device["prompt_temperature"]
     chunks = []
     for first in range(0, len(params), len(temperature)):
         part = slice(first, first + len(temperature))
-        logits = logits_of(hidden[indices[part]])
+        logits = logits_of(hidden[indices[part]], indices[part])
         requested = on_device["prompt_requested_ids"][on_device["prompt_owners"][part]]
         ones, targets = temperature[: len(logits)], on_device["prompt_targets"][part]
         chunks.append(score_rows(logits, targets, ones, requested, params[part], score))

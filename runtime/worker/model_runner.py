@@ -24,6 +24,7 @@ from runtime.batch import SECOND_START, Batch, StepOutput
 from runtime.errors import OutOfMemory
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.batch_reads import batch_reads
+from runtime.layers.lm_head import NOT_ADAPTED
 from runtime.loading.weight_update import LoadedWeights
 from runtime.mesh.mesh import Mesh
 from runtime.modeling.decoder import Decoder
@@ -236,7 +237,7 @@ class StepExecutor:
                 batch = self._draft_model.propose(batch, self.last_tokens)
             search, graph = self._search, self._cpu_graph
             before = self.last_tokens.clone() if search is not None else None
-            if graph is not None and graph.takes(batch):
+            if graph is not None and graph.takes(batch) and not self._by_operations(batch):
                 begun = self._begin_in_cpu_graph(graph, batch)
             else:
                 begun = self._begin(batch)
@@ -273,12 +274,12 @@ class StepExecutor:
             batch, hidden = begun.batch, self._final_hidden(begun)
             if batch.sampling is not None:
                 sampled = hidden[begun.samples.index]
-                self._model.logits(sampled)
+                self._model.logits(sampled, self._adapted(batch, begun.samples.index))
                 self._keep(begun.samples, torch.empty(len(sampled), dtype=torch.int64, device=sampled.device))
             if batch.prompt_logprobs:
                 indices = to_device(torch.from_numpy(prompt_indices(batch.prompt_logprobs)), hidden.device)
                 for part in indices.split(CHUNK):
-                    self._model.logits(hidden[part])
+                    self._model.logits(hidden[part], self._adapted(batch, part))
 
     def relay(self, batch: Batch) -> None:
         """Compute a later stage's layers, and send the result to the next stage.
@@ -291,9 +292,8 @@ class StepExecutor:
         with self._enqueueing():
             self._move(batch)
             inputs = prepare(batch, self._pool, self._staging, self.last_tokens)
-            x, residual = self._model.blocks(
-                stages.recv(self._empty_hidden(batch), stages.previous), None, inputs.forward
-            )
+            forward = replace(inputs.forward, adapted=self._adapted(batch))
+            x, residual = self._model.blocks(stages.recv(self._empty_hidden(batch), stages.previous), None, forward)
             if not self.mesh.rank_info.is_last_stage:
                 stages.send(x if residual is None else x + residual, stages.next)
                 return
@@ -342,6 +342,16 @@ class StepExecutor:
         if unread:
             raise ValueError(f"No layer of this model reads {', '.join(unread)}.")
 
+    def _by_operations(self, batch: Batch) -> bool:
+        """Whether an adapter of the batch has changes that graphs do not compute."""
+        return self.rank.adapters is not None and self.rank.adapters.by_operations(batch)
+
+    def _adapted(self, batch: Batch, positions: Tensor | slice | None = None) -> Mapping[int, Tensor]:
+        """Return `ForwardBatch.adapted` of a batch, or of the positions [n] of its tokens."""
+        if not self._by_operations(batch) or self.rank.adapters is None:
+            return NOT_ADAPTED
+        return self.rank.adapters.tokens_of_slots(batch, positions)
+
     def _with_starts(self, batch: Batch) -> Batch:
         """On a CPU, where all earlier steps are done, return the batch with exact starts.
 
@@ -352,10 +362,12 @@ class StepExecutor:
     def _begin(self, batch: Batch) -> _Begun:
         more = self._sampler.arrays(batch) if self._sampler is not None else NO_ARRAYS
         inputs = prepare(batch, self._pool, self._staging, self.last_tokens, more, lengths=self.lengths)
-        forward = inputs.forward
+        forward, compute = inputs.forward, self._forward
+        if self._by_operations(batch):
+            forward, compute = replace(forward, adapted=self._adapted(batch)), self._model
         if self.mesh is None or not self.pipelined:
             chosen = self._chosen_by_graph(batch, inputs)
-            hidden = self._forward(forward) if chosen is None else NOTHING
+            hidden = compute(forward) if chosen is None else NOTHING
             return _Begun(batch, inputs.samples, hidden, chosen=chosen)
         x, residual = self._model.blocks(self._model.embed(forward), None, forward)
         stages = self.mesh.axis("pp")
@@ -382,7 +394,7 @@ class StepExecutor:
         graphs, sampling = self.cuda_graphs, batch.sampling
         if graphs is None or sampling is None or len(sampling.positions) < len(batch.counts):
             return None
-        if batch.drafts is not None:
+        if batch.drafts is not None or self._by_operations(batch):
             return None
         if batch.prompt_logprobs or not chooses_plainly(sampling) or not self._graphs_choose:
             return None
@@ -398,11 +410,17 @@ class StepExecutor:
         batch, samples, sampled, vectors = begun.batch, begun.samples, begun.chosen, begun.vectors
         hidden, prompts = self._final_hidden(begun), None
         if batch.sampling is not None and sampled is None:
-            sampled = self._sampler.sample(self._model.logits(hidden[samples.index]), batch, samples.more)
+            logits = self._model.logits(hidden[samples.index], self._adapted(batch, samples.index))
+            sampled = self._sampler.sample(logits, batch, samples.more)
         if sampled is not None:
             sampled = replace(sampled, accepted=self._keep(samples, sampled.ids))
         if batch.prompt_logprobs:
-            prompts = self._sampler.score_prompts(hidden, self._model.logits, batch.prompt_logprobs, samples.more)
+            prompts = self._sampler.score_prompts(
+                hidden,
+                lambda part, index: self._model.logits(part, self._adapted(batch, index)),
+                batch.prompt_logprobs,
+                samples.more,
+            )
         if batch.embedding_rows is not None and vectors is None:
             vectors = self._model.pooler(hidden, batch.counts, batch.embedding_rows)
         return copy_out(self.device, batch, sampled, prompts, vectors)

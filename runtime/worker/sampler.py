@@ -215,7 +215,7 @@ class Sampler:
     def score_prompts(
         self,
         hidden: Tensor,
-        logits_of: Callable[[Tensor], Tensor],
+        logits_of: Callable[[Tensor, Tensor], Tensor],
         requests: tuple[PromptLogprobs, ...],
         staged: Staged,
     ) -> ScoredPrompts:

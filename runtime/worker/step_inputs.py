@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -135,7 +135,7 @@ def _media_arrays(batch: Batch) -> dict[str, np.ndarray]:
     }
 
 
-def _media(on_device: Mapping[str, Tensor], num_tokens: int) -> dict[str, Tensor]:
+def _media(on_device: Mapping[str, Tensor], num_tokens: int) -> dict[str, Any]:
     """Return the fields of `ForwardBatch` for media tokens."""
     if "media_index" not in on_device:
         return {}

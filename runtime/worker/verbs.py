@@ -82,9 +82,20 @@ def restore_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
         rank.device.record().wait()
 
 
-def load_adapter(rank: RankState, payload: Mapping[str, Any]) -> Future[None]:
-    """Read an adapter into the host memory of this rank, on a thread. Raises CheckpointError if it does not fit."""
+def load_adapter(rank: RankState, payload: Mapping[str, Any]) -> Future[bool]:
+    """Read an adapter into the host memory of this rank, on a thread. The answer is whether it must be measured.
+
+    Raises CheckpointError if it does not fit.
+    """
     return _adapters(rank).load(payload["id"], payload["path"])
+
+
+def measure_adapter(rank: RankState, payload: Mapping[str, Any]) -> bool:
+    """Measure one more layer of a loaded adapter. The answer is whether any is left."""
+    with torch.inference_mode(), rank.device.forward():
+        is_left = _adapters(rank).measure(payload["id"])
+        rank.device.record().wait()
+    return is_left
 
 
 def drop_adapter(rank: RankState, payload: Mapping[str, Any]) -> None:
@@ -111,5 +122,6 @@ VERBS: Mapping[str, Verb] = {
     "load_weights": load_weights,
     "restore_weights": restore_weights,
     "load_adapter": load_adapter,
+    "measure_adapter": measure_adapter,
     "drop_adapter": drop_adapter,
 }

@@ -337,7 +337,14 @@ class ModelWorker:
             return None
         model, target = self._models[TARGET], setup.models[TARGET]
         dtype = getattr(torch, target.plan.dtype)
-        return Adapters(model.decoder, setup.lora, target.facts, dtype, self.device)
+        return Adapters(
+            model.decoder,
+            setup.lora,
+            target.facts,
+            dtype,
+            self.device,
+            by_transformers=target.plan.by_transformers,
+        )
 
     def _hand_over(self, name: str) -> tuple[_LoadedModel, KVPool, CacheSetup]:
         """Return a model and its pool, and drop the references here, so that the caller controls their memory."""

@@ -25,16 +25,26 @@ def adapter(base: str, seed: int, rank: int = 8, targets: Any = "all-linear", **
     """The folder of an adapter of this checkpoint. All values are redrawn, so that it changes most tokens."""
     model = _base(base)
     targets = list(targets) if isinstance(targets, tuple) else targets
+    settings = {name: list(value) if isinstance(value, tuple) else value for name, value in settings.items()}
     config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, **settings)
     adapted = peft.get_peft_model(model, config)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=random) * parameter.shape[1] ** -0.5 * 0.5)
+            if "lora_" in name or "trainable_tokens" in name:
+                parameter.copy_(_redrawn(name, parameter, random))
     folder = Path(_FOLDER.name, str(len(list(Path(_FOLDER.name).iterdir()))))
     adapted.save_pretrained(str(folder))
     return str(folder)
+
+
+def _redrawn(name: str, parameter: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    noise = torch.randn(parameter.shape, generator=random)
+    if "magnitude" in name:
+        return parameter * (1 + 0.3 * noise)
+    if "lora_embedding_A" in name or "trainable_tokens" in name:
+        return 0.5 * noise
+    return noise * parameter.shape[1] ** -0.5 * 0.5
 
 
 @cache

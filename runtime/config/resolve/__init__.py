@@ -92,7 +92,7 @@ def decide(
         observe=observe_plan(builder),
         tokenizer=text_plan(builder, machine, facts.path),
         serve=serve_plan(builder, where, demo_path),
-        lora=lora_plan(builder, facts, kernels, by_transformers=model.by_transformers),
+        lora=lora_plan(builder, kernels),
         draft=draft_plan(builder),
     )
     return plan, builder

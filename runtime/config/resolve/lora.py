@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
-from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import AdapterSource, KernelPlan, LoraPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
@@ -17,17 +16,11 @@ _FUSED: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def lora_plan(builder: PlanBuilder, facts: ModelFacts, kernels: KernelPlan, *, by_transformers: bool) -> LoraPlan:
+def lora_plan(builder: PlanBuilder, kernels: KernelPlan) -> LoraPlan:
     """Return how adapters are served. The sources' paths are as given; `max_rank` is 0 if they decide it."""
     args = builder.args.lora
     asked = bool(args.lora_paths) or args.lora_dir is not None
     enabled = asked if args.enable_lora is None else args.enable_lora
-    if enabled and by_transformers:
-        builder.refuse(
-            "enable_lora",
-            f"--enable-lora: {facts.architecture} is computed by transformers' modules, which take no adapters yet; "
-            "merge the adapter into the model.",
-        )
     for option in ("lora_paths", "lora_dir"):
         if args.enable_lora is False and builder.args.get(option):
             builder.refuse(option, f"--{option.replace('_', '-')} needs adapters, which --enable-lora false turns off.")

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.recurrent import KIND
 from runtime.models.by_transformers.attention import body
-from runtime.models.by_transformers.model import TransformersDecoder
+from runtime.models.by_transformers.model import TransformersDecoder, check_inputs
 
 USUAL_PAST = "past_key_values"
 PAST = ("cache", USUAL_PAST, "cache_params", "state", "mems")  # names of the cache argument in transformers' models
@@ -96,14 +96,16 @@ class SequenceCacheDecoder(TransformersDecoder):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return hidden states [T, E] of the batch's tokens, and store a cache for every row."""
-        if not batch.is_plain:
-            raise RuntimeError("A model run by transformers accepts only token ids and one-axis positions.")
+        check_inputs(batch)
+        slot_of = {token: slot for slot, tokens in batch.adapted.items() for token in tokens.tolist()}
         slots: list[Any] = batch.cache[0].slots  # pyright: ignore[reportAttributeAccessIssue]
         hidden = []
         for read, written, first, count in batch.kinds[KIND].arrays["spans"].tolist():
             past = None if read == ZEROS else _copy(slots[read])
             start = int(batch.positions[first])
-            states, slots[written] = self._row(batch.token_ids[first : first + count], start, past)
+            # All tokens of the calls for a row have its adapter.
+            with self.with_adapters({slot_of[first]: slice(None)} if first in slot_of else {}):
+                states, slots[written] = self._row(batch.token_ids[first : first + count], start, past)
             hidden.append(states)
         return torch.cat(hidden)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,9 +16,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ops.attention import AttentionOptions
 from ops.select import Kernels
+from runtime.batch import ADAPTER
 from runtime.config.model_facts import ModelFacts
 from runtime.errors import CheckpointError
 from runtime.layers.forward_batch import ForwardBatch, KVSpec, LayerSpec
+from runtime.layers.lm_head import NOT_ADAPTED
 from runtime.layers.pooler import Pooler
 from runtime.mesh.rank_info import Stage
 from runtime.modeling.decoder import Decoder
@@ -46,6 +51,12 @@ def fix_rope_scaling(model: nn.Module, context_length: int) -> None:
                 kinds[layer_type] = "default"
 
 
+def check_inputs(batch: ForwardBatch) -> None:
+    """Raise `RuntimeError` for inputs that transformers' modules do not read. Hooks apply adapters."""
+    if not replace(batch, row_values={}).is_plain or not batch.row_values.keys() <= {ADAPTER}:
+        raise RuntimeError("A model run by transformers accepts only token ids and one-axis positions.")
+
+
 class TransformersDecoder(Decoder):
     """Decoder made of transformers' modules. It runs on one device and without CUDA graphs."""
 
@@ -59,6 +70,9 @@ class TransformersDecoder(Decoder):
     def _set_model(self, model: Any) -> None:
         """Split the model into its body and its LM head."""
         self.model = model
+        # Slot of an adapter -> its tokens in the running call of the model; hooks read it (`slots.ModuleSlots`).
+        self.adapted: dict[int, Tensor | slice] = {}
+        self.row_values = (ADAPTER,)
         self.embedding = self.norm = self.head = None
         self.layers = nn.ModuleList()
         self.pooler = Pooler()
@@ -76,23 +90,33 @@ class TransformersDecoder(Decoder):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return hidden states [T, E] after the final norm, and store the KV of all T tokens."""
-        if not batch.is_plain:
-            raise RuntimeError("A model run by transformers accepts only token ids and one-axis positions.")
+        check_inputs(batch)
         self._attend.begin(batch)
-        output = attention.body(self.model)(
-            input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False
-        )
+        with self.with_adapters(batch.adapted):
+            output = attention.body(self.model)(
+                input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False
+            )
         return output.last_hidden_state[0]
+
+    @contextmanager
+    def with_adapters(self, adapted: Mapping[int, Tensor] | Mapping[int, slice]) -> Iterator[None]:
+        """Let the hooks apply the adapters of these tokens."""
+        self.adapted.update(adapted)
+        try:
+            yield
+        finally:
+            self.adapted.clear()
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         raise RuntimeError("A model run by transformers has no pipeline stages.")
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, adapted: Mapping[int, Tensor] = NOT_ADAPTED) -> Tensor:
         """Return float32 logits [R, V] of hidden states [R, E]."""
         self._stored_body.hidden = hidden[None]
         [head] = self._head
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        return head(input_ids=ids, use_cache=False).logits[0].float()
+        with self.with_adapters(adapted):
+            return head(input_ids=ids, use_cache=False).logits[0].float()
 
     def reference_logits(self, token_ids: Tensor) -> Tensor:
         """Return float32 logits [T, V] of one text, computed by transformers alone."""

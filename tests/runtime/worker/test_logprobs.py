@@ -39,7 +39,7 @@ def staged(entries: tuple[PromptLogprobs, ...], chunk: int = CHUNK) -> dict[str,
 
 
 def read(entries: tuple[PromptLogprobs, ...], head: CountingHead, chunk: int) -> list[tuple[int, Logprobs]]:
-    scored = score_prompts(HIDDEN, head, entries, staged(entries, chunk))
+    scored = score_prompts(HIDDEN, lambda part, _: head(part), entries, staged(entries, chunk))
     return scored.read([tensor.clone() for tensor in scored.tensors()])
 
 

@@ -1,0 +1,164 @@
+"""Slots for adapters in a model that transformers computes: hooks add an adapter's product to a module's output."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from runtime.errors import CheckpointError
+from runtime.loading.adapter_files import AdapterWeights, LowRankPair, TokenVectors, listed
+from runtime.modeling.decoder import Decoder
+from runtime.models.by_transformers.model import TransformersDecoder
+
+# Modules that do not see all tokens of a step in their order, or none of them.
+_EXCLUDED = re.compile(r"(^|\.)(experts|vision\w*|visual|audio\w*|multi_modal\w*)(\.|$)")
+_PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.|transformer\.)?")
+
+
+class ModuleChange(NamedTuple):
+    """What an adapter changes in one module: W + b a, for an embedding [V, E], and new rows of it."""
+
+    a: Tensor  # [r, I]
+    b: Tensor  # [O, r], scaled
+    magnitude: Tensor | None = None  # float32 [O], lengths of the rows of W + b a (DoRA)
+    ids: Tensor | None = None
+    rows: Tensor | None = None  # [n, E], vectors of the tokens `ids`
+
+
+class ModuleSlots:
+    """Gives the linear modules, the embedding and the LM head of a model of transformers slots for adapters."""
+
+    nbytes = 0  # placed adapters take as much memory as their files
+
+    @staticmethod
+    def of(model: Decoder, targets: tuple[str, ...] | None, device: torch.device) -> ModuleSlots:
+        """Add hooks to a decoder. Raises CheckpointError for other models."""
+        if not isinstance(model, TransformersDecoder):
+            raise CheckpointError("--enable-lora: encoders that transformers computes take no adapters; merge them.")
+        return ModuleSlots(model, targets, device)
+
+    def __init__(self, model: TransformersDecoder, targets: tuple[str, ...] | None, device: torch.device) -> None:
+        """Add the hooks. Raises CheckpointError if no module can take adapters."""
+        self.device, self.dtype = device, model.dtype
+        self._adapted = model.adapted
+        self.changes: dict[tuple[nn.Module, int], ModuleChange] = {}  # by module and slot
+        self.modules: dict[str, nn.Module] = {}
+        head = model.model.get_output_embeddings()
+        for name, module in model.model.named_modules():
+            is_vocabulary = isinstance(module, nn.Embedding) or module is head
+            is_linear = isinstance(module, nn.Linear | Conv1D) and not _EXCLUDED.search(name)
+            if is_vocabulary or (is_linear and (targets is None or name.rpartition(".")[2] in targets)):
+                self.modules[_PREFIX.sub("", name)] = module
+                module.register_forward_hook(self._hook)
+        if not any(isinstance(module, nn.Linear | Conv1D) for module in self.modules.values() if module is not head):
+            raise CheckpointError("--enable-lora: this model has no linear layer that an adapter could change.")
+        self._head = head
+        self._tied = head is not None and head.weight is model.model.get_input_embeddings().weight
+
+    def fit(self, folder: Path, weights: AdapterWeights) -> ModuleAdapter:
+        """Return an adapter in host memory. Raises CheckpointError if a tensor has no place in the model."""
+        unknown = [name for name in (*weights.pairs, *weights.tokens) if _PREFIX.sub("", name) not in self.modules]
+        if unknown:
+            raise CheckpointError(
+                f"{folder} changes {listed(unknown)}, which adapters cannot change in this model"
+                " (--lora-target-modules)."
+            )
+        changes = {}
+        for name in weights.pairs.keys() | weights.tokens.keys():
+            module = self.modules[_PREFIX.sub("", name)]
+            changes[module] = self._change(folder, name, module, weights.pairs.get(name), weights.tokens.get(name))
+        if self._tied and self._head not in changes and len(weights.tokens) == 1:
+            [tokens] = weights.tokens.values()
+            changes[self._head] = self._change(folder, "the LM head", self._head, None, tokens)
+        return ModuleAdapter(self, changes)
+
+    def _change(
+        self, folder: Path, name: str, module: nn.Module, pair: LowRankPair | None, tokens: TokenVectors | None
+    ) -> ModuleChange:
+        out_size, in_size = _shape(module)
+        a, b, magnitude = pair or (torch.zeros(0, in_size), torch.zeros(out_size, 0), None)
+        if (len(b), a.shape[1]) != (out_size, in_size):
+            raise CheckpointError(
+                f"{folder}: {name} maps {a.shape[1]} to {len(b)} values, and the model's layer {in_size} to {out_size}."
+            )
+        if magnitude is not None and isinstance(module, nn.Embedding):
+            raise CheckpointError(f"{folder} changes {name} with DoRA, which works for linear layers.")
+        a, b = a.to(self.dtype), b.to(self.dtype)
+        if tokens is None:
+            return ModuleChange(a, b, magnitude)
+        num_tokens, size = (in_size, out_size) if isinstance(module, nn.Embedding) else (out_size, in_size)
+        if max(tokens.ids, default=0) >= num_tokens or tokens.vectors.shape[1] != size:
+            raise CheckpointError(f"{folder} has vectors of tokens that the base model does not have.")
+        return ModuleChange(a, b, magnitude, torch.tensor(tokens.ids), tokens.vectors.to(self.dtype))
+
+    def _hook(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        """Apply the changes of the slots in the step. Most steps have no adapter: then it does nothing."""
+        for slot, tokens in self._adapted.items():
+            change = self.changes.get((module, slot))
+            if change is None:
+                continue
+            x, y = inputs[0], output.reshape(-1, output.shape[-1])
+            x = x.flatten() if isinstance(module, nn.Embedding) else x.reshape(-1, x.shape[-1])
+            y[tokens] = _changed(module, change, x[tokens], y[tokens]).to(y.dtype)
+            output = y.view(output.shape)
+        return output if self._adapted else None
+
+
+@dataclass(slots=True)
+class ModuleAdapter:
+    """An adapter of a model that transformers computes."""
+
+    _slots: ModuleSlots
+    _changes: Mapping[nn.Module, ModuleChange]
+    by_operations: bool = field(default=True)
+
+    def place(self, slot: int) -> None:
+        slots = self._slots
+        for module in slots.modules.values():
+            change = self._changes.get(module)
+            if change is None:
+                slots.changes.pop((module, slot), None)
+            else:
+                moved = (None if each is None else each.to(slots.device, non_blocking=True) for each in change)
+                slots.changes[module, slot] = ModuleChange(*moved)  # pyright: ignore[reportArgumentType]
+
+    def measure(self) -> bool:
+        return False  # the weights are at hand: hooks measure them
+
+
+def _shape(module: nn.Module) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs of a module."""
+    weight = module.get_parameter("weight")
+    is_stored_by_input = isinstance(module, Conv1D | nn.Embedding)
+    return (weight.shape[1], weight.shape[0]) if is_stored_by_input else (weight.shape[0], weight.shape[1])
+
+
+def _changed(module: nn.Module, change: ModuleChange, x: Tensor, y: Tensor) -> Tensor:
+    """Return the outputs [n, O] of a module with an adapter, from its inputs and outputs without."""
+    if isinstance(module, nn.Embedding):
+        scale: Any = getattr(module, "embed_scale", 1.0)
+        y = y.float() + scale * (F.embedding(x, change.a.T).float() @ change.b.T.float())
+        if change.ids is not None and change.rows is not None:
+            is_new = x.unsqueeze(1) == change.ids
+            y = torch.where(is_new.any(1, keepdim=True), scale * change.rows[is_new.int().argmax(1)].float(), y)
+        return y
+    added = (x.float() @ change.a.T.float()) @ change.b.T.float()
+    if change.magnitude is not None:
+        weight = module.get_parameter("weight").float()
+        weight = weight.T if isinstance(module, Conv1D) else weight
+        scales = change.magnitude / (weight + change.b.float() @ change.a.float()).norm(dim=1)
+        bias: Any = getattr(module, "bias", None)
+        shift = 0.0 if bias is None else bias.float()
+        return (y.float() - shift + added) * scales + shift
+    y = y.float() + added
+    if change.ids is not None and change.rows is not None:
+        y[:, change.ids] = x.float() @ change.rows.float().T
+    return y
