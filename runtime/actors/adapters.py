@@ -49,6 +49,7 @@ class _Entry:
     resident: bool = False  # whether all ranks have it in host memory
     num_requests: int = 0
     load_s: float = 0.0
+    measured: bool = False  # whether its weights in host memory depend on those of the model (DoRA)
     temporary: bool = False  # whether the folder is removed when the adapter is freed
     unused: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -230,6 +231,12 @@ class AdapterRegistry:
                         is_left = any(await runner.call("measure_adapter", payload))
 
     @property
+    def measured(self) -> list[str]:
+        """Names of the adapters in host memory that depend on the model's weights, the first `MAX_LISTED`."""
+        entries = (*self._names.values(), *self._retired)
+        return [entry.adapter.name for entry in entries if entry.resident and entry.measured][:MAX_LISTED]
+
+    @property
     def in_use(self) -> list[str]:
         """Names of the adapters that requests use, the first `MAX_LISTED`."""
         return [name for name, entry in self._names.items() if entry.num_users][:MAX_LISTED]
@@ -318,7 +325,7 @@ class AdapterRegistry:
         began_s = time.monotonic()
         payload = {"id": entry.adapter.id, "path": entry.adapter.path}
         try:
-            is_left = any(await self._call("load_adapter", payload))
+            is_left = entry.measured = any(await self._call("load_adapter", payload))
             while is_left:  # layer by layer, so that steps run in between
                 is_left = any(await self._call("measure_adapter", payload))
         except BaseException:

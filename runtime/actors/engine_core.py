@@ -279,6 +279,11 @@ class EngineCore:
         """
         if "\0" in path or "://" in path:
             raise InvalidRequest("model_path must be a folder of this machine.", param="model_path")
+        if measured := self.adapters.measured:
+            raise InvalidRequest(
+                f"Adapters with DoRA depend on the weights; unload them first: {', '.join(measured)}.",
+                param="model_path",
+            )
         if abort_all:
             self.abort_all()
         with anyio.CancelScope(shield=True):

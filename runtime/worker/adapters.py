@@ -40,7 +40,7 @@ class Adapters:
         self._max_rank = plan.max_rank
         self._device, self._facts = device, facts
         if by_transformers:
-            from runtime.models.by_transformers.slots import ModuleSlots  # imports transformers
+            from runtime.worker.adapter_modules import ModuleSlots  # imports transformers
 
             self._slots = ModuleSlots.of(model, plan.targets, device)
         else:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+import tiny_foreign
 from greedy import model_path
 from lora_adapters import adapter, linear_layers
 from lora_engine import PLAIN, answers, expected
+from runtime.errors import InvalidRequest
 from serve import Engine
 
+_FOLDER = TemporaryDirectory(prefix="penstock-foreign-")
 CHANGES: dict[str, dict[str, Any]] = {
     "vocabulary": {"targets": ("embed_tokens", "lm_head", "q_proj")},
     "head alone": {"targets": ("lm_head",)},
@@ -35,6 +43,8 @@ async def test_every_change_gives_the_tokens_of_peft(settings: dict[str, Any]) -
     async with Engine(base, lora_paths=paths, **{**PLAIN, **settings}) as engine:
         wanted = expected(base, folders, asked)
         assert len({tuple(ids) for ids in wanted[: len(folders) + 1]}) == len(folders) + 1
+        with pytest.raises(InvalidRequest, match="unload them first: dora"):
+            await engine.update_weights_from_disk(base)
         for _ in range(2):
             assert await answers(engine, asked) == wanted
         engine.core.check()
@@ -54,3 +64,37 @@ async def test_families_with_biases_scales_and_tied_heads(family: str) -> None:
     async with Engine(base, lora_paths=paths, **PLAIN) as engine:
         wanted = expected(base, folders, asked)
         assert await answers(engine, asked) == wanted
+
+
+@cache
+def foreign(model_type: str) -> str:
+    """Write a small checkpoint of a model that transformers computes."""
+    config = tiny_foreign.config(model_type)
+    torch.manual_seed(3)
+    model: Any = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)  # random weights as initialised would give one token for ever
+    folder = str(Path(_FOLDER.name, model_type))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "opt", pytest.param("mamba2", marks=pytest.mark.slow)])
+async def test_models_of_transformers_take_adapters(model_type: str) -> None:
+    base = foreign(model_type)
+    targets = {"gpt2": ("c_attn", "c_proj", "c_fc"), "mamba2": ("in_proj",)}.get(model_type, "all-linear")
+    folders = {
+        "a": adapter(base, 1, 4, targets, fan_in_fan_out=model_type == "gpt2"),
+        "b": adapter(base, 2, 16, targets, fan_in_fan_out=model_type == "gpt2", use_dora=model_type == "opt"),
+        "c": adapter(base, 3, 8, ("lm_head",)),
+    }
+    paths = [f"{name}={folder}" for name, folder in folders.items()]
+    asked = [(name, number) for number in (5, 17) for name in (None, *folders)]
+    async with Engine(base, lora_paths=paths, **PLAIN) as engine:
+        assert engine.core.plan.model.by_transformers
+        wanted = expected(base, folders, asked)
+        assert len({tuple(ids) for ids in wanted}) > 4
+        for _ in range(2):
+            assert await answers(engine, asked) == wanted
+        engine.core.check()

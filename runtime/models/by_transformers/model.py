@@ -70,7 +70,7 @@ class TransformersDecoder(Decoder):
     def _set_model(self, model: Any) -> None:
         """Split the model into its body and its LM head."""
         self.model = model
-        # Slot of an adapter -> its tokens in the running call of the model; hooks read it (`slots.ModuleSlots`).
+        # Slot of an adapter -> its tokens in the running call of the model, for hooks (`worker/adapter_modules.py`).
         self.adapted: dict[int, Tensor | slice] = {}
         self.row_values = (ADAPTER,)
         self.embedding = self.norm = self.head = None

@@ -81,7 +81,7 @@ def test_prompt_logprobs_are_the_log_softmax_of_raw_logits() -> None:
 def test_more_alternatives_than_the_vocabulary_holds_are_all_of_it() -> None:
     entry = PromptLogprobs(0, 0, np.array([1], np.int32), LogprobParams(start=0, top=100))
     scored = score_prompts(
-        torch.zeros(1, 2), lambda hidden: torch.tensor([[0.5, 1.0, 2.0]]), (entry,), staged((entry,))
+        torch.zeros(1, 2), lambda hidden, _: torch.tensor([[0.5, 1.0, 2.0]]), (entry,), staged((entry,))
     )
     ((_, logprobs),) = scored.read(scored.tensors())
     assert [token_id for _, token_id in logprobs.top[0] or []] == [2, 1, 0]
