@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,44 @@ def test_unit_starts_the_server_and_lets_it_drain() -> None:
 
 
 def test_deployment_has_options_and_routes_that_exist() -> None:
-    deployment, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
+    deployment, budget, service = yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
     pod: Any = deployment["spec"]["template"]["spec"]
     [container] = pod["containers"]
     assert Args.parse(container["args"]).get("shutdown_timeout") < pod["terminationGracePeriodSeconds"]
     public = {spec.path for spec in ROUTES if spec.scope.name == "PUBLIC"}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["path"] in public
+    assert budget["spec"]["selector"] == deployment["spec"]["selector"]
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+
+
+def test_image_has_the_folders_of_the_wheel_and_probes_a_route_that_exists() -> None:
+    image = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
+    packages = tomllib.loads((DOCS.parent / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]
+    kept = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
+    for package in packages["build"]["targets"]["wheel"]["packages"]:
+        assert f"COPY {package} /source/{package}" in image
+        assert f"!{package}" in kept
+    [command] = re.findall(r"^ENTRYPOINT (.*)$", image, flags=re.MULTILINE)
+    Args.parse(json.loads(command)[1:])
+    [path] = re.findall(r"HEALTHCHECK .*:30000(/\w+)'", image)
+    assert path in {spec.path for spec in ROUTES}
+
+
+def test_compose_file_has_options_and_files_that_exist() -> None:
+    stack = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+    services = stack["services"]
+    args = Args.parse(services["penstock"]["command"])
+    assert args.get("enable_metrics")
+    assert args.get("shutdown_timeout") < int(services["penstock"]["stop_grace_period"].removesuffix("s"))
+    mounted = [volume.split(":")[0] for service in services.values() for volume in service["volumes"]]
+    assert all((DEPLOY / path).exists() for path in mounted if path.startswith("../"))
+    assert {config["source"] for name in ("prometheus", "grafana") for config in services[name]["configs"]} == set(
+        stack["configs"]
+    )
+    for config in stack["configs"].values():
+        assert yaml.safe_load(config["content"])
 
 
 def test_proxy_marks_what_it_forwards_and_denies_admin_routes() -> None:
