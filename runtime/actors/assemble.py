@@ -23,7 +23,8 @@ from runtime.config.resolve.lora import LEAST_MAX_RANK
 from runtime.errors import first_error
 from runtime.loading.adapter_config import read_config
 from runtime.loading.checkpoint import delete, locate, stored_as
-from runtime.loading.facts import read_facts
+from runtime.loading.draft_facts import read_draft_facts
+from runtime.loading.facts import check_serves, read_facts
 from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.core")
@@ -39,6 +40,7 @@ def prepare(args: Args, machine: Machine, *, demo_path: str | None = None) -> tu
     weights = args.model.load_format != "dummy"
     directory = locate(path, args.model.revision, args.model.download_dir, weights=weights, load_format=stored_as(args))
     facts = read_facts(directory, args.model.json_model_override_args, model_impl=args.model.model_impl)
+    check_serves(facts)
     for sentence in without_effect(args).values():
         logger.warning(sentence)
     plan = resolve(args, machine, facts, demo_path=demo_path)
@@ -66,12 +68,15 @@ def _with_local_adapters(lora: LoraPlan, args: Args) -> LoraPlan:
 def _with_local_draft(plan: Plan, facts: ModelFacts, args: Args) -> DraftPlan:
     """Return the plan with a draft model on this machine. Raises `ConfigurationError` if it does not fit the model."""
     draft = plan.draft
+    if draft.algorithm == "NEXTN" and draft.path is None:
+        draft = replace(draft, path=facts.path)
     if draft.path is None:
         return draft
     weights = args.model.load_format != "dummy"
     path = locate(draft.path, draft.revision, args.model.download_dir, weights=weights)
-    check_draft_model(plan, facts, read_facts(path, model_impl="native"))
-    return replace(draft, path=path)
+    draft = replace(draft, path=path)
+    check_draft_model(plan, facts, read_draft_facts(draft, facts))
+    return draft
 
 
 async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:

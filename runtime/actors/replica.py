@@ -36,7 +36,7 @@ from runtime.kv_cache.sizing import (
     size_pool,
     tier_pages,
 )
-from runtime.loading.facts import read_facts
+from runtime.loading.draft_facts import read_draft_facts
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class _ReplicaLoader:
             await group.start(parallel, facts, environment)
         models = {TARGET: ModelSetup(facts, plan.model)}
         if plan.draft.path is not None:
-            models[DRAFT] = ModelSetup(read_facts(plan.draft.path, model_impl="native"), draft_model_plan(plan))
+            models[DRAFT] = ModelSetup(read_draft_facts(plan.draft, facts), draft_model_plan(plan))
         own, *others = (
             WorkerSetup.of(plan, models, rank, self._index * parallel.ranks) for rank in range(parallel.ranks)
         )
@@ -263,14 +263,13 @@ def _size_tier(plan: Plan, worker: ModelWorker, num_pages: int) -> tuple[int, in
     return count, page_bytes
 
 
-def _check_drafts(kinds: Sequence[CacheKind], max_drafts: int) -> None:
-    """Raise `ConfigurationError` if a cache cannot take back `max_drafts` rejected tokens."""
+def _check_drafts(kinds: Sequence[CacheKind], max_drafts: int, flag: str) -> None:
+    """Raise `ConfigurationError` if a cache cannot take back `max_drafts` rejected tokens, which `flag` sets."""
     for kind in kinds:
         if kind.steps_back is not None and kind.steps_back < max_drafts:
             raise ConfigurationError(
                 f"--speculative-algorithm: this model's layers with {kind.name} caches can take back "
-                f"{kind.steps_back} token, not {max_drafts}; set --speculative-num-draft-tokens {kind.steps_back} or "
-                "leave the option out."
+                f"{kind.steps_back} token, not {max_drafts}; set {flag} {kind.steps_back} or leave the option out."
             )
 
 
@@ -288,7 +287,8 @@ def size_cache(
     pages, reason = _size(plan, local, memory, steps)
     plan = replace(plan, scheduler=replace(plan.scheduler, max_running=max_running(plan, pages)))
     kinds = make_kinds(worker.cache_specs, plan, pages)
-    _check_drafts(kinds, plan.scheduler.max_drafts)
+    flag = "--speculative-num-steps" if plan.scheduler.drafts_by_model else "--speculative-num-draft-tokens"
+    _check_drafts(kinds, plan.scheduler.max_drafts, flag)
     limits = [plan.scheduler.max_running, *(kind.max_sequences for kind in kinds if kind.max_sequences)]
     plan = replace(plan, scheduler=replace(plan.scheduler, max_running=min(limits)))
     cache = CacheSetup(

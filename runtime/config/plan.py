@@ -166,9 +166,10 @@ class LoraPlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftPlan(Section):
-    """The model that proposes tokens for the served model to verify."""
+    """The model or draft head that proposes tokens for the served model to verify."""
 
-    path: str | None = None  # its folder or GGUF file; None: no draft model
+    algorithm: str | None = None  # "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN"; None: no drafts
+    path: str | None = None  # its folder or GGUF file; None: no draft model, or layers of the served model
     revision: str | None = None  # branch, tag or commit on the Hub
 
 

@@ -40,6 +40,7 @@ class Attention(Weighted):
     qk_norm      norms of q and k, per head or over all heads; applied before the rotation unless `norm_last`
     query_scale  applied to q after norm and rotation
     gated        the q tensor holds a gate after each head; the head's output is multiplied by the gate's sigmoid
+    out_size     size of the output, if it is not that of the input
     slopes       ALiBi: by how much each head's scores decrease per position of distance; not allowed with a soft cap
     """
 
@@ -71,6 +72,7 @@ class Attention(Weighted):
         gated: bool = False,
         slopes: Sequence[float] | None = None,
         out_name: str = "o_proj",
+        out_size: int | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -98,7 +100,7 @@ class Attention(Weighted):
             qkv[0] = qkv[0]._replace(tensor_rows=rows, **pair)
             qkv.append(qkv[0]._replace(first_row=head_dim))
         self.qkv = Linear(size, qkv, build, bias=bias)
-        self.out = from_heads(f"{name}.{out_name}", num_heads, head_dim, size, build, bias=out_bias)
+        self.out = from_heads(f"{name}.{out_name}", num_heads, head_dim, out_size or size, build, bias=out_bias)
         self.q_norm, self.k_norm = qk_norm or (None, None)
         self.norm_last = norm_last
         self._heads = whole_range(num_heads)

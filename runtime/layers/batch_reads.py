@@ -17,13 +17,14 @@ class BatchReads:
     row_values: tuple[str, ...] = ()  # names of the row values that layers read
     position_axes: bool = False  # whether positions have three axes
     media_size: int = 0  # size of the vectors that may replace token embeddings; 0: nothing replaces them
+    state_size: int = 0  # size of the states of another model; 0: no layer reads them
 
 
 def batch_reads(model: nn.Module) -> BatchReads:
     """Return which optional inputs the model's modules read.
 
-    They are named row values, positions on three axes (for rope sections), and vectors in place of token embeddings
-    (`takes_media`).
+    They are named row values, positions on three axes (for rope sections), vectors in place of token embeddings
+    (`takes_media`), and the states that a draft head reads (`state_size`).
     """
     modules = list(model.modules())
     sizes = [module.size for module in modules if isinstance(module, Embedding) and module.takes_media]
@@ -31,4 +32,5 @@ def batch_reads(model: nn.Module) -> BatchReads:
         tuple(sorted({name for module in modules for name in getattr(module, "row_values", ())})),
         any(isinstance(module, Rope) and module.axis_of_pair is not None for module in modules),
         max(sizes, default=0),
+        max((getattr(module, "state_size", 0) for module in modules), default=0),
     )

@@ -128,6 +128,7 @@ class ForwardBatch:
     embeds_mask: Tensor | None = None  # bool [T]; None if `input_embeds` is None
     # Slot of an adapter -> indices of its tokens, int64 [n]. Only of adapters with changes that graphs do not compute.
     adapted: Mapping[int, Tensor] = field(default_factory=dict)
+    states: Tensor | None = None  # [T, E], states of another model, for a draft head; the forward may change them
 
     @property
     def num_tokens(self) -> int:

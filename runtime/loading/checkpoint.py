@@ -276,6 +276,14 @@ def weight_bytes(directory: Path) -> int:
     return sum(entry.end - entry.begin for file in weights.files for entry in read_header(file).values())
 
 
+def tensor_names(path: str) -> frozenset[str] | None:
+    """Return the names of all tensors of a checkpoint, or None if only torch can read them (format "pt")."""
+    weights = find_weights(Path(path))
+    if weights.format != "safetensors":
+        return None
+    return frozenset(name for file in weights.files for name in read_header(file))
+
+
 def stored_dtype(directory: Path) -> str | None:
     """Return the dtype of the first floating-point tensor, for a config.json without a dtype."""
     for file in _matching(directory, "*.safetensors"):

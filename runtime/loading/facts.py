@@ -37,7 +37,7 @@ def read_facts(path: str, overrides: Mapping[str, Any] | None = None, *, model_i
     is not supported, and if values are invalid.
     """
     directory = Path(path)
-    values, generation = _read_values(directory)
+    values, generation = read_values(directory)
     values = merge(values, overrides or {})
     if "text_config" in values and not isinstance(values["text_config"], dict):
         raise CheckpointError(f"config.json: text_config must be an object, not {values['text_config']!r}.")
@@ -157,7 +157,7 @@ def _numbers_of_transformers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: getattr(sizes, name) for name in names}
 
 
-def _read_values(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def read_values(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return config.json and generation_config.json, or their equivalents from a GGUF file."""
     if is_gguf(directory):
         return read_gguf_config(directory)
@@ -167,6 +167,16 @@ def _read_values(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise CheckpointError(f"{directory} contains no model: it has no config.json.")
     generation = directory / "generation_config.json"
     return _read_json(directory / "config.json"), _read_json(generation) if generation.is_file() else {}
+
+
+def check_serves(facts: ModelFacts) -> None:
+    """Raise CheckpointError if the checkpoint only proposes tokens for another model."""
+    known = None if facts.by_transformers else find(facts.architecture)
+    if known is not None and known.draft_head:
+        raise CheckpointError(
+            f"{facts.path} is a draft head ({facts.architecture}); name it in --speculative-draft-model-path, beside "
+            "the model that it belongs to."
+        )
 
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

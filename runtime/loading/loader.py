@@ -260,6 +260,12 @@ def tensor_name(facts: ModelFacts, stored: str) -> str | None:
     nextn = (f"model.layers.{facts.num_layers + number}." for number in range(min(num_nextn, MAX_NEXTN_LAYERS)))
     if stored.startswith(tuple(nextn)):
         return None
+    own = fields.optional_integer("nextn_layer", low=0)
+    if own is not None:  # a draft head in the model's checkpoint: it uses only this layer
+        prefix = f"model.layers.{own}."
+        if not stored.startswith(prefix):
+            return None
+        stored = "model.layers.0." + stored.removeprefix(prefix)
     name = entry(facts.architecture).tensor_name(stored)
     if name is None or not is_headless(facts) or name.startswith("score."):
         return name

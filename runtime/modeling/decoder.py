@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,25 @@ from runtime.layers.score import ScoreHead, ScoreLayer
 from runtime.mesh.rank_info import Stage
 from runtime.modeling.config import Config
 from runtime.modeling.layer import Layer, norms
+
+
+class Taps(NamedTuple):
+    """Layers whose inputs are kept, and the operation that copies them."""
+
+    layers: tuple[int, ...]
+    join: Callable[[Tensor, Tensor], Tensor]
+
+
+class Tapped(NamedTuple):
+    """The input of a layer: two tensors [T, E], joined, and whether their sum or only the first is the input."""
+
+    pair: Tensor  # [T, 2E]
+    is_sum: bool
+
+    def values(self, count: int) -> Tensor:
+        """Return the input for the first `count` tokens, [count, E]."""
+        first, second = self.pair[:count].chunk(2, dim=1)
+        return first + second if self.is_sum else first
 
 
 class Decoder(nn.Module):
@@ -45,6 +65,8 @@ class Decoder(nn.Module):
         # The cache spec of every layer of the whole model, on all stages, before tensor-parallel splits.
         self.cache_specs = collect_specs(self)
         self.scorer: ScoreHead | None = None  # None unless the model is a classifier
+        self._taps: Taps | None = None
+        self.tapped: list[Tapped] = []  # inputs of the tapped layers in the last forward, or in the last capture
 
     def without_head(self, scores: Sequence[ScoreLayer] = ()) -> None:
         """Remove the LM head. The model then returns hidden states or, with `scores`, a classifier's scores."""
@@ -80,8 +102,29 @@ class Decoder(nn.Module):
 
     def blocks(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """Run this stage's layers on the pair (x, residual), each [T, E], and return the last layer's pair."""
+        if self._taps is not None:
+            return self._tapped_blocks(self._taps, x, residual, batch)
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
+        return x, residual
+
+    def tap(self, layers: Sequence[int], join: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Keep the inputs of these layers in `tapped`, in this order; the number of layers means the last output.
+
+        `join` copies two tensors into one. Captured forwards keep the inputs too.
+        """
+        self._taps = Taps(tuple(layers), join)
+
+    def _tapped_blocks(
+        self, taps: Taps, x: Tensor, residual: Tensor | None, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor | None]:
+        kept: dict[int, Tapped] = {}
+        for index in range(len(self.layers) + 1):
+            if index in taps.layers:  # a copy, since layers may overwrite both
+                kept[index] = Tapped(taps.join(x, x if residual is None else residual).flatten(1), residual is not None)
+            if index < len(self.layers):
+                x, residual = self.layers[index](x, residual, batch)
+        self.tapped = [kept[index] for index in taps.layers]
         return x, residual
 
     def finish(self, x: Tensor, residual: Tensor | None) -> Tensor:
@@ -98,6 +141,16 @@ class Decoder(nn.Module):
         if self.head is None:
             raise RuntimeError("Only the first pipeline stage has the LM head.")
         return self.head(hidden, adapted)
+
+
+def states_for_draft_head(hidden: Tensor, tapped: Sequence[Tapped], count: int) -> Tensor:
+    """Return what a draft head reads of `count` tokens: inputs of the tapped layers, joined, or final hidden states.
+
+    `hidden` [T, E] are final hidden states of at least these tokens.
+    """
+    if not tapped:
+        return hidden[:count]
+    return torch.cat([each.values(count) for each in tapped], dim=1)
 
 
 def collect_specs(model: nn.Module) -> dict[int, LayerSpec]:

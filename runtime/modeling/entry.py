@@ -20,6 +20,7 @@ class Entry:
     sinks: bool = False  # whether attention has learned sinks
     encoder: bool = False  # whether the model processes each text in one step and generates no tokens
     scores: bool = False  # whether the model is a classifier, whose outputs are scores of labels
+    draft_head: bool = False  # whether it proposes tokens for another model, whose states it reads
     headless: bool = False  # whether this is a decoder without an LM head, which generates no tokens
     # For decoders: whether CUDA graphs can capture decode steps, that is, whether an attention backend that can be
     # captured supports the model's heads. CPU graphs support every decoder.

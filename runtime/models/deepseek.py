@@ -18,6 +18,7 @@ from runtime.layers.moe import MoE, Routing
 from runtime.layers.rope_parameters import RopeParameters, read_rope_parameters
 from runtime.modeling.config import Config
 from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.draft_head import prediction_head
 from runtime.modeling.layer import Layer
 from runtime.modeling.mixtures import grouping, top_k, with_shared_experts
 from runtime.models.glm import experts
@@ -102,3 +103,9 @@ def longer(rope: RopeParameters) -> float:
     if not rope.mscale_all_dim or rope.factor <= 1:
         return 1.0
     return (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
+
+
+def nextn(config: Config, build: Build) -> Decoder:
+    """Return the first multi-token prediction layer, which has experts."""
+    at = Layer(config, build, 0, "model.layers.0")
+    return prediction_head(at, at.block(latent_attention(at), experts(at)))

@@ -16,6 +16,7 @@ from runtime.layers.build import Build
 from runtime.layers.moe import ExpertNames, MoE, Routing
 from runtime.modeling.config import Config
 from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.draft_head import prediction_head
 from runtime.modeling.layer import Layer
 from runtime.modeling.mixtures import grouping, top_k, with_shared_experts
 
@@ -77,3 +78,10 @@ def experts(at: Layer) -> MoE:
     )
     num_shared = config.integer("n_shared_experts")
     return with_shared_experts(at, num_experts, num_shared, routing=routing, names=NAMES)
+
+
+def nextn(config: Config, build: Build) -> Decoder:
+    """Return the first multi-token prediction layer of GLM-4.5, which has experts."""
+    at = Layer(config, build, 0, "model.layers.0")
+    qk_norm = at.head_norms() if config.flag("use_qk_norm") else None
+    return prediction_head(at, at.block(at.attention(out_bias=False, qk_norm=qk_norm), experts(at)))

@@ -16,6 +16,7 @@ from runtime.layers.recurrent import GatedDeltaNet
 from runtime.layers.weight import SubLayer, in_one_tensor
 from runtime.modeling.config import Config
 from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.draft_head import DraftHead, Joined, JoinLinear
 from runtime.modeling.layer import Layer, norms
 from runtime.modeling.spellings import LINEAR
 from runtime.models.qwen2 import experts, has_experts
@@ -100,3 +101,13 @@ def by_part(config: Config, name: str) -> list[SubLayer]:
 
     mixed = in_one_tensor(f"{name}.in_proj_qkv", [part("", size) for size in (key, key, value)])
     return [*mixed, part("in_proj_z", value), part("in_proj_b", ratio), part("in_proj_a", ratio)]
+
+
+def nextn(config: Config, build: Build) -> Decoder:
+    """Return the multi-token prediction layer of Qwen3-Next: attention and experts."""
+    at, norm = Layer(config, build, 0, "mtp.layers.0"), norms(config, build, RMSNorm, unit_offset=True)
+    layer = at.block(at.attention(qk_norm=at.head_norms(unit_offset=True), gated=True), experts(at), norm=norm)
+    token_norm, state_norm = norm("mtp.pre_fc_norm_embedding"), norm("mtp.pre_fc_norm_hidden")
+    projection = JoinLinear("mtp.fc", 2 * config.hidden_size, config, build)
+    first = Joined(projection, layer, build, token_norm=token_norm, state_norm=state_norm)
+    return DraftHead([first], norm("mtp.norm"), config, build, normed_states=True)

@@ -12,6 +12,7 @@ from runtime.errors import CheckpointError
 from runtime.modeling.config import Config
 from runtime.modeling.entry import Entry
 from runtime.models.decoders import ARCHITECTURES
+from runtime.models.draft_heads import DRAFT_HEADS
 from runtime.models.encoders import ENCODERS
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def find(architecture: str) -> Entry | None:
 
     The name may also be that of a supported decoder with a classifier's head or without a head.
     """
-    match = ARCHITECTURES.get(architecture) or ENCODERS.get(architecture)
+    match = ARCHITECTURES.get(architecture) or ENCODERS.get(architecture) or DRAFT_HEADS.get(architecture)
     for end, scores in HEADS.items():
         base = ARCHITECTURES.get(architecture.removesuffix(end) + "ForCausalLM")
         if match is None and architecture.endswith(end) and base is not None:

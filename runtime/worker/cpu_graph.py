@@ -23,7 +23,8 @@ from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.layers.batch_reads import batch_reads
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
-from runtime.modeling.decoder import Decoder
+from runtime.modeling.decoder import Decoder, states_for_draft_head
+from runtime.modeling.draft_head import DraftHead
 from runtime.modeling.encoder import Encoder
 
 NO_POSITIONS = np.zeros(0, np.int32)
@@ -73,6 +74,7 @@ class CpuGraph:
             if reads.media_size:
                 self._embeds = torch.zeros(capacity, reads.media_size, dtype=model.dtype)
                 self._embeds_mask = torch.zeros(capacity, dtype=torch.bool)
+            self._states = torch.zeros(capacity, reads.state_size, dtype=model.dtype) if reads.state_size else None
             # Hidden states of the requested positions.
             self._hidden = torch.empty(self._max_samples, model.hidden_size, dtype=model.dtype)
             self._pooled = np.empty((max_rows, model.hidden_size), np.float32)  # one vector per text, if `_pools`
@@ -101,9 +103,12 @@ class CpuGraph:
                 position_axes=self._inputs.position_axes,
                 input_embeds=self._embeds,
                 embeds_mask=self._embeds_mask,
+                states=self._states,
             )
             own_pages = [Step(page_size=cache.page_size, **inputs.addresses()) for inputs in self._own_pages.values()]
             forward = launcher.capture(capacity, lambda: self._compute(captured), self._step, own_pages)
+            self._tapped = [] if isinstance(model, Encoder) else model.tapped  # buffers that every step fills
+            self._own_states = model.states if isinstance(model, DraftHead) else None
             self._to_hidden = forward
             self._to_tokens: KernelGraph | None = None
             if head is not None and head.is_plain:
@@ -172,6 +177,22 @@ class CpuGraph:
             pooled = torch.from_numpy(self._pooled[rows])  # indexed by NumPy, which does not release the GIL here
             return hidden, pooled if pooler.only_scales else pooler.finish(pooled)
         return hidden, pooler(self._hidden_of_all[: len(batch.token_ids)], batch.counts, rows)
+
+    def write_states(self, states: Tensor) -> None:
+        """Set the states [T, E] that a draft head reads in the next step."""
+        if self._states is None:
+            raise RuntimeError("This model reads no states.")
+        self._states[: len(states)] = states
+
+    def states_of(self, positions: Ints) -> Tensor:
+        """Return a draft head's own states [n, E] at these positions of the last step."""
+        if self._own_states is None:
+            raise RuntimeError("This model is not a draft head.")
+        return self._own_states[torch.from_numpy(positions).long()]
+
+    def states_of_all(self, count: int) -> Tensor:
+        """Return what a draft head reads of the last step's `count` tokens: see `states_for_draft_head`."""
+        return states_for_draft_head(self._hidden_of_all, self._tapped, count)
 
     @property
     def _pools(self) -> bool:

@@ -76,7 +76,7 @@ class DraftModel:
         for number in range(1, int(counts.max()) + 1):
             ids[firsts[drafted[counts >= number]] + number] = chosen
             if (counts > number).any():
-                chosen = self._compute(_one_token_each(batch, drafted[counts > number], number))
+                chosen = self._compute(one_token_each(batch, drafted[counts > number], number))
         self._ids[indices, positions % KEPT] = ids
         self._computed[batch.sequence_indices[drafted]] = batch.starts[drafted] + counts
         return batch
@@ -127,7 +127,7 @@ class DraftModel:
             sequence_indices=batch.sequence_indices[rows],
             token_ids=own,
             page_table=batch.page_table[rows],
-            sampling=_sampling(batch, drafted, 1, sampled, ends[sampled] - 1) if len(drafted) else None,
+            sampling=draft_sampling(batch, drafted, 1, sampled, ends[sampled] - 1) if len(drafted) else None,
         )
 
     def _compute(self, batch: Batch) -> Ints:
@@ -147,8 +147,11 @@ class DraftModel:
         return chosen.numpy().astype(np.int32)
 
 
-def _one_token_each(batch: Batch, rows: Ints, number: int) -> Batch:
-    """Return a batch that computes the draft with this number (from 1) of each of these rows, and chooses the next."""
+def one_token_each(batch: Batch, rows: Ints, number: int, ids: Ints | None = None) -> Batch:
+    """Return a batch that computes the draft with this number (from 1) of each of these rows, and chooses the next.
+
+    `ids` are these drafts; None: the last tokens that the draft model chose.
+    """
     count = len(rows)
     own = np.arange(count, dtype=np.int32)
     return replace(
@@ -157,13 +160,13 @@ def _one_token_each(batch: Batch, rows: Ints, number: int) -> Batch:
         starts=batch.starts[rows] + np.int32(number),
         counts=np.ones(count, np.int32),
         sequence_indices=batch.sequence_indices[rows],
-        token_ids=np.full(count, UNKNOWN, np.int32),
+        token_ids=np.full(count, UNKNOWN, np.int32) if ids is None else ids,
         page_table=batch.page_table[rows],
-        sampling=_sampling(batch, rows, number + 1, own, own),
+        sampling=draft_sampling(batch, rows, number + 1, own, own),
     )
 
 
-def _sampling(batch: Batch, rows: Ints, number: int, own_rows: Ints, positions: Ints) -> Sampling:
+def draft_sampling(batch: Batch, rows: Ints, number: int, own_rows: Ints, positions: Ints) -> Sampling:
     """Return how the draft with this number (from 1) of each of these rows is chosen: like the target's token there.
 
     `own_rows` and `positions` are the rows and the sampled positions in the draft model's step.

@@ -27,11 +27,12 @@ from runtime.layers.batch_reads import batch_reads
 from runtime.layers.lm_head import NOT_ADAPTED
 from runtime.loading.weight_update import LoadedWeights
 from runtime.mesh.mesh import Mesh
-from runtime.modeling.decoder import Decoder
+from runtime.modeling.decoder import Decoder, states_for_draft_head
 from runtime.worker.adapters import Adapters
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read, retrieve
+from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel
 from runtime.worker.drafts import settle, with_exact_starts
 from runtime.worker.graph_capture import BackgroundCapture
@@ -164,6 +165,7 @@ class _Begun(NamedTuple):
     requested: Tensor = NOTHING  # `StepInputs.requested`, in a pipeline
     chosen: Sampled | None = None  # tokens that a graph sampled
     vectors: Tensor | None = None  # vectors that the CPU graph pooled
+    in_graph: bool = False  # whether the CPU graph computed the step
 
 
 class StepExecutor:
@@ -193,7 +195,7 @@ class StepExecutor:
         copy_pages: CopyPages = native_kv.copy_pages,
         weights: LoadedWeights | None = None,
         adapters: Adapters | None = None,
-        draft_model: DraftModel | None = None,
+        draft_model: DraftModel | HeadDrafter | None = None,
     ) -> None:
         """Without a pipeline, `forward` computes hidden states, and `cpu_graph` computes whole steps in one call.
 
@@ -242,6 +244,8 @@ class StepExecutor:
             else:
                 begun = self._begin(batch)
             read = self._end(begun)
+            if isinstance(self._draft_model, HeadDrafter):
+                self._draft_model.observe(batch, self._states(begun, graph))
             if search is None or before is None:
                 return read
             output = read()
@@ -249,6 +253,13 @@ class StepExecutor:
                 inputs = prepare(batch, self._pool, self._staging, before, lengths=self.lengths)
                 search.log_origin(inputs.forward)
             return lambda: output
+
+    def _states(self, begun: _Begun, graph: CpuGraph | None) -> Tensor:
+        """Return what a draft head reads of all tokens of a step, [T, 3E] or [T, E]."""
+        count = len(begun.batch.token_ids)
+        if begun.in_graph and graph is not None:
+            return graph.states_of_all(count)
+        return states_for_draft_head(self._final_hidden(begun), self._model.tapped, count)
 
     def end(self) -> Read[StepOutput]:
         """Enqueue the end of the oldest begun step."""
@@ -380,9 +391,9 @@ class StepExecutor:
         is_plain = batch.embedding_rows is None and sampling is not None and chooses_greedily(sampling)
         if is_plain and graph.chooses and self._graphs_choose:
             chosen = Sampled(*graph.choose(batch, self.last_tokens))
-            return _Begun(batch, samples._replace(sequences=None), NOTHING, chosen=chosen)
+            return _Begun(batch, samples._replace(sequences=None), NOTHING, chosen=chosen, in_graph=True)
         hidden, vectors = graph.states(batch, self.last_tokens)
-        return _Begun(batch, samples, hidden, vectors=vectors)
+        return _Begun(batch, samples, hidden, vectors=vectors, in_graph=True)
 
     @property
     def _graphs_choose(self) -> bool:

@@ -35,11 +35,13 @@ from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo
 from runtime.mesh.rendezvous import Rendezvous
 from runtime.modeling.decoder import Decoder
+from runtime.modeling.draft_head import DraftHead
 from runtime.worker.adapters import Adapters
 from runtime.worker.compiled import CompiledForward, compilable
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import Choice, CudaGraphRunner
 from runtime.worker.device import Device, open_device
+from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel
 from runtime.worker.logits_dump import LogitsDump
 from runtime.worker.memory_profile import profile_memory
@@ -270,6 +272,7 @@ class ModelWorker:
         loaded, pool, cache = self._hand_over(name)
         model = loaded.decoder
         device = open_device(self.device)
+        draft_model = self._make_draft_model(plan, device, model) if plan.scheduler.drafts_by_model else None
         forward = self._make_forward(loaded.setup, model, pool, device, cache)
         cuda_graphs = forward if isinstance(forward, CudaGraphRunner) else None
         cpu_graph = self._make_cpu_graph(loaded.setup, model, pool, cache, plan)
@@ -291,7 +294,7 @@ class ModelWorker:
                 loaded.source, model, cache, fixed=forward is not model or cpu_graph is not None
             ),
             adapters=self._adapters if name == TARGET else None,
-            draft_model=self._make_draft_model(plan, device) if plan.scheduler.drafts_by_model else None,
+            draft_model=draft_model,
         )
 
     def follow(self, name: str) -> StepExecutor:
@@ -438,17 +441,27 @@ class ModelWorker:
             logger.info("Steps are computed operation by operation: %s.", reason)
             return None
 
-    def _make_draft_model(self, plan: Plan, device: Device) -> DraftModel:
-        """Return the model that proposes tokens. Raises `ConfigurationError` if it has other caches than pages."""
+    def _make_draft_model(self, plan: Plan, device: Device, target: Decoder) -> DraftModel | HeadDrafter:
+        """Return the model or head that proposes tokens. A head is connected to `target` before graphs are captured.
+
+        Raises `ConfigurationError` if it has other caches than pages.
+        """
         loaded, pool, cache = self._hand_over(DRAFT)
         if len(pool.paged) < len(pool):
             raise ConfigurationError(
                 f"--speculative-draft-model-path: {loaded.setup.facts.architecture} has sliding-window or recurrent "
                 "layers, which a draft model must not have; choose another model."
             )
-        graph = self._make_cpu_graph(loaded.setup, loaded.decoder, pool, cache, plan)
-        sampler = self._make_sampler(loaded.setup.facts, cache.num_sequences, device)
-        return DraftModel(loaded.decoder, pool, device, sampler, cache.num_sequences, graph)
+        decoder, num_sequences = loaded.decoder, cache.num_sequences
+        if isinstance(decoder, DraftHead):
+            decoder.share(target)
+            if decoder.taps:
+                target.tap(decoder.taps, self.kernels.join)
+        graph = self._make_cpu_graph(loaded.setup, decoder, pool, cache, plan)
+        sampler = self._make_sampler(loaded.setup.facts, num_sequences, device)
+        if isinstance(decoder, DraftHead):
+            return HeadDrafter(decoder, pool, device, sampler, num_sequences, plan.scheduler.max_drafts, graph)
+        return DraftModel(decoder, pool, device, sampler, num_sequences, graph)
 
     def _make_forward(
         self, setup: ModelSetup, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup

@@ -62,24 +62,25 @@ class SpeculativeArgs:
     speculative_algorithm: str | None = option(
         None,
         "How tokens are drafted. NGRAM: prompt lookup, which proposes the tokens that followed an earlier occurrence "
-        "of the last tokens in the same prompt or output; EAGLE, EAGLE3, NEXTN: by layers trained for the model; "
-        "STANDALONE: by a small model. Default: no drafts.",
+        "of the last tokens in the same prompt or output; STANDALONE: by a small model; EAGLE, EAGLE3: by a head that "
+        "was trained for the model; NEXTN: by the multi-token prediction layer of the model's checkpoint. Default: no "
+        "drafts.",
         choices=("EAGLE", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE"),
-        built=("NGRAM", "STANDALONE"),
-        instead="use NGRAM, which needs no model for drafts, or STANDALONE, which needs a small one",
         plan="scheduler.max_drafts",
         other_unit=True,
     )
     speculative_config: Json = option(
         {},
-        "Settings of speculation in vLLM's form, a JSON object with method (ngram, draft_model), model, revision, "
+        "Settings of speculation in vLLM's form, a JSON object with method (ngram, draft_model, eagle, eagle3, mtp), "
+        "model, revision, "
         "num_speculative_tokens, prompt_lookup_max and prompt_lookup_min. It sets the options of this group.",
         plan="scheduler.max_drafts",
         other_unit=True,
     )
     speculative_draft_model_path: str | None = option(
         None,
-        "Folder or Hub repository of the drafting model, which must have the vocabulary of the served model.",
+        "Folder or Hub repository of the drafting model, which must have the vocabulary of the served model, or of the "
+        "draft head. Default: for NEXTN, the served model.",
         aliases=("--speculative-draft-model",),
         plan="draft.path",
     )
@@ -100,7 +101,7 @@ class SpeculativeArgs:
     speculative_num_draft_tokens: int | None = option(
         None,
         "Maximum number of drafted tokens per sequence that one step verifies. With a drafting model, the token that "
-        "they follow counts too, as in SGLang. Default: 8 for NGRAM, 5 for STANDALONE.",
+        "they follow counts too, as in SGLang. Default: 8 for NGRAM, otherwise 5.",
         low=1,
         high=64,
         plan="scheduler.max_drafts",

@@ -14,11 +14,13 @@ MODEL_DRAFTS = 4  # of a draft model, for each sequence
 STEP_DRAFTS = 256  # maximum drafts per step, because rows without drafts wait for the step
 # Maximum drafts of a model per step on a CPU. With more rows, steps take longer with each token that they verify.
 MODEL_STEP_DRAFTS = 16
+HEADS = ("EAGLE", "EAGLE3", "NEXTN")  # algorithms with layers that read the model's hidden states
+BY_MODEL = ("STANDALONE", *HEADS)
 _ALGORITHMS = {  # option -> the algorithms that read it
-    "speculative_draft_model_path": ("STANDALONE",),
-    "speculative_draft_model_revision": ("STANDALONE",),
-    "speculative_num_steps": ("STANDALONE",),
-    "speculative_num_draft_tokens": ("NGRAM", "STANDALONE"),
+    "speculative_draft_model_path": BY_MODEL,
+    "speculative_draft_model_revision": BY_MODEL,
+    "speculative_num_steps": BY_MODEL,
+    "speculative_num_draft_tokens": ("NGRAM", *BY_MODEL),
     "speculative_ngram_min_match_window_size": ("NGRAM",),
     "speculative_ngram_max_match_window_size": ("NGRAM",),
 }
@@ -27,14 +29,18 @@ _ALGORITHMS = {  # option -> the algorithms that read it
 def draft_plan(builder: PlanBuilder) -> DraftPlan:
     """Return the plan of the draft model. Its path is as given."""
     args = builder.args.speculative
-    if args.speculative_algorithm == "STANDALONE" and args.speculative_draft_model_path is None:
+    algorithm = args.speculative_algorithm
+    if algorithm in ("STANDALONE", "EAGLE", "EAGLE3") and args.speculative_draft_model_path is None:
+        needed = (
+            "a small model with the same vocabulary" if algorithm == "STANDALONE" else "a head trained for the model"
+        )
         builder.refuse(
             "speculative_algorithm",
-            "--speculative-algorithm STANDALONE needs --speculative-draft-model-path, a small model with the same "
-            "vocabulary.",
+            f"--speculative-algorithm {algorithm} needs --speculative-draft-model-path, {needed}.",
         )
     return builder.build(
         DraftPlan,
+        algorithm=builder.follow("speculative_algorithm"),
         path=builder.follow("speculative_draft_model_path"),
         revision=builder.follow("speculative_draft_model_revision"),
     )
@@ -44,7 +50,7 @@ def draft_decisions(
     builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts, kernels: KernelPlan, *, overlap: bool
 ) -> dict[str, Decision]:
     """Return the decisions about drafts of the scheduler's section."""
-    by_model = builder.args.speculative.speculative_algorithm == "STANDALONE"
+    by_model = builder.args.speculative.speculative_algorithm in BY_MODEL
     for option, algorithms in _ALGORITHMS.items():
         _check_used(builder, option, algorithms)
     step_drafts = Decision(STEP_DRAFTS, "rows without drafts must not wait long for rows with drafts")
@@ -72,6 +78,7 @@ def draft_model_plan(plan: Plan) -> ModelPlan:
         random_seed=model.random_seed,
         mmap=model.mmap,
         num_load_threads=model.num_load_threads,
+        any_dtype=plan.draft.algorithm in HEADS,  # some heads have tensors in other dtypes
     )
 
 
@@ -82,7 +89,9 @@ def check_draft_model(plan: Plan, facts: ModelFacts, draft: ModelFacts) -> None:
         why = f"{draft.architecture} generates no tokens"
     elif draft.vocab_size != facts.vocab_size:
         why = f"its vocabulary has {draft.vocab_size} tokens, and that of the served model {facts.vocab_size}"
-    elif draft.context_length < plan.model.context_length:
+    elif plan.draft.algorithm in HEADS and draft.hidden_size != facts.hidden_size:
+        why = f"its hidden_size is {draft.hidden_size}, and that of the served model {facts.hidden_size}"
+    elif plan.draft.algorithm == "STANDALONE" and draft.context_length < plan.model.context_length:
         why = (
             f"its context of {draft.context_length} tokens is shorter than {plan.model.context_length}; set "
             f"--context-length {draft.context_length}"
@@ -106,20 +115,22 @@ def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Dec
         why = f"{facts.architecture} generates no tokens"
     elif parallel.pp_size > 1:
         why = "pipeline parallelism (--pp-size) does not support drafts yet"
-    elif algorithm == "STANDALONE" and parallel.tp_size > 1:
+    elif algorithm in BY_MODEL and parallel.tp_size > 1:
         why = "tensor parallelism (--tp-size) does not support draft models yet; use NGRAM"
-    elif algorithm == "STANDALONE" and gpu is not None:
+    elif algorithm in BY_MODEL and gpu is not None:
         why = "draft models run on CPUs only so far; use NGRAM"
+    elif algorithm in HEADS and builder.args.graphs.enable_torch_compile:
+        why = "a compiled forward (--enable-torch-compile) does not return the hidden states that draft heads read"
     if why is not None:
         builder.refuse("speculative_algorithm", f"--speculative-algorithm {algorithm}: {why}, or leave it out.")
         return Decision(0, why)
-    if algorithm == "STANDALONE":
-        return _model_drafts(builder)
+    if algorithm in BY_MODEL:
+        return _model_drafts(builder, algorithm, recurrent=facts.recurrent)
     return builder.follow_or("speculative_num_draft_tokens", MAX_DRAFTS, "the default for prompt lookup")
 
 
-def _model_drafts(builder: PlanBuilder) -> Decision[int]:
-    """Decide how many tokens a draft model proposes. As in SGLang, `num_draft_tokens` counts one more."""
+def _model_drafts(builder: PlanBuilder, algorithm: str, *, recurrent: bool) -> Decision[int]:
+    """Decide how many tokens a draft model or head proposes. As in SGLang, `num_draft_tokens` counts one more."""
     args = builder.args.speculative
     steps, tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
     if tokens is not None and steps is not None and tokens != steps + 1:
@@ -137,7 +148,9 @@ def _model_drafts(builder: PlanBuilder) -> Decision[int]:
         return Decision(steps, "by --speculative-num-steps")
     if tokens is not None:
         return Decision(tokens - 1, "by --speculative-num-draft-tokens, without the token that drafts follow")
-    return Decision(MODEL_DRAFTS, "the default for a draft model")
+    if recurrent:
+        return Decision(1, "recurrent layers can take back one token")
+    return Decision(MODEL_DRAFTS, f"the default for {algorithm}")
 
 
 def _overlap_drafts(builder: PlanBuilder, gpu: Gpu | None, kernels: KernelPlan, *, overlap: bool) -> Decision[bool]:

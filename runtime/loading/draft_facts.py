@@ -1,0 +1,96 @@
+"""Facts of the model or head that proposes tokens. Does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime.config.fields import Fields
+from runtime.config.gguf_header import is_gguf
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import DraftPlan
+from runtime.errors import CheckpointError, ConfigurationError
+from runtime.loading.checkpoint import tensor_names
+from runtime.loading.facts import read_facts, read_values
+from runtime.models.draft_heads import EAGLE3_NAMES, EAGLE_NAMES, NEXTN
+from runtime.models.registry import architecture_of
+
+# Fields of config.json that describe the model's own layers.
+_OF_MODEL = {
+    "num_hidden_layers": 1,
+    "layer_types": ["full_attention"],
+    "mlp_layer_types": None,
+    "num_nextn_predict_layers": None,
+}
+
+
+def read_draft_facts(draft: DraftPlan, target: ModelFacts) -> ModelFacts:
+    """Return the facts of the draft model or draft head at `draft.path`, for the served model `target`.
+
+    Raises `ConfigurationError` if the checkpoint has no layers that this algorithm uses, and `CheckpointError` for
+    invalid files.
+    """
+    path = draft.path or ""
+    if draft.algorithm == "STANDALONE":
+        return read_facts(path, model_impl="native")
+    if target.by_transformers:
+        raise ConfigurationError(
+            f"--speculative-algorithm {draft.algorithm}: {target.architecture} is computed by transformers' modules, "
+            "whose hidden states a draft head cannot read; use NGRAM or STANDALONE."
+        )
+    if is_gguf(Path(path)):
+        raise ConfigurationError(
+            f"--speculative-algorithm {draft.algorithm} cannot read a draft head from a GGUF file; use a checkpoint in "
+            "safetensors, NGRAM, or STANDALONE with a GGUF model."
+        )
+    if draft.algorithm == "NEXTN":
+        return read_facts(path, _nextn_overrides(path, target), model_impl="native")
+    return read_facts(path, _eagle_overrides(draft, path, target), model_impl="native")
+
+
+def _eagle_overrides(draft: DraftPlan, path: str, target: ModelFacts) -> Mapping[str, Any]:
+    """Return the values that make config.json that of a draft head."""
+    values = read_values(Path(path))[0]
+    names = EAGLE3_NAMES if draft.algorithm == "EAGLE3" else EAGLE_NAMES
+    given = architecture_of(values)
+    if given not in names:
+        raise ConfigurationError(
+            f"--speculative-draft-model-path {path}: {given} is not a draft head of {draft.algorithm}; its config.json "
+            f"must name one of {', '.join(names)}."
+        )
+    stored = tensor_names(path)
+    if stored is not None and not any(name.removeprefix("model.").startswith("fc.") for name in stored):
+        raise ConfigurationError(
+            f"--speculative-draft-model-path {path} has no tensor fc.weight, so it is not a draft head; use "
+            "--speculative-algorithm STANDALONE for a small model."
+        )
+    return {
+        "architectures": [names[given]],
+        "target_num_layers": target.num_layers,
+        "shares_lm_head": stored is not None and not any(name.endswith("lm_head.weight") for name in stored),
+        "max_position_embeddings": target.context_length,
+    }
+
+
+def _nextn_overrides(path: str, target: ModelFacts) -> Mapping[str, Any]:
+    """Return the values that make the model's config.json that of its first multi-token prediction layer."""
+    values = read_values(Path(path))[0]
+    name = NEXTN.get(architecture_of(values))
+    if name is None:
+        raise ConfigurationError(
+            f"--speculative-algorithm NEXTN needs multi-token prediction layers of {', '.join(NEXTN)}, not of "
+            f"{architecture_of(values)}; use NGRAM, STANDALONE or EAGLE3."
+        )
+    layer = Fields(values, "config.json: ").integer("num_hidden_layers")
+    after_layers = not name.endswith("MTP")
+    prefix = f"model.layers.{layer}." if after_layers else "mtp."
+    stored = tensor_names(path)
+    if stored is not None and not any(name.startswith(prefix) for name in stored):
+        raise ConfigurationError(
+            f"--speculative-algorithm NEXTN: {path} has no tensors {prefix}*; it was saved without multi-token "
+            "prediction layers. Use NGRAM, STANDALONE or EAGLE3."
+        )
+    if target.hidden_size != Fields(values, "config.json: ").integer("hidden_size"):
+        raise CheckpointError(f"{path}: hidden_size differs from that of the served model.")
+    return {**_OF_MODEL, "architectures": [name], "nextn_layer": layer if after_layers else None}

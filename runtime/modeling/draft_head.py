@@ -1,0 +1,192 @@
+"""Draft heads: layers that propose tokens for a model from its hidden states (EAGLE, multi-token prediction).
+
+At position q, a head reads a *state* of the model at q and the token at q + 1, and computes a hidden state from which
+the token at q + 2 is chosen. To propose further tokens, it reads its own state in place of the model's. It uses the
+embedding of the model, and the model's LM head unless the checkpoint of the draft head has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from runtime.errors import CheckpointError
+from runtime.layers.build import Build
+from runtime.layers.embedding import Embedding
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.linear import Linear
+from runtime.layers.lm_head import LMHead
+from runtime.layers.norm import Norm
+from runtime.layers.pooler import Pooler
+from runtime.layers.weight import Shard, SubLayer, Weighted, parameter
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, collect_specs
+from runtime.modeling.layer import Layer
+
+
+class DraftHead(Decoder):
+    """A decoder whose first layer reads a state of another model beside each token.
+
+    The first layer maps (embedded [T, E], states [T, E], batch) to the pair (x, residual). `taps` are the layers of the
+    model whose inputs are the states; (): the model's final hidden states. `projection` maps the joined inputs of these
+    layers [T, 3E] to states. After a forward, `states` has the head's own states [T, E]: the sum before the final norm
+    or, with `normed_states`, the final hidden states.
+    """
+
+    states: Tensor
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        norm: Norm | None,
+        config: Config,
+        build: Build,
+        *,
+        head: LMHead | None = None,
+        token_map: TokenMap | None = None,
+        projection: Linear | None = None,
+        taps: Sequence[int] = (),
+        normed_states: bool = False,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.layers = nn.ModuleList(layers)
+        self.norm = norm
+        self.embedding: Embedding | None = None
+        self.embedding_norm = None
+        self.head: LMHead | None = head
+        self.token_map = token_map
+        self.projection = projection
+        self.taps, self.normed_states = tuple(taps), normed_states
+        self.hidden_size = self.state_size = config.hidden_size
+        self.vocab_size = config.vocab_size
+        self.scorer = None
+        self._taps, self.tapped = None, []
+        self.pooler = Pooler()
+        self.kernels = build.kernels
+        self.cache_specs = collect_specs(self)
+
+    def share(self, target: Decoder) -> None:
+        """Use the embedding and, without an own LM head, the LM head of the model. Call it once, after loading."""
+        if target.embedding is None or target.head is None:
+            raise CheckpointError("A draft head needs a model with an embedding and an LM head.")
+        self.embedding, self.embedding_norm = target.embedding, target.embedding_norm
+        if self.head is None:
+            self.head = target.head
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Return hidden states [T, E] for the LM head, and set `states`. Reads `batch.states`, and may change them."""
+        if batch.states is None:
+            raise ValueError("A draft head needs the states of its model.")
+        first, *rest = self.layers
+        x, residual = first(self.embed(batch), batch.states, batch)
+        for layer in rest:
+            x, residual = layer(x, residual, batch)
+        if self.norm is None:
+            hidden = total = x if residual is None else self.kernels.add(x, residual)
+        else:
+            hidden, total = self.norm.add(x, residual)
+        self.states = hidden if self.normed_states else total
+        return hidden
+
+    def project(self, states: Tensor) -> Tensor:
+        """Return the states [T, E] of a model from the values that `taps` selects, [T, 3E] or [T, E]."""
+        if self.projection is None:
+            return states
+        return self.projection.method.multiply(self.projection, states, self.projection.bias, self.kernels)
+
+
+class Joined(nn.Module):
+    """A first layer that projects the token's vector and the state, joined, to the input of a usual layer."""
+
+    def __init__(
+        self,
+        projection: Linear,
+        layer: nn.Module,
+        build: Build,
+        *,
+        token_norm: Norm | None = None,
+        state_norm: Norm | None = None,
+    ) -> None:
+        super().__init__()
+        self.projection, self.layer = projection, layer
+        self.token_norm, self.state_norm = token_norm, state_norm
+        self.kernels = build.kernels
+
+    def forward(self, embedded: Tensor, states: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """Map two [T, E] to the pair of the next layer."""
+        embedded = embedded if self.token_norm is None else self.token_norm(embedded)
+        states = states if self.state_norm is None else self.state_norm(states)
+        return self.layer(self.projection(self.kernels.join(embedded, states).flatten(1), batch), None, batch)
+
+
+class WideAttentionLayer(nn.Module):
+    """EAGLE-3's layer: attention reads the normed token and state, joined; the state is the residual."""
+
+    def __init__(
+        self, token_norm: Norm, state_norm: Norm, attention: nn.Module, mlp_norm: Norm, mlp: nn.Module, build: Build
+    ) -> None:
+        super().__init__()
+        self.token_norm, self.state_norm = token_norm, state_norm
+        self.attention, self.mlp_norm, self.mlp = attention, mlp_norm, mlp
+        self.kernels = build.kernels
+
+    def forward(self, embedded: Tensor, states: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Map two [T, E] to the pair of the next layer."""
+        joined = self.kernels.join(self.token_norm(embedded), self.state_norm(states)).flatten(1)
+        x, residual = self.mlp_norm.add(self.attention(joined, batch), states)
+        return self.mlp(x, batch), residual
+
+
+class JoinLinear(Linear):
+    """A projection of joined vectors to one, whose bias may be missing from the checkpoint."""
+
+    def __init__(self, name: str, in_size: int, config: Config, build: Build, *, bias: bool = False) -> None:
+        super().__init__(in_size, [SubLayer(name, config.hidden_size)], build, bias=bias)
+
+    def shards(self) -> Iterator[Shard]:
+        for shard in super().shards():
+            yield shard._replace(default=0.0) if shard.name.endswith(".bias") else shard
+
+
+class TokenMap(Weighted):
+    """The tokens of an LM head with a smaller vocabulary: entry i is the difference of token i's id and i ("d2t")."""
+
+    def __init__(self, size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.size, self.vocab_size = size, vocab_size
+        self.ids = torch.arange(0)  # int64 [size]
+        self.allocate()
+
+    def allocate(self) -> None:
+        self.offsets = parameter(self.size, dtype=torch.int64)
+
+    def shards(self) -> Iterator[Shard]:
+        yield Shard("d2t", self.offsets, 0, self.size, (None,), default=0.0)
+
+    def prepare(self) -> None:
+        """Compute the ids. Raises CheckpointError if they are not ascending ids of the vocabulary."""
+        self.ids = torch.arange(self.size, device=self.offsets.device) + self.offsets
+        ids = self.ids.cpu()
+        if bool((ids[1:] <= ids[:-1]).any()) or int(ids[0]) < 0 or int(ids[-1]) >= self.vocab_size:
+            raise CheckpointError(f"d2t must map to ascending ids below {self.vocab_size}.")
+
+
+def small_head(config: Config, build: Build) -> tuple[LMHead | None, TokenMap | None]:
+    """Return the LM head of a draft head with `draft_vocab_size` tokens; (None, None) if it has the model's LM head."""
+    size = config.optional_integer("draft_vocab_size")
+    if config.flag("shares_lm_head") or size is None:
+        return None, None
+    # The embedding only tells the LM head its sizes.
+    sizes = Embedding("", size, config.hidden_size, build)
+    head = LMHead("lm_head", sizes, build, tied=False)
+    return head, TokenMap(size, config.vocab_size)
+
+
+def prediction_head(at: Layer, layer: nn.Module) -> DraftHead:
+    """Return a multi-token prediction layer in DeepSeek V3's form (arXiv 2412.19437, section 2.2)."""
+    config, build = at.config, at.build
+    projection = JoinLinear(f"{at.name}.eh_proj", 2 * config.hidden_size, config, build)
+    first = Joined(projection, layer, build, token_norm=at.norm("enorm"), state_norm=at.norm("hnorm"))
+    return DraftHead([first], at.norm("shared_head.norm"), config, build, normed_states=True)

@@ -1,0 +1,232 @@
+"""Proposes tokens with a draft head, which reads the hidden states of the model (EAGLE, multi-token prediction)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.batch import UNKNOWN, Batch, Ints
+from runtime.kv_cache.pools import KVPool
+from runtime.modeling.draft_head import DraftHead
+from runtime.worker.cpu_graph import CpuGraph
+from runtime.worker.device import Device
+from runtime.worker.draft_model import NO_BATCH, draft_sampling, one_token_each
+from runtime.worker.sampler import Sampler, chooses_greedily
+from runtime.worker.step_inputs import Staging, prepare
+
+KEPT = 64  # last tokens and states of each sequence, for entries that the head computes later
+
+Longs = NDArray[np.int64]
+
+
+class HeadDrafter:
+    """Proposes tokens with a draft head, whose KV cache has the target's pages. Only for a CPU.
+
+    *Entry* q of the head's cache comes from the target's state at position q and the token at q + 1. A step is
+
+        propose   computes the missing entries of rows with drafts from kept states, and then one entry per further
+                  draft from the head's own states
+        observe   gets the target's states of the step; computes the entries of prompts, and keeps the last states
+
+    Entries from the head's own states are computed again once the target's states are known. Entries may be missing or
+    stale after a rewind or where prefixes are shared; drafts are then worse, but never wrong, since the target verifies
+    them.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        pool: KVPool,
+        device: Device,
+        sampler: Sampler,
+        num_sequences: int,
+        max_drafts: int,
+        graph: CpuGraph | None = None,
+    ) -> None:
+        self._head = head
+        self._pool = pool
+        self._sampler = sampler
+        self._graph = graph
+        self._staging = Staging(device)
+        self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64)  # required by steps, but never read
+        self._most_missing = KEPT - max_drafts - 2  # entries that may be missing before their states are overwritten
+        # The id and the state of position p of a sequence are at p % KEPT.
+        self._ids = np.zeros((num_sequences, KEPT), np.int32)
+        self._states = torch.zeros(num_sequences, KEPT, head.hidden_size, dtype=head.dtype)
+        self._computed = np.zeros(num_sequences, np.int64)  # number of entries from the target's states
+        self._starts = np.zeros(num_sequences, np.int64)  # first position of each sequence's newest row
+        self._ends = np.zeros(num_sequences, np.int64)  # position after this row
+        self._vocab_size = head.vocab_size
+        token_map = head.token_map
+        self._map = None if token_map is None or token_map.size == head.vocab_size else token_map.ids
+
+    @property
+    def pool(self) -> KVPool:
+        """The KV pool, with the pages of the target's pool."""
+        return self._pool
+
+    def propose(self, batch: Batch, last_tokens: Tensor) -> Batch:
+        """Return the batch with proposals in place of `DRAFT`, and with its other tokens.
+
+        `last_tokens`, int64 by sequence index, are the tokens behind UNKNOWN. The batch's starts must be exact.
+        """
+        rows, firsts, positions = _flat(batch)
+        indices = batch.sequence_indices
+        ids = np.where(batch.token_ids == UNKNOWN, last_tokens.numpy()[indices[rows]], batch.token_ids)
+        ids = ids.astype(np.int32)
+        batch = replace(batch, token_ids=ids)
+        starts = batch.starts.astype(np.int64)
+        # A row that does not continue its sequence's newest row is another sequence's, or follows cached pages.
+        drafted = np.zeros(0, np.int32) if batch.drafts is None else batch.drafts.rows
+        again = (starts == self._starts[indices]) & (batch.counts > 1)
+        again[drafted] = False
+        fresh = (starts < self._starts[indices]) | (starts > self._ends[indices]) | again
+        self._computed[indices[fresh]] = starts[fresh]
+        self._keep_ids(batch, rows, positions)
+        missing = starts - self._computed[indices]
+        wanted = (batch.counts == 1) & (missing > self._most_missing)
+        wanted[drafted] = True
+        [chosen] = np.nonzero(wanted)
+        if not len(chosen):
+            return batch
+        ends = starts[chosen]
+        begins = np.maximum(np.minimum(self._computed[indices[chosen]], ends - 1), ends - self._most_missing - 1)
+        self._computed[indices[chosen]] = ends
+        tokens, states = self._propose_from(batch, chosen, begins, ends, drafted)
+        if batch.drafts is None:
+            return batch
+        counts = batch.drafts.counts
+        for number in range(1, int(counts.max()) + 1):
+            ids[firsts[drafted[counts >= number]] + number] = tokens
+            more = counts > number
+            if more.any():
+                of_more = torch.from_numpy(np.flatnonzero(more[counts >= number]))
+                step = one_token_each(batch, drafted[more], number, ids[firsts[drafted[more]] + number])
+                step = replace(step, starts=step.starts - np.int32(1))
+                tokens, states = self._compute(step, states[of_more])
+        self._keep_ids(batch, rows, positions)
+        return batch
+
+    def observe(self, batch: Batch, states: Tensor) -> None:
+        """Take the target's states of a step, [T, 3E] or [T, E]. The batch must be that of `propose`."""
+        rows, firsts, positions = _flat(batch)
+        indices = batch.sequence_indices
+        states = self._head.project(states)
+        starts = batch.starts.astype(np.int64)
+        ends = starts + batch.counts
+        is_prompt = batch.counts > 1
+        if batch.drafts is not None:
+            is_prompt[batch.drafts.rows] = False
+        [prompts] = np.nonzero(is_prompt)
+        if len(prompts):
+            begins = self._computed[indices[prompts]]
+            # The ring has no longer the ids of positions up to `KEPT` before the end, except in the row itself.
+            oldest = np.minimum(starts[prompts] - 1, ends[prompts] - KEPT)
+            begins = np.maximum(begins, np.maximum(oldest, 0))
+            last = ends[prompts] - 1
+            some = last > begins
+            if some.any():
+                chosen = prompts[some]
+                source, entries = _ranges(chosen, begins[some], last[some])
+                own = entries >= starts[source]
+                flat = np.clip(firsts[source] + entries - starts[source], 0, None)
+                read = states[torch.from_numpy(flat)]
+                if not own.all():
+                    before = torch.from_numpy(np.flatnonzero(~own))
+                    read[before] = self._kept(indices[source[~own]], entries[~own])
+                self._compute(self._step(batch, chosen, begins[some], last[some], firsts), read)
+            self._computed[indices[prompts]] = last
+        keep = positions >= ends[rows] - KEPT
+        place = torch.from_numpy(indices[rows[keep]]).long(), torch.from_numpy(positions[keep] % KEPT)
+        self._states[place] = states if keep.all() else states[torch.from_numpy(np.flatnonzero(keep))]
+        self._starts[indices], self._ends[indices] = starts, ends
+
+    def close(self) -> None:
+        """End the threads of the CPU graph, after the last step."""
+        if self._graph is not None:
+            self._graph.close()
+
+    def _keep_ids(self, batch: Batch, rows: Longs, positions: Longs) -> None:
+        self._ids[batch.sequence_indices[rows], positions % KEPT] = batch.token_ids
+
+    def _kept(self, indices: Ints, positions: Longs) -> Tensor:
+        return self._states[torch.from_numpy(indices).long(), torch.from_numpy(positions % KEPT)]
+
+    def _propose_from(
+        self, batch: Batch, rows: Longs, begins: Longs, ends: Longs, drafted: Ints
+    ) -> tuple[Ints, Tensor]:
+        """Compute entries from kept states. Return the first draft of each drafted row, and the states behind it."""
+        source, entries = _ranges(rows, begins, ends)
+        firsts = batch.counts.cumsum() - batch.counts
+        step = self._step(batch, rows, begins, ends, firsts)
+        if len(drafted):
+            own = np.searchsorted(rows, drafted).astype(np.int32)
+            last = (step.counts.cumsum(dtype=np.int32) - np.int32(1))[own]
+            step = replace(step, sampling=draft_sampling(batch, drafted, 1, own, last))
+        return self._compute(step, self._kept(batch.sequence_indices[source], entries))
+
+    def _step(self, batch: Batch, rows: Longs, begins: Longs, ends: Longs, firsts: NDArray[np.integer]) -> Batch:
+        """Return the head's step that computes the entries from `begins` up to `ends` of these rows."""
+        source, entries = _ranges(rows, begins, ends)
+        after = entries + 1  # the position of the token that an entry reads
+        own = after >= batch.starts[source]
+        ids = batch.token_ids[np.clip(firsts[source] + after - batch.starts[source], 0, None)]
+        ids = np.where(own, ids, self._ids[batch.sequence_indices[source], after % KEPT])
+        return replace(
+            batch,
+            **NO_BATCH,
+            starts=begins.astype(np.int32),
+            counts=(ends - begins).astype(np.int32),
+            sequence_indices=batch.sequence_indices[rows],
+            token_ids=ids.astype(np.int32),
+            page_table=batch.page_table[rows],
+            sampling=None,
+            unknown_starts=None,
+        )
+
+    def _compute(self, step: Batch, states: Tensor) -> tuple[Ints, Tensor]:
+        """Compute a step of the head. Return the token of each sampled position, and the head's state there."""
+        graph, sampling = self._graph, step.sampling
+        if graph is not None and graph.takes(step):
+            graph.write_states(states)
+            if sampling is not None and graph.chooses and chooses_greedily(sampling):
+                ids = graph.choose(step, self._last_tokens)[0]
+                return self._mapped(ids), graph.states_of(sampling.positions)
+            hidden, _ = graph.states(step, self._last_tokens)
+            own = None if sampling is None else graph.states_of(sampling.positions)
+        else:
+            inputs = prepare(step, self._pool, self._staging, self._last_tokens)
+            hidden = self._head(replace(inputs.forward, states=states.contiguous()))[inputs.samples.index]
+            own = self._head.states[inputs.samples.index]
+        if sampling is None or own is None:
+            return np.zeros(0, np.int32), states[:0]
+        return self._chosen(hidden, step), own
+
+    def _chosen(self, hidden: Tensor, step: Batch) -> Ints:
+        """Choose a token for each sampled position like the target, from hidden states [N, E]."""
+        logits = self._head.logits(hidden)
+        if self._map is not None:
+            whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
+            logits = whole.index_copy_(1, self._map, logits)
+        return self._sampler.sample(logits, step).ids.numpy().astype(np.int32)
+
+    def _mapped(self, ids: Tensor) -> Ints:
+        return (ids if self._map is None else self._map[ids]).numpy().astype(np.int32)
+
+
+def _flat(batch: Batch) -> tuple[Longs, NDArray[np.integer], Longs]:
+    """Return the row of each token [T], the first token of each row [B], and the position of each token [T]."""
+    rows = np.repeat(np.arange(len(batch.counts)), batch.counts)
+    firsts = batch.counts.cumsum() - batch.counts
+    return rows, firsts, np.arange(len(rows)) + (batch.starts - firsts)[rows]
+
+
+def _ranges(rows: Longs, begins: Longs, ends: Longs) -> tuple[Longs, Longs]:
+    """Return the row and the number of each element of the ranges `begins` .. `ends`, one after the other."""
+    counts = ends - begins
+    offsets = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
+    return np.repeat(rows, counts), np.repeat(begins, counts) + offsets

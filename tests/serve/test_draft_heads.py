@@ -1,0 +1,138 @@
+"""Draft heads propose what their definitions say, and outputs equal those of plain decoding."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import draft_heads
+from draft_heads import TinyHead
+from runtime.batch import Batch
+from runtime.errors import CheckpointError, ConfigurationError
+from runtime.worker.draft_head import HeadDrafter
+from serve import Engine
+
+IDS = "output_ids"
+PROMPTS = ["the cat sat on the mat", "a b c d a b c d", "x"]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
+PARAMS = [GREEDY, {"temperature": 0.9, "max_new_tokens": 16, "sampling_seed": 3, "ignore_eos": True}]
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "chunks of 4, page size 4": {"page_size": 4, "chunked_prefill_size": 4},
+    "operation by operation": {"attention_backend": "torch_native"},
+}
+
+
+class Proposals:
+    """Records the drafts of every row: (first position of the row, drafts)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[tuple[int, list[int]]] = []
+        propose = HeadDrafter.propose
+
+        def recorded(drafter: HeadDrafter, batch: Batch, last_tokens: Any) -> Batch:
+            found = propose(drafter, batch, last_tokens)
+            if batch.drafts is not None:
+                firsts = np.cumsum(batch.counts) - batch.counts
+                for row, count in zip(batch.drafts.rows.tolist(), batch.drafts.counts.tolist(), strict=True):
+                    first = int(firsts[row])
+                    self.rows.append((int(batch.starts[row]), found.token_ids[first + 1 : first + 1 + count].tolist()))
+            return found
+
+        monkeypatch.setattr(HeadDrafter, "propose", recorded)
+
+    def take(self) -> list[tuple[int, list[int]]]:
+        rows, self.rows = self.rows, []
+        return rows
+
+
+async def answers(**options: Any) -> list[dict[str, Any]]:
+    async with Engine(log_level="error", random_seed=1, **options) as engine:
+        calls = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
+        alone = [await engine.generate(prompt, sampling_params=params) for prompt, params in calls]
+        together = [engine.generate(prompt, sampling_params=params) for prompt, params in calls]
+        found = [*alone, *await asyncio.gather(*together)]
+        engine.core.check()
+        return found
+
+
+@pytest.fixture(scope="module", params=draft_heads.KINDS)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyHead:
+    return TinyHead(tmp_path_factory.mktemp("head"), request.param)
+
+
+@pytest.mark.parametrize("way", ["default", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if WAYS[way])])
+async def test_drafts_are_those_of_the_definition(way: str, tiny: TinyHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    proposals, checked = Proposals(monkeypatch), 0
+    async with Engine(log_level="error", random_seed=1, dtype="float32", **tiny.options, **WAYS[way]) as engine:
+        for length in (1, 7, 30):
+            prompt = torch.randint(3, tiny.vocab_size, (length,), generator=tiny.generator).tolist()
+            ids = prompt + (await engine.generate(input_ids=prompt, sampling_params=GREEDY))[IDS]
+            rows = proposals.take()
+            assert rows
+            for start, drafts in rows[:6]:
+                logits = tiny.logits_of_drafts(ids[: start + 1], drafts)
+                for row, draft in zip(logits, drafts, strict=True):
+                    assert row[draft] > row.max() - 1e-3
+                    checked += 1
+    assert checked >= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+async def test_outputs_with_a_random_head_are_those_of_plain_decoding(way: str, tiny: TinyHead) -> None:
+    found = await answers(**tiny.options, **WAYS[way])
+    plain = await answers(model_path=str(tiny.target), **WAYS[way])
+    assert [answer[IDS] for answer in found] == [answer[IDS] for answer in plain]
+    assert any("spec_verify_ct" in answer["meta_info"] for answer in found)
+
+
+async def test_a_head_that_predicts_the_model_is_always_right(tmp_path: Path) -> None:
+    """The next token of this model depends on the last one alone, and the head passes this token on."""
+    tiny = TinyHead(tmp_path, "EAGLE llama")
+    for folder in (tiny.target, tiny.head):
+        file = folder / "model.safetensors"
+        tensors = load_file(file)
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "fc.bias")):
+                tensor.zero_()
+            elif name == "model.norm.weight":
+                tensor.fill_(1)
+            elif name == "fc.weight":
+                tensor.copy_(torch.eye(*tensor.shape))
+        save_file(tensors, file, {"format": "pt"})
+    found = await answers(**tiny.options, speculative_num_steps=3)
+    plain = await answers(model_path=str(tiny.target))
+    assert [answer[IDS] for answer in found] == [answer[IDS] for answer in plain]
+    greedy = [answer["meta_info"] for answer in found[: len(found) // 2 : len(PARAMS)]]
+    assert all(meta["spec_accept_rate"] == 1 and meta["spec_accept_length"] > 3 for meta in greedy)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "sentence"),
+    [
+        ("EAGLE llama", {"speculative_draft_model_path": "target"}, "has no tensor fc.weight"),
+        ("EAGLE llama", {"speculative_algorithm": "EAGLE3"}, "does not fit the model"),
+        ("EAGLE3 llama", {"speculative_algorithm": "EAGLE"}, "is not a draft head of EAGLE"),
+        ("EAGLE llama", {"speculative_algorithm": "NEXTN"}, "NEXTN needs multi-token prediction layers of"),
+        ("NEXTN glm4_moe", {"model_path": "full"}, "was saved without multi-token prediction layers"),
+    ],
+)
+async def test_what_is_not_a_head_is_refused(kind: str, changed: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    tiny = TinyHead(tmp_path, kind)
+    folders = {"target": tiny.target, "head": tiny.head, "full": tiny.full}
+    options = {name: str(folders.get(value, value)) for name, value in changed.items()}
+    with pytest.raises((ConfigurationError, CheckpointError), match=sentence):
+        await Engine(log_level="error", **{**tiny.options, **options}).start()
+
+
+async def test_a_served_draft_head_is_refused(tmp_path: Path) -> None:
+    tiny = TinyHead(tmp_path, "EAGLE3 llama")
+    with pytest.raises(CheckpointError, match="name it in --speculative-draft-model-path"):
+        await Engine(log_level="error", model_path=str(tiny.head)).start()
