@@ -45,7 +45,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("native", "int8", "with_cpp", "with_onednn", "with_triton"),
     ),
     "moe": (
-        ("route", "mix", "prepare_experts", "prepare_grouped_experts"),
+        ("route", "mix", "prepare_experts", "prepare_grouped_experts", "one_expert"),
         ("native", "with_cpp", "with_triton"),
     ),
     "norm": (
@@ -87,6 +87,7 @@ class Kernels:
     mix: Callable[..., Tensor]
     prepare_experts: Callable[..., Mixture]
     prepare_grouped_experts: Callable[..., Mixture]
+    one_expert: Callable[..., Mixture]
     prepare_heads: Callable[[Tensor], Tensor]
     join: Callable[[Tensor, Tensor], Tensor]
     attend_latent: Callable[..., Tensor]

@@ -7,6 +7,7 @@ A backend file defines
     mix(x [T, E], mixture, weights, experts, activation, *, weigh_inputs=False) -> [T, E]
     prepare_experts(mixture, *, bits=None) -> mixture
     prepare_grouped_experts(mixture: GroupedMixture, dtype) -> mixture
+    one_expert(mixture, expert, size, inner_size) -> mixture
 
 `route` selects each token's `top_k` experts with the largest logits, the best first, equal logits by lower number. The
 weights are scores in float32: the softmax over all X logits, or the sigmoid of each logit with scoring="sigmoid". With
@@ -22,6 +23,9 @@ the sum is not weighted (Llama 4). `activation` is one of `ops.activation.ACTIVA
 `prepare_experts` is called once for complete weights, like `prepare` of `ops.matmul`. A backend without a faster
 layout, or without kernels for this number of bits, returns the weights unchanged. `prepare_grouped_experts` does the
 same for 4-bit weights and products in `dtype`.
+
+`one_expert` returns the plain weights of one expert of a prepared mixture, as a mixture with X = 1. It raises
+ValueError if the backend cannot read the layout.
 """
 
 from __future__ import annotations

@@ -58,6 +58,11 @@ def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixt
     return Mixture(*weights, *biases)
 
 
+def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
+    """Return the plain weights of one expert (see `ops.moe`)."""
+    return Mixture(*(None if each is None else each[expert : expert + 1] for each in mixture))  # pyright: ignore[reportArgumentType]
+
+
 def mix(
     x: Tensor,
     mixture: Mixture,

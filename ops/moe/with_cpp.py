@@ -14,9 +14,10 @@ from ops.activation.with_cpp import KINDS
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import TYPES, address, contiguous_tokens
 from ops.cpp.structures import Combine, Dispatch, Experts, PairTable, Product, Product8, Route
+from ops.embedding import with_cpp as embedding
 from ops.matmul import with_cpp as matmul
 from ops.matmul.grouped import GroupedWeight
-from ops.matmul.with_cpp import PACKED, PackedWeight4, PackedWeight8, product4, scratch8
+from ops.matmul.with_cpp import PACKED, PackedWeight, PackedWeight4, PackedWeight8, product4, scratch8
 from ops.moe import GroupedMixture, Grouping, Mixture, native
 
 MAX_EXPERTS = 1024
@@ -26,7 +27,7 @@ DEPTH = 32  # inner sizes are padded to multiples of it, which are whole steps o
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """Return all operations of `ops.moe`."""
-    operations = (route, mix, prepare_experts, prepare_grouped_experts)
+    operations = (route, mix, prepare_experts, prepare_grouped_experts, one_expert)
     return {operation.__name__: partial(operation, launcher) for operation in operations}
 
 
@@ -126,6 +127,33 @@ def prepare_grouped_experts(launcher: KernelLauncher, mixture: GroupedMixture, d
         _as_experts(pack(_each(down, padded)), num_experts, size + -size % width),
         _interleave_bias(gate_up_bias, padding, width // 2),
         down_bias,
+    )
+
+
+def one_expert(launcher: KernelLauncher, mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
+    """Return the plain weights of one expert. Raises ValueError if they are quantised."""
+    gate_up, down, gate_up_bias, down_bias = mixture
+    if not isinstance(gate_up, PACKED):
+        return native.one_expert(mixture, expert, size, inner_size)
+    if not (isinstance(gate_up, PackedWeight) and isinstance(down, PackedWeight)):
+        raise ValueError("Quantised experts cannot be read.")
+    half = launcher.library.panel_width // 2
+
+    def rows(packed: Tensor) -> Tensor:
+        num_experts, count, depth = packed.shape
+        flat = packed.as_strided((num_experts * count, depth), (depth, 1), packed.storage_offset())
+        ids = torch.arange(expert * count, (expert + 1) * count)
+        return embedding.make(launcher)["embed"](ids, flat.as_subclass(PackedWeight))
+
+    def separate(interleaved: Tensor) -> Tensor:  # the reverse of `_interleave`
+        parts = interleaved.unflatten(0, (-1, 2, half)).transpose(0, 1).flatten(1, 2)
+        return parts[:, :inner_size].flatten(0, 1).unsqueeze(0)
+
+    return Mixture(
+        separate(rows(gate_up)),
+        rows(down)[:size, :inner_size].unsqueeze(0),
+        None if gate_up_bias is None else separate(gate_up_bias[expert]),
+        None if down_bias is None else down_bias[expert : expert + 1],
     )
 
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ops.activation.with_triton import gate
 from ops.moe import Grouping, Mixture, native
-from ops.moe.native import prepare_experts, prepare_grouped_experts
+from ops.moe.native import one_expert, prepare_experts, prepare_grouped_experts
 
-__all__ = ["mix", "prepare_experts", "prepare_grouped_experts", "route"]
+__all__ = ["mix", "one_expert", "prepare_experts", "prepare_grouped_experts", "route"]
 
 SORT_BLOCK = 1024  # pairs per iteration of a sort program
 COMBINE_BLOCK = 1024

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ops.moe import GroupedMixture, Grouping, Mixture
 from runtime.layers.build import Build
+from runtime.layers.expert_changes import ExpertChange, mix_changed
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.layers.quantization import LinearLayout, QuantizationMethod
@@ -101,6 +102,8 @@ class MoE(Weighted):
         self.activation = activation
         self.routing = routing
         self.names = names
+        self.alternates = names.interleaved  # whether the family's own format has rows of gate and up in turns
+        self.changes: dict[int, ExpertChange] = {}  # of adapters, by slot
         self.kernels = build.kernels
         self.method = build.quantization
         router = [SubLayer(f"{name}.{names.router}", num_experts)]
@@ -145,6 +148,20 @@ class MoE(Weighted):
         self.allocate()
         if not self._inner.whole:
             self._summed_over = group
+
+    @property
+    def inner(self) -> ShardRange:
+        """This rank's part of the experts' inner dimension."""
+        return self._inner
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Whether the backend can read the weights of single experts. Valid after `prepare`."""
+        try:
+            self.kernels.one_expert(Mixture(self.gate_up, self.down), 0, self.size, self._inner.size)
+        except ValueError:
+            return False
+        return True
 
     def _layouts(self) -> list[LinearLayout]:
         """Return the layouts of `gate_up` and `down` if both stay in the checkpoint's groups, else []."""
@@ -242,6 +259,20 @@ class MoE(Weighted):
         )
         mixture = Mixture(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         mixed = kernels.mix(x, mixture, weights, experts, self.activation, weigh_inputs=routing.weigh_inputs)
+        for slot, tokens in batch.adapted.items():
+            change = self.changes.get(slot)
+            if change is not None:
+                mixed[tokens] = mix_changed(
+                    x[tokens],
+                    mixture,
+                    weights[tokens],
+                    experts[tokens],
+                    self.activation,
+                    change,
+                    kernels,
+                    inner_size=self.inner.size,
+                    weigh_inputs=routing.weigh_inputs,
+                )
         if self._summed_over is not None:
             mixed = self._summed_over.all_reduce(mixed)
         if self.shared is None:

@@ -22,6 +22,7 @@ MAX_NAMED = 5  # maximum number of tensors that an error names
 PREFIX = "base_model.model."  # of all names in peft's files
 _TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
 _MAGNITUDE = re.compile(r"(?P<layer>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
+_ALL_EXPERTS = re.compile(r".+\.experts(\.base_layer)*")  # peft writes one pair for all experts of a mixture
 _COPY = re.compile(r"(?P<layer>.+)\.base_layer\.weight")
 _TOKENS = re.compile(r"(?P<layer>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.default)?")
 
@@ -44,9 +45,10 @@ class TokenVectors(NamedTuple):
 class AdapterWeights(NamedTuple):
     """An adapter's tensors by the layer's name, float32, without peft's prefix."""
 
-    pairs: dict[str, LowRankPair]
+    pairs: dict[str, LowRankPair]  # pairs of all experts of a mixture are not scaled: their rank is that of one expert
     tokens: dict[str, TokenVectors]
     copies: dict[str, Tensor]  # [V, E] of the base model, which peft stores beside a change of the embedding or head
+    config: AdapterConfig
 
 
 def read_weights(folder: Path, config: AdapterConfig) -> AdapterWeights:
@@ -71,8 +73,6 @@ def read_weights(folder: Path, config: AdapterConfig) -> AdapterWeights:
         if replaced := _TOKENS.fullmatch(name):
             tokens[replaced["layer"]] = _token_vectors(folder, replaced["layer"], tensor, config)
             continue
-        if ".experts" in name and ".shared_experts" not in name:
-            raise CheckpointError(f"{folder}: {name} changes routed experts, which adapters cannot change yet.")
         if found is None or tensor.dim() != 2 or not tensor.is_floating_point():
             unknown.append(name)
         else:
@@ -87,7 +87,7 @@ def read_weights(folder: Path, config: AdapterConfig) -> AdapterWeights:
     pairs = {layer: _pair(folder, layer, sides, magnitudes.get(layer), config) for layer, sides in halves.items()}
     if not copies.keys() <= pairs.keys():
         raise CheckpointError(f"{folder}: {listed([*copies.keys() - pairs.keys()])} has a base_layer, but no change.")
-    return AdapterWeights(pairs, tokens, copies)
+    return AdapterWeights(pairs, tokens, copies, config)
 
 
 def check_copies(folder: Path, copies: Mapping[str, Tensor], facts: ModelFacts) -> None:
@@ -134,7 +134,8 @@ def _pair(
     if missing:
         raise CheckpointError(f"{folder}: {layer} has no lora_{missing.pop()}.")
     a, b = sides["A"].float(), sides["B"].float()
-    if a.shape[0] != b.shape[1] or not 1 <= a.shape[0] <= config.rank:
+    of_all_experts = _ALL_EXPERTS.fullmatch(layer) is not None
+    if a.shape[0] != b.shape[1] or a.shape[0] < 1 or (a.shape[0] > config.rank and not of_all_experts):
         raise CheckpointError(
             f"{folder}: the shapes {[*a.shape]} and {[*b.shape]} of {layer} are no pair of a rank up to {config.rank}."
         )
@@ -142,7 +143,7 @@ def _pair(
         raise CheckpointError(f"{folder}: {layer} has values that are not finite.")
     if magnitude is not None and (magnitude.shape != (len(b),) or not magnitude.isfinite().all()):
         raise CheckpointError(f"{folder}: the lora_magnitude_vector of {layer} must have {len(b)} finite numbers.")
-    return LowRankPair(a, b * config.scale(layer, a.shape[0]), magnitude)
+    return LowRankPair(a, b if of_all_experts else b * config.scale(layer, a.shape[0]), magnitude)
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:

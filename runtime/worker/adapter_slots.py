@@ -15,12 +15,15 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import LoraPlan
 from runtime.errors import CheckpointError
 from runtime.layers.embedding import VocabularyChange
+from runtime.layers.expert_changes import ExpertChange
 from runtime.layers.linear import Linear
 from runtime.layers.lm_head import LMHead
 from runtime.layers.low_rank import AdapterPart, LowRankSlots
+from runtime.layers.moe import MoE
 from runtime.loading.adapter_files import AdapterWeights, LowRankPair, TokenVectors, listed
 from runtime.loading.loader import tensor_name
 from runtime.modeling.decoder import Decoder
+from runtime.worker.adapter_experts import fit_experts, is_of_experts
 
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
@@ -64,6 +67,11 @@ class LayerSlots:
                 self.layers.append(layer)
         if not self.layers:
             raise CheckpointError("--enable-lora: this model has no linear layer that an adapter could change.")
+        # Mixtures whose experts may change, by block. Experts in a quantised layout take no adapters.
+        self.mixtures: dict[int, MoE] = {}
+        for mixture in model.modules():
+            if isinstance(mixture, MoE) and (block := _BLOCK.search(f".{mixture.name}.")) and mixture.takes_adapters:
+                self.mixtures[int(block[1])] = mixture
         # Only the first stage of a pipeline has them.
         self.vocabulary = {each.name: each for each in (model.embedding, model.head) if each is not None}
 
@@ -78,8 +86,12 @@ class LayerSlots:
         chosen: dict[int, dict[int, LowRankPair]] = {}
         pairs: dict[str, LowRankPair] = {}
         tokens: dict[str, TokenVectors] = {}
+        experts: dict[int, dict[str, LowRankPair]] = {}
         for name, pair in weights.pairs.items():
-            our_name = self._our_name(name)
+            our_name, block = self._our_name(name), _BLOCK.search(name)
+            if is_of_experts(name) and block is not None and int(block[1]) in self.mixtures:
+                experts.setdefault(int(block[1]), {})[name] = pair
+                continue
             if our_name in self.vocabulary:
                 pairs[our_name] = pair
                 continue
@@ -103,8 +115,16 @@ class LayerSlots:
             self,
             {index: self._packed(folder, index, parts) for index, parts in chosen.items()},
             self._vocabulary_changes(folder, pairs, tokens),
+            {
+                block: fit_experts(folder, self.mixtures[block], of_block, weights.config).to(
+                    torch.device("cpu"), self._dtype
+                )
+                for block, of_block in experts.items()
+            },
             {index: self._magnitudes(index, parts) for index, parts in chosen.items()} if has_magnitudes else {},
-            by_operations=has_magnitudes or bool(weights.tokens) or any(map(_is_outside, weights.pairs)),
+            by_operations=has_magnitudes
+            or bool(weights.tokens)
+            or any(_is_outside(name) or is_of_experts(name) for name in weights.pairs),
         )
 
     def kept(self, x: Tensor) -> Tensor:
@@ -207,6 +227,7 @@ class LayerAdapter:
     _slots: LayerSlots
     _parts: dict[int, AdapterPart]  # by the layer's index
     _vocabulary: Mapping[str, VocabularyChange]  # by name
+    _experts: Mapping[int, ExpertChange]  # by block
     # Of layers that are not measured yet: the lengths of the rows of the adapted weight, float32 [O].
     _magnitudes: dict[int, Tensor] = field(default_factory=dict)
     by_operations: bool = False
@@ -221,6 +242,12 @@ class LayerAdapter:
                 module.changes.pop(slot, None)
             else:
                 module.changes[slot] = change.to(module.device)
+        for block, mixture in self._slots.mixtures.items():
+            of_experts = self._experts.get(block)
+            if of_experts is None:
+                mixture.changes.pop(slot, None)
+            else:
+                mixture.changes[slot] = of_experts.to(self._slots.device)
 
     def measure(self) -> bool:
         if not self._magnitudes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import tiny_foreign
@@ -98,3 +100,57 @@ async def test_models_of_transformers_take_adapters(model_type: str) -> None:
         for _ in range(2):
             assert await answers(engine, asked) == wanted
         engine.core.check()
+
+
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+
+
+@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow), pytest.param("mixtral", marks=pytest.mark.slow)],
+)
+async def test_adapters_change_routed_experts(family: str, tp_size: int, tmp_path: Path) -> None:
+    base = model_path(family)
+    folders = {
+        "experts": adapter(base, 1, 4, ("q_proj", "v_proj"), target_parameters=EXPERTS),
+        "down alone": adapter(base, 2, 8, ("k_proj",), target_parameters=EXPERTS[1:]),
+    }
+    separate = {"one by one": by_expert(Path(folders["experts"]), tmp_path, family)}
+    paths = [f"{name}={folder}" for name, folder in {**folders, **separate}.items()]
+    asked = [(name, number) for number in (5, 17) for name in (None, *folders)]
+    async with Engine(base, lora_paths=paths, tp_size=tp_size, **PLAIN) as engine:
+        wanted = expected(base, folders, asked)
+        assert wanted[0] != wanted[1] != wanted[2]
+        assert await answers(engine, asked) == wanted
+        assert await answers(engine, [("one by one", 5), ("one by one", 17)]) == [wanted[1], wanted[4]]
+
+
+def by_expert(folder: Path, target: Path, family: str) -> str:
+    """Write the same adapter with a pair for each expert, as for models whose experts are modules of their own."""
+    tensors, config = (
+        load_file(folder / "adapter_model.safetensors"),
+        json.loads((folder / "adapter_config.json").read_text()),
+    )
+    rank, found = config["r"], {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name or name.endswith(".lora_B.weight"):
+            found |= {} if ".experts." in name else {name: tensor}
+            continue
+        prefix = name[: name.index(".experts.")] + ".experts"
+        other = tensors[name.replace("lora_A", "lora_B")]
+        num_experts = len(tensor) // rank
+        a, b = tensor.unflatten(0, (num_experts, rank)), other.unflatten(1, (rank, num_experts))
+        down = other.shape[0] == tensors[f"{prefix.replace('mlp.experts', 'self_attn.q_proj')}.lora_A.weight"].shape[1]
+        halves = {"down_proj": b}
+        if not down:
+            gate, up = (b[::2], b[1::2]) if family == "gpt_oss" else b.chunk(2)
+            halves = {"gate_proj": gate, "up_proj": up}
+        for part, half in halves.items():
+            for expert in range(num_experts):
+                layer = f"{prefix}.{expert}.{part}"
+                found[f"{layer}.lora_A.weight"] = a[expert].contiguous()
+                found[f"{layer}.lora_B.weight"] = half[:, :, expert].contiguous()
+    save_file({name: tensor.clone() for name, tensor in found.items()}, target / "adapter_model.safetensors")
+    (target / "adapter_config.json").write_text(json.dumps({**config, "target_parameters": None}))
+    return str(target)
