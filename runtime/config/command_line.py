@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from runtime.config.option_table import Option, Options
+from runtime.config.suggestions import closest
 from runtime.config.values import from_words
 from runtime.errors import ConfigurationError
 
+COMMANDS = ("serve", "explain", "bench", "batch", "quantize", "shard", "models", "top", "help")
 _NUMBER = re.compile(r"-\.?\d")
 
 
@@ -38,8 +40,10 @@ def _stray(word: str) -> str:
     if word == "serve":
         return "unknown command 'serve': without one a server starts; leave it out."
     if "/" in word:
-        return f"{word!r} stands alone: a model is given by --model-path {word}."
-    return f"unknown command {word!r}; options begin with two dashes."
+        return f"{word!r} stands alone: a model is given by `penstock serve {word}` or --model-path {word}."
+    likely = closest(word, COMMANDS)
+    hint = f"; did you mean {likely}?" if likely else "; options begin with two dashes."
+    return f"unknown command {word!r}{hint}"
 
 
 def _value(option: Option, negated: bool, words: list[str]) -> Any:

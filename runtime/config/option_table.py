@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields
-from difflib import SequenceMatcher
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from runtime.config.option_spec import Json, OptionSpec
 from runtime.config.other_names import instead_of
+from runtime.config.suggestions import closest
 from runtime.errors import ConfigurationError
 
 MAX_LISTED = 6  # maximum number of flags listed in an error message
@@ -138,13 +138,9 @@ def _option(declared: Field, hint: Any, group: str, title: str) -> Option:
 
 def _suggestion(wanted: str, known: Iterable[str]) -> str:
     """Return the end of an error message: it suggests the most similar known name if one is similar enough."""
-
-    def likeness(name: str) -> float:
-        whole, beginning = (SequenceMatcher(None, wanted, part) for part in (name, name[: len(wanted)]))
-        return max(whole.ratio(), 0.95 * beginning.ratio())
-
-    best = max(known, key=likeness)
-    return f"; did you mean {best}?" if likeness(best) > 0.7 else "."
+    general = ("--help", "--version") if wanted.startswith("--") else ()
+    best = closest(wanted, (*general, *known))
+    return f"; did you mean {best}?" if best else "."
 
 
 def _listed(flags: list[str]) -> str:

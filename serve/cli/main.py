@@ -43,7 +43,18 @@ def _execute(words: Sequence[str]) -> int:
     if name in COMMANDS:
         module, _, function = COMMANDS[name].partition(":")
         return getattr(import_module(module), function)(rest)
+    if name == "help":
+        return _help(rest)
+    if name == "serve" and rest and not rest[0].startswith("-"):
+        return _serve(["--model-path", *rest])
     return _serve(rest if name == "serve" else words)
+
+
+def _help(words: Sequence[str]) -> int:
+    """Execute `penstock help [COMMAND or WORD]`."""
+    if words and words[0] in COMMANDS and words[0] != "explain":  # explain has the options of the server
+        return _execute([words[0], "--help"])
+    return _serve(["--help", *words])
 
 
 def failed(error: EngineFailure) -> str:
@@ -69,8 +80,9 @@ def version() -> str:
 
 
 def _serve(words: Sequence[str]) -> int:
-    if "-h" in words or "--help" in words:
-        sys.stdout.write(help_text())
+    asked = next((at for at, word in enumerate(words) if word in ("-h", "--help")), None)
+    if asked is not None:
+        sys.stdout.write(help_text(" ".join(words[asked + 1 : asked + 2])))
         return 0
     if "--version" in words:
         sys.stdout.write(f"penstock {version()}\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from itertools import groupby
 from textwrap import fill
@@ -9,26 +10,70 @@ from textwrap import fill
 from runtime.config import Json, Option, Outcome, options, shown
 
 WIDTH = 100
+_EMPHASIS = re.compile(r"\*([A-Z][a-z ]+)\*")  # *No effect*
 _METAVARS = {int: "N", float: "X", str: "TEXT", Json: "JSON"}
-_HEADER = """\
-usage: penstock [options]             serve a model over HTTP (also: python -m serve)
-       penstock explain [options]     show the resolved options, with reasons
-       penstock bench COMMAND ...     measure
-       penstock batch IN OUT [options]  answer a file of requests without a server
-       penstock quantize [options]    write a checkpoint with quantised weights
-       penstock shard [options]       write a checkpoint with separate files per rank
-       penstock top [--url URL]       watch a running server
-       penstock models [NAME ...]     list the supported architectures and their features
+_COMMANDS = """\
+usage: penstock [serve MODEL] [options]  serve a model over HTTP (also: python -m serve)
+       penstock explain [options]        show the resolved options, with reasons
+       penstock bench COMMAND ...        measure
+       penstock batch IN OUT [options]   answer a file of requests without a server
+       penstock quantize [options]       write a checkpoint with quantised weights
+       penstock shard [options]          write a checkpoint with separate files per rank
+       penstock top [--url URL]          watch a running server
+       penstock models [NAME ...]        list the supported architectures and their features
        penstock --version
 
-Options may be abbreviated as long as they are unique. Without --model-path, a small demo model is served.
+Options may be abbreviated as long as they are unique. Without a model, a small demo model is served.
+"""
+# The options of the short help: what most servers set.
+_MAIN = (
+    "model_path", "host", "port", "api_key", "served_model_name", "context_length", "dtype", "quantization", "device",
+    "tp_size", "mem_fraction_static", "max_running_requests", "chat_template", "tool_call_parser", "reasoning_parser",
+    "lora_paths", "speculative_algorithm", "enable_metrics", "log_level", "config",
+)  # fmt: skip
+_MORE = """\
+penstock --help all       all options
+penstock --help WORD      the options with this word, for example: penstock --help lora
+docs/arguments.md has the same list as a table.
 """
 
 
-def help_text() -> str:
-    """Return the text of `--help`: supported options by group, and the names of unsupported ones."""
-    parts = [_HEADER]
-    for title, group in by_group():
+def help_text(topic: str = "") -> str:
+    """Return the text of `--help`: the main options, "all", or those that a word names or describes."""
+    if topic == "all":
+        return f"{_COMMANDS}\n{_full(options())}"
+    if topic:
+        return _about(topic)
+    by_name = {option.name: option for option in options()}
+    lines = [_line(by_name[name]) for name in _MAIN]
+    return "\n".join([_COMMANDS, *lines, "", _MORE])
+
+
+def _about(topic: str) -> str:
+    """Return the help of the options with this word in a flag or, if there is none, in the group or the text."""
+    word = topic.strip("-").replace("_", "-").lower()
+    found = [option for option in options() if any(word in flag for flag in spellings(option))]
+    if not found:
+        found = [each for each in options() if word in f"{each.title} {each.spec.help}".replace("_", "-").lower()]
+    return _full(found) if found else f"No option has the word {topic[:80]!r}; penstock --help all lists the options.\n"
+
+
+def _line(option: Option) -> str:
+    """Return an option's flag and the beginning of its help in one line."""
+    flag = f"  {option.flag} {_METAVARS.get(option.type, '')}".rstrip()
+    sentence = option.spec.help.partition(". ")[0].partition(";")[0].partition(": ")[0]
+    text = f"{flag:<32}{sentence.rstrip('.')}"
+    return text if len(text) <= WIDTH else f"{text[: WIDTH - 5].rpartition(' ')[0].rstrip(',')} ..."
+
+
+def _full(chosen: Iterable[Option]) -> str:
+    """Return the whole help of these options by group, and the names of unsupported ones."""
+    wanted = {option.name for option in chosen}
+    parts: list[str] = []
+    for title, members in by_group():
+        group = [option for option in members if option.name in wanted]
+        if not group:
+            continue
         parts.append(f"{title}:")
         parts += [_paragraph(option) for option in group if option.spec.outcome is not Outcome.PLANNED]
         later = [option.flag for option in group if option.spec.outcome is Outcome.PLANNED]
@@ -100,7 +145,7 @@ def _later(option: Option) -> str:
 
 def _filled(text: str, *, indent: str, rest: str | None = None) -> str:
     return fill(
-        text.replace("*", ""),
+        _EMPHASIS.sub(r"\1", text),
         WIDTH,
         initial_indent=indent,
         subsequent_indent=indent if rest is None else rest,

@@ -71,7 +71,7 @@ def test_words_are_read(words: list[str], name: str, value: object) -> None:
         (["--disable-radix-cache", "maybe"], "--disable-radix-cache must be true or false, not 'maybe'."),
         (["--no-enable-mixed-chunk", "x"], "--no-enable-mixed-chunk takes no value."),
         (["--no-port"], "--no-port is not an option; did you mean"),
-        (["model"], "unknown command 'model'; options begin with two dashes."),
+        (["model"], "unknown command 'model'; did you mean models?"),
         (["-p", "80"], "-p is the beginning of several options: "),
     ],
 )

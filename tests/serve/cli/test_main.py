@@ -65,9 +65,30 @@ def test_answers_without_torch(words: list[str]) -> None:
     assert run_python(code).returncode == 0
 
 
-def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_fits_a_screen_and_knows_topics(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
+    short = capsys.readouterr().out
+    assert len(short.splitlines()) <= 40
+    assert max(map(len, short.splitlines())) <= 100
+    assert main(["help"]) == 0
+    assert capsys.readouterr().out == short
+    for words in (["help", "lora"], ["--help", "--lora"], ["serve", "-h", "LoRA"]):
+        assert main(words) == 0
+        text = capsys.readouterr().out
+        assert "--lora-paths" in text
+        assert "--port" not in text
+    assert main(["help", "no-such-thing"]) == 0
+    assert "No option has the word 'no-such-thing'" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["help", "models"])
+    assert "usage: penstock models" in capsys.readouterr().out
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help", "all"]) == 0
     text = capsys.readouterr().out
+    assert "*: all origins" in text
+    assert "*No effect*" not in text
     for option in options():
         for flag in option.flags if option.spec.outcome == "works" else [option.flag]:
             assert flag in text
@@ -88,6 +109,35 @@ def test_server_gets_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(run=served.append))
     assert main(["--port", "1"]) == main(["serve", "--port", "1"]) == 0
     assert served == [Args.of(port=1)] * 2
+
+
+def test_a_model_may_follow_serve(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    served: list[Args] = []
+    monkeypatch.setattr(cli, "import_module", lambda name: SimpleNamespace(run=served.append))
+    assert main(["serve", "Qwen/Qwen3-8B", "--port", "1"]) == 0
+    assert served == [Args.of(model_path="Qwen/Qwen3-8B", port=1)]
+    assert main(["Qwen/Qwen3-8B"]) == 2
+    assert "`penstock serve Qwen/Qwen3-8B`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("--hlep", "--help"),
+        ("--verison", "--version"),
+        ("--modle", "--model"),
+        ("--prot", "--port"),
+        ("--contxt-length", "--context-length"),
+        ("--length-context", "--context-length"),
+        ("--max-seqs-running", "--max-running-requests"),
+        ("benhc", "bench"),
+        ("--zzz", ""),
+    ],
+)
+def test_suggestions_weigh_letters_and_words(word: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([word]) == 2
+    said = capsys.readouterr().err
+    assert (f"did you mean {meant}?" in said) if meant else "did you mean" not in said
 
 
 def test_bench_gets_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

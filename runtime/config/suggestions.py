@@ -1,0 +1,51 @@
+"""Finds the known name that a user most likely meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+ENOUGH = 0.7  # likeness from which on a name is suggested
+# Words of other servers for the same thing, so that meaning counts besides spelling.
+_SYNONYMS = {
+    "ctx": "context", "seq": "context", "seqs": "requests", "len": "length", "size": "length", "gpu": "device", "gpus": "tp",
+    "quant": "quantization", "mem": "memory", "concurrency": "running", "concurrent": "running", "parallel": "tp",
+    "key": "api", "token": "api", "name": "served", "alias": "served", "adapters": "lora", "adapter": "lora",
+}  # fmt: skip
+
+
+def closest(wanted: str, known: Iterable[str]) -> str | None:
+    """Return the most similar known name, or None if no name is similar enough."""
+    best = max(known, key=lambda name: (_likeness(wanted, name), -len(name)), default=None)
+    return best if best is not None and _likeness(wanted, best) > ENOUGH else None
+
+
+def _likeness(wanted: str, name: str) -> float:
+    """Return 1 for equal names. Typing errors cost less in long names; names of the same words are alike."""
+    whole = 1 - num_edits(wanted, name) / max(len(wanted), len(name))
+    beginning = 1 - num_edits(wanted, name[: len(wanted)]) / len(wanted)
+    return max(whole, 0.95 * beginning, 0.95 * _shared_words(wanted, name))
+
+
+def _shared_words(wanted: str, name: str) -> float:
+    """Return the share of the words that both names have, in any order."""
+    mine, yours = (_words(each) for each in (wanted, name))
+    shared = len(mine & yours)
+    return shared / len(mine | yours) if shared > 1 or shared == len(mine) == len(yours) else 0
+
+
+def _words(name: str) -> set[str]:
+    return {_SYNONYMS.get(word, word) for word in re.split(r"[-_]", name) if word not in ("", "max", "num")}
+
+
+def num_edits(one: str, other: str) -> int:
+    """Return the number of letters to insert, delete, replace or swap with their neighbour (optimal alignment)."""
+    before, row = [], list(range(len(other) + 1))
+    for i, letter in enumerate(one, start=1):
+        before, last, row = row, before, [i]
+        for j, target in enumerate(other, start=1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != target))
+            if i > 1 and j > 1 and letter == other[j - 2] and one[i - 2] == target:
+                cost = min(cost, last[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
