@@ -23,7 +23,7 @@ usage: penstock [serve MODEL] [options]  serve a model over HTTP (also: python -
        penstock models [NAME ...]        list the supported architectures and their features
        penstock --version
 
-Options may be abbreviated as long as they are unique. Without a model, a small demo model is served.
+Options may be abbreviated if they stay unique. Without a model, a small demo model is served.
 """
 # The options of the short help: what most servers set.
 _MAIN = (
