@@ -9,7 +9,8 @@ ENOUGH = 0.7  # likeness from which on a name is suggested
 # Words of other servers for the same thing, so that meaning counts besides spelling.
 _SYNONYMS = {
     "ctx": "context", "seq": "context", "seqs": "requests", "len": "length", "size": "length", "gpu": "device",
-    "gpus": "tp", "quant": "quantization", "mem": "memory", "concurrency": "running", "concurrent": "running", "parallel": "tp",
+    "gpus": "tp", "quant": "quantization", "mem": "memory", "concurrency": "running", "concurrent": "running",
+    "parallel": "tp",
     "key": "api", "token": "api", "name": "served", "alias": "served", "adapters": "lora", "adapter": "lora",
 }  # fmt: skip
 
