@@ -8,7 +8,7 @@ from runtime.config.plan import SchedulerPlan
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import DraftCounts
 from runtime.scheduler.request_tables import Running
-from runtime.scheduler.sampling import depends_on_output
+from runtime.scheduler.sampling import forbids_ends
 from runtime.sequence import Sequence
 from runtime.speculative.model_drafts import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
@@ -17,10 +17,10 @@ from runtime.speculative.ngram import NgramDrafter
 class Drafting:
     """Collects drafts from the drafters of running sequences, and allocates pages for them.
 
-    A sequence has a drafter only if its tokens depend on logits, seed and position alone: it has no constraint,
-    penalties or minimum length. While drafts are in flight, the sequence is in
-    at most one further step, because only the device knows where that row begins (`may_follow`). Steps of other
-    sequences overlap as usual. That further row has drafts only if a draft model proposes them on the device.
+    A sequence with a constraint has no drafter, because its masks depend on tokens that only the device knows. While
+    drafts are in flight, a sequence is in at most one further step, because only the device knows where that row
+    begins (`may_follow`). Steps of other sequences overlap as usual. That further row has drafts only if a draft model
+    proposes them on the device.
     """
 
     def __init__(self, plan: SchedulerPlan, cache: PrefixCache, running: Running) -> None:
@@ -42,7 +42,7 @@ class Drafting:
             return
         asked = sequence.sampling.speculative
         most = self._max_drafts if asked is None else min(asked, self._max_drafts)
-        if most and not depends_on_output(sequence):
+        if most:
             sequence.drafter = ModelDrafter(most) if self.by_model else NgramDrafter(most, *self._windows)
 
     def propose(self, decodes: Collection[Sequence], num_drafted: int = 0) -> dict[Sequence, list[int]]:
@@ -79,12 +79,13 @@ class Drafting:
         """Return whether a sequence with drafts in flight may be in the next step, with a row that follows the drafts.
 
         The sequence must wait in three cases: the choice of a token depends on its output position (seeded draws) and
-        the device cannot compute it, the drafts may end the output, or an earlier token or another such row is in
-        flight.
+        the device cannot compute it (`min_new_tokens` is such a choice, too), the drafts may end the output, or an
+        earlier token or another such row is in flight.
         """
         return (
             self._follows
             and (self._follows_draws or sequence.sampling.greedy)
+            and not forbids_ends(sequence)
             and sequence.num_pending == 1 + sequence.num_drafted
             and sequence.num_computed + 1 < sequence.max_tokens
         )

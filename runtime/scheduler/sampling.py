@@ -125,24 +125,17 @@ def is_penalised(sequence: Sequence) -> bool:
     return bool(params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1.0)
 
 
-def depends_on_output(sequence: Sequence) -> bool:
-    """Whether the choice of a token depends on the tokens before it, other than through the model, or on their number.
-
-    Random numbers do not count, although they depend on the number.
-    """
-    return is_penalised(sequence) or _forbids_ends(sequence)
-
-
 def is_special(sequence: Sequence) -> bool:
     """Whether tokens depend on more than logits, seed and position, or need log-probabilities."""
     return (
-        depends_on_output(sequence)
+        is_penalised(sequence)
+        or forbids_ends(sequence)
         or sequence.request.logprobs is not None
         or bool(sequence.sampling.logit_bias or sequence.banned_ids)
     )
 
 
-def _forbids_ends(sequence: Sequence) -> bool:
+def forbids_ends(sequence: Sequence) -> bool:
     """Whether `min_new_tokens` is enforced here. A grammar enforces it itself."""
     return sequence.sampling.min_new_tokens > 0 and bool(sequence.stop_ids) and sequence.request.grammar is None
 
@@ -157,7 +150,7 @@ def _gather_bias(special_rows: list[tuple[int, Sequence]], positions: Longs, voc
     values: list[float] = []
     for row, sequence in special_rows:
         params = sequence.sampling
-        too_short = positions[row] < params.min_new_tokens and _forbids_ends(sequence)
+        too_short = positions[row] < params.min_new_tokens and forbids_ends(sequence)
         forbidden = sequence.banned_ids | sequence.stop_ids if too_short else sequence.banned_ids
         for token_id, value in params.logit_bias.items():
             if token_id not in forbidden:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.batch import Batch, uniform_numbers
+from runtime.batch import Batch, Drafts, Sampling, uniform_numbers
 
 DRAFT_ARRAYS = ("draft_sequences", "draft_firsts", "draft_owners", "draft_ids", "draft_lengths")
 
@@ -32,6 +32,26 @@ def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
         "draft_owners": owners.astype(np.int64),  # [D], index into [R] of each row with drafts
         "draft_ids": np.where(is_draft, ids, -1).astype(np.int64),  # [D, K]; -1 equals no token
         "draft_lengths": batch.starts[drafts.rows] + np.int32(1),  # [D], computed tokens if no draft is accepted
+    }
+
+
+def drafts_before(batch: Batch, drafts: Drafts, sampling: Sampling, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Return, for these P of the sampled positions, the drafts of the same row before each, by name.
+
+    Drafts are accepted in order, so at each position they are the output since the row began.
+    """
+    row_of = sampling.row_of[rows]
+    firsts = np.searchsorted(sampling.row_of, row_of)
+    offsets = rows - firsts
+    numbers = np.arange(int(offsets.max()))
+    places = sampling.positions[firsts][:, None] + 1 + numbers
+    ids = batch.token_ids[np.minimum(places, len(batch.token_ids) - 1)]
+    owners = np.searchsorted(drafts.rows, row_of)
+    is_drafted = drafts.rows[np.minimum(owners, len(drafts.rows) - 1)] == row_of
+    return {
+        "draft_offsets": offsets.astype(np.int64),  # [P], number of drafts before the position
+        "draft_owners": np.where(is_drafted, owners, len(drafts.rows)).astype(np.int64),  # [P]; D: no drafts
+        "drafts_before": np.where(numbers < offsets[:, None], ids, -1).astype(np.int64),  # [P, K]
     }
 
 

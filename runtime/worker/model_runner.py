@@ -425,6 +425,8 @@ class StepExecutor:
             sampled = self._sampler.sample(logits, batch, samples.more)
         if sampled is not None:
             sampled = replace(sampled, accepted=self._keep(samples, sampled.ids))
+            if sampled.uncounted is not None and sampled.accepted is not None:
+                self._sampler.count(sampled, sampled.accepted)
         if batch.prompt_logprobs:
             prompts = self._sampler.score_prompts(
                 hidden,

@@ -17,6 +17,7 @@ from runtime.batch import Batch, Bias, Penalties, PromptLogprobs, Sampling
 from runtime.request import Logprobs
 from runtime.sampling_params import ROW_ARRAYS, RowArray
 from runtime.worker.device import Device
+from runtime.worker.drafts import drafts_before
 from runtime.worker.host_data import NO_HOST_DATA, Arrived, HostDataGate
 from runtime.worker.logits_dump import LogitsDump
 from runtime.worker.logprobs import (
@@ -34,6 +35,7 @@ logger = logging.getLogger("penstock.scheduler")
 # Names of the row arrays that `choose` reads (FIELDS), and of those that change the logits before (PENALTIES).
 FIELDS = SamplingArrays._fields
 PARAMS = tuple(name for name in FIELDS if name in ROW_ARRAYS)
+ROWS_WITH_DRAFTS = 64  # rows of drafts whose token counts are copied at once
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
@@ -92,6 +94,8 @@ class Sampled:
     scored_rows: tuple[int, ...] = ()  # positions (of N) in `scored`
     host_data: Arrived = NO_HOST_DATA
     accepted: Tensor | None = None  # int64 [D], accepted drafts of each row with drafts; None: no drafts
+    # Arrays of the step if tokens of penalised rows are counted only when the accepted drafts are known.
+    uncounted: Mapping[str, Tensor] | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that must be copied to the host before `read`."""
@@ -162,7 +166,7 @@ class Sampler:
         sampling = batch.sampling
         arrays = NO_ARRAYS
         if sampling is not None and not sampling.host_data:
-            arrays = self._host_arrays(sampling, NO_HOST_DATA)
+            arrays = self._host_arrays(batch, sampling, NO_HOST_DATA)
         return {**arrays, **prompt_arrays(batch.prompt_logprobs)} if batch.prompt_logprobs else arrays
 
     def sample(self, logits: Tensor, batch: Batch, staged: Staged = NOT_STAGED) -> Sampled:
@@ -180,7 +184,7 @@ class Sampler:
         if self._dump is not None:
             self._dump.write(logits, batch)
         if "greedy" not in staged.host:
-            host = self._host_arrays(sampling, arrived)
+            host = self._host_arrays(batch, sampling, arrived)
             staged = Staged(host, self._staging.copy(host))
         host, on_device = staged
         scored_logits = None
@@ -196,12 +200,15 @@ class Sampler:
         masks = Masks(on_device["masked_rows"], on_device["bitmasks"]) if "masked_rows" in on_device else None
         plan = None if self._is_host else SamplingArrays(*(torch.from_numpy(host[name]) for name in FIELDS))
         ids, sound = self._choose(logits, sampling_arrays(on_device), plan, masks)
-        if "penalised_rows" in on_device:
+        uncounted = None
+        if "draft_offsets" in on_device:
+            uncounted = on_device
+        elif "penalised_rows" in on_device:
             self._seen.add(on_device["counted"], ids[on_device["penalised_rows"]])
         if failed:
             arrived = arrived._replace(failed={*arrived.failed, *failed})
         if sampling.logprobs is None or "scored_rows" not in on_device:
-            return Sampled(ids, sound, host_data=arrived)
+            return Sampled(ids, sound, host_data=arrived, uncounted=uncounted)
         rows, scored_ids = tuple(host["scored_rows"].tolist()), ids
         if len(rows) < len(ids):
             scored_ids = ids[on_device["scored_rows"]]
@@ -210,7 +217,16 @@ class Sampler:
         params = [params for params in sampling.logprobs if params is not None]
         temperature, requested = on_device["scored_temperature"], on_device["requested_ids"]
         scored = score_rows(scored_logits, scored_ids, temperature, requested, params, self._score)
-        return Sampled(ids, sound, scored, rows, arrived)
+        return Sampled(ids, sound, scored, rows, arrived, uncounted=uncounted)
+
+    def count(self, sampled: Sampled, accepted: Tensor) -> None:
+        """Count the tokens of penalised rows in a step with drafts, when the number of accepted drafts [D] is known."""
+        arrays = sampled.uncounted
+        if arrays is None:
+            return
+        accepted = torch.cat([accepted, accepted.new_zeros(1)])  # of rows without drafts
+        used = arrays["draft_offsets"] <= accepted[arrays["draft_owners"]]
+        self._seen.add_if(used, arrays["counted"], sampled.ids[arrays["penalised_rows"]])
 
     def score_prompts(
         self,
@@ -222,7 +238,7 @@ class Sampler:
         """Score prompt tokens by the raw logits of the positions before them; see `logprobs.score_prompts`."""
         return score_prompts(hidden, logits_of, requests, staged.on_device, self._score)
 
-    def _host_arrays(self, sampling: Sampling, arrived: Arrived) -> dict[str, np.ndarray]:
+    def _host_arrays(self, batch: Batch, sampling: Sampling, arrived: Arrived) -> dict[str, np.ndarray]:
         """Return all arrays that the device needs for these positions, by name."""
         arrays = {"greedy": sampling.greedy, "uniform": sampling.uniform, **sampling.params}
         for name in PARAMS:
@@ -230,6 +246,9 @@ class Sampler:
                 arrays[name] = _neutral(name, len(sampling.positions))
         if sampling.penalties is not None:
             self._add_penalties(arrays, sampling, sampling.penalties, arrived.without_token)
+            rows = arrays["penalised_rows"]
+            if batch.drafts is not None and np.isin(sampling.row_of[rows], batch.drafts.rows).any():
+                arrays |= drafts_before(batch, batch.drafts, sampling, rows)
         if sampling.bias is not None or arrived.biases:
             bias = _joined_biases(sampling.bias, arrived.biases)
             arrays["bias_rows"], arrays["bias_ids"], arrays["bias_values"] = bias
@@ -270,16 +289,18 @@ class Sampler:
                 on_device[f"prompt {fresh.sequence_index}"],
                 on_device[f"output {fresh.sequence_index}"],
             )
-        if not len(on_device["penalised_rows"]):
+        rows, indices = on_device["penalised_rows"], on_device["counted"]
+        if not len(rows):
             return
-        self._penalize(
-            logits,
-            on_device["penalised_rows"],
-            on_device["counted"],
-            self._seen.counts,
-            self._seen.in_prompt,
-            *(on_device[f"penalised_{name}"] for name in PENALTIES),
-        )
+        strengths = [on_device[f"penalised_{name}"] for name in PENALTIES]
+        if "draft_offsets" not in on_device:
+            self._penalize(logits, rows, indices, self._seen.counts, self._seen.in_prompt, *strengths)
+            return
+        for piece in torch.arange(len(rows), device=rows.device).split(ROWS_WITH_DRAFTS):
+            counts = self._seen.with_drafts(indices[piece], on_device["drafts_before"][piece])
+            own = torch.arange(len(piece), device=rows.device)
+            in_prompt = self._seen.in_prompt[indices[piece]]
+            self._penalize(logits, rows[piece], own, counts, in_prompt, *(each[piece] for each in strengths))
 
 
 class SeenTokens:
@@ -313,6 +334,16 @@ class SeenTokens:
     def add(self, indices: Tensor, ids: Tensor) -> None:
         """Count one generated token in each of these distinct rows."""
         self.counts[indices, ids] = self.counts[indices, ids] + 1
+
+    def add_if(self, used: Tensor, indices: Tensor, ids: Tensor) -> None:
+        """Count a generated token where `used`, bool [P], is true. Rows may repeat."""
+        self.counts.index_put_((indices, ids), used.to(self.counts.dtype), accumulate=True)
+
+    def with_drafts(self, indices: Tensor, drafts: Tensor) -> Tensor:
+        """Return the counts [P, V] of these rows after the drafts int64 [P, K]; -1 is no draft."""
+        is_draft = drafts >= 0
+        counts = self.counts[indices]  # a copy
+        return counts.scatter_add_(1, drafts.clamp(min=0), is_draft.to(counts.dtype))
 
     def known(self, ids: np.ndarray) -> np.ndarray:
         """Return the ids that are in the vocabulary, int64. Placeholders of images are not."""

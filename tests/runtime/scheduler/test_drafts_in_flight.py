@@ -63,7 +63,7 @@ def greedy(first: int, *, vocab_size: int = VOCAB, **values: Any) -> Sequence:
 
 def plain(first: int, **values: Any) -> Sequence:
     """Return a sequence that never has drafts."""
-    values = {"frequency_penalty": 0.5} | values
+    values = {"speculative": False} | values
     return greedy(first, **values)
 
 
