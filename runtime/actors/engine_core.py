@@ -15,7 +15,7 @@ import anyio
 
 from runtime.actors.adapters import AdapterRegistry
 from runtime.actors.detokenizer import DetokenizerActor
-from runtime.actors.input_processor import InputProcessor
+from runtime.actors.input_processor import InputProcessor, namespace_of
 from runtime.actors.live_requests import LiveRequests, RequestObserver, Timeline
 from runtime.actors.loop_watch import gc_watched, watch_loop
 from runtime.actors.output_stream import OutputStream
@@ -260,6 +260,16 @@ class EngineCore:
         # A list, so that every replica is flushed.
         flushed = [actor.flush() for actor in self._scheduler.alive]
         return all(flushed)
+
+    def touch_prefix(self, request: Request) -> None:
+        """Keep the cached prefix of a request's ids from being evicted soon. Does not lock it."""
+        if request.lora is not None:
+            known = (adapter for adapter in self.adapters.adapters if adapter.name == request.lora)
+            request = replace(request, adapter=next(known, None))
+            if request.adapter is None:
+                return
+        for actor in self._scheduler.alive:
+            actor.scheduler.touch(list(request.ids or ()), namespace_of(request))
 
     async def update_weights(
         self,

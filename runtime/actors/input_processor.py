@@ -153,7 +153,7 @@ class InputProcessor:
                 max_tokens=min(len(ids) + new, self.context_length),
                 stop_ids=stop_ids,
                 seed=(seed + index * CHOICE_STRIDE) & SEED_MASK,
-                namespace=_namespace(request),
+                namespace=namespace_of(request),
                 banned_ids=banned_ids,
                 urgency=self.urgency(request),
             )
@@ -281,7 +281,7 @@ def _check_embedding(request: Request) -> None:
         )
 
 
-def _namespace(request: Request) -> Hashable:
+def namespace_of(request: Request) -> Hashable:
     """Return the namespace of shared prefixes. It includes the adapter and the row values, since they change the KV."""
     if not request.row_values and request.adapter is None:
         return request.namespace

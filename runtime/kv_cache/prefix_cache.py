@@ -18,7 +18,7 @@ and each batch has its own copy of the page table:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -154,6 +154,14 @@ class PrefixCache:
     def outline(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
         """Return the shape of the prefix tree; see `RadixTree.outline`."""
         return self._tree.outline(limit)
+
+    def touch(self, ids: list[int], namespace: Hashable) -> int:
+        """Make the cached prefix of these tokens the most recently used one; return its number of tokens."""
+        if not self.enabled:
+            return 0
+        node, pages = self._tree.lock(ids, len(ids), namespace)
+        self._tree.unlock(node)
+        return len(pages) * self.page_size
 
     def lock(self, sequence: Sequence) -> None:
         """Give a sequence without pages its longest cached prefix, and lock this prefix in the tree."""

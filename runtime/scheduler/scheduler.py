@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Hashable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -298,6 +298,10 @@ class Scheduler:
     def prefix_tree(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
         """Return the shape of the prefix tree; see `RadixTree.outline`."""
         return self._cache.outline(limit)
+
+    def touch(self, ids: list[int], namespace: Hashable) -> int:
+        """Keep the cached prefix of these tokens from being evicted soon; return its number of tokens."""
+        return self._cache.touch(ids, namespace)
 
     def num_cached(self, sequence: Sequence) -> int:
         """Return how many tokens of a new sequence are in the prefix tree, without changing the tree."""

@@ -47,6 +47,14 @@ def generate_body(
     return decode(GenerateBody, set_values({**values, **fields}))
 
 
+def divided(
+    sampling_params: Mapping[str, Any] | None, options: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the sampling parameters and the fields of a body that both arguments name."""
+    fields, sampling = _divided(options)
+    return _merged(sampling_params, sampling, fields) or {}, fields
+
+
 def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Divide keywords into fields of the body and sampling parameters. Raises `InvalidRequest` for other keywords."""
     fields: dict[str, Any] = {}

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
 from weakref import finalize
 
@@ -35,8 +36,9 @@ from serve.calls.scores.score import ScoreBody, label_requests, label_scores
 from serve.calls.server_info import info_of
 from serve.calls.weights import WeightsFromDiskBody, update_weights_from_disk
 from serve.demo import demo_path
-from serve.python.arguments import Ids, Prompt, Sampling, generate_body, set_values
+from serve.python.arguments import Ids, Prompt, Sampling, as_json, divided, generate_body, set_values
 from serve.python.display import briefly_interrupted
+from serve.python.generation import Generation
 from serve.python.options import plain_options, with_signature
 from serve.python.progress import progress_over
 from serve.python.results import Batch, Encoded, Fields, Generated, Piece
@@ -242,6 +244,31 @@ class Engine:
         async with aclosing(pieces_of(core, requests_of(body, core))) as pieces:
             async for piece in pieces:
                 yield piece
+
+    def open(
+        self,
+        prompt: str | Ids,
+        sampling_params: Mapping[str, Any] | None = None,
+        *,
+        logprobs: bool = False,
+        heal: bool = False,
+        **options: Any,
+    ) -> Generation:
+        """Return a `Generation`: a prompt that is continued, forked, rewound and scored step by step.
+
+        `logprobs`: whether tokens carry their log-probabilities. `heal`: whether the last token of the prompt is drawn
+        again among the tokens that begin with its text, because the end of a text need not be the end of a token.
+        `options` are sampling parameters and fields of a request, as in `generate`. Nothing is computed yet.
+        """
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_json(prompt)
+        sampling, fields = divided(sampling_params, options)
+        if not ids:
+            raise InvalidRequest("The prompt must not be empty.", param="prompt")
+        return Generation(self, ids, sampling, options=fields, logprobs=logprobs, heal=heal)
+
+    def load(self, saved: Mapping[str, Any] | str | PathLike[str]) -> Generation:
+        """Return the generation that `Generation.save` returned or wrote."""
+        return Generation.load(self, saved if isinstance(saved, Mapping) else fspath(saved))
 
     @briefly_interrupted
     async def chat(self, messages: Messages, **options: Any) -> Answer:

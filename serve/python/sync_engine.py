@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import ExitStack
 from functools import partial, wraps
 from inspect import isawaitable
+from os import PathLike, fspath
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, overload
 from weakref import finalize
@@ -19,6 +20,7 @@ from serve.background import event_loop_thread
 from serve.python.arguments import Ids, Prompt, Sampling
 from serve.python.display import ABORTED, show_one_line
 from serve.python.engine import Engine
+from serve.python.generation import Choice, Generation, Score, Token
 from serve.python.options import with_signature
 from serve.python.results import Piece
 from serve.python.tokens import TokenizerView
@@ -191,6 +193,16 @@ class SyncEngine:
         """See `Engine.stream`."""
         yield from self._iterate(self._engine.stream(prompt, sampling_params, **options))
 
+    def open(
+        self, prompt: str | Ids, sampling_params: Mapping[str, Any] | None = None, **options: Any
+    ) -> SyncGeneration:
+        """See `Engine.open`."""
+        return SyncGeneration(self, self._call(lambda: self._engine.open(prompt, sampling_params, **options)))
+
+    def load(self, saved: Mapping[str, Any] | str | PathLike[str]) -> SyncGeneration:
+        """See `Engine.load`."""
+        return SyncGeneration(self, self._call(lambda: self._engine.load(saved)))
+
     def chat_stream(self, messages: Messages, **options: Any) -> Generator[Answer, None, None]:
         """See `Engine.chat_stream`."""
         yield from self._iterate(self._engine.chat_stream(messages, **options))
@@ -258,6 +270,67 @@ class SyncEngine:
             if self._loop_thread is None:  # only for the type checker: `_start` sets it or raises
                 raise EngineClosed("The engine is closed.")
             return self._loop_thread
+
+
+class SyncGeneration:
+    """A `Generation` for code without `await`."""
+
+    def __init__(self, engine: SyncEngine, generation: Generation) -> None:
+        self._engine = engine
+        self._generation = generation
+
+    @property
+    def ids(self) -> list[int]:
+        """All tokens."""
+        return self._generation.ids
+
+    @property
+    def text(self) -> str:
+        """The text after the prompt."""
+        return self._generation.text
+
+    @property
+    def finished(self) -> bool:
+        """Whether the model ended the text."""
+        return self._generation.finished
+
+    def __iter__(self) -> Generator[Token, None, None]:
+        return self.tokens()
+
+    def tokens(self, max_new_tokens: int | None = None, **sampling: Any) -> Generator[Token, None, None]:
+        """See `Generation.tokens`."""
+        yield from self._engine._iterate(self._generation.tokens(max_new_tokens, **sampling))
+
+    def generate(self, max_new_tokens: int | None = None, **sampling: Any) -> str:
+        """See `Generation.generate`."""
+        return self._engine._call(partial(self._generation.generate, max_new_tokens, **sampling))
+
+    def select(self, choices: Sequence[str], **options: Any) -> Choice:
+        """See `Generation.select`."""
+        return self._engine._call(partial(self._generation.select, choices, **options))
+
+    def score(self, text_or_ids: str | Sequence[int]) -> Score:
+        """See `Generation.score`."""
+        return self._engine._call(partial(self._generation.score, text_or_ids))
+
+    def fork(self, n: int = 1) -> list[SyncGeneration]:
+        """See `Generation.fork`."""
+        return [SyncGeneration(self._engine, each) for each in self._generation.fork(n)]
+
+    def rewind(self, n: int) -> None:
+        """See `Generation.rewind`."""
+        self._engine._call(partial(self._generation.rewind, n))
+
+    def append(self, text_or_ids: str | Sequence[int]) -> None:
+        """See `Generation.append`."""
+        self._engine._call(partial(self._generation.append, text_or_ids))
+
+    def save(self, path: str | PathLike[str] | None = None) -> dict[str, Any]:
+        """See `Generation.save`."""
+        return self._generation.save(None if path is None else fspath(path))
+
+    def _repr_html_(self) -> str:
+        return self._engine._call(self._generation._repr_html_)
 
 
 class _Call:

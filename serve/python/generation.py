@@ -1,0 +1,484 @@
+"""A generation as an object: continue it token by token, fork it, take tokens back, append to it, compare choices."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+
+from runtime.actors.output_stream import read_all
+from runtime.errors import InvalidRequest
+from runtime.request import Chunk, Finish, Request
+from runtime.tokenizer.tokenizer import Tokenizer
+from serve.background import background_tasks
+from serve.calls.generate.schema import requests_of
+from serve.python import html
+from serve.python.arguments import as_json, generate_body
+from serve.python.display import briefly_interrupted
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+    from serve.python.engine import Engine
+
+Result = TypeVar("Result")
+Method = Literal["sum", "token_length_normalized", "greedy", "unconditional_likelihood_normalized"]
+WARM_S = 60.0  # how long a tool's call may keep the pages of its generation warm
+TOUCH_S = 0.25  # time between two uses of these pages
+SEED_STEP = 1_000_003
+FORMAT = "penstock-generation-1"
+
+
+class Token(NamedTuple):
+    """A token of an output. `text` is what it adds, and may be empty in the middle of a character."""
+
+    id: int
+    text: str
+    logprob: float | None = None  # None unless the generation was opened with `logprobs=True`
+
+
+class Score(NamedTuple):
+    """The log-probability of a text after a generation."""
+
+    logprob: float  # the sum over the tokens
+    tokens: list[Token]
+
+    @property
+    def per_token(self) -> float:
+        """The average log-probability of a token."""
+        return self.logprob / len(self.tokens)
+
+    def _repr_html_(self) -> str:
+        return html.tokens((token.text, token.logprob) for token in self.tokens)
+
+
+class Choice(str):
+    """The text that `select` chose, and the score of every choice."""
+
+    scores: dict[str, float]
+
+    def __new__(cls, text: str, scores: dict[str, float]) -> Self:
+        chosen = super().__new__(cls, text)
+        chosen.scores = scores
+        return chosen
+
+
+class Generation:
+    """Known tokens that the engine continues. `engine.open(prompt)` makes one.
+
+        g = engine.open("Once upon a time", temperature=0)
+        async for token in g:              # leaving the loop keeps what was yielded
+            print(token.text, end="")
+        await g.generate(8)                # at most 8 further tokens; returns their text
+        one, two = g.fork(2)               # both share the pages of all tokens so far
+        g.rewind(3)                        # takes the last 3 tokens back
+        g.append(" The end.")
+        await g.select(["yes", "no"])      # appends the likelier one
+
+    The keys and values of its tokens stay in the prefix cache as long as there is room, so each call computes only new
+    tokens and the rest of the last page. If they were evicted, they are computed again: results do not depend on it.
+    Greedy output is that of one request. With a `seed`, each call draws with a seed made of it and of the number of
+    tokens before, and forks draw different tokens.
+
+    `ids` are all tokens, `text` the text after the prompt, `finish` why the last call ended (None before the first).
+    One call at a time: a second one raises `InvalidRequest`. Cancelling a call frees its request.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        ids: Sequence[int],
+        sampling: Mapping[str, Any],
+        *,
+        options: Mapping[str, Any],
+        logprobs: bool = False,
+        heal: bool = False,
+    ) -> None:
+        self._engine = engine
+        self.ids: list[int] = list(ids)
+        self.num_prompt = len(self.ids)
+        self.sampling: dict[str, Any] = dict(sampling)
+        self.options: dict[str, Any] = dict(options)  # further fields of the request, for example `lora_path`
+        self.logprobs = logprobs
+        self.finish: Finish | None = None
+        self.num_cached = 0  # prompt tokens of the last call that came from the prefix cache
+        self._heals = heal
+        self._branch = 0  # distinguishes the seeds of forks
+        self._busy = False
+        self._turn = 0  # counts the calls, so that a loop over tokens notices other calls
+
+    # --- what is known ---
+
+    @property
+    def text(self) -> str:
+        """The text after the prompt: generated and appended."""
+        return self._tokenizer.decode(self.ids[self.num_prompt :])
+
+    @property
+    def full_text(self) -> str:
+        """The text of all tokens."""
+        return self._tokenizer.decode(self.ids)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the model ended the text. `append` and `rewind` open it again."""
+        return self.finish is not None and self.finish.kind == "stop"
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __repr__(self) -> str:
+        end = f", finish={self.finish.kind!r}" if self.finish else ""
+        return f"Generation({self.num_prompt} prompt tokens, {len(self.ids) - self.num_prompt} after it{end})"
+
+    def _repr_html_(self) -> str:
+        prompt = self._tokenizer.decode(self.ids[: self.num_prompt])
+        end = "" if self.finish is None else f"ended by {self.finish.kind}"
+        rows = [("prompt", html.text(prompt)), ("output", html.text(self.text)), ("tokens", f"{len(self.ids)} {end}")]
+        return html.table(rows)
+
+    # --- continuing ---
+
+    def __aiter__(self) -> AsyncGenerator[Token, None]:
+        return self.tokens()
+
+    async def tokens(self, max_new_tokens: int | None = None, **sampling: Any) -> AsyncGenerator[Token, None]:
+        """Yield further tokens, and append each one to `ids` when it is yielded.
+
+        `sampling` holds for this call only. Leaving the loop aborts the request; tokens that were not yielded do not
+        count.
+        """
+        with _Busy(self) as busy:
+            if (healed := await self._heal()) is not None:
+                yield busy.paused(healed)
+                busy.resume()
+            request = self._request(max_new_tokens, sampling)
+            decoder = self._tokenizer.decoder(self.ids[-8:])
+            async with aclosing(self._core.submit(request).chunks()) as arrivals:
+                async for [chunk] in arrivals:
+                    self.num_cached = chunk.usage.cached
+                    logprobs = chunk.logprobs.chosen if chunk.logprobs is not None else ()
+                    for place, token_id in enumerate(_without_stop(chunk, request)):
+                        self.ids.append(token_id)
+                        text = decoder.push([token_id])
+                        yield busy.paused(Token(token_id, text, logprobs[place][0] if logprobs else None))
+                        busy.resume()
+                    if chunk.finish is not None:
+                        self._end(chunk.finish, request)
+
+    @briefly_interrupted
+    async def generate(self, max_new_tokens: int | None = None, **sampling: Any) -> str:
+        """Continue until a stop, or by at most `max_new_tokens`, and return the new text."""
+        with _Busy(self):
+            start = len(self.ids)
+            healed = await self._heal()
+            request = self._request(max_new_tokens, sampling)
+            [[chunk]] = await read_all([self._core.submit(request)])
+            self._take(chunk, request)
+            new = chunk.text if chunk.finish is not None and isinstance(chunk.finish.matched, str) else None
+            if healed is None:
+                return chunk.text if new is None else new
+            return healed.text + self._tokenizer.decode(self.ids[start:]) if new is None else healed.text + new
+
+    def _take(self, chunk: Chunk, request: Request) -> None:
+        self.num_cached = chunk.usage.cached
+        self.ids += _without_stop(chunk, request)
+        if chunk.finish is not None:
+            self._end(chunk.finish, request)
+
+    def _end(self, finish: Finish, request: Request) -> None:
+        self.finish = finish
+        if isinstance(finish.matched, str) and not request.sampling.no_stop_trim:
+            self._cut_before(finish.matched, len(request.ids or ()))
+
+    def _cut_before(self, stop: str, start: int) -> None:
+        """Remove the stop string and what follows it from the tokens that were generated after `start`."""
+        text = self._tokenizer.decode(self.ids[start:])
+        kept = text[: text.index(stop)] if stop in text else text
+        while len(self.ids) > start and len(self._tokenizer.decode(self.ids[start:])) > len(kept):
+            self.ids.pop()
+        rest = kept[len(self._tokenizer.decode(self.ids[start:])) :]
+        if rest:
+            self.ids += self._encode(rest)
+
+    async def _heal(self) -> Token | None:
+        """Draw the last token again among those that begin with its text: its boundary was the prompt's, by chance.
+
+        Returns the new token with the text that it has beyond the old one; None if there is nothing to heal.
+        """
+        if not self._heals or not self.ids or len(self.ids) < 2:
+            return None
+        self._heals = False
+        tokenizer = self._tokenizer
+        old = tokenizer.token_bytes(self.ids[-1])
+        if not old or self.ids[-1] in tokenizer.special_ids:
+            return None
+        longer = [i for i in range(tokenizer.vocab_size) if (tokenizer.token_bytes(i) or b"").startswith(old)]
+        last = self.ids.pop()
+        request = self._request(1, {"allowed_token_ids": longer, "ignore_eos": True})
+        try:
+            [[chunk]] = await read_all([self._core.submit(request)])
+        except BaseException:
+            self.ids.append(last)
+            raise
+        self.ids += chunk.ids or [last]
+        self.num_prompt = min(self.num_prompt, len(self.ids))
+        beyond = (tokenizer.token_bytes(self.ids[-1]) or b"")[len(old) :]
+        return Token(self.ids[-1], beyond.decode(errors="replace"))
+
+    # --- changing ---
+
+    def fork(self, n: int = 1) -> list[Generation]:
+        """Return `n` independent copies. They share the pages of the tokens so far."""
+        if n < 1:
+            raise InvalidRequest(f"fork makes at least one copy, not {n}.", param="n")
+        forks = []
+        for number in range(n):
+            copy = Generation(
+                self._engine, self.ids, self.sampling, options=self.options, logprobs=self.logprobs, heal=self._heals
+            )
+            copy.num_prompt, copy.finish = self.num_prompt, self.finish
+            copy._branch = self._branch * 31 + number + 1
+            forks.append(copy)
+        return forks
+
+    def rewind(self, n: int) -> None:
+        """Take the last `n` tokens back. Raises `InvalidRequest` if there are not more than `n`."""
+        if not 0 <= n < len(self.ids):
+            raise InvalidRequest(f"rewind takes back 0 to {len(self.ids) - 1} tokens here, not {n}.", param="n")
+        self._check_idle()
+        if n:
+            del self.ids[-n:]
+        self.num_prompt = min(self.num_prompt, len(self.ids))
+        self.finish = None
+
+    def append(self, text_or_ids: str | Sequence[int]) -> None:
+        """Append a text, or ids, to the tokens. They count as output for `text`."""
+        self._check_idle()
+        self.ids += self._encode(text_or_ids) if isinstance(text_or_ids, str) else as_json(text_or_ids)
+        self.finish = None
+
+    # --- comparing ---
+
+    @briefly_interrupted
+    async def select(
+        self, choices: Sequence[str], *, method: Method = "token_length_normalized", append: bool = True
+    ) -> Choice:
+        """Return the likeliest of some texts as the continuation, and append it.
+
+        `method` is the score: the "sum" of the tokens' log-probabilities; their average
+        ("token_length_normalized"); the tokens one by one, greedily ("greedy"); or the average of the differences to
+        the log-probabilities that the tokens have without this context ("unconditional_likelihood_normalized"). The
+        result is a `str` with all `scores`. Raises `InvalidRequest` for no choices, or an empty one.
+        """
+        if not choices:
+            raise InvalidRequest("select needs at least one choice.", param="choices")
+        if method not in ("sum", "token_length_normalized", "greedy", "unconditional_likelihood_normalized"):
+            raise InvalidRequest(f"There is no method {method!r} of select.", param="method")
+        with _Busy(self):
+            encoded = [self._encode_choice(choice) for choice in choices]
+            scores = await self._scores(self.ids, encoded)
+            if method == "sum":
+                values = [sum(each) for each in scores]
+            elif method == "unconditional_likelihood_normalized":
+                bos = self._tokenizer.bos_id
+                alone = await self._scores([] if bos is None else [bos], encoded)
+                pairs = zip(scores, alone, strict=True)
+                values = [_average(x - y for x, y in zip(a[-len(b) :], b, strict=True)) for a, b in pairs]
+            elif method == "greedy":
+                values = _greedy(encoded, scores)
+            else:
+                values = [_average(each) for each in scores]
+            best = max(range(len(choices)), key=values.__getitem__)
+            if append:
+                self.ids += encoded[best]
+                self.finish = None
+        return Choice(choices[best], dict(zip(choices, values, strict=True)))
+
+    @briefly_interrupted
+    async def score(self, text_or_ids: str | Sequence[int]) -> Score:
+        """Return the log-probability of a text, or of ids, as the continuation. Nothing is appended."""
+        ids = self._encode_choice(text_or_ids)
+        with _Busy(self):
+            [logprobs] = await self._scores(self.ids, [ids])
+        tokenizer = self._tokenizer
+        tokens = [Token(i, tokenizer.token_text(i), each) for i, each in zip(ids, logprobs, strict=True)]
+        return Score(sum(logprobs), tokens)
+
+    async def _scores(self, context: Sequence[int], texts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probabilities of each text's tokens after the context.
+
+        Without a context, nothing predicts the first token, and its value is left out.
+        """
+        start = max(0, len(context) - 1)
+        body = generate_body(
+            None,
+            {"max_new_tokens": 0, "temperature": 0},
+            [[*context, *ids] for ids in texts],
+            {**self.options, "return_logprob": True, "logprob_start_len": start},
+        )
+        requests = requests_of(body, self._core)
+        answers = await read_all(await self._core.submit_all(requests))
+        found = []
+        for [chunk] in answers:
+            if chunk.prompt_logprobs is None:
+                raise InvalidRequest("The request was aborted before its result was computed.")
+            found.append([logprob or 0.0 for logprob, _ in chunk.prompt_logprobs.chosen[1:]])
+        return found
+
+    def _encode_choice(self, choice: str | Sequence[int]) -> list[int]:
+        ids = self._encode(choice) if isinstance(choice, str) else as_json(choice)
+        if not ids:
+            raise InvalidRequest("A text to score must not be empty.", param="choices")
+        return ids
+
+    # --- keeping ---
+
+    async def tool(self, call: Awaitable[Result], *, warm_s: float = WARM_S) -> Result:
+        """Await `call`, for example a tool that the model asked for, and keep this generation's pages warm meanwhile.
+
+        The pages stay the most recently used ones for up to `warm_s` seconds, so other requests evict older ones
+        first. They are not locked: requests that need all memory get it.
+        """
+
+        async def touch() -> None:
+            for _ in range(max(1, round(warm_s / TOUCH_S))):
+                self._core.touch_prefix(self._request(0, {}))
+                await asyncio.sleep(TOUCH_S)
+
+        async with background_tasks(touch()):
+            return await call
+
+    def save(self, path: str | Path | None = None) -> dict[str, Any]:
+        """Return the generation as JSON values, and write them to `path`. `engine.load` continues it."""
+        values = {
+            "format": FORMAT,
+            "ids": self.ids,
+            "num_prompt": self.num_prompt,
+            "sampling": as_json(self.sampling),
+            "options": as_json(self.options),
+            "logprobs": self.logprobs,
+            "branch": self._branch,
+        }
+        if path is not None:
+            Path(path).write_text(json.dumps(values))
+        return values
+
+    @classmethod
+    def load(cls, engine: Engine, saved: Mapping[str, Any] | str | Path) -> Generation:
+        """Return a saved generation. Raises `InvalidRequest` if these are not the values of `save`."""
+        if not isinstance(saved, Mapping):
+            try:
+                saved = json.loads(Path(saved).read_text())
+            except ValueError:
+                saved = {}
+        if not isinstance(saved, Mapping) or saved.get("format") != FORMAT:
+            raise InvalidRequest("This is not a saved generation.", param="path")
+        made = cls(engine, saved["ids"], saved["sampling"], options=saved["options"], logprobs=saved["logprobs"])
+        made.num_prompt, made._branch = saved["num_prompt"], saved["branch"]
+        return made
+
+    # --- requests ---
+
+    @property
+    def _core(self) -> EngineCore:
+        return self._engine.core
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        tokenizer = self._engine.core.tokenizer
+        if tokenizer is None:
+            raise InvalidRequest("The engine was started without a tokenizer (skip_tokenizer_init).")
+        return tokenizer
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+
+    def _request(self, max_new_tokens: int | None, sampling: Mapping[str, Any]) -> Request:
+        parameters = {**self.sampling, **sampling}
+        if max_new_tokens is not None:
+            parameters["max_new_tokens"] = max_new_tokens
+        if parameters.get("n", 1) != 1:
+            raise InvalidRequest("A generation has one output; use fork for several.", param="n")
+        seed = parameters.get("seed")
+        if seed is not None:
+            position = len(self.ids) - self.num_prompt
+            parameters["seed"] = (seed + SEED_STEP * self._branch + position) % 2**63
+        options = {**self.options, "return_logprob": True} if self.logprobs else self.options
+        [request] = requests_of(generate_body(None, parameters, [self.ids], options), self._core)
+        return request
+
+    def _check_idle(self) -> None:
+        """Begin another use. Raises `InvalidRequest` while a call runs."""
+        if self._busy:
+            raise InvalidRequest("This generation is being continued by another call; fork it to do both.")
+        self._turn += 1
+
+
+class _Busy:
+    """Marks a generation as used while a call runs.
+
+    A loop over tokens is not a running call while the caller has a token: the caller may have left the loop, and
+    Python closes the iterator only later. If the generation was used meanwhile, the loop cannot go on.
+    """
+
+    def __init__(self, generation: Generation) -> None:
+        self._generation = generation
+
+    def __enter__(self) -> Self:
+        generation = self._generation
+        generation._check_idle()
+        generation._busy = True
+        self._turn = generation._turn
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._generation._turn == self._turn:
+            self._generation._busy = False
+
+    def paused(self, token: Token) -> Token:
+        """Let other calls use the generation while the caller has this token."""
+        self._generation._busy = False
+        return token
+
+    def resume(self) -> None:
+        """Continue the loop. Raises `InvalidRequest` if the generation was used meanwhile."""
+        if self._generation._turn != self._turn:
+            raise InvalidRequest("The generation was changed during this loop over its tokens; begin a new loop.")
+        self._generation._busy = True
+
+
+def _without_stop(chunk: Chunk, request: Request) -> list[int]:
+    """Return the new ids, without the token that ended the text."""
+    matched = None if chunk.finish is None else chunk.finish.matched
+    if isinstance(matched, int) and chunk.ids and chunk.ids[-1] == matched and not request.sampling.no_stop_trim:
+        return chunk.ids[:-1]
+    return chunk.ids
+
+
+def _average(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return sum(numbers) / len(numbers) if numbers else 0.0
+
+
+def _greedy(encoded: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]) -> list[float]:
+    """Return 1.0 for the choice that is found by keeping the likeliest next token again and again, else 0.0.
+
+    A choice that is the beginning of another one counts with the average of its tokens where they part.
+    """
+    left, place = set(range(len(encoded))), 0
+    while len(left) > 1:
+        ended = [index for index in left if len(encoded[index]) <= place]
+        if ended:
+            best = max(left, key=lambda index: _average(scores[index]))
+            left = {best}
+            break
+        top = max(scores[index][place] for index in left)
+        token = next(encoded[index][place] for index in left if scores[index][place] == top)
+        left = {index for index in left if encoded[index][place] == token}
+        place += 1
+        if len({tuple(encoded[index]) for index in left}) == 1:
+            left = {min(left)}
+    return [float(index in left) for index in range(len(encoded))]
