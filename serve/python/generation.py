@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 from runtime.actors.output_stream import read_all
 from runtime.errors import InvalidRequest
@@ -21,7 +22,6 @@ from serve.python.display import briefly_interrupted
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
-    from serve.python.engine import Engine
 
 Result = TypeVar("Result")
 Method = Literal["sum", "token_length_normalized", "greedy", "unconditional_likelihood_normalized"]
@@ -63,6 +63,13 @@ class Choice(str):
         chosen = super().__new__(cls, text)
         chosen.scores = scores
         return chosen
+
+
+class Engine(Protocol):
+    """What a generation needs of its engine."""
+
+    @property
+    def core(self) -> EngineCore: ...
 
 
 class Generation:
@@ -157,16 +164,20 @@ class Generation:
             request = self._request(max_new_tokens, sampling)
             decoder = self._tokenizer.decoder(self.ids[-8:])
             async with aclosing(self._core.submit(request).chunks()) as arrivals:
+                held = _Held(decoder.push, request)
                 async for [chunk] in arrivals:
                     self.num_cached = chunk.usage.cached
-                    logprobs = chunk.logprobs.chosen if chunk.logprobs is not None else ()
-                    for place, token_id in enumerate(_without_stop(chunk, request)):
-                        self.ids.append(token_id)
-                        text = decoder.push([token_id])
-                        yield busy.paused(Token(token_id, text, logprobs[place][0] if logprobs else None))
+                    for token in held.after(chunk):
+                        self.ids.append(token.id)
+                        yield busy.paused(token)
                         busy.resume()
-                    if chunk.finish is not None:
-                        self._end(chunk.finish, request)
+                    if chunk.finish is None:
+                        continue
+                    for token_id in self._encode(held.rest) if held.rest else ():
+                        self.ids.append(token_id)
+                        yield busy.paused(Token(token_id, self._tokenizer.token_text(token_id)))
+                        busy.resume()
+                    self.finish = chunk.finish
 
     @briefly_interrupted
     async def generate(self, max_new_tokens: int | None = None, **sampling: Any) -> str:
@@ -415,6 +426,36 @@ class Generation:
         if self._busy:
             raise InvalidRequest("This generation is being continued by another call; fork it to do both.")
         self._turn += 1
+
+
+class _Held:
+    """Holds tokens back whose text may be part of a stop string, as the engine holds back their text."""
+
+    def __init__(self, text_of: Callable[[list[int]], str], request: Request) -> None:
+        self._text_of = text_of
+        self._request = request
+        self._tokens: deque[Token] = deque()
+        self._num_free = 0  # characters of the held tokens that the engine has delivered
+
+    def after(self, chunk: Chunk) -> Iterator[Token]:
+        """Yield the tokens whose text has been delivered with this chunk."""
+        logprobs = chunk.logprobs.chosen if chunk.logprobs is not None else ()
+        for place, token_id in enumerate(_without_stop(chunk, self._request)):
+            logprob = logprobs[place][0] if logprobs else None
+            self._tokens.append(Token(token_id, self._text_of([token_id]), logprob))
+        self._num_free += len(chunk.text)
+        ended = chunk.finish is not None and not isinstance(chunk.finish.matched, str)
+        while self._tokens and (
+            ended or not self._request.sampling.stop or len(self._tokens[0].text) <= self._num_free
+        ):
+            token = self._tokens.popleft()
+            self._num_free -= len(token.text)
+            yield token
+
+    @property
+    def rest(self) -> str:
+        """The delivered text of the token in which a stop string begins."""
+        return self._tokens[0].text[: self._num_free] if self._tokens else ""
 
 
 class _Busy:

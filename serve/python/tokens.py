@@ -48,6 +48,11 @@ class TokenizerView:
     def all_special_ids(self) -> list[int]:
         return sorted(self._tokenizer.special_ids)
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `apply_chat_template` works."""
+        return self._tokenizer.template is not None
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the ids of a text. Raises `InvalidRequest` for a text that is not valid Unicode."""
         if not isinstance(text, str):

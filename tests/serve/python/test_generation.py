@@ -141,6 +141,9 @@ async def test_stop_string_leaves_the_text_before_it(engine: Engine) -> None:
     text = await g.generate()
     assert text == g.text == whole[: whole.index(stop)]
     assert g.finished
+    streamed = engine.open(PROMPT, GREEDY, stop=stop, max_new_tokens=30)
+    assert "".join([token.text async for token in streamed]) == text == streamed.text
+    assert streamed.finished
 
 
 async def test_saved_generation_goes_on(engine: Engine, tmp_path: Path) -> None:

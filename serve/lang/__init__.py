@@ -1,0 +1,58 @@
+"""SGLang's front-end language on the engine of this process: programs that generate, choose, fork and chat.
+
+    from penstock import lang as sgl
+
+    @sgl.function
+    def answer(s, question):
+        s += sgl.user(question)
+        s += sgl.assistant(sgl.gen("answer", max_tokens=64))
+
+    sgl.set_default_backend(sgl.Engine())
+    print(answer.run(question="What is 2 + 3?")["answer"])
+
+Programs for SGLang run with this import in place of `import sglang as sgl`. Each program holds one `Generation`: texts
+are appended to it, `gen` continues it, `select` compares continuations, and `fork` copies it, so that prefixes are
+computed once. Roles follow the model's own chat template. An `async def` program runs on an `Engine` with `arun`.
+"""
+
+from serve.lang.expressions import (
+    assistant,
+    assistant_begin,
+    assistant_end,
+    gen,
+    gen_int,
+    gen_string,
+    select,
+    system,
+    system_begin,
+    system_end,
+    user,
+    user_begin,
+    user_end,
+)
+from serve.lang.program import Engine, Program, Runtime, default_backend, function, set_default_backend
+from serve.lang.state import ProgramState, ProgramStateGroup
+
+__all__ = [
+    "Engine",
+    "Program",
+    "ProgramState",
+    "ProgramStateGroup",
+    "Runtime",
+    "assistant",
+    "assistant_begin",
+    "assistant_end",
+    "default_backend",
+    "function",
+    "gen",
+    "gen_int",
+    "gen_string",
+    "select",
+    "set_default_backend",
+    "system",
+    "system_begin",
+    "system_end",
+    "user",
+    "user_begin",
+    "user_end",
+]

@@ -1,0 +1,194 @@
+"""Programs: functions of a state, which run alone, in batches, or as streams."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from typing import Any
+
+from runtime.errors import InvalidRequest
+from serve.lang.expressions import Expression
+from serve.lang.state import ProgramState, new_state
+from serve.python.arguments import divided
+from serve.python.engine import Engine as AsyncEngine
+from serve.python.sync_engine import SyncEngine
+
+MAX_THREADS = 96
+
+_default: list[SyncEngine] = []  # the engine of `set_default_backend`
+
+
+class Engine(SyncEngine):
+    """SGLang's `Engine`: it loads the model when it is made, and its calls block."""
+
+    def __init__(self, model_path: str | None = None, **options: Any) -> None:
+        super().__init__(model_path, **options)
+        self.start()
+
+
+Runtime = Engine
+
+
+def set_default_backend(backend: Any) -> None:
+    """Let programs run on this engine if they are not given another one: an `Engine` of this module or a `SyncEngine`.
+
+    Raises `InvalidRequest` for other servers: only an engine in this process can share the prefixes of programs.
+    """
+    if not isinstance(backend, SyncEngine):
+        raise InvalidRequest(
+            f"{type(backend).__name__} cannot run programs; use penstock.lang.Engine(model_path=...), which runs in "
+            "this process.",
+            param="backend",
+        )
+    _default[:] = [backend]
+
+
+def default_backend() -> SyncEngine:
+    """Return the engine of `set_default_backend`. Raises `InvalidRequest` if there is none."""
+    if not _default:
+        raise InvalidRequest("No engine was chosen: call set_default_backend(Engine(...)), or give backend=.")
+    return _default[0]
+
+
+def function(program: Callable[..., Any] | None = None, **defaults: Any) -> Any:
+    """Make a program of a function whose first parameter is the state: `@function def f(s, question): ...`.
+
+    `num_api_spec_tokens` of SGLang is refused, because it concerns the APIs of other providers.
+    """
+    if defaults:
+        raise InvalidRequest(f"function has no option {', '.join(defaults)} here.", param=next(iter(defaults)))
+    return Program if program is None else Program(program)
+
+
+class Program:
+    """A function that adds to a state. Calling it with a state runs it inside another program."""
+
+    def __init__(self, program: Callable[..., Any]) -> None:
+        self._program = program
+        self.__name__ = getattr(program, "__name__", "program")
+        self.__doc__ = program.__doc__
+        self._names = [*inspect.signature(program).parameters][1:]
+        self._bound: dict[str, Any] = {}
+
+    def bind(self, **arguments: Any) -> Program:
+        """Return the program with some arguments fixed."""
+        bound = Program(self._program)
+        bound._bound = {**self._bound, **arguments}
+        return bound
+
+    def __call__(self, state: ProgramState, *arguments: Any, **keywords: Any) -> Any:
+        if not isinstance(state, ProgramState):
+            raise InvalidRequest(f"{self.__name__} is a program: call {self.__name__}.run(...).")
+        return self._program(state, *arguments, **{**self._bound, **keywords})
+
+    def run(
+        self, *arguments: Any, backend: SyncEngine | None = None, stream: bool = False, **keywords: Any
+    ) -> ProgramState:
+        """Run the program, and return its state.
+
+        Keywords are the program's arguments, and sampling parameters that hold for every `gen`. With `stream=True` the
+        program runs in a thread, and `state.text_iter()` yields its text as it grows. Raises the error of the program.
+        """
+        if inspect.iscoroutinefunction(self._program):
+            raise InvalidRequest(f"{self.__name__} is an async program: `await {self.__name__}.arun(...)`.")
+        engine = backend or default_backend()
+        mine, sampling = self._divided(keywords)
+        state, close = new_state(engine, sampling, streamed=stream)
+
+        def work() -> None:
+            try:
+                self._add(state, arguments, mine)
+                state.sync()
+            except BaseException:
+                engine._call(close)
+                raise
+
+        if not stream:
+            work()
+            state._raise()
+            return state
+
+        def work_and_tell() -> None:
+            try:
+                work()
+            except Exception as error:  # the reader of the stream gets it
+                state._executor.error = state._executor.error or error
+            finally:
+                if state._events is not None:
+                    state._events.put(None)
+
+        Thread(target=work_and_tell, name=f"penstock-{self.__name__}", daemon=True).start()
+        return state
+
+    def run_batch(
+        self,
+        batch: Sequence[Mapping[str, Any]],
+        *,
+        backend: SyncEngine | None = None,
+        num_threads: int | str = "auto",
+        progress_bar: bool = False,
+        **sampling: Any,
+    ) -> list[ProgramState]:
+        """Run the program once for each set of arguments, side by side, and return the states in order.
+
+        A program that fails does not end the others: its state raises the error when it is read, and `error()` returns
+        it.
+        """
+        engine = backend or default_backend()
+        if not batch:
+            return []
+        auto = max(MAX_THREADS, 16 * (os.cpu_count() or 1))
+        count = min(len(batch), auto if isinstance(num_threads, str) else num_threads)
+        _, shared = self._divided(sampling)
+
+        def one(arguments: Mapping[str, Any]) -> ProgramState:
+            state, close = new_state(engine, shared)
+            try:
+                self._add(state, (), arguments)
+                state.sync()
+            except Exception as error:
+                engine._call(close)
+                state._executor.error = error
+            return state
+
+        with ThreadPoolExecutor(count, thread_name_prefix="penstock-program") as threads:
+            states = threads.map(one, batch)
+            if not progress_bar:
+                return list(states)
+            from tqdm import tqdm
+
+            return list(tqdm(states, total=len(batch), desc="Programs", dynamic_ncols=True))
+
+    async def arun(self, engine: AsyncEngine, *arguments: Any, **keywords: Any) -> ProgramState:
+        """Run an `async def` program on an engine of the running event loop. Cancelling it aborts its requests."""
+        mine, sampling = self._divided(keywords)
+        state, close = new_state(engine, sampling)
+        try:
+            added = self._program(state, *arguments, **{**self._bound, **mine})
+            if inspect.isawaitable(added):
+                await added
+            await state.sync_async()
+        except BaseException:
+            await close()
+            raise
+        state._raise()
+        return state
+
+    def _add(self, state: ProgramState, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+        result = self._program(state, *arguments, **{**self._bound, **keywords})
+        if isinstance(result, Expression):
+            state += result
+        else:
+            state.ret_value = result
+
+    def _divided(self, keywords: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Divide keywords into the program's arguments and sampling parameters."""
+        mine = {name: value for name, value in keywords.items() if name in self._names}
+        others = {name: value for name, value in keywords.items() if name not in self._names}
+        sampling, fields = divided(None, others)
+        if fields:
+            raise InvalidRequest(f"A program has no option {next(iter(fields))}.", param=next(iter(fields)))
+        return mine, sampling

@@ -1,0 +1,269 @@
+"""What a program sees: its text so far, to which it adds parts, and the variables that they set."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, Self
+
+from runtime.errors import InvalidRequest
+from serve.lang.executor import Executor
+from serve.lang.expressions import Expression, Gen, Parts, Role, RoleBegin, RoleEnd, Select
+from serve.python.engine import Engine
+from serve.python.sync_engine import SyncEngine
+
+Event = tuple[str | None, str, Mapping[str, Any] | None]
+
+
+class ProgramState:
+    """The state of a running program.
+
+    `s += part` queues a part; reading `s["name"]`, `s.text()` or `s.messages()` waits for what is queued. An `async
+    def` program awaits `s.get("name")`, `s.sync_async()` instead. If a part failed, reading raises its error.
+    """
+
+    def __init__(self, executor: Executor, call: Callable[[Callable[[], Any]], Any] | None) -> None:
+        self._executor = executor
+        self._call = call  # runs a function on the engine's loop and waits; None: this code runs on the loop itself
+        self._events: queue.Queue[Event | None] | None = None
+        self._unsent: list[Expression | str] = []  # parts that the event loop does not have yet
+        self.ret_value: Any = None  # what the program returned
+
+    # --- adding ---
+
+    def __iadd__(self, part: Expression | str | None) -> Self:
+        if part is not None:
+            if not isinstance(part, Expression | str):
+                raise InvalidRequest(f"A program is made of texts and expressions, not of {type(part).__name__}.")
+            self._unsent.append(part)
+            if self._call is None:
+                self._send()
+            elif _generates(part):  # begins at once, while the program goes on
+                self._call(self._send)
+        return self
+
+    def _send(self) -> None:
+        """Give the parts to the executor. Runs on the event loop."""
+        parts, self._unsent = self._unsent, []
+        for part in parts:
+            self._executor.submit(part)
+
+    async def _done(self) -> None:
+        self._send()
+        await self._executor.when_done()
+
+    @contextmanager
+    def _message(self, role: Role) -> Iterator[None]:
+        self += RoleBegin(role)
+        yield
+        self += RoleEnd(role)
+
+    def system(self, content: Expression | str | None = None) -> Any:
+        """Add a message, or open one for a `with` block."""
+        return self._role("system", content)
+
+    def user(self, content: Expression | str | None = None) -> Any:
+        """Add a message, or open one for a `with` block."""
+        return self._role("user", content)
+
+    def assistant(self, content: Expression | str | None = None) -> Any:
+        """Add a message, or open one for a `with` block."""
+        return self._role("assistant", content)
+
+    def _role(self, role: Role, content: Expression | str | None) -> Any:
+        if content is None:
+            return self._message(role)
+        self += RoleBegin(role)
+        self += content
+        self += RoleEnd(role)
+        return None
+
+    # --- reading ---
+
+    def __getitem__(self, name: str) -> Any:
+        self.sync()
+        return self._variable(name)
+
+    get_var = __getitem__
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.sync()
+        self._executor.variables[name] = value
+
+    def __contains__(self, name: str) -> bool:
+        self.sync()
+        return name in self._executor.variables
+
+    def get_meta_info(self, name: str) -> Any:
+        """Return the counts and the finish reason of a `gen`, or the scores of a `select`."""
+        self.sync()
+        self._raise()
+        return self._executor.meta_info.get(name)
+
+    def text(self) -> str:
+        """Return the whole text."""
+        self.sync()
+        self._raise()
+        return self._executor.text
+
+    def messages(self) -> list[dict[str, str]]:
+        """Return the messages."""
+        self.sync()
+        self._raise()
+        return self._executor.messages
+
+    def error(self) -> BaseException | None:
+        """Return the error of the first part that failed; None if none did."""
+        self.sync()
+        return self._executor.error
+
+    def sync(self) -> None:
+        """Wait until all parts are done."""
+        if self._call is None:
+            if self._executor._task is not None and not self._executor._task.done():
+                raise InvalidRequest("An async program must await: `await s.get(name)` or `await s.sync_async()`.")
+            return
+        self._call(self._done)
+
+    async def sync_async(self) -> Self:
+        """Wait until all parts are done, in an async program."""
+        await self._executor.when_done()
+        return self
+
+    async def get(self, name: str) -> Any:
+        """Return a variable when all parts are done, in an async program."""
+        await self._executor.when_done()
+        return self._variable(name)
+
+    def _variable(self, name: str) -> Any:
+        self._raise()
+        if name not in self._executor.variables:
+            known = ", ".join(self._executor.variables) or "none"
+            raise KeyError(f"The program has no variable {name!r}; it has {known}.")
+        return self._executor.variables[name]
+
+    def _raise(self) -> None:
+        if self._executor.error is not None:
+            raise self._executor.error
+
+    # --- streaming ---
+
+    def text_iter(self, var_name: str | None = None) -> Generator[str, None, None]:
+        """Yield the text as it grows: of one variable, or all of it. The program must run with `stream=True`."""
+        if self._events is None:
+            yield self.text() if var_name is None else self[var_name]
+            return
+        while (event := self._events.get()) is not None:
+            name, text, _ = event
+            if var_name is None or name == var_name:
+                yield text
+        self._raise()
+
+    async def text_async_iter(self, var_name: str | None = None) -> AsyncGenerator[str, None]:
+        """Yield the text as it grows, without blocking the caller's event loop."""
+        if self._events is None:
+            yield await asyncio.to_thread(self.text if var_name is None else lambda: self[var_name])
+            return
+        while (event := await asyncio.to_thread(self._events.get)) is not None:
+            name, text, _ = event
+            if var_name is None or name == var_name:
+                yield text
+        self._raise()
+
+    # --- forking ---
+
+    def fork(self, size: int = 1, position_ids_offset: None = None) -> ProgramStateGroup:
+        """Return `size` copies of this state. They share the prefix, and run side by side."""
+        if size < 1:
+            raise InvalidRequest(f"fork makes at least one copy, not {size}.", param="size")
+        if position_ids_offset is not None:
+            raise InvalidRequest("position_ids_offset is not supported; leave it out.", param="position_ids_offset")
+        self.sync()
+        self._raise()
+        return ProgramStateGroup([ProgramState(self._copied(number), self._call) for number in range(size)], self)
+
+    def copy(self) -> ProgramStateGroup:
+        """Return one copy, as a group for a `with` block."""
+        return self.fork(1)
+
+    def _copied(self, number: int) -> Executor:
+        copied = self._executor.copied() if self._call is None else self._call(self._executor.copied)
+        copied.branch(number + 1)
+        return copied
+
+    def __repr__(self) -> str:
+        return f"ProgramState({self._executor.text[:80]!r})"
+
+
+def _generates(part: Expression | str) -> bool:
+    if isinstance(part, Parts):
+        return any(_generates(each) for each in part.parts)
+    return isinstance(part, Gen | Select)
+
+
+class ProgramStateGroup:
+    """The copies of a fork. `join` waits for all."""
+
+    def __init__(self, states: list[ProgramState], source: ProgramState) -> None:
+        self.states = states
+        self._source = source
+
+    def join(self, mode: Literal["gather_variable", "concate_and_append"] = "gather_variable") -> None:
+        """Wait for all copies, and give their results to the state that was forked.
+
+        "gather_variable": each variable that the copies set becomes a list. "concate_and_append": their new texts are
+        appended, one after another.
+        """
+        if mode not in ("gather_variable", "concate_and_append"):
+            raise InvalidRequest(f"There is no mode {mode!r} of join.", param="mode")
+        texts = [state.text() for state in self.states]
+        source = self._source
+        if mode == "concate_and_append":
+            length = len(source.text())
+            for text in texts:
+                source += text[length:]
+            return
+        known = {*source._executor.variables}
+        for name in {name for state in self.states for name in state._executor.variables} - known:
+            source._executor.variables[name] = [state._executor.variables.get(name) for state in self.states]
+
+    def __getitem__(self, index: int) -> ProgramState:
+        return self.states[index]
+
+    def __setitem__(self, index: int, state: ProgramState) -> None:
+        if self.states[index] is not state:  # `forks[0] += part` assigns the same state
+            raise InvalidRequest("A copy cannot be replaced.")
+
+    def __len__(self) -> int:
+        return len(self.states)
+
+    def __iter__(self) -> Iterator[ProgramState]:
+        return iter(self.states)
+
+    def __iadd__(self, part: Any) -> Self:
+        """Add a part to every copy: the same one, a function of the copy's number, or one of a list."""
+        for number, state in enumerate(self.states):
+            state += part(number) if callable(part) else part[number] if isinstance(part, list) else part
+        return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.join()
+
+
+def new_state(
+    engine: Engine | SyncEngine, sampling: Mapping[str, Any], *, streamed: bool = False
+) -> tuple[ProgramState, Callable[[], Coroutine[Any, Any, None]]]:
+    """Return the state of a new program, and a function that ends it."""
+    if not isinstance(engine, SyncEngine):
+        executor = Executor(engine, sampling)
+        return ProgramState(executor, None), executor.close
+    events: queue.Queue[Event | None] = queue.Queue()
+    executor = Executor(engine._engine, sampling, emit=(lambda *event: events.put(event)) if streamed else None)
+    state = ProgramState(executor, engine._call)
+    state._events = events if streamed else None
+    return state, executor.close
