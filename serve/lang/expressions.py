@@ -98,7 +98,7 @@ def gen(
     """
     if choices:
         return select(name, choices, choices_method=choices_method)
-    parameters = {} if max_tokens is None else {"max_new_tokens": max_tokens}
+    parameters: dict[str, Any] = {} if max_tokens is None else {"max_new_tokens": max_tokens}
     for key, value in sampling.items():
         own = own_name(key)
         if own is None:

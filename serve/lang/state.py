@@ -245,7 +245,8 @@ class ProgramStateGroup:
     def __iadd__(self, part: Any) -> Self:
         """Add a part to every copy: the same one, a function of the copy's number, or one of a list."""
         for number, state in enumerate(self.states):
-            state += part(number) if callable(part) else part[number] if isinstance(part, list) else part
+            mine: Any = part(number) if callable(part) else part[number] if isinstance(part, list) else part
+            state += mine
         return self
 
     def __enter__(self) -> Self:
