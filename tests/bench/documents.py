@@ -32,6 +32,9 @@ descriptions of these machines (`penstock explain --machine h100` does this for 
 work, except with the listed values; {always so} are *always so*, {no effect} have *no effect*, and {not supported} are
 *not supported* yet. The server refuses to start with an option that its machine does not support, and names the option.
 
+**No GPU has run Penstock yet.** For H100 and B200, *works* means that the server would start with the option there and
+that its kernels are tested without a GPU: against plain torch in an interpreter, and compiled for these GPUs.
+
 Options and values marked *not supported yet* are refused with a clear message. Options with *no effect* are accepted
 for compatibility only. Options marked *always so* request behaviour that Penstock always has.
 """
