@@ -21,8 +21,14 @@ from torch import Tensor
 
 from ops.attention import Attend, AttentionMetadata, AttentionOptions
 
-NUM_KV_SPLITS = 8
-MIN_SPLIT_TOKENS = 256  # minimum number of keys per split; fewer do not justify a program
+MIN_SPLIT_TOKENS = 256  # minimum number of keys per split of long rows; short rows have splits of half as many
+SPLIT_PROGRAMS = 256  # a long row alone has about this number of programs: about two per multiprocessor
+MAX_SPLITS = 64  # bounds the memory for partial results
+# A decode step has more programs, so that long rows do not wait for short ones: at least MIN_PARTS per row and head.
+STEP_PROGRAMS, MIN_PARTS = 2048, 4
+# Loads of page numbers, keys and values are stages of a loop too. With fewer stages there is one buffer for keys on
+# sm_80 or sm_90, and loads wait for products.
+DECODE_STAGES = PREFILL_STAGES = 5
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Initial value of the running maximum. With -inf, a tile without visible keys would produce NaN.
 LOWEST = tl.constexpr(-1.0e30)
@@ -35,13 +41,14 @@ def attend(
     metadata: AttentionMetadata,
     options: AttentionOptions,
     *,
-    num_kv_splits: int = NUM_KV_SPLITS,
+    num_kv_splits: int | None = None,
     split_tile_tokens: int | None = None,
 ) -> Tensor:
     """Attend with every row over its pages (see `ops.attention`).
 
-    The keys of single-token rows are split into at most `num_kv_splits` equal parts. If `split_tile_tokens`
-    is given, they are split into parts of this number of keys instead.
+    The keys of single-token rows are split into at most `num_kv_splits` equal parts (by default, as many as one long
+    row needs to use the whole GPU). If `split_tile_tokens` is given, they are split into parts of this number of keys
+    instead.
     """
     if q.stride(-1) != 1:
         q = q.contiguous()
@@ -66,6 +73,8 @@ def attend(
         longest = metadata.page_table.shape[1] * metadata.page_size
         if split_tile_tokens is not None:
             num_kv_splits = triton.cdiv(longest, split_tile_tokens)
+        elif num_kv_splits is None:
+            num_kv_splits = _num_splits(k_pool.shape[1] * _heads_blocks(shared["GROUP"])[1])
         splits = {"SPLITS": num_kv_splits, "SPLIT_TILE": split_tile_tokens}
         _decode(q, k_pool, v_pool, sinks, slopes, out, metadata, splits, shared)
     if any(count > 1 for count in metadata.counts_host):
@@ -73,7 +82,7 @@ def attend(
     return out
 
 
-def make_attend(num_kv_splits: int = NUM_KV_SPLITS, split_tile_tokens: int | None = None) -> Attend:
+def make_attend(num_kv_splits: int | None = None, split_tile_tokens: int | None = None) -> Attend:
     """Return `attend` with these settings."""
     return partial(attend, num_kv_splits=num_kv_splits, split_tile_tokens=split_tile_tokens)
 
@@ -91,12 +100,12 @@ def _decode(
 ) -> None:
     (_, num_heads, dim), num_kv_heads = q.shape, k_pool.shape[1]
     num_rows, num_splits, group = len(metadata.counts_host), splits["SPLITS"], shared["GROUP"]
-    heads_block = min(64, max(16, triton.next_power_of_2(group)))
-    num_blocks = triton.cdiv(group, heads_block)
+    heads_block, num_blocks = _heads_blocks(group)
+    num_parts = max(MIN_PARTS, triton.cdiv(STEP_PROGRAMS, num_rows * num_kv_heads * num_blocks))
     parts = torch.empty(num_rows, num_heads, num_splits, dim, dtype=torch.float32, device=q.device)
     masses = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=q.device)
     rows = (metadata.page_table, metadata.starts, metadata.query_starts)
-    _decode_kernel[(num_rows, num_kv_heads * num_blocks, num_splits)](
+    _decode_kernel[(num_rows, num_kv_heads * num_blocks, min(num_splits, num_parts))](
         q,
         k_pool,
         v_pool,
@@ -114,21 +123,36 @@ def _decode(
         **splits,
         **{name: value for name, value in shared.items() if name not in ("v_scale", "HAS_SINKS")},
         num_warps=4,
-        num_stages=2,
+        num_stages=DECODE_STAGES,
     )
     _merge_kernel[(num_rows, num_heads)](
         parts,
         masses,
+        metadata.starts,
         metadata.query_starts,
         sinks,
         out,
         shared["v_scale"],
-        SPLITS=num_splits,
+        WINDOW=shared["WINDOW"],
+        CHUNKED=shared["CHUNKED"],
+        MIN_SPLIT=MIN_SPLIT_TOKENS,
+        **splits,
         HAS_SINKS=shared["HAS_SINKS"],
         DIM=dim,
         DIM_BLOCK=shared["DIM_BLOCK"],
         num_warps=1,
     )
+
+
+def _heads_blocks(group: int) -> tuple[int, int]:
+    """Return the number of query heads in a decode tile, and the number of tiles per kv head."""
+    heads_block = min(64, max(16, triton.next_power_of_2(group)))
+    return heads_block, triton.cdiv(group, heads_block)
+
+
+def _num_splits(num_tiles: int) -> int:
+    """Return the largest number of splits of a row with this number of tiles of heads. It depends on the model only."""
+    return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(SPLIT_PROGRAMS, num_tiles)))
 
 
 def _prefill(
@@ -164,7 +188,7 @@ def _prefill(
         KEYS_BLOCK=_keys_block(q, shared),
         **shared,
         num_warps=8,
-        num_stages=2,
+        num_stages=PREFILL_STAGES,
     )
 
 
@@ -193,7 +217,7 @@ def _decode_kernel(
     query_starts,  # [B + 1]
     slopes,  # [H]
     parts,  # [B, H, SPLITS, DIM], attention result of each split
-    masses,  # [B, H, SPLITS], log2 of each split's softmax denominator; -inf for empty splits
+    masses,  # [B, H, SPLITS], log2 of each split's softmax denominator
     table_stride,
     q_token_stride,
     q_head_stride,
@@ -214,7 +238,7 @@ def _decode_kernel(
     MIN_SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    row, split = tl.program_id(0), tl.program_id(2)
+    row = tl.program_id(0)
     token = tl.load(query_starts + row)
     if tl.load(query_starts + row + 1) - token != 1:
         return
@@ -225,46 +249,62 @@ def _decode_kernel(
     inside = (in_group[:, None] < GROUP) & (dims[None, :] < DIM)
 
     position = tl.load(starts + row)
+    low, size, first, last = _splits_of(position, WINDOW, CHUNKED, SPLITS, SPLIT_TILE, MIN_SPLIT)
+    offsets = token.to(tl.int64) * q_token_stride + heads * q_head_stride
+    queries = tl.load(q + offsets[:, None] + dims[None, :], mask=inside, other=0.0)
+    positions = tl.zeros([HEADS_BLOCK], tl.int32) + position
+    pages = page_table + row.to(tl.int64) * table_stride
+    slope = tl.load(slopes + heads, mask=in_group < GROUP, other=0.0) if HAS_SLOPES else None
+    # Each split has its own result, so the number of programs changes no bit.
+    for split in range(first + tl.program_id(2), last, tl.num_programs(2)):
+        begin = tl.maximum(low, split * size) if SPLIT_TILE is not None else low + split * size
+        end = tl.minimum(position + 1, (split + 1) * size if SPLIT_TILE is not None else begin + size)
+        peak = tl.full([HEADS_BLOCK], LOWEST, tl.float32)
+        total = tl.zeros([HEADS_BLOCK], tl.float32)
+        summed = tl.zeros([HEADS_BLOCK, DIM_BLOCK], tl.float32)
+        peak, total, summed = _over_keys(
+            queries, positions, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale, slope,
+            WINDOW, CHUNKED, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
+        )  # fmt: skip
+        offset = (row.to(tl.int64) * KV_HEADS * GROUP + heads) * SPLITS + split  # [heads]
+        tl.store(parts + offset[:, None] * DIM + dims[None, :], summed / total[:, None], mask=inside)
+        tl.store(masses + offset, peak + tl.log2(total), mask=in_group < GROUP)
+
+
+@triton.jit
+def _splits_of(
+    position,
+    WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_TILE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
+):
+    """Return (first visible key, keys per split, first split, end of the splits) of a token at this position."""
     low, high = 0, position + 1
     if WINDOW is not None:
         low = position // WINDOW * WINDOW if CHUNKED else tl.maximum(high - WINDOW, 0)
     if SPLIT_TILE is not None:
-        begin = tl.maximum(low, split * SPLIT_TILE)
-        end = tl.minimum(high, (split + 1) * SPLIT_TILE)
-    else:
-        size = tl.maximum(tl.cdiv(high - low, SPLITS), MIN_SPLIT)
-        begin = low + split * size
-        end = tl.minimum(high, begin + size)
-
-    offset = (row.to(tl.int64) * KV_HEADS * GROUP + heads) * SPLITS + split  # [heads]
-    if begin >= end:
-        tl.store(masses + offset, float("-inf"), mask=in_group < GROUP)
-        return
-    offsets = token.to(tl.int64) * q_token_stride + heads * q_head_stride
-    queries = tl.load(q + offsets[:, None] + dims[None, :], mask=inside, other=0.0)
-    positions = tl.zeros([HEADS_BLOCK], tl.int32) + position
-    peak = tl.full([HEADS_BLOCK], LOWEST, tl.float32)
-    total = tl.zeros([HEADS_BLOCK], tl.float32)
-    summed = tl.zeros([HEADS_BLOCK, DIM_BLOCK], tl.float32)
-    pages = page_table + row.to(tl.int64) * table_stride
-    slope = tl.load(slopes + heads, mask=in_group < GROUP, other=0.0) if HAS_SLOPES else None
-    peak, total, summed = _over_keys(
-        queries, positions, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale, slope,
-        WINDOW, CHUNKED, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
-    )  # fmt: skip
-    tl.store(parts + offset[:, None] * DIM + dims[None, :], summed / total[:, None], mask=inside)
-    tl.store(masses + offset, peak + tl.log2(total), mask=in_group < GROUP)
+        return low, SPLIT_TILE, low // SPLIT_TILE, tl.cdiv(high, SPLIT_TILE)
+    least = tl.where(high - low <= 4 * MIN_SPLIT, MIN_SPLIT // 2, MIN_SPLIT)
+    size = tl.maximum(tl.cdiv(high - low, SPLITS), least)
+    return low, size, 0, tl.cdiv(high - low, size)
 
 
 @triton.jit
 def _merge_kernel(
     parts,  # [B, H, SPLITS, DIM]
     masses,  # [B, H, SPLITS]
+    starts,  # [B]
     query_starts,  # [B + 1]
     sinks,  # [H]
     out,  # [T, H, DIM]
     v_scale,
+    WINDOW: tl.constexpr,
+    CHUNKED: tl.constexpr,
     SPLITS: tl.constexpr,
+    SPLIT_TILE: tl.constexpr,
+    MIN_SPLIT: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
@@ -281,10 +321,10 @@ def _merge_kernel(
         peak = tl.zeros([1], tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += 1.0
     summed = tl.zeros([DIM_BLOCK], tl.float32)
-    for split in range(SPLITS):
+    _, _, first, last = _splits_of(tl.load(starts + row), WINDOW, CHUNKED, SPLITS, SPLIT_TILE, MIN_SPLIT)
+    for split in range(first, last):
         mass = tl.load(masses + offset + split)
-        num_written = tl.where(mass > LOWEST, DIM, 0)
-        part = tl.load(parts + (offset + split) * DIM + dims, mask=dims < num_written, other=0.0)
+        part = tl.load(parts + (offset + split) * DIM + dims, mask=dims < DIM, other=0.0)
         higher = tl.maximum(peak, mass)
         kept, added = tl.exp2(peak - higher), tl.exp2(mass - higher)
         summed = summed * kept + part * added

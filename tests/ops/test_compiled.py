@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from compiled_kernels import SHARED_BYTES, buffers, compiling_for, inspect, machine_code
 from kernel_cases.sampling import rows
 from ops.attention import AttentionMetadata, AttentionOptions
 from ops.low_rank import LowRank
@@ -249,85 +247,6 @@ SIZES: Mapping[str, tuple[Callable[[], None], ...]] = {
 }
 
 
-# A driver that only knows its target takes the place of CUDA's, and every launch compiles instead: with the types,
-# alignments and launch options of that very call.
-SHARED_BYTES = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # that one block may use
-
-
-class Compiled(NamedTuple):
-    """One kernel as ptxas made it."""
-
-    name: str
-    registers: int  # per thread
-    spilled_bytes: int  # of stack, per thread
-    shared_bytes: int  # per block
-
-
-class TargetOnly:
-    """As much of a Triton driver as a compilation asks for."""
-
-    def __init__(self, capability: int) -> None:
-        self._capability = capability
-
-    def is_active(self) -> bool:
-        return True
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self._capability, 32)
-
-    def get_current_device(self) -> int:
-        return self._capability  # Triton keeps what it compiled by device
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def set_current_device(self, device: int) -> None:
-        pass
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def map_python_to_cpp_type(self, name: str) -> str:
-        return name
-
-
-@contextmanager
-def compiling_for(capability: int) -> Iterator[list[Any]]:
-    """Within, a Triton launch compiles for this compute capability (90 for 9.0) and is added to the list."""
-    import triton
-    from triton.runtime.jit import JITFunction
-
-    launch: Callable[..., Any] = JITFunction.run
-    kernels: list[Any] = []
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        kernels.append(launch(self, *args, grid=grid, warmup=True, **kwargs))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(JITFunction, "run", compile_only)
-        patch.setattr(triton.runtime.driver, "_active", TargetOnly(capability))
-        patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # its default is going to change
-        yield kernels
-
-
-def inspect(kernel: Any, folder: Path) -> Compiled:
-    """Resources of a compiled kernel. Raises ValueError if there is no machine code in it."""
-    import triton
-
-    if not kernel.asm.get("cubin"):
-        raise ValueError(f"no code was made for {kernel.metadata.name}")
-    path = folder / "kernel.cubin"
-    path.write_bytes(kernel.asm["cubin"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    done = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True)
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
-    if usage is None:
-        raise ValueError(f"cuobjdump says nothing of {kernel.metadata.name}: {done.stdout}")
-    return Compiled(kernel.metadata.name, int(usage[1]), int(usage[2]), kernel.metadata.shared)
-
-
 pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this process interprets kernels")
 
@@ -380,3 +299,31 @@ def test_nothing_is_compiled_anew_for_a_step_of_another_size(name: str) -> None:
 def test_a_call_that_launches_nothing_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         check(lambda: None, 90, tmp_path)
+
+
+def test_decode_loads_the_next_keys_during_products(tmp_path: Path) -> None:
+    with compiling_for(90) as kernels:
+        CALLS["decode"]()
+    decode = inspect(kernels[0], tmp_path)
+    assert buffers(kernels[0], "64x128xbf16") >= 2
+    assert 3 * decode.shared_bytes <= SHARED_BYTES[90]  # three blocks fit into a multiprocessor
+    assert 3 * 128 * decode.registers <= 2**16
+    assert any("LDGSTS" in line and "128" in line for line in machine_code(kernels[0], tmp_path))
+
+
+def test_prefill_multiplies_on_hopper_units_from_several_buffers(tmp_path: Path) -> None:
+    with compiling_for(90) as kernels:
+        CALLS["prefill"]()
+    assert buffers(kernels[0], "64x128xbf16") >= 2
+    assert any(line.lstrip().startswith("HGMMA") for line in machine_code(kernels[0], tmp_path))
+
+
+def test_sampling_spends_few_instructions_on_a_logit(tmp_path: Path) -> None:
+    """Kernels that read all logits, without the one that searches the list. A thread has 8 logits per iteration."""
+    with compiling_for(90) as kernels:
+        _choose()
+    *over_logits, last = kernels
+    assert sum(len(machine_code(kernel, tmp_path)) for kernel in over_logits) <= 8 * 400
+    for kernel in over_logits:
+        assert 2 * 256 * inspect(kernel, tmp_path).registers <= 2**16  # two blocks per multiprocessor
+    assert last.metadata.name == "_draw_kernel"

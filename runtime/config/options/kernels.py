@@ -68,9 +68,10 @@ class KernelArgs:
     mm_attention_backend: str | None = planned(
         None, "Implementation of attention in image encoders.", choices=("sdpa", "fa3", "triton_attn")
     )
-    triton_attention_num_kv_splits: int = option(
-        8,
-        "Largest number of parts into which the Triton decode kernel splits one sequence.",
+    triton_attention_num_kv_splits: int | None = option(
+        None,
+        "Largest number of parts into which the Triton decode kernel splits one sequence. Default: as many as one long "
+        "sequence needs to use the whole GPU.",
         low=1,
     )
     triton_attention_split_tile_size: int | None = option(

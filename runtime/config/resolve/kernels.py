@@ -30,6 +30,8 @@ CPP_DTYPES = ("float32", "bfloat16")
 # Processor flags without which the C++ kernels are slower than torch.
 CPP_NEEDS = frozenset({"avx2", "fma"})
 # Operations that torch.compile fuses better than hand-written kernels.
+# SGLang's defaults of options that select a setting of one backend; they are accepted with every backend.
+ORIGINAL_DEFAULTS: Mapping[str, int] = {"triton_attention_num_kv_splits": 8}
 FUSED = ("activation", "norm", "rope")
 
 
@@ -123,7 +125,8 @@ def _attention(
     )
     for name, backend in ATTENTION.items():
         for option in backend.decode_settings:
-            if builder.args.changed(option) and decode.value != name:
+            is_original = builder.args.get(option) == ORIGINAL_DEFAULTS.get(option)
+            if builder.args.changed(option) and not is_original and decode.value != name:
                 flag = "--" + option.replace("_", "-")
                 builder.refuse(option, f"{flag} has an effect with {name} only, and decode uses {decode.value}.")
     return attention, decode, prefill

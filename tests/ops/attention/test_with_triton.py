@@ -60,6 +60,21 @@ def test_a_row_gives_the_same_bits_alone_and_in_a_batch(with_triton: ModuleType)
     assert torch.equal(with_triton.attend(q[:1], k_pool, v_pool, first, AttentionOptions(scale=0.2)), together[:1])
 
 
+def test_the_number_of_programs_changes_no_bit(with_triton: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(((70, 1), (3, 1)), window=60)
+    many = outputs(with_triton, case)
+    monkeypatch.setattr(with_triton, "MIN_PARTS", 1)
+    monkeypatch.setattr(with_triton, "STEP_PROGRAMS", 1)
+    assert all(torch.equal(x, y) for x, y in zip(outputs(with_triton, case), many, strict=True))
+
+
+def test_a_long_row_alone_uses_the_whole_gpu() -> None:
+    from ops.attention import with_triton
+
+    for num_kv_heads, most in ((8, 32), (4, 64), (1, 64)):
+        assert with_triton._num_splits(num_kv_heads) == most
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_random_batches_equal_native(seed: int, with_triton: ModuleType) -> None:
@@ -85,7 +100,7 @@ def test_random_batches_equal_native(seed: int, with_triton: ModuleType) -> None
     ("old", "new"),
     [
         # decode kernel
-        ("begin = low + split * size", "begin = low"),
+        ("else low + split * size", "else low"),
         ("peak + tl.log2(total)", "peak"),
         ("token.to(tl.int64) * q_token_stride", "row.to(tl.int64) * q_token_stride"),
         # merge kernel
