@@ -32,6 +32,10 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "nccl_port": _NODES,
     "schedule_low_priority_values_first": {"enable_priority_scheduling": True},
     "priority_scheduling_preemption_threshold": {"enable_priority_scheduling": True},
+    **{
+        f"hicache_{name}": {"enable_hierarchical_cache": True}
+        for name in ("ratio", "size", "write_policy", "io_backend", "mem_layout")
+    },
     "nnodes": _NODES,
     "speculative_algorithm": {"speculative_draft_model_path": "draft"},
     "speculative_draft_model_path": {"speculative_algorithm": "STANDALONE"},

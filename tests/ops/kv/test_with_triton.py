@@ -33,7 +33,7 @@ def test_the_kernel_equals_native(name: str) -> None:
         ("token * v_token_stride", "token * v_head_stride"),
         ("keys.to(tl.float32) * k_factor", "keys.to(tl.float32)"),
         ("tl.clamp(values.to(tl.float32) * v_factor, -LARGEST, LARGEST)", "values * v_factor * 0.5"),
-        ("source + source_page * page_elements", "source + target_page * page_elements"),
+        ("source + source_page * source_stride", "source + target_page * source_stride"),
     ],
 )
 def test_a_broken_kernel_is_noticed(old: str, new: str, tmp_path: Path) -> None:
