@@ -22,6 +22,7 @@ from runtime.actors.output_stream import OutputStream
 from runtime.actors.request_observers import RequestLog, RequestMetrics, TimeStatsLog
 from runtime.actors.router import Router
 from runtime.actors.scheduler import SchedulerActor
+from runtime.actors.storage import NO_TIER, Attachment, Storage, refuse_unsafe
 from runtime.actors.tokenizer import TokenizerActor
 from runtime.actors.tracing import RequestTraces
 from runtime.actors.weight_update import replace_weights
@@ -31,6 +32,7 @@ from runtime.config.plan import ObservePlan, Plan
 from runtime.errors import ConfigurationError, EngineClosed, EngineFailure, InvalidRequest, PenstockError
 from runtime.grammar.load import load_grammars
 from runtime.kv_cache.host_tier import TierCounts
+from runtime.kv_cache.storage_tier import StorageCounts
 from runtime.metrics.series import EngineMetrics
 from runtime.profile import ProfileOptions
 from runtime.request import Request, with_grammar
@@ -66,6 +68,7 @@ class Status:
     num_swapped_out: int  # pages copied to host memory for retracted sequences, since the start
     num_swapped_in: int  # pages copied back to the device, since the start
     host_tier: TierCounts  # pages of prefixes in host memory
+    storage: StorageCounts  # pages in storage
     num_forced: int  # tokens that grammars forced without a step of their own, since the start
     num_steps: int
     num_generated: int
@@ -311,6 +314,38 @@ class EngineCore:
                 self.facts = replace(self.facts, path=path)
         return num_requests
 
+    async def attach_storage(self, attachment: Attachment) -> None:
+        """Attach a page store to every replica's host tier.
+
+        Raises `InvalidRequest` or `ConfigurationError` if it cannot be used.
+        """
+        refuse_unsafe(attachment, self.plan)
+        for storage in self._storages():
+            await storage.attach(attachment)
+
+    async def detach_storage(self) -> None:
+        """Detach the page store, whose pages stay. Does nothing without a store."""
+        for storage in self._storages():
+            await storage.detach()
+
+    async def clear_storage(self) -> None:
+        """Remove all pages of this model from the page store. Raises `InvalidRequest` without a store."""
+        for storage in self._storages():
+            await storage.clear()
+
+    @property
+    def attachment(self) -> Attachment | None:
+        """The attached page store, or None."""
+        storages = [actor.storage for actor in self._scheduler.alive]
+        return next((storage.attachment for storage in storages if storage is not None), None)
+
+    def _storages(self) -> list[Storage]:
+        storages = [actor.storage for actor in self._scheduler.alive]
+        found = [storage for storage in storages if storage is not None]
+        if len(found) < len(storages) or not storages:
+            raise InvalidRequest(NO_TIER)
+        return found
+
     async def start_profile(self, options: ProfileOptions) -> None:
         """Profile the next steps of the first replica's rank 0. Raises `InvalidRequest` if a profile is running."""
         payload = {**asdict(options), "path": str(options.path)}
@@ -378,6 +413,7 @@ class EngineCore:
             num_swapped_out=sum(load.num_swapped_out for load in loads),
             num_swapped_in=sum(load.num_swapped_in for load in loads),
             host_tier=TierCounts(*map(sum, zip(*(load.tier for load in loads), strict=True))),
+            storage=StorageCounts(*map(sum, zip(*(load.storage for load in loads), strict=True))),
             num_forced=sum(load.num_forced for load in loads),
             num_steps=sum(actor.progress.num_steps for actor in alive),
             num_generated=sum(actor.progress.num_generated for actor in alive),

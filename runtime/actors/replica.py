@@ -16,6 +16,7 @@ import anyio.to_thread
 from ops.cpp.build import Lifeline
 from ops.machine import GIB, Machine
 from runtime.actors.kv_events import KvEventPublisher
+from runtime.actors.storage import Storage
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
@@ -36,6 +37,7 @@ from runtime.kv_cache.sizing import (
     size_pool,
     tier_pages,
 )
+from runtime.kv_cache.storage_tier import StorageTier
 from runtime.loading.draft_facts import read_draft_facts
 from runtime.scheduler.scheduler import Scheduler
 
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.core")
 
 STEP_BYTES = 2**24  # bytes that one step may copy to the host tier without becoming slow
+PREFETCH_THRESHOLD = 256  # tokens below which storage is not asked for a prompt
 HOST_SHARE = 0.9  # maximum share of the free host memory for the host tier
 
 NO_MEMORY = (
@@ -63,6 +66,7 @@ class Replica:
     scheduler: Scheduler
     runner: Runner
     kv_events: KvEventPublisher | None = None
+    storage: Storage | None = None
 
 
 async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) -> list[Replica]:
@@ -178,6 +182,13 @@ class _ReplicaLoader:
         )
         if prefixes.tier is not None:
             prefixes.tier.copy_s = await anyio.to_thread.run_sync(worker.restore_s)
+            if plan.cache.host_layout != "layer_first":
+                threshold = plan.cache.storage_config.get("prefetch_threshold", PREFETCH_THRESHOLD)
+                prefixes.storage = StorageTier(
+                    prefixes.tier,
+                    waits=plan.cache.prefetch_policy != "best_effort",
+                    min_pages=max(1, int(threshold) // plan.cache.page_size),
+                )
         scheduler = Scheduler(
             plan.scheduler,
             prefixes,
@@ -187,7 +198,11 @@ class _ReplicaLoader:
         executor = await self._lead(worker)
         runner = ModelRunner(executor, kernels_description=worker.kernels_description)
         self._runner = GroupRunner(runner, group, worker.mesh) if group.workers else runner
-        return Replica(plan, scheduler, self._runner, self._kv_events)
+        storage = None
+        if scheduler.storage is not None:
+            layout = _layout(plan, worker)
+            storage = Storage(plan, self._facts.path, layout, scheduler.storage, scheduler, self._runner)
+        return Replica(plan, scheduler, self._runner, self._kv_events, storage)
 
     async def close(self) -> None:
         """Release everything that was started so far."""
@@ -261,6 +276,13 @@ def _size_tier(plan: Plan, worker: ModelWorker, num_pages: int) -> tuple[int, in
     size, page_bytes = plan.cache.page_size, sizes[0][1]
     logger.info("The host tier has %d pages of %d tokens, %.2f GB.", count, size, count * page_bytes / 10**9)
     return count, page_bytes
+
+
+def _layout(plan: Plan, worker: ModelWorker) -> str:
+    """Return a text that differs for plans whose pages have other values in the store."""
+    specs = sorted((str(name), repr(spec)) for name, spec in worker.cache_specs.items())
+    parallel, cache = plan.parallel, plan.cache
+    return repr((cache.page_size, cache.kv_dtype, parallel.tp_size, parallel.pp_size, plan.draft.path, specs))
 
 
 def _check_drafts(kinds: Sequence[CacheKind], max_drafts: int, flag: str) -> None:

@@ -21,6 +21,7 @@ from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
 from runtime.actors.step_times import Progress
 from runtime.actors.steps_in_flight import StepsInFlight
+from runtime.actors.storage import Storage
 from runtime.batch import Batch, Runner
 from runtime.config.plan import SchedulerPlan
 from runtime.errors import (
@@ -98,6 +99,8 @@ class Pause:
     """A period without steps. The caller of `paused` sets how it ends."""
 
     reached: asyncio.Future[None]  # its result is set when no step is in flight
+    weights_changed: bool = False
+    checkpoint: str | None = None  # of the new weights; None: unknown
     recompute: bool = False  # whether the pause ends by emptying the prefix tree and recomputing all sequences
     # If set, the replica is unusable and fails with this error when the pause ends.
     failure: EngineFailure | None = None
@@ -121,8 +124,12 @@ class SchedulerActor:
         index: int = 0,
         series: ReplicaSeries | None = None,
         kv_events: KvEventPublisher | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self.index = index  # replica index
+        self.storage = storage
+        if storage is not None:
+            storage.wake = lambda: self._inbox.put(WAKE)
         self.scheduler = scheduler
         self.runner = runner
         self.progress = Progress(scheduler, plan.log_interval_steps)
@@ -170,6 +177,7 @@ class SchedulerActor:
             index=index,
             series=series,
             kv_events=replica.kv_events,
+            storage=replica.storage,
         )
 
     # --- messages ---
@@ -229,6 +237,8 @@ class SchedulerActor:
                 tasks.start_soon(self.runner.watch)
                 tasks.start_soon(self._watch_steps)
                 tasks.start_soon(self._watch_queue)
+                if self.storage is not None:
+                    tasks.start_soon(self.storage.run)
         except ExceptionGroup as group:
             failures = [error for error in group.exceptions if isinstance(error, EngineFailure)]
             if len(failures) < len(group.exceptions):  # a programming error: the engine must stop
@@ -275,6 +285,8 @@ class SchedulerActor:
             if pause.recompute:
                 self.scheduler.recompute()
                 self._publish_events()
+            if (pause.recompute or pause.weights_changed) and self.storage is not None:
+                self.storage.weights_changed(pause.checkpoint)
             self._inbox.put(WAKE)
 
     async def _stand_still(self) -> None:
@@ -314,6 +326,8 @@ class SchedulerActor:
                 continue
             if batch is not None:
                 self._launch(batch)
+            if self.storage is not None:
+                self.storage.notify()
             if self.steps and (batch is None or len(self.steps) > self._depth):
                 await self._finish_oldest()
             elif batch is None:

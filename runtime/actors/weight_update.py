@@ -32,7 +32,7 @@ async def replace_weights(
         error = _first_error(await _ask(actors, "load_weights", payload))
         if error is None:
             for pause in pauses:
-                pause.recompute = recompute
+                pause.weights_changed, pause.checkpoint, pause.recompute = True, path, recompute
             return
         lost = False
         for pause, restored in zip(pauses, await _ask(actors, "restore_weights", {}), strict=True):

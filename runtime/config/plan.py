@@ -70,6 +70,9 @@ class CachePlan(Section):
     host_gb: int = 0  # 10^9 bytes of the host tier per rank; 0: `host_ratio` decides
     write_policy: str = "write_through"  # when a page is copied to the host tier; see `kv_cache.host_tier`
     copy_backend: str = "kernel"  # how a GPU copies pages to and from the host: "kernel" or "direct"
+    storage: str | None = None  # backend of the storage tier: "file" or "dynamic"; None: no storage at start
+    prefetch_policy: str = "timeout"  # how long a request waits for pages from storage
+    storage_config: Mapping[str, Any] = field(default_factory=dict)  # settings of the backend
     host_layout: str = "layer_first"  # order of host pages in memory; otherwise page by page
 
 

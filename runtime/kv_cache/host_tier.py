@@ -15,8 +15,8 @@ page that leaves never has a successor in the tier.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Collection, Iterable
+from typing import NamedTuple, Protocol
 
 from runtime.kv_cache.copy_queue import CopyQueue
 from runtime.kv_cache.page_keys import page_keys
@@ -44,12 +44,42 @@ class _TreePage(NamedTuple):
     index: int  # number of pages before it
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A page in the tier."""
 
     page: int  # host page
     parent: bytes | None
     index: int
+
+
+class PageMover(Protocol):
+    """What the host tier tells the storage tier, and what it must know of host pages in use (`StorageTier`)."""
+
+    @property
+    def saving(self) -> Collection[bytes]:
+        """Keys of pages that must stay in the tier, because they are being saved."""
+        ...
+
+    @property
+    def reserved(self) -> Collection[int]:
+        """Host pages in use that are not in the tier."""
+        ...
+
+    def written(self, key: bytes, entry: Entry) -> None:
+        """The batch that is built copies a page to the host."""
+        ...
+
+    def detained(self, key: bytes, entry: Entry) -> bool:
+        """Whether the page that leaves the tier is still in use; the mover then frees it."""
+        ...
+
+    def distrust(self, key: bytes) -> None:
+        """The KV of a page cannot be trusted."""
+        ...
+
+    def clear(self) -> Collection[int]:
+        """The tier becomes empty. Returns the host pages in use."""
+        ...
 
 
 class HostTier:
@@ -76,10 +106,11 @@ class HostTier:
         self._step_pages = step_pages
         self._all = range(first_page, first_page + num_pages)
         self._free = list(reversed(self._all))
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # by key, least recently used first
+        self._entries: OrderedDict[bytes, Entry] = OrderedDict()  # by key, least recently used first
         self._tree: dict[int, _TreePage] = {}  # pages of the prefix tree
         self._waiting: dict[int, None] = {}  # tree pages to copy to the host, in order
         self._kept: frozenset[bytes] = frozenset()  # keys that must not leave the tier now
+        self.storage: PageMover | None = None  # keeps pages of this tier in a store
         self._num_written = self._num_restored = self._num_evicted = 0
 
     @property
@@ -118,9 +149,12 @@ class HostTier:
         """Note pages that leave the tree because their KV cannot be trusted."""
         for page in pages:
             self._waiting.pop(page, None)
-            entry = self._entries.pop(self._tree.pop(page).key, None)
-            if entry is not None:
+            key = self._tree.pop(page).key
+            entry = self._entries.pop(key, None)
+            if entry is not None and (self.storage is None or not self.storage.detained(key, entry)):
                 self._free.append(entry.page)
+            if self.storage is not None:
+                self.storage.distrust(key)
 
     # --- steps ---
 
@@ -133,6 +167,16 @@ class HostTier:
         for page in pages:
             del self._waiting[page]
         self._write([(page, self._tree[page]) for page in pages])
+
+    def write_all(self) -> None:
+        """Copy all waiting pages to the host. Called between two steps."""
+        pages, self._waiting = list(self._waiting), {}
+        self._write([(page, self._tree[page]) for page in pages])
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of pages that wait to be copied to the host."""
+        return len(self._waiting)
 
     def num_restorable(self, sequence: Sequence, limit: int) -> int:
         """Return how many of the first `limit` tokens will have KV after `restore`.
@@ -179,6 +223,9 @@ class HostTier:
         self._waiting.clear()
         self._entries.clear()
         self._free = list(reversed(self._all))
+        if self.storage is not None:
+            moving = self.storage.clear()
+            self._free = [page for page in self._free if page not in moving]
 
     def reset(self) -> None:
         """Remove all pages from the tier, and forget the tree's pages. Called when the KV cannot be trusted."""
@@ -192,13 +239,42 @@ class HostTier:
             raise ValueError("The host tier does not know the pages of the prefix tree.")
         if not self._waiting.keys() <= self._tree.keys():
             raise ValueError("A page waits for its copy to the host but is not in the prefix tree.")
-        if sorted([*self._free, *(entry.page for entry in self._entries.values())]) != list(self._all):
+        moving = [] if self.storage is None else self.storage.reserved
+        if sorted([*self._free, *moving, *(entry.page for entry in self._entries.values())]) != list(self._all):
             raise ValueError("The pages of the host tier do not balance.")
         seen: set[bytes] = set()
         for key, entry in self._entries.items():
             if entry.parent in seen:
                 raise ValueError("A page of the host tier would leave before a page that follows it.")
             seen.add(key)
+
+    # --- pages from storage ---
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def entry(self, key: bytes) -> Entry | None:
+        """Return the entry of a page, or None if the tier does not have it."""
+        return self._entries.get(key)
+
+    def take_pages(self, count: int) -> list[int]:
+        """Return up to `count` host pages for pages from storage; the least recently used pages leave."""
+        pages: list[int] = []
+        while len(pages) < count and (page := self._take_page()) is not None:
+            pages.append(page)
+        return pages
+
+    def free_pages(self, pages: Iterable[int]) -> None:
+        """Free host pages that hold nothing any more."""
+        self._free += pages
+
+    def loaded(self, key: bytes, page: int, parent: bytes | None, index: int) -> None:
+        """Add a page that was read from storage. Its predecessors must be added after it."""
+        self._entries[key] = Entry(page, parent, index)
+
+    def touch(self, key: bytes) -> None:
+        """Make a page and all pages before it the most recently used ones."""
+        self._touch([key])
 
     @property
     def _pays(self) -> bool:
@@ -238,9 +314,11 @@ class HostTier:
             target = self._take_page()
             if target is None:
                 break
-            self._entries[key] = _Entry(target, parent, index)
+            self._entries[key] = Entry(target, parent, index)
             sources.pop(target, None)
             sources[target] = page
+            if self.storage is not None:
+                self.storage.written(key, self._entries[key])
         self._touch([tree_page.key for _, tree_page in new])
         self._copies.add("device", "host", list(sources.values()), list(sources))
         self._num_written += len(sources)
@@ -249,7 +327,8 @@ class HostTier:
         """Return a free host page, if necessary the one of the least recently used page; None if all must stay."""
         if self._free:
             return self._free.pop()
-        key = next((key for key in self._entries if key not in self._kept), None)
+        saving = () if self.storage is None else self.storage.saving
+        key = next((key for key in self._entries if key not in self._kept and key not in saving), None)
         if key is None:
             return None
         self._num_evicted += 1

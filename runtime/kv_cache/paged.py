@@ -64,10 +64,11 @@ class PagedKVCache(NamedTuple):
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> dict[int, PagedKVCache]:
+    ) -> tuple[dict[int, PagedKVCache], Tensor]:
         """Create the host pages of all layers so that each page is one block of memory over all layers.
 
-        Each cache is a view with the layout of `in_host_memory`, except for the stride between pages.
+        Returns the caches, and the blocks [num_pages, elements of a page]. Each cache is a view with the layout of
+        `in_host_memory`, except for the stride between pages.
         """
         sizes = {
             index: (spec.num_kv_heads * page_size * spec.head_dim, 1 if spec.values_in_keys else 2)
@@ -88,7 +89,7 @@ class PagedKVCache(NamedTuple):
             ]
             caches[index] = cls(parts[0], parts[-1])
             start += size * count
-        return caches
+        return caches, blocks
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

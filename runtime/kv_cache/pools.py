@@ -43,6 +43,7 @@ class KVPool(dict[int, Any]):
         self.kinds = dict(kinds or {})
         self.paged: dict[int, PagedKVCache] = {}  # layers that keep all tokens
         self.host: dict[int, PagedKVCache] = {}  # host pages of these layers
+        self.host_blocks: torch.Tensor | None = None  # [num_host_pages, elements of a page], if pages are blocks
         device = torch.device(device)
         paged_specs: dict[int, KVSpec] = {}
         for index, spec in specs.items():
@@ -56,7 +57,7 @@ class KVPool(dict[int, Any]):
             if num_host_pages and not in_blocks:
                 self.host[index] = PagedKVCache.in_host_memory(spec, num_host_pages, page_size, dtype, device)
         if num_host_pages and in_blocks:
-            self.host = PagedKVCache.in_blocks(paged_specs, num_host_pages, page_size, dtype, device)
+            self.host, self.host_blocks = PagedKVCache.in_blocks(paged_specs, num_host_pages, page_size, dtype, device)
 
     @classmethod
     def uniform(

@@ -18,7 +18,7 @@ and each batch has its own copy of the page table:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Set
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
@@ -32,7 +32,10 @@ from runtime.kv_cache.kinds import CacheKind
 from runtime.kv_cache.page_events import PageEvents
 from runtime.kv_cache.pages import PagePool
 from runtime.kv_cache.radix_tree import Node, RadixTree, path_pages
+from runtime.kv_cache.storage_tier import StorageTier
 from runtime.sequence import Sequence
+
+NONE_HELD: Set[Sequence] = frozenset()
 
 
 class Duplicates(NamedTuple):
@@ -77,6 +80,7 @@ class PrefixCache:
         self.copies = CopyQueue()
         self.host = HostPool(num_host_pages, page_size, self.copies) if num_host_pages else None
         self.tier: HostTier | None = None
+        self.storage: StorageTier | None = None  # moves pages between the host tier and a store
         if num_tier_pages and enabled:
             self.tier = HostTier(
                 num_tier_pages,
@@ -233,6 +237,17 @@ class PrefixCache:
     def take_copies(self) -> tuple[PageCopy, ...]:
         """Return and clear the page copies that the next batch must carry."""
         return self.copies.take()
+
+    def want(self, sequence: Sequence) -> None:
+        """Look up in storage what a waiting sequence lacks on the device and on the host."""
+        if self.storage is not None and self.storage.attached:
+            num_pages = self.match_length(sequence) // self.page_size
+            self.storage.want(sequence, num_pages, reusable_tokens(sequence))
+
+    @property
+    def held(self) -> Set[Sequence]:
+        """Waiting sequences that must not be admitted yet, because their pages are being loaded."""
+        return NONE_HELD if self.storage is None else self.storage.held
 
     def begin_step(self) -> None:
         """Called before the rows of a batch are chosen."""

@@ -115,6 +115,12 @@ METRICS: tuple[Metric, ...] = (
     _replica_metric("penstock:host_written_pages", "counter", "Pages of prefixes copied to the host tier."),
     _replica_metric("penstock:host_restored_pages", "counter", "Pages of prefixes copied back from the host tier."),
     _replica_metric("penstock:host_evicted_pages", "counter", "Pages that left the host tier for others."),
+    _replica_metric("penstock:storage_saved_pages", "counter", "Pages written to storage."),
+    _replica_metric("penstock:storage_loaded_pages", "counter", "Pages read from storage and verified."),
+    _replica_metric("penstock:storage_missed_pages", "counter", "Pages that storage was asked for and did not have."),
+    _replica_metric("penstock:storage_corrupt_pages", "counter", "Pages of storage whose checksum was wrong."),
+    _replica_metric("penstock:storage_failed_pages", "counter", "Pages that storage did not take."),
+    _replica_metric("penstock:storage_slow_pages", "counter", "Stored pages that were computed, since this is faster."),
     _replica_metric(
         "penstock:step_seconds",
         "histogram",

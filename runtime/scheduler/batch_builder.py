@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from runtime.batch import UNKNOWN, Batch, Drafts, Ints, PromptLogprobs, StepStats
 from runtime.config.plan import SchedulerPlan
-from runtime.kv_cache.prefix_cache import Duplicates, PrefixCache, reusable_tokens
+from runtime.kv_cache.prefix_cache import NONE_HELD, Duplicates, PrefixCache, reusable_tokens
 from runtime.scheduler.adapter_slots import AdapterSlots
 from runtime.scheduler.budget import SCORED_TOKENS, NewTokenRatio, PromptBudget
 from runtime.scheduler.drafting import Drafting
@@ -287,11 +287,14 @@ class BatchBuilder:
         admitted: list[Sequence] = []
         num_deferred = num_without_slot = 0
         running.adapters.begin_admission()
+        held = cache.held if self._waiting.allowed is None else NONE_HELD
         for sequence in self._waiting.ordered():
             if step.full or not running.tables.num_free or budget.exhausted or num_deferred >= MAX_DEFERRED:
                 break
             if sequence.num_pending:  # just retracted: a step in flight samples its last token
                 num_deferred += 1
+                continue
+            if held and sequence in held:
                 continue
             if not running.adapters.can_enter(sequence):
                 num_without_slot += 1

@@ -6,13 +6,14 @@ from collections.abc import Container, Hashable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
 
-from runtime.batch import Batch, StepOutput
+from runtime.batch import Batch, PageCopy, StepOutput
 from runtime.config.plan import SchedulerPlan
 from runtime.constraint import HostData
 from runtime.errors import ContextOverflow, EngineFailure, Overloaded
 from runtime.kv_cache.host_tier import TierCounts
 from runtime.kv_cache.page_events import Event
 from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.kv_cache.storage_tier import StorageCounts
 from runtime.request import Delta, DraftCounts, Finish, LogprobParams, Logprobs
 from runtime.scheduler.adapter_slots import AdapterSlots
 from runtime.scheduler.apply import Effects, apply_output, final_delta
@@ -47,6 +48,7 @@ class Load(NamedTuple):
     num_adapter_slots: int = 0  # slots of adapters with running sequences
     num_adapter_evictions: int = 0  # adapters that left their slot for another one, since the start
     tier: TierCounts = TierCounts()  # pages of the host tier
+    storage: StorageCounts = StorageCounts()  # pages of the storage tier
 
 
 class Scheduler:
@@ -71,6 +73,7 @@ class Scheduler:
         self._trials = Trials()
         self._num_filled = 0
         self._num_applied = 0
+        self.storage = cache.storage
 
     def limit_steps(self, prefill: int | None, mixed: int | None, *, scored: tuple[int, int] | None = None) -> None:
         """Set the prompt tokens after which a prefill-only and a mixed step take no further prompt.
@@ -123,6 +126,7 @@ class Scheduler:
             sequence.prompt_logprobs = _first_prompt_logprobs(sequence)
             self._drafting.start(sequence)
             self._waiting.add(sequence)
+            self._cache.want(sequence)
 
     def fill(self) -> Batch | None:
         """Build the batch of the next step.
@@ -139,6 +143,8 @@ class Scheduler:
             self._try_next()
             batch = self._builder.build(self._num_filled)
         if batch is not None:
+            if self.storage is not None:
+                self.storage.filled(self._num_filled)
             self._num_filled += 1
         return batch
 
@@ -152,6 +158,8 @@ class Scheduler:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
         self._num_applied += 1
         deltas = apply_output(batch, output, self._effects, self._fast_forward.pays)
+        if self.storage is not None:
+            self.storage.applied(batch.number)
         if self._trials and self._trials.passed(self._running.full):
             self._try_next()
         return deltas
@@ -287,6 +295,22 @@ class Scheduler:
         self._cache.empty()
         return True
 
+    def take_copies(self) -> tuple[PageCopy, ...]:
+        """Return and clear the page copies that wait for the next batch. They must be performed before its forward.
+
+        If no sequence runs, these are also the copies of all pages that should be on the host.
+        """
+        if self._cache.tier is not None and not self._running:
+            self._cache.tier.write_all()
+        return self._cache.take_copies()
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether `take_copies` would return copies."""
+        return bool(self._cache.copies) or (
+            self._cache.tier is not None and not self._running and self._cache.tier.num_waiting > 0
+        )
+
     def forget_adapter(self, adapter_id: int) -> None:
         """Empty the slot of an adapter that no sequence uses any more."""
         self._running.adapters.forget(adapter_id)
@@ -347,6 +371,7 @@ class Scheduler:
             drafts=self._drafting.counts,
             num_adapter_slots=self._running.adapters.num_used,
             num_adapter_evictions=self._running.adapters.num_evictions,
+            storage=StorageCounts() if self.storage is None else self.storage.counts,
             tier=TierCounts() if cache.tier is None else cache.tier.counts,
         )
 

@@ -27,6 +27,7 @@ from runtime.layers.batch_reads import batch_reads
 from runtime.layers.lm_head import NOT_ADAPTED
 from runtime.loading.weight_update import LoadedWeights
 from runtime.mesh.mesh import Mesh
+from runtime.mesh.rank_info import RankInfo
 from runtime.modeling.decoder import Decoder, states_for_draft_head
 from runtime.worker.adapters import Adapters
 from runtime.worker.cpu_graph import CpuGraph
@@ -39,6 +40,7 @@ from runtime.worker.graph_capture import BackgroundCapture
 from runtime.worker.logprobs import CHUNK, prompt_indices
 from runtime.worker.non_finite import NonFiniteSearch
 from runtime.worker.page_copies import CopyPages, PageCopier
+from runtime.worker.page_io import PageIO
 from runtime.worker.sampler import Sampled, Sampler, chooses_greedily, chooses_plainly, sampling_arrays
 from runtime.worker.step_inputs import NO_ARRAYS, Forward, SampleInputs, Staging, StepInputs, prepare, samples_on_host
 from runtime.worker.step_outputs import copy_out
@@ -218,7 +220,12 @@ class StepExecutor:
         self._draft_model = draft_model
         self._staging = Staging(device)
         pools = [pool] if draft_model is None else [pool, draft_model.pool]
+        blocks = [each.host_blocks for each in pools if each.host_blocks is not None]
+        if blocks:
+            rank_info = RankInfo(rank=0, tp_size=1, pp_size=1) if mesh is None else mesh.rank_info
+            self.rank.pages = PageIO(blocks, device, rank_info)
         self._copier = PageCopier(pools, copy_pages, device, self._staging)
+        self.rank.copier = self._copier
         self._begun: deque[_Begun] = deque()
         self._reads = batch_reads(model)
         self._logged_drafts = False
@@ -319,6 +326,8 @@ class StepExecutor:
             self._draft_model.close()
         if self.rank.adapters is not None:
             self.rank.adapters.close()
+        if self.rank.pages is not None:
+            self.rank.pages.detach()
 
     # --- parts of a step ---
 

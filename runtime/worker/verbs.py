@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
+from runtime.batch import PageCopy
 from runtime.errors import InvalidRequest
 from runtime.loading.weight_update import LoadedWeights
 from runtime.profile import ProfileOptions
 from runtime.worker.adapters import Adapters
 from runtime.worker.device import Device
+from runtime.worker.page_copies import PageCopier
+from runtime.worker.page_io import PageIO
 from runtime.worker.step_profiler import StepProfiler
 
 
@@ -27,6 +30,8 @@ class RankState:
     weights: LoadedWeights | None = None  # None: the weights cannot be replaced
     adapters: Adapters | None = None  # None: the engine serves no adapters
     profiler: StepProfiler | None = None
+    copier: PageCopier | None = None
+    pages: PageIO | None = None  # None: host pages are not blocks, so no storage can be attached
 
 
 # Runs on the thread that enqueues steps, on every rank. Raises `InvalidRequest` or `CheckpointError` only if it has
@@ -103,6 +108,61 @@ def drop_adapter(rank: RankState, payload: Mapping[str, Any]) -> None:
     _adapters(rank).drop(payload["id"])
 
 
+def copy_pages(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Copy pages without a step.
+
+    "pools" lists the pools (source, target) of each copy; "from_0" and "to_0" are the pages of the first one.
+    """
+    if rank.copier is None:
+        raise InvalidRequest("This rank copies no pages.")
+    copies = [
+        PageCopy(source, target, payload[f"from_{number}"], payload[f"to_{number}"])
+        for number, (source, target) in enumerate(payload["pools"])
+    ]
+    with torch.inference_mode(), rank.device.forward():
+        rank.copier.enqueue(copies)
+
+
+def attach_storage(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Open a page store for the host pages. Raises `InvalidRequest` if it cannot be used."""
+    _pages(rank).attach(payload["backend"], payload["name"], payload["config"])
+
+
+def detach_storage(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Close the page store."""
+    _pages(rank).detach()
+
+
+def load_pages(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, int]]:
+    """Read pages of the store into host pages, on a thread; see `PageIO.load`."""
+    return _pages(rank).load(_keys(payload), payload["pages"].tolist())
+
+
+def save_pages(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, int]]:
+    """Write host pages to the store, on a thread; see `PageIO.save`."""
+    return _pages(rank).save(_keys(payload), payload["pages"].tolist())
+
+
+def delete_pages(rank: RankState, payload: Mapping[str, Any]) -> Future[None]:
+    """Remove pages from the store, on a thread."""
+    return _pages(rank).delete(_keys(payload))
+
+
+def clear_storage(rank: RankState, payload: Mapping[str, Any]) -> Future[None]:
+    """Remove all pages of this rank from the store, on a thread."""
+    return _pages(rank).clear()
+
+
+def _keys(payload: Mapping[str, Any]) -> list[bytes]:
+    return [bytes.fromhex(key) for key in payload["keys"]]
+
+
+def _pages(rank: RankState) -> PageIO:
+    if rank.pages is None:
+        raise InvalidRequest("Storage needs a host tier whose pages are blocks; see --hicache-mem-layout.")
+    return rank.pages
+
+
 def _adapters(rank: RankState) -> Adapters:
     if rank.adapters is None:
         raise InvalidRequest("Adapters are off; start the server with --enable-lora.")
@@ -124,4 +184,11 @@ VERBS: Mapping[str, Verb] = {
     "load_adapter": load_adapter,
     "measure_adapter": measure_adapter,
     "drop_adapter": drop_adapter,
+    "copy_pages": copy_pages,
+    "attach_storage": attach_storage,
+    "detach_storage": detach_storage,
+    "load_pages": load_pages,
+    "save_pages": save_pages,
+    "delete_pages": delete_pages,
+    "clear_storage": clear_storage,
 }

@@ -21,6 +21,7 @@ from runtime.actors.assemble import assemble, prepare
 from runtime.actors.engine_core import EngineCore, Status
 from runtime.actors.output_stream import read_all
 from runtime.actors.scrape import exposition
+from runtime.actors.storage import Attachment
 from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, WrongEventLoop
 from serve.background import BackgroundTask
@@ -399,6 +400,18 @@ class Engine:
     def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
         """Abort the requests whose `rid` starts with this text, or all requests; return their number."""
         return self.core.abort_all() if abort_all else self.core.abort_label(rid) if rid else 0
+
+    async def attach_storage(self, backend: str, config: Mapping[str, Any] | None = None) -> None:
+        """Attach a storage to the host tier, as `PUT /hicache/storage-backend` does."""
+        await self.core.attach_storage(Attachment(backend, config or {}))
+
+    async def detach_storage(self) -> None:
+        """Detach the storage, whose pages stay."""
+        await self.core.detach_storage()
+
+    async def clear_storage(self) -> None:
+        """Remove all pages of this model from the storage."""
+        await self.core.clear_storage()
 
     def flush_cache(self) -> bool:
         """Empty the prefix cache. While requests run, do nothing and return False."""

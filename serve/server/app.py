@@ -21,7 +21,7 @@ from serve.calls.body import max_body_bytes
 from serve.http.access import Access, OpenCalls, RouteScope
 from serve.http.endpoint import Endpoint, RouteSpec
 from serve.http.errors import OPENAI, refusal_response
-from serve.native import adapters, admin, encode, generate, live, parsing, scores, tokens, vertex, weights
+from serve.native import adapters, admin, encode, generate, live, parsing, scores, storage, tokens, vertex, weights
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
 from serve.openai import batches, chat, completions, embeddings, files, models
@@ -101,6 +101,11 @@ ROUTES = (  # searched in order, so the most frequent routes come first
     RouteSpec(GET, "/get_weight_version", admin.weight_version, USER),
     RouteSpec(("GET", "POST"), "/flush_cache", admin.flush_cache, ADMIN),
     RouteSpec(POST, "/reset_prefix_cache", admin.flush_cache, ADMIN),
+    RouteSpec(("GET", "POST"), "/clear_hicache_storage_backend", storage.clear_storage, ADMIN),
+    RouteSpec(GET, "/hicache/storage-backend", storage.show, ADMIN),
+    RouteSpec(("PUT",), "/hicache/storage-backend", storage.attach, ADMIN),
+    RouteSpec(("DELETE",), "/hicache/storage-backend", storage.detach, ADMIN),
+    RouteSpec(POST, "/hicache/storage-backend/clear", storage.clear_storage, ADMIN),
     RouteSpec(("GET", "POST"), "/freeze_gc", admin.freeze_collector, ADMIN),
     RouteSpec(("GET", "POST"), "/start_profile", admin.start_profile, ADMIN),
     RouteSpec(("GET", "POST"), "/stop_profile", admin.stop_profile, ADMIN),

@@ -42,7 +42,6 @@ GENERATING = {
 }
 CONTROL = {
     "/set_internal_state": (("POST", "PUT"), "Changing settings while the server runs"),
-    "/clear_hicache_storage_backend": (("GET", "POST"), "A second level of the KV cache"),
     "/start_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
     "/stop_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
     "/dump_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),

@@ -34,8 +34,17 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "priority_scheduling_preemption_threshold": {"enable_priority_scheduling": True},
     **{
         f"hicache_{name}": {"enable_hierarchical_cache": True}
-        for name in ("ratio", "size", "write_policy", "io_backend", "mem_layout")
+        for name in (
+            "ratio",
+            "size",
+            "write_policy",
+            "io_backend",
+            "mem_layout",
+            "storage_prefetch_policy",
+        )
     },
+    "hicache_storage_backend": {"enable_hierarchical_cache": True},
+    "hicache_storage_backend_extra_config": {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
     "nnodes": _NODES,
     "speculative_algorithm": {"speculative_draft_model_path": "draft"},
     "speculative_draft_model_path": {"speculative_algorithm": "STANDALONE"},
@@ -65,6 +74,8 @@ _EXAMPLES: Mapping[str, Any] = {
     "model_loader_extra_config": {"enable_multithread_load": True},
     "constrained_json_whitespace_pattern": " ?",
     "kv_events_config": {"publisher": "zmq"},
+    "hicache_storage_backend": "file",
+    "hicache_storage_backend_extra_config": {"path": "pages"},
 }
 
 

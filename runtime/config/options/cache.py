@@ -138,16 +138,28 @@ class HierarchyArgs:
         choices=("layer_first", "page_first", "page_first_direct"),
         plan="cache.host_layout",
     )
-    hicache_storage_backend: str | None = planned(
+    hicache_storage_backend: str | None = option(
         None,
-        "Storage behind the host tier: files on disk, or a service. Default: none.",
-        choices=("file", "mooncake", "hf3fs", "nixl"),
+        "Storage behind the host tier, which keeps prefixes beyond a restart and for other servers: files in a folder "
+        "(file), or a class of your own (dynamic). Default: none.",
+        choices=("file", "dynamic", "mooncake", "hf3fs", "nixl"),
+        built=("file", "dynamic"),
+        instead="file on a shared folder, or dynamic with a class that calls its client",
+        plan="cache.storage",
     )
-    hicache_storage_prefetch_policy: str = planned(
-        "best_effort",
-        "How long a request waits for pages from storage: not at all (best_effort), for all of them "
-        "(wait_complete), or up to a limit (timeout).",
+    hicache_storage_prefetch_policy: str = option(
+        "timeout",
+        "How long a request waits for pages from storage: not at all (best_effort; the pages serve later requests), "
+        "for all of them (wait_complete), or as long as computing its prompt would take (timeout).",
         choices=("best_effort", "wait_complete", "timeout"),
+        sglang="best_effort",
+        plan="cache.prefetch_policy",
     )
-    hicache_storage_backend_extra_config: Json = planned({}, "JSON object with settings of the storage backend.")
+    hicache_storage_backend_extra_config: Json = option(
+        {},
+        "JSON object with settings of the storage backend. file: path (folder), max_gb (limit of the folder's size in "
+        "10^9 bytes), dynamic: module_path and class_name. Both: threads, and prefetch_threshold, the number of "
+        "tokens below which a prompt is not looked up (default 256).",
+        plan="cache.storage_config",
+    )
     enable_lmcache: bool = planned(False, "Use the LMCache package as the store of prefixes.")

@@ -6,6 +6,8 @@ from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
+from runtime.errors import ConfigurationError
+from runtime.page_store.protocol import check_config
 
 PAGE_SIZE = 16
 SHARE_OF_FREE_MEMORY = 0.3
@@ -34,6 +36,7 @@ def cache_plan(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: s
         of_free_memory=Decision(of_free_memory, "on a CPU without --mem-fraction-static"),
         window_ratio=_window_ratio(builder),
         host_tier=_host_tier(builder, facts),
+        host_layout=_host_layout(builder),
         swap_space_gib=_swap_space(builder, machine, facts),
     )
 
@@ -61,7 +64,34 @@ def _swap_space(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> De
     return builder.follow("swap_space")
 
 
-HOST_OPTIONS = ("hicache_ratio", "hicache_size", "hicache_write_policy", "hicache_io_backend", "hicache_mem_layout")
+HOST_OPTIONS = (
+    "hicache_ratio",
+    "hicache_size",
+    "hicache_write_policy",
+    "hicache_io_backend",
+    "hicache_mem_layout",
+    "hicache_storage_backend",
+    "hicache_storage_prefetch_policy",
+    "hicache_storage_backend_extra_config",
+)
+
+
+def _host_layout(builder: PlanBuilder) -> Decision[str]:
+    args = builder.args.hierarchy
+    if args.hicache_storage_backend is None:
+        if args.hicache_storage_backend_extra_config:
+            builder.refuse(
+                "hicache_storage_backend_extra_config",
+                "--hicache-storage-backend-extra-config needs --hicache-storage-backend.",
+            )
+        return builder.follow("hicache_mem_layout")
+    try:
+        check_config(args.hicache_storage_backend, dict(args.hicache_storage_backend_extra_config))
+    except ConfigurationError as error:
+        builder.refuse("hicache_storage_backend_extra_config", str(error))
+    if args.hicache_mem_layout != "layer_first":
+        return builder.follow("hicache_mem_layout")
+    return Decision("page_first", "storage reads and writes whole pages")
 
 
 def _host_tier(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:

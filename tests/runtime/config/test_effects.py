@@ -50,6 +50,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "draft"}),
     (CPU, {"enable_lora": True}),
     (CPU, {"enable_hierarchical_cache": True}),
+    (CPU, {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}),
     (CPU, {"collect_tokens_histogram": True, "log_requests": True}),
     (H200, {}),
     (FOUR_GPUS, {"tp_size": 2}),
@@ -80,6 +81,7 @@ VALUES: dict[str, list[Any]] = {
     "kv_events_config": [{"publisher": "zmq"}],
     "torchao_config": ["int4wo-128"],
     "lora_paths": [["a=adapter"]],
+    "hicache_storage_backend_extra_config": [{"path": "pages"}],
     "lora_target_modules": [["q_proj"]],
     "max_loaded_loras": [9],
 }

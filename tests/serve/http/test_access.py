@@ -25,6 +25,8 @@ NO_BODY = (
     "/v1/batches/{batch_id}/cancel",
     "/stop_profile",
     "/flush_cache",
+    "/clear_hicache_storage_backend",
+    "/hicache/storage-backend/clear",
     "/freeze_gc",
     "/v1/models",
     "/v1/responses/{response_id}/cancel",

@@ -17,7 +17,16 @@ from serve.server.openapi import document
 from served_core import Served
 
 DOCUMENT = document(ROUTES)
-NO_BODY = {"upload", "stop_profile", "flush_cache", "freeze_collector", "list_models", "cancel", "answer"}
+NO_BODY = {
+    "upload",
+    "stop_profile",
+    "flush_cache",
+    "freeze_collector",
+    "clear_storage",
+    "list_models",
+    "cancel",
+    "answer",
+}
 EASY = {"/generate", "/v1/completions", "/tokenize", "/detokenize"}  # routes for which random bodies are often valid
 WITH_BODY = [path for path, each in DOCUMENT["paths"].items() if "requestBody" in each.get("post", {})]
 KNOWN = {200, 400, 403, 404, 405, 413, 422, 501, 503}

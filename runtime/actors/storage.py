@@ -1,0 +1,285 @@
+"""Storage: moves pages between the host tier of a replica and a page store, beside the steps.
+
+`kv_cache/storage_tier.py` decides which pages move. This part lets every rank move its share, and limits how long
+requests wait for their pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from ops.machine import cache_folder
+from runtime.batch import Runner
+from runtime.config.plan import Plan
+from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest, NotSupported, PenstockError
+from runtime.kv_cache.storage_tier import StorageTier, Wanted
+from runtime.loading.digest import model_digest
+from runtime.page_store.opening import open_store
+from runtime.page_store.protocol import PageStore, StoreSpace, check_config
+from runtime.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from runtime.kv_cache.host_tier import Entry
+
+logger = logging.getLogger("penstock.core")
+
+MAX_LOADS = 4  # loads at a time
+FIRST_WAIT_S = 1.0  # longest wait for pages before the speed of prompts is known
+LAYOUT = "1"  # changes whenever pages of equal tokens get other bytes
+
+NO_TIER = "Storage needs --enable-hierarchical-cache, and --hicache-mem-layout page_first if it is attached later."
+
+
+class Attachment(NamedTuple):
+    """A store, as it was asked for."""
+
+    backend: str
+    config: Mapping[str, Any]
+
+
+class Storage:
+    """The storage of one replica. Belongs to its scheduler actor, which calls `notify` and runs `run`."""
+
+    def __init__(
+        self, plan: Plan, path: str, layout: str, tier: StorageTier, scheduler: Scheduler, runner: Runner
+    ) -> None:
+        """`path` is the checkpoint's, and `layout` says which values the pages of all ranks have."""
+        self.attachment: Attachment | None = None
+        self.wake: Callable[[], None] = lambda: None  # called when waiting sequences may be admitted
+        self.path: str | None = path  # of the checkpoint; None: the weights are not those of a checkpoint
+        self._plan = plan
+        self._layout = layout
+        self._tier = tier
+        self._scheduler = scheduler
+        self._runner = runner
+        self._store: PageStore | None = None  # of rank 0, to look up pages
+        self._work = asyncio.Event()
+        self._save_work = asyncio.Event()
+        self._attaching = anyio.Lock()
+        self._num_moving = 0
+        self._quiet = asyncio.Event()  # whether no page is moving
+        self._quiet.set()
+
+    @property
+    def is_blocks(self) -> bool:
+        """Whether host pages are blocks, so that a store can be attached."""
+        return self._plan.cache.host_layout != "layer_first"
+
+    async def run(self) -> None:
+        """Move pages until cancelled. If the store of the plan cannot be attached, the log says so."""
+        cache = self._plan.cache
+        if cache.storage is not None:
+            try:
+                await self.attach(Attachment(cache.storage, cache.storage_config))
+            except PenstockError as error:
+                logger.error("Storage is off: %s", error)
+        limit = asyncio.Semaphore(MAX_LOADS)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._save)
+            while True:
+                await self._work.wait()
+                self._work.clear()
+                while (wanted := self._tier.take_wanted()) is not None:
+                    await limit.acquire()
+                    tasks.start_soon(self._load, wanted, limit)
+
+    def notify(self) -> None:
+        """Look for work. Called after steps, when all their copies are in launched batches."""
+        if self._tier.attached and (self._tier.has_work or self._scheduler.has_copies):
+            self._work.set()
+            self._save_work.set()
+
+    # --- attach and detach ---
+
+    async def attach(self, attachment: Attachment) -> None:
+        """Use this store. Raises `InvalidRequest` or `ConfigurationError` if it cannot be used, or if one is in use."""
+        if not self.is_blocks:
+            raise InvalidRequest(NO_TIER)
+        async with self._attaching:
+            await self._quiet.wait()
+            if self._tier.attached:
+                raise InvalidRequest("A storage backend is attached already; detach it first.")
+            check_config(attachment.backend, dict(attachment.config))
+            if self._plan.model.custom_loaders:
+                raise ConfigurationError(
+                    "Storage cannot be used with custom weight loaders, whose weights are unknown."
+                )
+            name = await anyio.to_thread.run_sync(self._space_name)
+            space = StoreSpace(name, 0, self._plan.parallel.ranks, 0)
+            self._store = await anyio.to_thread.run_sync(open_store, attachment.backend, space, dict(attachment.config))
+            payload = {"backend": attachment.backend, "name": name, "config": dict(attachment.config)}
+            await asyncio.shield(self._runner.call("attach_storage", payload))
+            self._tier.attach()
+            self.attachment = attachment
+            logger.info("Storage is attached: %s, pages of model %s.", attachment.backend, name[:12])
+
+    async def detach(self) -> None:
+        """Stop to use the store, whose pages stay. Pages that are moving arrive first."""
+        async with self._attaching:
+            self.forsake()
+            await self._quiet.wait()
+            if self._store is not None:
+                await asyncio.shield(self._runner.call("detach_storage", {}))
+                self._store = None
+
+    def weights_changed(self, path: str | None = None) -> None:
+        """Let no further page move, since stored pages do not fit any more. `path` is the new checkpoint, if known."""
+        if self._tier.attached:
+            logger.warning("Storage is off, because the weights changed; attach it again.")
+        self.path = path
+        self.forsake()
+
+    def forsake(self) -> None:
+        """Let no further page move."""
+        if self._tier.attached:
+            self._tier.detach()
+            self.attachment = None
+            self.wake()
+
+    async def clear(self) -> None:
+        """Remove all pages of this model and layout from the store. Raises `InvalidRequest` without a store."""
+        if not self._tier.attached:
+            raise InvalidRequest("No storage backend is attached.")
+        await asyncio.shield(self._runner.call("clear_storage", {}))
+
+    def _space_name(self) -> str:
+        if self.path is None:
+            raise InvalidRequest("The weights were replaced by another process, so storage needs a restart.")
+        try:
+            digest = model_digest(self._plan.model, Path(self.path), cache_folder("pages") / "digests.json")
+        except OSError as error:
+            raise ConfigurationError(f"The checkpoint cannot be read again: {error}.") from error
+        return blake2b(f"{LAYOUT} {digest} {self._layout}".encode(), digest_size=16).hexdigest()
+
+    # --- move pages ---
+
+    async def _load(self, wanted: Wanted, limit: asyncio.Semaphore) -> None:
+        """Load the pages of one lookup, and then let its sequences be admitted."""
+        self._begin_move()
+        done = asyncio.ensure_future(self._fetch(wanted))
+        try:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(done), self._patience_s(wanted))
+            self._tier.release(wanted)
+            self.wake()
+            await done
+        except (InvalidRequest, EngineClosed) as error:
+            logger.warning("Storage failed: %s", error.message)
+        finally:
+            done.cancel()
+            self._tier.release(wanted)
+            self.wake()
+            self._end_move()
+            limit.release()
+
+    def _patience_s(self, wanted: Wanted) -> float | None:
+        """Longest wait of a request for its pages, in seconds; None: no limit."""
+        if self._plan.cache.prefetch_policy != "timeout":
+            return None
+        page_s = self._tier.compute_s
+        return FIRST_WAIT_S if page_s is None else page_s * (len(wanted.keys) - wanted.first)
+
+    async def _fetch(self, wanted: Wanted) -> None:
+        store = self._store
+        if store is None or not self._tier.attached:
+            return
+        try:
+            num_found = await anyio.to_thread.run_sync(store.exists, wanted.keys[wanted.first :])
+        except Exception as error:  # of the user's own store
+            logger.warning("Storage failed: %s: %s", type(error).__name__, error)
+            num_found = 0
+        if not self._tier.attached:
+            return
+        pushed = self._push_copies()
+        if not self._tier.begin_load(wanted, num_found):
+            await self._pushed(*pushed)
+            return
+        began_s, count = time.monotonic(), 0
+        keys = wanted.keys[wanted.first : wanted.first + len(wanted.pages)]
+        try:
+            answers = await self._move("load_pages", keys, wanted.pages)
+            count = min(answer["count"] for answer in answers)
+            self._tier.note_corrupt(sum(answer["corrupt"] for answer in answers))
+        finally:
+            self._tier.end_load(wanted, count, time.monotonic() - began_s)
+        await self._pushed(*pushed)
+
+    async def _save(self) -> None:
+        """Save pages of the host tier, and remove pages that cannot be trusted."""
+        while True:
+            await self._save_work.wait()
+            self._save_work.clear()
+            self._begin_move()
+            try:
+                while self._tier.attached:
+                    if keys := self._tier.take_distrusted():
+                        await self._move("delete_pages", keys, None)
+                    pushed = self._push_copies()
+                    save = self._tier.take_save()
+                    if save is None:
+                        await self._pushed(*pushed)
+                        if pushed[0] is None:
+                            break
+                        continue
+                    num_failed = len(save.entries)
+                    pages = [entry.page for entry in save.entries.values()]
+                    try:
+                        answers = await self._move("save_pages", list(save.entries), pages)
+                        num_failed = max(answer["failed"] for answer in answers)
+                    finally:
+                        self._tier.end_save(save, num_failed)
+                    await self._pushed(*pushed)
+            except (InvalidRequest, EngineClosed) as error:
+                logger.warning("Storage failed: %s", error.message)
+            finally:
+                self._end_move()
+
+    async def _move(self, verb: str, keys: Sequence[bytes], pages: Sequence[int] | None) -> list[Any]:
+        payload: dict[str, Any] = {"keys": [key.hex() for key in keys]}
+        if pages is not None:
+            payload["pages"] = np.array(pages, np.int32)
+        return await asyncio.shield(self._runner.call(verb, payload))
+
+    def _push_copies(self) -> tuple[asyncio.Future[list[Any]] | None, dict[bytes, Entry]]:
+        """Enqueue the copies that would wait for the next batch, so that work enqueued from now on follows them."""
+        if not self._scheduler.has_copies:
+            return None, {}
+        copies = self._scheduler.take_copies()
+        payload: dict[str, Any] = {"pools": [[copy.source, copy.target] for copy in copies]}
+        for number, copy in enumerate(copies):
+            payload |= {f"from_{number}": copy.source_pages, f"to_{number}": copy.target_pages}
+        return self._runner.call("copy_pages", payload), self._tier.take_new()
+
+    async def _pushed(self, copied: asyncio.Future[list[Any]] | None, new: dict[bytes, Entry]) -> None:
+        if copied is not None:
+            await asyncio.shield(copied)
+            self._tier.settle(new)
+            self._save_work.set()
+
+    def _begin_move(self) -> None:
+        self._num_moving += 1
+        self._quiet.clear()
+
+    def _end_move(self) -> None:
+        self._num_moving -= 1
+        if not self._num_moving:
+            self._quiet.set()
+
+
+def refuse_unsafe(attachment: Attachment, plan: Plan) -> None:
+    """Raise `NotSupported` if a client asks for a folder or a class that the command line does not name."""
+    if attachment == Attachment(plan.cache.storage or "", plan.cache.storage_config):
+        return
+    if attachment.backend != "file" or attachment.config.keys() & {"path", "module_path", "class_name"}:
+        raise NotSupported("A folder or a class for storage can only be named when the server starts.")

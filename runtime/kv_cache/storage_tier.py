@@ -1,0 +1,278 @@
+"""The storage tier: pages of the host tier that a store keeps, for later and for other servers.
+
+This is the synchronous part, which decides what to read and to write. `actors/storage.py` takes the work from here,
+lets the ranks do it beside the steps, and reports the results. Nothing else touches the host pages of work in progress:
+
+- A page is saved after the step that copied it to the host has succeeded. It stays in the host tier meanwhile.
+- A page is loaded into a host page that belongs to nobody else, and enters the host tier when it is there and right.
+
+`reserved` lists the host pages of work in progress that are not in the host tier.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from runtime.kv_cache.host_tier import Entry, HostTier
+from runtime.kv_cache.page_keys import is_local, page_keys
+from runtime.sequence import Sequence
+
+SAVED_AT_ONCE = 64  # pages of one save
+MAX_READY = 65_536  # pages that wait to be saved; older ones are dropped
+LOADED_SHARE = 0.5  # maximum share of the host tier that one load may take
+GAIN = 0.8  # a load must take at most this share of the time to compute its tokens
+PROBE_EVERY = 16  # one of this number of loads that seem too slow is done, to measure again
+WEIGHT = 0.3  # weight of the newest measurement
+
+
+class StorageCounts(NamedTuple):
+    """Counters of the storage tier since the start, in pages."""
+
+    num_saved: int = 0
+    num_loaded: int = 0
+    num_missed: int = 0  # wanted pages that the store did not have, or had no longer
+    num_corrupt: int = 0  # pages whose checksum was wrong, on all ranks
+    num_failed: int = 0  # pages that the store did not take
+    num_too_slow: int = 0  # pages that were computed because this is faster
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """Pages that waiting sequences lack on the device and on the host."""
+
+    keys: list[bytes]  # of all pages of the prefix
+    first: int  # index of the first page that lacks
+    sequences: list[Sequence] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)  # host pages, while they are loaded
+    is_current: bool = True  # whether the host tier was not emptied since the load began
+
+
+@dataclass(slots=True, eq=False)
+class Save:
+    """Pages of the host tier to write to the store."""
+
+    entries: dict[bytes, Entry]
+
+
+class StorageTier:
+    """Decides which pages move between the host tier and a store. Belongs to one `HostTier`."""
+
+    def __init__(self, host: HostTier, *, waits: bool, min_pages: int = 1) -> None:
+        """With `waits`, a sequence is not admitted while its pages are loaded. Shorter prefixes are not looked up."""
+        self.attached = False
+        self.saving: dict[bytes, Entry] = {}  # pages that a save reads
+        self.held: set[Sequence] = set()  # waiting sequences that must not be admitted yet
+        self.load_s: float | None = None  # measured time to load one page
+        self._host = host
+        self._waits = waits
+        self._min_pages = min_pages
+        self._new: dict[bytes, Entry] = {}  # written to the host by the batch that is built
+        self._copied: deque[tuple[int, dict[bytes, Entry]]] = deque()  # the same, of steps in flight
+        self._ready: dict[bytes, Entry] = {}  # can be saved
+        self._orphans: set[int] = set()  # host pages that a save reads and the host tier gave up
+        self._wanted: dict[bytes, Wanted] = {}  # to look up, by last key
+        self._loading: list[Wanted] = []
+        self._distrusted: list[bytes] = []
+        self._num_slow = 0
+        self._counts = StorageCounts()
+        host.storage = self
+
+    @property
+    def counts(self) -> StorageCounts:
+        return self._counts
+
+    @property
+    def compute_s(self) -> float | None:
+        """Measured time to compute the tokens of one page; None: unknown."""
+        return self._host.compute_s
+
+    @property
+    def reserved(self) -> list[int]:
+        """Host pages of work in progress that are not in the host tier."""
+        return [*self._orphans, *(page for wanted in self._loading for page in wanted.pages)]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._ready or self._wanted or self._distrusted)
+
+    # --- from the host tier and the scheduler ---
+
+    def written(self, key: bytes, entry: Entry) -> None:
+        """Note that the batch that is built copies a page to the host."""
+        if self.attached and not is_local(key):
+            self._new[key] = entry
+
+    def take_new(self) -> dict[bytes, Entry]:
+        """Return and clear the pages of the copies so far. Call `settle` when they are done."""
+        new, self._new = self._new, {}
+        return new
+
+    def settle(self, new: dict[bytes, Entry]) -> None:
+        """Note that copies outside a batch have succeeded."""
+        self._ready.update(new)
+
+    def filled(self, number: int) -> None:
+        """Note that the batch with this number carries the copies so far."""
+        if self._new:
+            self._copied.append((number, self._new))
+            self._new = {}
+
+    def applied(self, number: int) -> None:
+        """Note that the step with this number and all steps before it have succeeded."""
+        while self._copied and self._copied[0][0] <= number:
+            self._ready.update(self._copied.popleft()[1])
+        while len(self._ready) > MAX_READY:
+            del self._ready[next(iter(self._ready))]
+
+    def detained(self, key: bytes, entry: Entry) -> bool:
+        """Whether a save still reads the page that the host tier gives up. The page is then freed after the save."""
+        if self.saving.get(key) is not entry:
+            return False
+        self._orphans.add(entry.page)
+        return True
+
+    def distrust(self, key: bytes) -> None:
+        """Remove a page from the store, since its KV cannot be trusted."""
+        if self.attached and not is_local(key):
+            self._ready.pop(key, None)
+            self._distrusted.append(key)
+
+    def clear(self) -> Collection[int]:
+        """Note that the host tier becomes empty. Return the host pages of work in progress."""
+        self._new.clear()
+        self._copied.clear()
+        self._ready.clear()
+        for wanted in self._loading:
+            wanted.is_current = False
+        self._orphans |= {entry.page for entry in self.saving.values()}
+        return set(self.reserved)
+
+    def want(self, sequence: Sequence, num_pages: int, limit: int) -> None:
+        """Look up the pages after the first `num_pages`, which the device has, and before token `limit`."""
+        size = self._host.page_size
+        end = limit // size
+        if not self.attached or end - num_pages < self._min_pages or sequence.request.adapter is not None:
+            return
+        keys = page_keys(sequence, end, size)
+        first = num_pages
+        while first < end and keys[first] in self._host:
+            first += 1
+        if end - first < self._min_pages:
+            return
+        wanted = self._wanted.setdefault(keys[-1], Wanted(list(keys), first))
+        wanted.sequences.append(sequence)
+        if self._waits:
+            self.held.add(sequence)
+
+    # --- from the actor ---
+
+    def take_distrusted(self) -> list[bytes]:
+        """Return and clear the keys to remove from the store."""
+        keys, self._distrusted = self._distrusted, []
+        return keys
+
+    def take_wanted(self) -> Wanted | None:
+        """Return the oldest lookup, or None."""
+        return self._wanted.pop(next(iter(self._wanted))) if self._wanted else None
+
+    def begin_load(self, wanted: Wanted, num_found: int) -> bool:
+        """Reserve host pages for pages that the store has: the next `num_found` ones. Return False if none is loaded.
+
+        Sets `wanted.pages`. No copy may be pending that reads or writes host pages.
+        """
+        host = self._host
+        while num_found and wanted.keys[wanted.first] in host:  # arrived in the meantime
+            wanted.first += 1
+            num_found -= 1
+        self._note(num_missed=len(wanted.keys) - wanted.first - num_found)
+        count = min(num_found, int(host.counts.num_pages * LOADED_SHARE))
+        if not count or not self._pays(count):
+            return False
+        wanted.pages = host.take_pages(count)
+        if not wanted.pages:
+            return False
+        if wanted.first:
+            host.touch(wanted.keys[wanted.first - 1])
+        self._loading.append(wanted)
+        return True
+
+    def end_load(self, wanted: Wanted, count: int, seconds: float) -> None:
+        """Add the first `count` pages of a load to the host tier, and free the others."""
+        host = self._host
+        self._loading.remove(wanted)
+        pages, wanted.pages = wanted.pages, []
+        if not wanted.is_current:
+            count = 0
+        elif count == len(pages):
+            newest = seconds / count
+            self.load_s = newest if self.load_s is None else self.load_s + WEIGHT * (newest - self.load_s)
+        for number in reversed(range(count)):  # successors first
+            index = wanted.first + number
+            if wanted.keys[index] in host:
+                host.free_pages([pages[number]])
+            else:
+                host.loaded(wanted.keys[index], pages[number], wanted.keys[index - 1] if index else None, index)
+        host.free_pages(pages[count:])
+        if count:
+            host.touch(wanted.keys[wanted.first + count - 1])
+        self._note(num_loaded=count, num_missed=len(pages) - count)
+
+    def release(self, wanted: Wanted) -> None:
+        """Let the sequences of a lookup be admitted."""
+        self.held.difference_update(wanted.sequences)
+
+    def take_save(self) -> Save | None:
+        """Return pages to save, or None. They stay in the host tier until `end_save`. No copy may be pending."""
+        entries: dict[bytes, Entry] = {}
+        while self._ready and len(entries) < SAVED_AT_ONCE:
+            key = next(iter(self._ready))
+            entry = self._ready.pop(key)
+            if self._host.entry(key) is entry and key not in self.saving:
+                entries[key] = entry
+        if not entries:
+            return None
+        self.saving.update(entries)
+        return Save(entries)
+
+    def end_save(self, save: Save, num_failed: int) -> None:
+        """Note the end of a save, of which the store did not take `num_failed` pages."""
+        for key, entry in save.entries.items():
+            del self.saving[key]
+            if entry.page in self._orphans:
+                self._orphans.discard(entry.page)
+                self._host.free_pages([entry.page])
+        self._note(num_saved=len(save.entries) - num_failed, num_failed=num_failed)
+
+    def note_corrupt(self, num_corrupt: int) -> None:
+        """Set the number of pages whose checksum was wrong."""
+        self._counts = self._counts._replace(num_corrupt=max(num_corrupt, self._counts.num_corrupt))
+
+    def attach(self) -> None:
+        """Begin to use a store."""
+        self.attached = True
+        self.load_s = None
+
+    def detach(self) -> None:
+        """Stop to use the store. Loads and saves in progress must have ended."""
+        self.attached = False
+        self.held.clear()
+        for pages in (self._new, self._copied, self._ready, self._wanted, self._distrusted):
+            pages.clear()
+
+    def _pays(self, count: int) -> bool:
+        """Whether loading these pages is faster than computing their tokens, as far as both are known."""
+        compute_s = self._host.compute_s
+        if self.load_s is None or compute_s is None or self.load_s <= GAIN * compute_s:
+            return True
+        self._num_slow += 1
+        if self._num_slow % PROBE_EVERY == 0:
+            return True
+        self._note(num_too_slow=count)
+        return False
+
+    def _note(self, **more: int) -> None:
+        values = self._counts._asdict()
+        self._counts = self._counts._replace(**{name: values[name] + value for name, value in more.items()})

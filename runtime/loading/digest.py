@@ -1,0 +1,77 @@
+"""The digest of a checkpoint: equal for checkpoints with the same bytes, on every machine."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from hashlib import blake2b, sha256
+from pathlib import Path
+from typing import Any
+
+from runtime.config.plan import ModelPlan
+
+BLOCK_BYTES = 2**22
+WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".gguf", ".npz", ".pth")
+OTHER_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "quantization_config.json")
+
+
+def model_digest(plan: ModelPlan, path: Path, known: Path) -> str:
+    """Return the digest of the weights and settings that determine a model's KV. Reads all weights once.
+
+    `path` is the checkpoint's folder or file. `known` is a file with the digests of files that were read before, by
+    path, size and time. Blocks. Raises OSError if a file cannot be read.
+    """
+    digest = blake2b(digest_size=16)
+    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if _counts(each))
+    before = _read(known)
+    after = dict(before)
+    for file in files:
+        status = file.stat()
+        name = f"{file.resolve()}:{status.st_size}:{status.st_mtime_ns}"
+        if name not in after:
+            after[name] = _file_digest(file)
+        digest.update(f"{file.name}:{after[name]}\n".encode())
+    if after != before:
+        _write(known, after)
+    settings = (
+        plan.load_format,
+        plan.random_seed if plan.load_format == "dummy" else None,
+        plan.dtype,
+        plan.quantization,
+        plan.kv_scales,
+        plan.by_transformers,
+        plan.any_dtype,
+        tuple(plan.custom_loaders),
+    )
+    digest.update(repr(settings).encode())
+    digest.update(json.dumps(dict(plan.config_overrides), sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _counts(file: Path) -> bool:
+    return file.is_file() and (file.name in OTHER_FILES or file.name.endswith(WEIGHT_ENDINGS))
+
+
+def _file_digest(path: Path) -> str:
+    digest = sha256()
+    with open(path, "rb") as file:
+        while block := file.read(BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> dict[str, str]:
+    with suppress(OSError, ValueError):
+        values: Any = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(values, dict):
+            return {str(name): str(value) for name, value in values.items()}
+    return {}
+
+
+def _write(path: Path, values: dict[str, str]) -> None:
+    with suppress(OSError):  # only saves time
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(values), encoding="utf-8")
+        partial.rename(path)

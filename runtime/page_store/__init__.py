@@ -1,0 +1,1 @@
+"""Stores of KV pages outside the process: the protocol, and a folder of files."""

@@ -1,0 +1,138 @@
+"""Moves host pages of a rank to and from a page store, on threads beside the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.errors import ConfigurationError, InvalidRequest
+from runtime.mesh.rank_info import RankInfo
+from runtime.page_store.opening import open_store
+from runtime.page_store.protocol import CHECKSUM_BYTES, CheckedStore, StoreSpace
+from runtime.worker.device import Device, Event
+
+DEFAULT_THREADS = 2
+NOT_ATTACHED = "No storage is attached to this rank."
+
+
+class PageIO:
+    """The host pages of all models of a rank, and the store that is attached to them.
+
+    A page in the store is the bytes of its blocks, model after model. The caller ensures that no step copies to or
+    from a host page while a call moves it. Calls return futures; they begin after the work enqueued so far.
+    """
+
+    def __init__(self, blocks: Sequence[Tensor], device: Device, rank_info: RankInfo) -> None:
+        """`blocks` [num_host_pages, elements of a page] are those of each model."""
+        self._blocks = [block.view(torch.uint8).numpy() for block in blocks]
+        self._rank_info = rank_info
+        self._device = device
+        self._store: CheckedStore | None = None
+        self._threads: ThreadPoolExecutor | None = None
+        self._num_corrupt = 0  # of stores that are no longer attached
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(block.shape[1] for block in self._blocks)
+
+    def attach(self, backend: str, name: str, config: Mapping[str, Any]) -> None:
+        """Open a store and use it from now on. Raises `InvalidRequest` if it cannot be used."""
+        info = self._rank_info
+        space = StoreSpace(name, info.rank, info.world_size, self.page_bytes + CHECKSUM_BYTES)
+        try:
+            store = open_store(backend, space, dict(config))
+        except ConfigurationError as error:
+            raise InvalidRequest(str(error)) from error
+        self.detach()
+        self._store = CheckedStore(store)
+        num_threads = int(config.get("threads", DEFAULT_THREADS))
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="penstock-pages")
+
+    def detach(self) -> None:
+        """Wait for calls in progress, and close the store."""
+        store, threads, self._store, self._threads = self._store, self._threads, None, None
+        if store is not None:
+            store.closing = True
+        if threads is not None:
+            threads.shutdown(cancel_futures=True)
+        if store is not None:
+            self._num_corrupt += store.num_corrupt
+            store.store.close()
+
+    def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> Future[dict[str, int]]:
+        """Read pages of the store into these host pages.
+
+        The result has "count", the number of leading pages that are there and right, and "corrupt", the number of
+        wrong pages since the start.
+        """
+        store, threads, reached = self._begin()
+        return threads.submit(self._load, store, list(zip(keys, pages, strict=True)), reached)
+
+    def save(self, keys: Sequence[bytes], pages: Sequence[int]) -> Future[dict[str, int]]:
+        """Write these host pages to the store. The result has "failed", the number of pages that it did not take."""
+        store, threads, reached = self._begin()
+        return threads.submit(self._save, store, list(zip(keys, pages, strict=True)), reached)
+
+    def delete(self, keys: Sequence[bytes]) -> Future[None]:
+        """Remove pages from the store."""
+        store, threads, _ = self._begin()
+        return threads.submit(store.store.delete, keys)
+
+    def clear(self) -> Future[None]:
+        """Remove all pages of this rank's space from the store."""
+        store, threads, _ = self._begin()
+        return threads.submit(store.store.clear)
+
+    def _begin(self) -> tuple[CheckedStore, ThreadPoolExecutor, Event]:
+        if self._store is None or self._threads is None:
+            raise InvalidRequest(NOT_ATTACHED)
+        self._device.order("copy", "forward")
+        return self._store, self._threads, self._device.record()
+
+    def _load(self, store: CheckedStore, items: list[tuple[bytes, int]], reached: Event) -> dict[str, int]:
+        reached.wait()
+        count = 0
+        for key, page in items:
+            if store.closing:
+                break
+            try:
+                if not self._read(store, key, page):
+                    break
+            except Exception:  # of the store, which counts as a miss
+                break
+            count += 1
+        return {"count": count, "corrupt": self._num_corrupt + store.num_corrupt}
+
+    def _save(self, store: CheckedStore, items: list[tuple[bytes, int]], reached: Event) -> dict[str, int]:
+        reached.wait()
+        failed = 0
+        for key, page in items:
+            if store.closing:
+                break
+            try:
+                store.set(key, self._bytes_of(page))
+            except Exception:  # of the store: a full disk, for example
+                failed += 1
+        return {"failed": failed}
+
+    def _read(self, store: CheckedStore, key: bytes, page: int) -> bool:
+        if len(self._blocks) == 1:
+            return store.get(key, memoryview(self._blocks[0][page]))
+        whole = bytearray(self.page_bytes)
+        if not store.get(key, memoryview(whole)):
+            return False
+        start = 0
+        for block in self._blocks:
+            width = block.shape[1]
+            memoryview(block[page])[:] = whole[start : start + width]
+            start += width
+        return True
+
+    def _bytes_of(self, page: int) -> memoryview:
+        if len(self._blocks) == 1:
+            return memoryview(self._blocks[0][page])
+        return memoryview(b"".join(memoryview(block[page]) for block in self._blocks))
