@@ -259,7 +259,7 @@ class MoE(Weighted):
         )
         mixture = Mixture(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
         mixed = kernels.mix(x, mixture, weights, experts, self.activation, weigh_inputs=routing.weigh_inputs)
-        for slot, tokens in batch.adapted.items():
+        for slot, tokens in batch.adapted.items() if self.changes else ():
             change = self.changes.get(slot)
             if change is not None:
                 mixed[tokens] = mix_changed(
