@@ -20,11 +20,14 @@ GENERATIONS = {9: "Hopper", 10: "Blackwell"}  # major number of the compute capa
 class GpuWith:
     """Requires a package, and a GPU with at least `CAPABILITY`.
 
-    If `generation` is given, it is the required major number of the GPU's compute capability.
+    If `generation` is given, it is the required major number of the GPU's compute capability. If `compiled` is given,
+    the package compiles its kernels on first use with CUDA's compiler, unless this package of compiled kernels is
+    installed.
     """
 
     package: str
     generation: int | None = None
+    compiled: str | None = None
 
     def __str__(self) -> str:
         if self.generation is not None:
@@ -41,6 +44,13 @@ class GpuWith:
             return f"needs {self}, and {gpu.name} has {gpu.capability[0]}.{gpu.capability[1]}"
         if self.package not in machine.packages:
             return f"needs the package {self.package}, which is not installed (pip install 'penstock[cuda]')"
+        if self.compiled is not None and machine.cuda_compiler is None and self.compiled not in machine.packages:
+            version = machine.packages[self.package]
+            return (
+                f"compiles its kernels with CUDA's compiler, and there is no nvcc (install the CUDA toolkit and set "
+                f"CUDA_HOME, or install compiled kernels: pip install {self.compiled}=={version}, from FlashInfer's "
+                f"own package index)"
+            )
         return ""
 
 
@@ -120,6 +130,7 @@ class SamplingBackend(Backend):
 # Head dimensions and dtypes that all FlashInfer kernels support, and page sizes of its TensorRT-LLM kernels.
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_DTYPES = ("float16", "bfloat16")
+FLASHINFER_COMPILED = "flashinfer-jit-cache"  # FlashInfer's kernels as machine code
 TRTLLM_PAGE_SIZES = (16, 32, 64)
 
 # Without an option, the first backend of this order that can compute the model is used.
@@ -140,7 +151,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
     "flashinfer": AttentionBackend(
         file="with_flashinfer",
         kernels="FlashInfer's own choice",
-        needs=GpuWith("flashinfer-python"),
+        needs=GpuWith("flashinfer-python", compiled=FLASHINFER_COMPILED),
         head_dims=FLASHINFER_HEAD_DIMS,
         dtypes=FLASHINFER_DTYPES,
         lacks=frozenset({"sinks", "chunks", "ALiBi"}),
@@ -150,7 +161,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
     "fa3": AttentionBackend(
         file="with_fa3",
         kernels="FlashAttention 3",
-        needs=GpuWith("flashinfer-python", generation=9),
+        needs=GpuWith("flashinfer-python", generation=9, compiled=FLASHINFER_COMPILED),
         head_dims=FLASHINFER_HEAD_DIMS,
         dtypes=FLASHINFER_DTYPES,
         float8_cache=False,
@@ -161,7 +172,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
     "trtllm_mha": AttentionBackend(
         file="with_trtllm",
         kernels="TensorRT-LLM's",
-        needs=GpuWith("flashinfer-python", generation=10),
+        needs=GpuWith("flashinfer-python", generation=10, compiled=FLASHINFER_COMPILED),
         head_dims=FLASHINFER_HEAD_DIMS,
         dtypes=FLASHINFER_DTYPES,
         page_sizes=TRTLLM_PAGE_SIZES,

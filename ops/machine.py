@@ -20,6 +20,7 @@ PACKAGES = (
     "transformers",
     "triton",
     "flashinfer-python",
+    "flashinfer-jit-cache",
     "xgrammar",
     "outlines-core",
     "llguidance",
@@ -55,6 +56,7 @@ class Machine:
     torch_cuda: str | None = None  # the CUDA version that the installed torch is built for
     packages: Mapping[str, str] = field(default_factory=dict)  # name -> version, for `PACKAGES`
     compiler: str | None = None  # path of a C++ compiler
+    cuda_compiler: str | None = None  # path of CUDA's compiler nvcc
     prebuilt: bool = False  # whether the installed package carries compiled C++ kernels
 
     @property
@@ -77,6 +79,7 @@ class Machine:
             torch_cuda=_torch_cuda(),
             packages=_packages(),
             compiler=next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None),
+            cuda_compiler=_cuda_compiler(),
             prebuilt=any(PREBUILT.glob("*.so")),
         )
 
@@ -93,6 +96,7 @@ class Machine:
             available_bytes=120 * GIB,
             gpus=(KNOWN_GPUS[name],) if name != "cpu" else (),
             torch_cuda="13.0" if name != "cpu" else None,
+            cuda_compiler="/usr/local/cuda/bin/nvcc" if name != "cpu" else None,
             packages=EXTRAS if name == "cpu" else EXTRAS | CUDA_PACKAGES,
         )
 
@@ -211,6 +215,13 @@ def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
         capability=(capability[0], capability[1]),
         memory_bytes=memory.value,
     )
+
+
+def _cuda_compiler() -> str | None:
+    """Return the path of nvcc, where FlashInfer looks for it: CUDA_HOME, the search path, the usual folder."""
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    given = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
+    return next(filter(None, map(shutil.which, (*given, "nvcc", "/usr/local/cuda/bin/nvcc"))), None)
 
 
 def _torch_cuda() -> str | None:

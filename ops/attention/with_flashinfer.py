@@ -2,7 +2,7 @@
 
 Written for flashinfer-python 0.6.13. Its wrappers keep their plan, so they belong to one engine: `FlashInfer` owns
 them. Pages have the layout that FlashInfer calls HND. FlashInfer chooses the kernels, or FlashAttention 3
-(arXiv 2407.08608) computes all rows.
+(arXiv 2407.08608) computes rows of several tokens.
 
 Captured steps have a separate wrapper for each number of rows, with buffers that keep their addresses. The plan of
 such a wrapper is updated outside the graph before each replay (see `AttentionMetadata.replans`).
@@ -64,12 +64,13 @@ class FlashInfer:
     """Owns FlashInfer's wrappers of one engine.
 
     `attend` follows the contract of `ops.attention`, without sinks, chunks and slopes (FlashInfer supports ALiBi only
-    with its standard slopes). `kernels` is "auto" or "fa3". FlashAttention 3 computes rows of all lengths in one
-    launch, and reads only a cache of the query's dtype.
+    with its standard slopes). `kernels` is "auto" or "fa3". FlashAttention 3 computes longer rows, over a cache of
+    the query's dtype. It would read the cache once per query head and not split long rows, so rows of one token use the
+    decode kernels.
     """
 
     def __init__(self, kernels: str = "auto") -> None:
-        self.attend: Attend = self._attend if kernels == FA3 else hybrid(self._attend, self._attend)
+        self.attend: Attend = hybrid(self._attend, self._attend)
         self._kernels = kernels
         self._workspace: Tensor | None = None
         self._wrappers: dict[Setting, list[Any]] = {}
@@ -98,7 +99,7 @@ class FlashInfer:
         if self._kernels == FA3 and k_pool.dtype != q.dtype:
             raise ValueError(f"fa3 reads a cache of the query's {q.dtype}, not of {k_pool.dtype}. Use triton.")
         setting = Setting(
-            self._kernels != FA3 and all(count == 1 for count in metadata.counts_host),
+            all(count == 1 for count in metadata.counts_host),
             num_heads,
             num_kv_heads,
             head_dim,
@@ -140,7 +141,8 @@ class FlashInfer:
     def _new(self, setting: Setting, device: torch.device, **fixed: Any) -> Any:
         flashinfer = import_module("flashinfer")  # takes seconds and is an optional package
         if self._workspace is None:
-            self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+            # Some kernels count in it, and expect zeros at first use.
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         if not setting.is_decode:
             return flashinfer.BatchPrefillWithPagedKVCacheWrapper(
                 self._workspace, "HND", backend=self._kernels, **fixed

@@ -303,8 +303,11 @@ class DeviceThread:
     for the event of the work while the first one enqueues further work. The event loop only waits for futures.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, separate_reads: bool) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, *, separate_reads: bool, device: torch.device | None = None
+    ) -> None:
         self._loop = loop
+        self._device = device  # current device of the threads; None: the default
         self._work: queue.SimpleQueue[tuple[Enqueue, asyncio.Future] | None] = queue.SimpleQueue()
         self._reads: queue.SimpleQueue[tuple[Read, asyncio.Future] | None] = queue.SimpleQueue()
         self._separate = separate_reads
@@ -350,7 +353,13 @@ class DeviceThread:
         for thread in self._threads:
             thread.join()
 
+    def _enter_device(self) -> None:
+        # A new thread's current device is number 0, on which its calls would create a context.
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
     def _run_work(self) -> None:
+        self._enter_device()
         while (item := self._work.get()) is not None:
             enqueue, future = item
             try:
@@ -368,6 +377,7 @@ class DeviceThread:
         self._reads.put(None)
 
     def _run_reads(self) -> None:
+        self._enter_device()
         while (item := self._reads.get()) is not None:
             self._read(*item)
             del item

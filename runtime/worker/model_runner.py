@@ -62,8 +62,8 @@ class ModelRunner:
         self.kernels_description = kernels_description
         self._executor = executor
         self._device = executor.device
-        loop = asyncio.get_running_loop()
-        self._thread = DeviceThread(loop, separate_reads=not executor.device.is_host)
+        loop, device = asyncio.get_running_loop(), executor.device
+        self._thread = DeviceThread(loop, separate_reads=not device.is_host, device=device.torch_device)
         self._pipelined = executor.pipelined
         # In a pipeline: steps that were begun and not ended yet.
         self._unfinished: deque[asyncio.Future[StepOutput]] = deque()

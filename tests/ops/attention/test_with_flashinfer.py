@@ -43,13 +43,16 @@ def test_what_is_planned_gives_the_result_of_native(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("fp8")])
-def test_fa3_takes_rows_of_all_lengths_in_one_launch(name: str) -> None:
+def test_fa3_computes_long_rows_and_decode_kernels_single_tokens(name: str) -> None:
     case, backend, given = CASES[name], FlashInfer("fa3"), step(CASES[name])
     wanted = native.attend(*given, options(case))
     torch.testing.assert_close(backend.attend(*given, options(case)), wanted)
-    ((wrapper,),) = backend._wrappers.values()
-    assert type(wrapper).__name__ == "BatchPrefillWithPagedKVCacheWrapper"
-    assert wrapper.backend == "fa3"
+    for setting, (wrapper,) in backend._wrappers.items():
+        if setting.is_decode:
+            assert type(wrapper).__name__ == "BatchDecodeWithPagedKVCacheWrapper"
+        else:
+            assert wrapper.backend == "fa3"
+    assert {setting.is_decode for setting in backend._wrappers} == {count == 1 for _, count in case.rows}
 
 
 def test_fa3_refuses_a_cache_of_another_dtype() -> None:
@@ -60,7 +63,8 @@ def test_fa3_refuses_a_cache_of_another_dtype() -> None:
 
 def test_the_file_of_fa3_names_its_kernels() -> None:
     attend: Any = with_fa3.make_attend()
-    assert attend.__self__._kernels == "fa3"
+    for backend in inspect.getclosurevars(attend).nonlocals.values():
+        assert backend.__self__._kernels == "fa3"
 
 
 def test_a_step_is_planned_once_for_all_layers_of_a_kind() -> None:

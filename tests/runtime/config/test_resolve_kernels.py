@@ -250,3 +250,14 @@ def capabilities() -> str:
 @pytest.mark.parametrize("written", [table, capabilities])
 def test_the_documentation_has_the_tables(written: Callable[[], str]) -> None:
     assert written() in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
+def test_kernels_that_cannot_be_compiled_are_refused_at_start(backend: str) -> None:
+    no_compiler = replace(H200, cuda_compiler=None)
+    _, _, refusals = decided(no_compiler, attention_backend=backend)
+    assert "there is no nvcc" in refusals["attention_backend"]
+    assert "pip install flashinfer-jit-cache==0.6.13" in refusals["attention_backend"]
+    compiled = replace(no_compiler, packages={**H200.packages, "flashinfer-jit-cache": "0.6.13"})
+    for machine in (H200, compiled):
+        assert not decided(machine, attention_backend=backend)[2]
