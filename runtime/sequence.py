@@ -9,6 +9,7 @@ from typing import Any
 from runtime.constraint import HostData, SequenceConstraint
 from runtime.request import DraftCounts, Finish, Logprobs, Request
 from runtime.sampling_params import SamplingParams
+from runtime.speculative.chain import ChainDrafter
 from runtime.speculative.model_drafts import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
 
@@ -82,7 +83,9 @@ class Sequence:
         self.num_computed = 0
         self.num_pending = 0
         self.num_drafted = 0  # proposed ids in flight, included in the pending tokens
-        self.drafter: NgramDrafter | ModelDrafter | None = None  # None: rows of this sequence have no drafts
+        self.drafter: NgramDrafter | ModelDrafter | ChainDrafter | None = (
+            None  # None: rows of this sequence have no drafts
+        )
         self.draft_counts: DraftCounts | None = None  # None: no row with drafts was verified
         self.num_superseded = 0  # number of results to ignore (the oldest in flight): their tokens were forced
         self.num_undelivered = 0  # number of forced tokens at the end of `ids` that no Delta has yet

@@ -309,7 +309,7 @@ def size_cache(
     pages, reason = _size(plan, local, memory, steps)
     plan = replace(plan, scheduler=replace(plan.scheduler, max_running=max_running(plan, pages)))
     kinds = make_kinds(worker.cache_specs, plan, pages)
-    flag = "--speculative-num-steps" if plan.scheduler.drafts_by_model else "--speculative-num-draft-tokens"
+    flag = "--speculative-num-steps" if plan.scheduler.max_model_drafts else "--speculative-num-draft-tokens"
     _check_drafts(kinds, plan.scheduler.max_drafts, flag)
     limits = [plan.scheduler.max_running, *(kind.max_sequences for kind in kinds if kind.max_sequences)]
     plan = replace(plan, scheduler=replace(plan.scheduler, max_running=min(limits)))

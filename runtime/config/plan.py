@@ -108,7 +108,8 @@ class SchedulerPlan(Section):
     forced_share: float = 0.0
     max_drafts: int = 0  # maximum number of draft tokens per row; 0: no speculation
     max_step_drafts: int = 256  # maximum number of draft tokens per step
-    drafts_by_model: bool = False  # whether a draft model proposes tokens; otherwise prompt lookup does
+    max_lookup_drafts: int = 0  # those of prompt lookup; 0: it proposes none
+    max_model_drafts: int = 0  # those of a draft model or head; 0: there is none
     overlap_drafts: bool = False  # whether a sequence may enter the next step while the result of its drafts is unknown
     overlap_draws: bool = False  # the same of sequences whose tokens are drawn by their output position
     draft_windows: tuple[int, int] = (2, 8)  # smallest and largest n-gram that prompt lookup compares
@@ -171,7 +172,7 @@ class LoraPlan(Section):
 class DraftPlan(Section):
     """The model or draft head that proposes tokens for the served model to verify."""
 
-    algorithm: str | None = None  # "NGRAM", "STANDALONE", "EAGLE", "EAGLE3", "NEXTN"; None: no drafts
+    algorithm: str | None = None  # "STANDALONE", "EAGLE", "EAGLE3", "NEXTN"; None: no draft model
     path: str | None = None  # its folder or GGUF file; None: no draft model, or layers of the served model
     revision: str | None = None  # branch, tag or commit on the Hub
 

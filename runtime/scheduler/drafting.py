@@ -10,6 +10,7 @@ from runtime.request import DraftCounts
 from runtime.scheduler.request_tables import Running
 from runtime.scheduler.sampling import forbids_ends
 from runtime.sequence import Sequence
+from runtime.speculative.chain import ChainDrafter
 from runtime.speculative.model_drafts import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
 
@@ -26,8 +27,8 @@ class Drafting:
     def __init__(self, plan: SchedulerPlan, cache: PrefixCache, running: Running) -> None:
         self.counts = DraftCounts()  # of all sequences, since the start
         self.enabled = plan.max_drafts > 0
-        self.by_model = plan.drafts_by_model
-        self._max_drafts = plan.max_drafts
+        self.by_model = plan.max_model_drafts > 0
+        self._max_lookup, self._max_model = plan.max_lookup_drafts, plan.max_model_drafts
         self._windows = plan.draft_windows
         self._max_step = plan.max_step_drafts
         # A row after drafts in flight begins at an unknown position, but recurrent layers need exact positions.
@@ -41,9 +42,10 @@ class Drafting:
         if not self.enabled or sequence.constraint is not None or sequence.request.wants_embedding:
             return
         asked = sequence.sampling.speculative
-        most = self._max_drafts if asked is None else min(asked, self._max_drafts)
-        if most:
-            sequence.drafter = ModelDrafter(most) if self.by_model else NgramDrafter(most, *self._windows)
+        lookup, model = (most if asked is None else min(asked, most) for most in (self._max_lookup, self._max_model))
+        looking = NgramDrafter(lookup, *self._windows) if lookup else None
+        asking = ModelDrafter(model) if model else None
+        sequence.drafter = ChainDrafter(looking, asking) if looking and asking else looking or asking
 
     def propose(self, decodes: Collection[Sequence], num_drafted: int = 0) -> dict[Sequence, list[int]]:
         """Return the proposed ids of these sequences, which lack one token each, and allocate their pages.

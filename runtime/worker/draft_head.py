@@ -14,11 +14,11 @@ from runtime.kv_cache.pools import KVPool
 from runtime.modeling.draft_head import DraftHead
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.device import Device
-from runtime.worker.draft_model import NO_BATCH, draft_sampling, one_token_each
+from runtime.worker.draft_model import NO_BATCH, draft_sampling, drafted_by_model, one_token_each
 from runtime.worker.sampler import Sampler, chooses_greedily
 from runtime.worker.step_inputs import Staging, prepare
 
-KEPT = 64  # last tokens and states of each sequence, for entries that the head computes later
+MISSING = 62  # entries of a sequence that may be missing until it has drafts
 
 Longs = NDArray[np.int64]
 
@@ -53,10 +53,11 @@ class HeadDrafter:
         self._graph = graph
         self._staging = Staging(device)
         self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64)  # required by steps, but never read
-        self._most_missing = KEPT - max_drafts - 2  # entries that may be missing before their states are overwritten
-        # The id and the state of position p of a sequence are at p % KEPT.
-        self._ids = np.zeros((num_sequences, KEPT), np.int32)
-        self._states = torch.zeros(num_sequences, KEPT, head.hidden_size, dtype=head.dtype)
+        # The last tokens and states of each sequence, for entries that are computed later. Those of position p are at
+        # p % `kept`.
+        self._kept = kept = MISSING + max_drafts + 2
+        self._ids = np.zeros((num_sequences, kept), np.int32)
+        self._states = torch.zeros(num_sequences, kept, head.hidden_size, dtype=head.dtype)
         self._computed = np.zeros(num_sequences, np.int64)  # number of entries from the target's states
         self._starts = np.zeros(num_sequences, np.int64)  # first position of each sequence's newest row
         self._ends = np.zeros(num_sequences, np.int64)  # position after this row
@@ -81,25 +82,26 @@ class HeadDrafter:
         batch = replace(batch, token_ids=ids)
         starts = batch.starts.astype(np.int64)
         # A row that does not continue its sequence's newest row is another sequence's, or follows cached pages.
-        drafted = np.zeros(0, np.int32) if batch.drafts is None else batch.drafts.rows
-        again = (starts == self._starts[indices]) & (batch.counts > 1)
-        again[drafted] = False
+        drafted, counts = drafted_by_model(batch)
+        is_prompt = batch.counts > 1
+        if batch.drafts is not None:
+            is_prompt[batch.drafts.rows] = False
+        again = (starts == self._starts[indices]) & is_prompt
         fresh = (starts < self._starts[indices]) | (starts > self._ends[indices]) | again
         self._computed[indices[fresh]] = starts[fresh]
         self._keep_ids(batch, rows, positions)
         missing = starts - self._computed[indices]
-        wanted = (batch.counts == 1) & (missing > self._most_missing)
+        wanted = ~is_prompt & (missing > MISSING)
         wanted[drafted] = True
         [chosen] = np.nonzero(wanted)
         if not len(chosen):
             return batch
         ends = starts[chosen]
-        begins = np.maximum(np.minimum(self._computed[indices[chosen]], ends - 1), ends - self._most_missing - 1)
+        begins = np.maximum(np.minimum(self._computed[indices[chosen]], ends - 1), ends - MISSING - 1)
         self._computed[indices[chosen]] = ends
         tokens, states = self._propose_from(batch, chosen, begins, ends, drafted)
-        if batch.drafts is None:
+        if not len(drafted):
             return batch
-        counts = batch.drafts.counts
         for number in range(1, int(counts.max()) + 1):
             ids[firsts[drafted[counts >= number]] + number] = tokens
             more = counts > number
@@ -124,8 +126,8 @@ class HeadDrafter:
         [prompts] = np.nonzero(is_prompt)
         if len(prompts):
             begins = self._computed[indices[prompts]]
-            # The ring has no longer the ids of positions up to `KEPT` before the end, except in the row itself.
-            oldest = np.minimum(starts[prompts] - 1, ends[prompts] - KEPT)
+            # Of positions before the row, only the ids of the last `kept` positions up to its end are known.
+            oldest = np.minimum(starts[prompts] - 1, ends[prompts] - self._kept)
             begins = np.maximum(begins, np.maximum(oldest, 0))
             last = ends[prompts] - 1
             some = last > begins
@@ -137,11 +139,11 @@ class HeadDrafter:
                 read = states[torch.from_numpy(flat)]
                 if not own.all():
                     before = torch.from_numpy(np.flatnonzero(~own))
-                    read[before] = self._kept(indices[source[~own]], entries[~own])
+                    read[before] = self._states_at(indices[source[~own]], entries[~own])
                 self._compute(self._step(batch, chosen, begins[some], last[some], firsts), read)
             self._computed[indices[prompts]] = last
-        keep = positions >= ends[rows] - KEPT
-        place = torch.from_numpy(indices[rows[keep]]).long(), torch.from_numpy(positions[keep] % KEPT)
+        keep = positions >= ends[rows] - self._kept
+        place = torch.from_numpy(indices[rows[keep]]).long(), torch.from_numpy(positions[keep] % self._kept)
         self._states[place] = states if keep.all() else states[torch.from_numpy(np.flatnonzero(keep))]
         self._starts[indices], self._ends[indices] = starts, ends
 
@@ -151,10 +153,10 @@ class HeadDrafter:
             self._graph.close()
 
     def _keep_ids(self, batch: Batch, rows: Longs, positions: Longs) -> None:
-        self._ids[batch.sequence_indices[rows], positions % KEPT] = batch.token_ids
+        self._ids[batch.sequence_indices[rows], positions % self._kept] = batch.token_ids
 
-    def _kept(self, indices: Ints, positions: Longs) -> Tensor:
-        return self._states[torch.from_numpy(indices).long(), torch.from_numpy(positions % KEPT)]
+    def _states_at(self, indices: Ints, positions: Longs) -> Tensor:
+        return self._states[torch.from_numpy(indices).long(), torch.from_numpy(positions % self._kept)]
 
     def _propose_from(
         self, batch: Batch, rows: Longs, begins: Longs, ends: Longs, drafted: Ints
@@ -167,7 +169,7 @@ class HeadDrafter:
             own = np.searchsorted(rows, drafted).astype(np.int32)
             last = (step.counts.cumsum(dtype=np.int32) - np.int32(1))[own]
             step = replace(step, sampling=draft_sampling(batch, drafted, 1, own, last))
-        return self._compute(step, self._kept(batch.sequence_indices[source], entries))
+        return self._compute(step, self._states_at(batch.sequence_indices[source], entries))
 
     def _step(self, batch: Batch, rows: Longs, begins: Longs, ends: Longs, firsts: NDArray[np.integer]) -> Batch:
         """Return the head's step that computes the entries from `begins` up to `ends` of these rows."""
@@ -175,7 +177,7 @@ class HeadDrafter:
         after = entries + 1  # the position of the token that an entry reads
         own = after >= batch.starts[source]
         ids = batch.token_ids[np.clip(firsts[source] + after - batch.starts[source], 0, None)]
-        ids = np.where(own, ids, self._ids[batch.sequence_indices[source], after % KEPT])
+        ids = np.where(own, ids, self._ids[batch.sequence_indices[source], after % self._kept])
         return replace(
             batch,
             **NO_BATCH,

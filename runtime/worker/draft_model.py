@@ -14,6 +14,7 @@ from torch import Tensor
 from runtime.batch import UNKNOWN, Batch, Ints, Sampling
 from runtime.kv_cache.pools import KVPool
 from runtime.modeling.decoder import Decoder
+from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.cpu_graph import NO_POSITIONS, CpuGraph
 from runtime.worker.device import Device
 from runtime.worker.sampler import Sampler, chooses_greedily
@@ -72,7 +73,9 @@ class DraftModel:
             chosen = self._compute(step)
         if batch.drafts is None:
             return batch
-        drafted, counts = batch.drafts.rows, batch.drafts.counts
+        drafted, counts = drafted_by_model(batch)
+        if not len(drafted):
+            return batch
         for number in range(1, int(counts.max()) + 1):
             ids[firsts[drafted[counts >= number]] + number] = chosen
             if (counts > number).any():
@@ -101,9 +104,11 @@ class DraftModel:
         begins, counts = batch.starts.astype(np.int64), batch.counts.copy()
         # A row of one token is a prompt if the positions before it are not those of an earlier row.
         taken = (counts > 1) | (missing < 0) | (missing > KEPT)
-        drafted = np.zeros(0, np.int32)
+        drafted, _ = drafted_by_model(batch)
         if batch.drafts is not None:
-            drafted = batch.drafts.rows
+            known = np.setdiff1d(batch.drafts.rows, drafted)  # rows with drafts of prompt lookup
+            taken[known] &= (missing[known] < 0) | (missing[known] > KEPT - batch.counts[known])
+        if len(drafted):
             behind = np.where((missing > 0) & (missing < KEPT), missing, 0)[drafted]
             begins[drafted] -= behind
             counts[drafted] = 1 + behind
@@ -145,6 +150,16 @@ class DraftModel:
         chosen = self._sampler.sample(self._model.logits(hidden), batch).ids
         self._last_tokens[torch.from_numpy(batch.sequence_indices[sampling.row_of])] = chosen
         return chosen.numpy().astype(np.int32)
+
+
+def drafted_by_model(batch: Batch) -> tuple[Ints, Ints]:
+    """Return the rows whose drafts the draft model proposes, and the number of drafts of each."""
+    drafts = batch.drafts
+    if drafts is None:
+        return NO_POSITIONS, NO_POSITIONS
+    firsts = batch.counts.cumsum() - batch.counts
+    own = batch.token_ids[firsts[drafts.rows] + 1] == DRAFT
+    return drafts.rows[own], drafts.counts[own]
 
 
 def one_token_each(batch: Batch, rows: Ints, number: int, ids: Ints | None = None) -> Batch:

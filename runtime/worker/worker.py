@@ -272,7 +272,7 @@ class ModelWorker:
         loaded, pool, cache = self._hand_over(name)
         model = loaded.decoder
         device = open_device(self.device)
-        draft_model = self._make_draft_model(plan, device, model) if plan.scheduler.drafts_by_model else None
+        draft_model = self._make_draft_model(plan, device, model) if plan.scheduler.max_model_drafts else None
         forward = self._make_forward(loaded.setup, model, pool, device, cache)
         cuda_graphs = forward if isinstance(forward, CudaGraphRunner) else None
         cpu_graph = self._make_cpu_graph(loaded.setup, model, pool, cache, plan)

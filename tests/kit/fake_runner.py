@@ -192,6 +192,8 @@ class FakeRunner:
             return batch
         ids, ends = batch.token_ids.copy(), np.cumsum(batch.counts).tolist()
         for row, count in zip(batch.drafts.rows.tolist(), batch.drafts.counts.tolist(), strict=True):
+            if ids[ends[row] - count] != DRAFT:  # prompt lookup proposed its drafts
+                continue
             start, sequence = int(batch.starts[row]), batch.sequences[row]
             state: int | None = first_state(sequence)
             if start:
@@ -343,7 +345,11 @@ def _logprobs(ids: list[int], params: LogprobParams | None) -> Logprobs:
 
 
 def make_plan(**changes: object) -> SchedulerPlan:
-    """Return a small scheduler plan for tests: no chunking, mixed steps, with overlap."""
+    """Return a small scheduler plan for tests: no chunking, mixed steps, with overlap.
+
+    `draft_methods` says who proposes `max_drafts`: "lookup" (the default), "model" or "both".
+    """
+    methods, most = changes.pop("draft_methods", "lookup"), changes.get("max_drafts", 0)
     values: dict[str, object] = {
         "max_running": 8,
         "max_queued": 1000,
@@ -358,6 +364,8 @@ def make_plan(**changes: object) -> SchedulerPlan:
         "stream_interval": 1,
         "log_interval_steps": 40,
         "watchdog_timeout_s": 300.0,
+        "max_lookup_drafts": 0 if methods == "model" else most,
+        "max_model_drafts": 0 if methods == "lookup" else most,
     }
     return SchedulerPlan(**(values | changes))  # type: ignore[arg-type]
 

@@ -73,10 +73,12 @@ async def test_drafts_are_those_of_the_definition(way: str, tiny: TinyHead, monk
     async with Engine(log_level="error", random_seed=1, dtype="float32", **tiny.options, **WAYS[way]) as engine:
         for length in (1, 7, 30):
             prompt = torch.randint(3, tiny.vocab_size, (length,), generator=tiny.generator).tolist()
-            ids = prompt + (await engine.generate(input_ids=prompt, sampling_params=GREEDY))[IDS]
+            # Long enough for pauses in which entries are computed without drafts.
+            params = {**GREEDY, "max_new_tokens": 260 if length == 7 else 24}
+            ids = prompt + (await engine.generate(input_ids=prompt, sampling_params=params))[IDS]
             rows = proposals.take()
             assert rows
-            for start, drafts in rows[:6]:
+            for start, drafts in [*rows[:4], *rows[-3:]]:
                 logits = tiny.logits_of_drafts(ids[: start + 1], drafts)
                 for row, draft in zip(logits, drafts, strict=True):
                     assert row[draft] > row.max() - 1e-3
@@ -91,6 +93,16 @@ async def test_outputs_with_a_random_head_are_those_of_plain_decoding(way: str, 
     plain = await answers(model_path=str(tiny.target), **WAYS[way])
     assert [answer[IDS] for answer in found] == [answer[IDS] for answer in plain]
     assert any("spec_verify_ct" in answer["meta_info"] for answer in found)
+
+
+async def test_prompt_lookup_proposes_before_a_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that repeats is drafted by prompt lookup, in rows beside those of the head."""
+    tiny, proposals = TinyHead(tmp_path, "EAGLE3 llama"), Proposals(monkeypatch)
+    chain = {**tiny.options, "speculative_algorithm": "NGRAM,EAGLE3", "speculative_num_steps": 2}
+    found = await answers(**chain)
+    assert {len(drafts) for _, drafts in proposals.take()} > {1, 2}
+    plain = await answers(model_path=str(tiny.target))
+    assert [answer[IDS] for answer in found] == [answer[IDS] for answer in plain]
 
 
 async def test_a_head_that_predicts_the_model_is_always_right(tmp_path: Path) -> None:

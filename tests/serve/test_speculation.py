@@ -109,6 +109,16 @@ async def test_tokens_with_a_draft_model_are_those_of_plain_decoding(
     assert 1.2 < max(lengths) < 5
 
 
+@pytest.mark.parametrize("way", ["default", "retracted"])
+async def test_tokens_with_lookup_before_a_draft_model_are_those_of_plain_decoding(
+    way: str, draft: dict[str, Any], plain: list[list[int]]
+) -> None:
+    found = await answers(**{**draft, "speculative_algorithm": "NGRAM,STANDALONE"}, **WAYS[way])
+    assert [answer[IDS] for answer in found] == plain
+    lengths = [answer["meta_info"].get("spec_accept_length", 1) for answer in found]
+    assert max(lengths) > 2
+
+
 async def test_a_draft_model_like_the_target_is_always_right(plain: list[list[int]]) -> None:
     """Its drafts come from a KV cache of its own, with cached prefixes and after chunks too."""
     own = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(DEMO)}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ops.backends import SAMPLING
 from runtime.config.option_spec import Json, option, planned
 
+CHAINS = tuple(f"NGRAM,{method}" for method in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"))
 ONE_CHAIN = "leave it out: Penstock verifies a single chain of drafts"
 
 
@@ -63,9 +64,9 @@ class SpeculativeArgs:
         None,
         "How tokens are drafted. NGRAM: prompt lookup, which proposes the tokens that followed an earlier occurrence "
         "of the last tokens in the same prompt or output; STANDALONE: by a small model; EAGLE, EAGLE3: by a head that "
-        "was trained for the model; NEXTN: by the multi-token prediction layer of the model's checkpoint. Default: no "
-        "drafts.",
-        choices=("EAGLE", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE"),
+        "was trained for the model; NEXTN: by the multi-token prediction layer of the model's checkpoint. NGRAM,EAGLE3 "
+        "and other pairs: by prompt lookup where text repeats, else by the second. Default: no drafts.",
+        choices=("EAGLE", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE", *CHAINS),
         plan="scheduler.max_drafts",
         other_unit=True,
     )
@@ -101,7 +102,7 @@ class SpeculativeArgs:
     speculative_num_draft_tokens: int | None = option(
         None,
         "Maximum number of drafted tokens per sequence that one step verifies. With a drafting model, the token that "
-        "they follow counts too, as in SGLang. Default: 8 for NGRAM, otherwise 5.",
+        "they follow counts too, as in SGLang; in a pair, the number is that of NGRAM. Default: 8 for NGRAM, else 5.",
         low=1,
         high=64,
         plan="scheduler.max_drafts",

@@ -29,7 +29,7 @@ _ALGORITHMS = {  # option -> the algorithms that read it
 def draft_plan(builder: PlanBuilder) -> DraftPlan:
     """Return the plan of the draft model. Its path is as given."""
     args = builder.args.speculative
-    algorithm = args.speculative_algorithm
+    algorithm = model_method(builder)
     if algorithm in ("STANDALONE", "EAGLE", "EAGLE3") and args.speculative_draft_model_path is None:
         needed = (
             "a small model with the same vocabulary" if algorithm == "STANDALONE" else "a head trained for the model"
@@ -40,7 +40,7 @@ def draft_plan(builder: PlanBuilder) -> DraftPlan:
         )
     return builder.build(
         DraftPlan,
-        algorithm=builder.follow("speculative_algorithm"),
+        algorithm=Decision(algorithm, "by --speculative-algorithm"),
         path=builder.follow("speculative_draft_model_path"),
         revision=builder.follow("speculative_draft_model_revision"),
     )
@@ -50,16 +50,15 @@ def draft_decisions(
     builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts, kernels: KernelPlan, *, overlap: bool
 ) -> dict[str, Decision]:
     """Return the decisions about drafts of the scheduler's section."""
-    by_model = builder.args.speculative.speculative_algorithm in BY_MODEL
+    by_model = model_method(builder) is not None
     for option, algorithms in _ALGORITHMS.items():
         _check_used(builder, option, algorithms)
     step_drafts = Decision(STEP_DRAFTS, "rows without drafts must not wait long for rows with drafts")
     if by_model and gpu is None:
         step_drafts = Decision(MODEL_STEP_DRAFTS, "on a CPU, larger steps with more drafts do not pay")
     return {
-        "max_drafts": _max_drafts(builder, gpu, facts),
+        **_max_drafts(builder, gpu, facts),
         "max_step_drafts": step_drafts,
-        "drafts_by_model": Decision(by_model, "by --speculative-algorithm"),
         "overlap_drafts": _overlap_drafts(builder, gpu, kernels, overlap=overlap),
         "overlap_draws": Decision(gpu is None, "positions are known" if gpu is None else "positions are unknown"),
         "draft_windows": _draft_windows(builder),
@@ -100,39 +99,67 @@ def check_draft_model(plan: Plan, facts: ModelFacts, draft: ModelFacts) -> None:
         raise ConfigurationError(f"--speculative-draft-model-path {plan.draft.path}: {why}.")
 
 
+def methods(builder: PlanBuilder) -> tuple[str, ...]:
+    """Return the draft methods in order; () without speculation."""
+    algorithm = builder.args.speculative.speculative_algorithm
+    return tuple(algorithm.split(",")) if algorithm is not None else ()
+
+
+def model_method(builder: PlanBuilder) -> str | None:
+    """Return the method that uses a draft model or head, or None."""
+    return next((method for method in methods(builder) if method in BY_MODEL), None)
+
+
 def _check_used(builder: PlanBuilder, option: str, algorithms: tuple[str, ...]) -> None:
-    if builder.args.changed(option) and builder.args.speculative.speculative_algorithm not in algorithms:
+    if builder.args.changed(option) and not set(methods(builder)) & set(algorithms):
         flag = "--" + option.replace("_", "-")
         builder.refuse(option, f"{flag} needs --speculative-algorithm {' or '.join(algorithms)}.")
 
 
-def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision[int]:
-    algorithm, parallel = builder.args.speculative.speculative_algorithm, builder.args.parallel
+def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dict[str, Decision]:
+    algorithm, model = builder.args.speculative.speculative_algorithm, model_method(builder)
     if algorithm is None:
-        return Decision(0, "no --speculative-algorithm is set")
-    why = None
-    if facts.is_encoder:
-        why = f"{facts.architecture} generates no tokens"
-    elif parallel.pp_size > 1:
-        why = "pipeline parallelism (--pp-size) does not support drafts yet"
-    elif algorithm in BY_MODEL and parallel.tp_size > 1:
-        why = "tensor parallelism (--tp-size) does not support draft models yet; use NGRAM"
-    elif algorithm in BY_MODEL and gpu is not None:
-        why = "draft models run on CPUs only so far; use NGRAM"
-    elif algorithm in HEADS and builder.args.graphs.enable_torch_compile:
-        why = "a compiled forward (--enable-torch-compile) does not return the hidden states that draft heads read"
+        return {"max_drafts": Decision(0, "no --speculative-algorithm is set")}
+    why = _no_drafts_because(builder, gpu, facts, model)
     if why is not None:
         builder.refuse("speculative_algorithm", f"--speculative-algorithm {algorithm}: {why}, or leave it out.")
-        return Decision(0, why)
-    if algorithm in BY_MODEL:
-        return _model_drafts(builder, algorithm, recurrent=facts.recurrent)
-    return builder.follow_or("speculative_num_draft_tokens", MAX_DRAFTS, "the default for prompt lookup")
+        return {"max_drafts": Decision(0, why)}
+    decisions: dict[str, Decision] = {}
+    if model is not None:
+        decisions["max_model_drafts"] = _model_drafts(builder, model, chained=algorithm != model, facts=facts)
+    if "NGRAM" in methods(builder):
+        most = MAX_DRAFTS if model is None or not facts.recurrent else 1
+        decisions["max_lookup_drafts"] = builder.follow_or(
+            "speculative_num_draft_tokens", most, "the default for prompt lookup"
+        )
+    return {"max_drafts": max(decisions.values(), key=lambda each: each.value), **decisions}
 
 
-def _model_drafts(builder: PlanBuilder, algorithm: str, *, recurrent: bool) -> Decision[int]:
-    """Decide how many tokens a draft model or head proposes. As in SGLang, `num_draft_tokens` counts one more."""
+def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts, model: str | None) -> str | None:
+    """Return the reason why there cannot be drafts, or None."""
+    parallel = builder.args.parallel
+    if facts.is_encoder:
+        return f"{facts.architecture} generates no tokens"
+    if parallel.pp_size > 1:
+        return "pipeline parallelism (--pp-size) does not support drafts yet"
+    if model is None:
+        return None
+    if parallel.tp_size > 1:
+        return "tensor parallelism (--tp-size) does not support draft models yet; use NGRAM"
+    if gpu is not None:
+        return "draft models run on CPUs only so far; use NGRAM"
+    if model in HEADS and builder.args.graphs.enable_torch_compile:
+        return "a compiled forward (--enable-torch-compile) does not return the hidden states that draft heads read"
+    return None
+
+
+def _model_drafts(builder: PlanBuilder, method: str, *, chained: bool, facts: ModelFacts) -> Decision[int]:
+    """Decide how many tokens a draft model or head proposes. As in SGLang, `num_draft_tokens` counts one more.
+
+    If it is `chained` with prompt lookup, `num_draft_tokens` is about prompt lookup alone.
+    """
     args = builder.args.speculative
-    steps, tokens = args.speculative_num_steps, args.speculative_num_draft_tokens
+    steps, tokens = args.speculative_num_steps, None if chained else args.speculative_num_draft_tokens
     if tokens is not None and steps is not None and tokens != steps + 1:
         builder.refuse(
             "speculative_num_draft_tokens",
@@ -148,9 +175,9 @@ def _model_drafts(builder: PlanBuilder, algorithm: str, *, recurrent: bool) -> D
         return Decision(steps, "by --speculative-num-steps")
     if tokens is not None:
         return Decision(tokens - 1, "by --speculative-num-draft-tokens, without the token that drafts follow")
-    if recurrent:
+    if facts.recurrent:
         return Decision(1, "recurrent layers can take back one token")
-    return Decision(MODEL_DRAFTS, f"the default for {algorithm}")
+    return Decision(MODEL_DRAFTS, f"the default for {method}")
 
 
 def _overlap_drafts(builder: PlanBuilder, gpu: Gpu | None, kernels: KernelPlan, *, overlap: bool) -> Decision[bool]:

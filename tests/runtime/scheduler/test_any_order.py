@@ -48,7 +48,7 @@ class AnyOrder(RuleBasedStateMachine):
         max_step_drafts=st.sampled_from([2, 256]),
         overlap_drafts=st.booleans(),
         overlap_draws=st.booleans(),
-        drafts_by_model=st.booleans(),
+        draft_methods=st.sampled_from(["lookup", "model", "both"]),
         forced_share=st.sampled_from([0.0, 0.0, 1.0]),
         num_host_pages=st.sampled_from([0, 0, 1, 5, 100]),
         num_tier_pages=st.sampled_from([0, 1, 3, 12, 100]),

@@ -28,7 +28,7 @@ from runtime.worker.worker import TARGET, CacheSetup, ModelSetup, ModelWorker, W
 
 CACHE = CacheSetup(num_pages=12, page_size=PAGE_SIZE, kv_dtype="float32", num_sequences=4)
 PLAN: Any = SimpleNamespace(
-    kernels=KernelPlan(), parallel=SimpleNamespace(ranks=2), scheduler=SimpleNamespace(drafts_by_model=False)
+    kernels=KernelPlan(), parallel=SimpleNamespace(ranks=2), scheduler=SimpleNamespace(max_model_drafts=0)
 )
 TIMEOUT_S = 60.0
 
