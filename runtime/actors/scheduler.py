@@ -140,6 +140,7 @@ class SchedulerActor:
         self._watchdog_timeout_s = plan.watchdog_timeout_s
         self._max_queue_time_s = plan.max_queue_time_s
         self._crash_folder = plan.crash_folder
+        self._target_s = None if plan.target_token_ms is None else plan.target_token_ms / 1000
         self._priorities = plan.priorities
         self._receive_interval = plan.receive_interval
         self._requests = requests
@@ -432,6 +433,8 @@ class SchedulerActor:
             self._detokenizer.inbox.put(deltas)
         duration_s, num_tokens = self.progress.note_applied(batch, deltas)
         self.scheduler.note_step_time(self.progress.times.decode_s)
+        if self._target_s is not None:
+            self.scheduler.limit_mixed_steps(self.progress.times.tokens_within(self._target_s))
         if batch.stats.num_prompt_tokens:
             times = self.progress.times
             self.scheduler.limit_steps(*(times.prompt_limits or (None, None)), scored=times.scored_limits)

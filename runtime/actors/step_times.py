@@ -84,6 +84,15 @@ class StepTimes:
         prefill = max(MIN_PROMPT_TOKENS, int(step_tokens / OVERHEAD))
         return prefill, min(prefill, max(MIN_PROMPT_TOKENS, int(step_tokens * PAUSE_STEPS)))
 
+    def tokens_within(self, target_s: float) -> int | None:
+        """Return how many prompt tokens a mixed step may have to take about `target_s`; None before measurements.
+
+        The averages rise fast and fall slowly, so that most steps take less.
+        """
+        if self._decode_s is None or not self._prompt_token_s:
+            return None
+        return max(0, int((target_s - self._decode_s) / self._prompt_token_s))
+
     @property
     def scored_limits(self) -> tuple[int, int] | None:
         """Limits on prompt tokens with log-probabilities, like `prompt_limits`; None before steps were measured."""

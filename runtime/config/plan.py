@@ -115,6 +115,7 @@ class SchedulerPlan(Section):
     draft_windows: tuple[int, int] = (2, 8)  # smallest and largest n-gram that prompt lookup compares
     adapter_slots: int = 0  # LoRA adapters that may run in one batch
     adapters_fifo: bool = False  # evict the adapter that was placed first instead of the one unused for longest
+    target_token_ms: float | None = None  # target for the time between two tokens of a stream; None: no target
     receive_interval: int = 1  # steps between two reads of the inbox while sequences run
     max_micro_batch: int | None = None  # maximum rows per micro-batch; None: no limit
 

@@ -50,6 +50,8 @@ class BatchBuilder:
         # Limits on the prompt tokens of a step without decode rows, and of a step with them. None: only the plan
         # limits.
         self.prompt_limits: tuple[int | None, int | None] = (None, None)
+        # Maximum number of prompt tokens of a step with decode rows, which cuts prompts; None: no limit.
+        self.mixed_limit: int | None = None
         self.scored_limits: tuple[int, int] = SCORED_TOKENS  # the same, of prompt tokens with log-probabilities
         self._plan = plan
         self._cache = cache
@@ -234,7 +236,8 @@ class BatchBuilder:
         limit = self.prompt_limits[step.num_decodes > 0]
         num_decoding = step.num_decodes + step.num_drafted
         scored_limit = self.scored_limits[step.num_decodes > 0]
-        budget = PromptBudget(self._plan, self._cache.page_size, num_decoding, limit, scored_limit)
+        hard_limit = self.mixed_limit if num_decoding else None
+        budget = PromptBudget(self._plan, self._cache.page_size, num_decoding, limit, scored_limit, hard_limit)
         for sequence in prompts:
             if sequence.sequence_index < 0 or budget.exhausted or step.full:
                 continue

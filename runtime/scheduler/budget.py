@@ -19,7 +19,8 @@ class PromptBudget:
 
     With chunking, a prompt is cut at a page boundary to fit both limits. Without chunking, the first prompt of a step
     is always granted, and later prompts if they fit. After `token_limit` tokens the step takes no further prompt, so
-    that first tokens do not wait for later prompts; this limit cuts no prompt. `scored_limit` limits the prompt tokens
+    that first tokens do not wait for later prompts; this limit cuts no prompt. `hard_limit` does, down to a page, so
+    that prompts always continue. `scored_limit` limits the prompt tokens
     with log-probabilities, which take longer than others.
     """
 
@@ -32,12 +33,15 @@ class PromptBudget:
         num_decode_rows: int,
         token_limit: int | None = None,
         scored_limit: int = SCORED_TOKENS[0],
+        hard_limit: int | None = None,
     ) -> None:
         self._page_size = page_size
         self._soft_limit = token_limit
         self._chunk: int | None = None
         if plan.chunk_tokens is not None:
             self._chunk = max(plan.chunk_tokens - num_decode_rows, page_size)
+            if hard_limit is not None:
+                self._chunk = max(min(self._chunk, hard_limit), page_size)
         self._step = max(plan.max_prefill_tokens - num_decode_rows, page_size)
         self._untouched = True
         self._scored = max(scored_limit, page_size)

@@ -84,6 +84,10 @@ class Scheduler:
         self._builder.scored_limits = scored or self._builder.scored_limits
         self._builder.prompt_limits = (prefill, mixed)
 
+    def limit_mixed_steps(self, num_tokens: int | None) -> None:
+        """Set the maximum number of prompt tokens of a step with decode rows. It cuts prompts; None: no limit."""
+        self._builder.mixed_limit = num_tokens
+
     def note_step_time(self, step_s: float | None) -> None:
         """Set the average time of a decode step; None if it is unknown."""
         self._fast_forward.step_s = step_s

@@ -99,6 +99,14 @@ class ScheduleArgs:
         sglang="off",
         plan="scheduler.mixed",
     )
+    target_inter_token_latency: float | None = option(
+        None,
+        "Target in milliseconds for the time between two tokens of a stream. A step that has both decode and prompt "
+        "rows computes only as many prompt tokens as fit into this time, by the measured speed of steps; long prompts "
+        "are cut. Lower values smooth streams and delay first tokens. Needs chunked prefill. Default: no target.",
+        above=0,
+        plan="scheduler.target_token_ms",
+    )
     sleep_on_idle: bool = always(
         False,
         "Use no CPU time while the engine is idle.",

@@ -34,6 +34,7 @@ def schedule_plan(
         chunk_tokens=_chunk_tokens(builder, gpu, cache.page_size, facts),
         max_prefill_tokens=_max_prefill_tokens(builder, gpu, facts),
         policy=_policy(builder, cache),
+        target_token_ms=_target(builder, facts),
         overlap=overlap,
         new_token_ratio=Decision(ratio, f"0.7 x --schedule-conservativeness {conservativeness:g}, at most 1"),
         min_new_token_ratio=Decision(ratio_min, "0.14 x the initial value"),
@@ -53,6 +54,19 @@ def schedule_plan(
         adapter_slots=Decision(builder.args.lora.max_loras_per_batch, "the slots of --max-loras-per-batch"),
         adapters_fifo=Decision(builder.args.lora.lora_eviction_policy == "fifo", "by --lora-eviction-policy"),
     )
+
+
+def _target(builder: PlanBuilder, facts: ModelFacts) -> Decision[float | None]:
+    schedule, flag = builder.args.schedule, "--target-inter-token-latency"
+    if schedule.target_inter_token_latency is not None:
+        reason = None
+        if facts.needs_whole_prompts or (schedule.chunked_prefill_size or 0) < 0:
+            reason = "prompts are not cut; leave --chunked-prefill-size out"
+        elif not schedule.enable_mixed_chunk:
+            reason = "prompts have steps of their own without --enable-mixed-chunk"
+        if reason is not None:
+            builder.refuse("target_inter_token_latency", f"{flag}: {reason}.")
+    return builder.follow("target_inter_token_latency")
 
 
 def _forced_share(builder: PlanBuilder, gpu: Gpu | None) -> Decision[float]:
