@@ -1,0 +1,54 @@
+"""`penstock ray`: serve a model with several replicas on a Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Sequence
+from threading import Event
+
+from runtime.config import Args
+from runtime.errors import ConfigurationError
+
+
+def main(words: Sequence[str]) -> int:
+    """Execute the words after `ray`. Serves until a signal; returns 0. Raises `ConfigurationError`."""
+    parser = argparse.ArgumentParser(
+        prog="penstock ray",
+        description="Serve a model with several replicas on a Ray cluster, behind one address. Connects to the cluster "
+        "of RAY_ADDRESS, or starts one on this machine. All other options are engine options: --model-path DIR ...",
+    )
+    parser.add_argument("--replicas", default="1", metavar="N or N..M", help="number of replicas; a range autoscales")
+    parser.add_argument(
+        "--target-ongoing-requests", type=int, default=32, metavar="N", help="requests per replica when autoscaling"
+    )
+    parser.add_argument("--num-cpus", type=float, default=0, metavar="N", help="CPUs that Ray reserves per replica")
+    parser.add_argument("--num-gpus", type=float, metavar="N", help="GPUs per replica; default: one for each rank")
+    parser.add_argument("--name", default="penstock", help="name of the application on the cluster")
+    parser.add_argument("--route-prefix", default="/", metavar="PATH", help="path under which the model is served")
+    options, rest = parser.parse_known_args(words)
+    try:
+        import ray
+        from ray import serve
+    except ImportError:
+        raise ConfigurationError("penstock ray needs Ray Serve: pip install 'penstock[ray]'.") from None
+    from serve.on_ray.application import Scaling, build
+
+    args = Args.parse(rest)
+    scaling = Scaling.of(
+        options.replicas, options.target_ongoing_requests, num_cpus=options.num_cpus, num_gpus=options.num_gpus
+    )
+    application = build(rest, scaling)
+    ray.init(ignore_reinit_error=True, include_dashboard=False, log_to_driver=True)
+    serve.start(http_options={"host": args.http.host, "port": args.http.port})
+    serve.run(application, name=options.name, route_prefix=options.route_prefix)
+    sys.stderr.write(f"Listening on http://{args.http.host}:{args.http.port}{options.route_prefix}\n")
+    sys.stderr.write("The server is fired up and ready to roll!\n")
+    ended = Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: ended.set())
+    ended.wait()
+    serve.shutdown()
+    ray.shutdown()
+    return 0

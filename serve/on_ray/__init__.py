@@ -1,0 +1,24 @@
+"""Replicas on a Ray cluster (the extra `ray`): each is an engine in its own process, behind one address.
+
+    penstock ray --model-path DIR --replicas 1..4
+    serve run serve.on_ray:build_app model_path=DIR replicas=2      # or `import_path: serve.on_ray:build_app` in YAML
+
+`ingress` receives requests, `prefix_router` chooses a replica for each, and `replica` answers them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from serve.on_ray.application import build_app
+
+__all__ = ["build_app"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "build_app":
+        raise AttributeError(f"module 'serve.on_ray' has no attribute '{name}'")
+    from serve.on_ray.application import build_app
+
+    return build_app

@@ -1,0 +1,44 @@
+"""Ray Serve's request router of the replicas: the longest known prefix first, then the least busy replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from serve.on_ray.prefix_table import PrefixTable
+
+
+class PrefixRouter(RequestRouter):
+    """Sends requests with a common prefix to one replica, unless it is much busier than the others."""
+
+    def initialize_state(self, **kwargs: Any) -> None:
+        """Called by Ray Serve before the first request."""
+        self._table: PrefixTable[ReplicaID] = PrefixTable(**kwargs)
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the chosen replica, and then all others in case that it takes no request now."""
+        by_id = {replica.replica_id: replica for replica in candidate_replicas}
+        known = self.replica_queue_len_cache
+        loads = {each: known.get(each) or 0 for each in by_id}
+        chosen = self._table.choose(key_of(pending_request), loads)
+        if chosen is None:
+            return []
+        others = sorted((each for each in by_id if each != chosen), key=loads.__getitem__)
+        return [[by_id[chosen]], *([by_id[each]] for each in others)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """Remember which replica got the request. Called by Ray Serve."""
+        self._table.note(key_of(pending_request), replica_id)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        """Forget a replica. Called by Ray Serve."""
+        super().on_replica_actor_died(replica_id)
+        self._table.keep([replica.replica_id for replica in self.curr_replicas.values()])
+
+
+def key_of(request: PendingRequest | None) -> list[int]:
+    """Return the key of the prompt, which is the first argument of `EngineReplica.answer`."""
+    return request.args[0] if request is not None and request.args and isinstance(request.args[0], list) else []

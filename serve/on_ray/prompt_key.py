@@ -1,0 +1,46 @@
+"""The key of a prompt: hashes of its beginning, by which requests with a common prefix meet at one replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import orjson
+
+BLOCK_BYTES = 256  # bytes of the prompt in one hash
+MAX_BLOCKS = 256
+PROMPTS = ("messages", "prompt", "text", "input_ids", "input", "inputs", "query")  # fields of the APIs' bodies
+SESSIONS = ("session_id", "prompt_cache_key")  # fields that name a conversation
+SESSION_HEADERS = (b"x-session-id", b"session-id")
+
+
+def prompt_key(body: bytes, headers: Mapping[bytes, bytes]) -> list[int]:
+    """Return a hash for each block of the prompt, which includes all blocks before it and the model's name.
+
+    The requests of a session have the session as their first block. A body without a prompt has an empty key.
+    """
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return []
+    if not isinstance(fields, dict):
+        return []
+    session = next((headers[name] for name in SESSION_HEADERS if name in headers), None)
+    session = session or next((_bytes(fields[name]) for name in SESSIONS if fields.get(name)), b"")
+    prompt = next((_bytes(fields[name]) for name in PROMPTS if fields.get(name)), b"")
+    system = _bytes(fields["system"]) if fields.get("system") else b""
+    digest = blake2b(_bytes([fields.get("model"), fields.get("lora_path")]), digest_size=8)
+    key = []
+    if session:
+        digest.update(b"session" + session)
+        key.append(int.from_bytes(digest.digest()))
+    text = system + prompt
+    for start in range(0, min(len(text), BLOCK_BYTES * MAX_BLOCKS), BLOCK_BYTES):
+        digest.update(text[start : start + BLOCK_BYTES])
+        key.append(int.from_bytes(digest.digest()))
+    return key
+
+
+def _bytes(value: Any) -> bytes:
+    return value.encode(errors="surrogatepass") if isinstance(value, str) else orjson.dumps(value)
