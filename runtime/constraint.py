@@ -38,7 +38,7 @@ class HostData:
 
     is_there = False
     failed = False  # the constraint failed or allows no token; the choice ends with an error
-    # Changes the row's logits (float32 [V]) in place; it must not wait for a device.
+    # Changes the row's logits (float32 [V]) in place; it must not wait for a device. May be set before `is_there`.
     process: Callable[[Any], None] | None = None
     # (int64 [n], float32 [n]): token ids, and what is added to their logits. Set before `is_there`.
     biases: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
@@ -61,8 +61,8 @@ class HostData:
     ) -> None:
         """Set the data, unless it is set already. With a logits processor no token is forced."""
         if not self.is_there:
-            self.bitmask, self.process = bitmask, process
-            self.forced = forced if process is None else ()
+            self.bitmask, self.process = bitmask, process or self.process
+            self.forced = forced if self.process is None else ()
             self._tell()
 
     def fail(self) -> None:

@@ -344,6 +344,12 @@ class SamplingParams:
         read=tuple,
     )
     lark: str | None = param(None, "Grammar in llguidance's dialect of Lark for the output, from `start` on.")
+    custom_logit_processor: str | None = param(
+        None, "Name of a function of --logits-processors, which changes the logits before each token."
+    )
+    custom_params: Mapping[str, Any] | None = param(
+        None, "JSON object for the function that custom_logit_processor names.", json=dict[str, Any]
+    )
     skip_special_tokens: bool = param(True, "Leave special tokens out of the text.")
     spaces_between_special_tokens: bool = param(True, "Put spaces between special tokens in the text.")
     no_stop_trim: bool = param(
@@ -441,7 +447,7 @@ class SamplingParams:
 
 
 NOT_BUILT = (  # parameters that no API supports yet; 0 turns a parameter off
-    "custom_params", "mirostat", "mirostat_mode", "top_a", "epsilon_cutoff",
+    "mirostat", "mirostat_mode", "top_a", "epsilon_cutoff",
     "eta_cutoff", "smoothing_factor", "dynatemp_range", "no_repeat_ngram_size",
 )  # fmt: skip
 GRAMMARS: tuple[Kind, ...] = ("json_schema", "regex", "ebnf", "structural_tag", "choice", "lark")

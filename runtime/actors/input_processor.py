@@ -12,6 +12,7 @@ from runtime.config.plan import Plan
 from runtime.constraint import AllowedTokens
 from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.grammar.matching.position import Ends
+from runtime.logits_processors import ProcessedLogits, check_name, load_processors
 from runtime.repetition import Breakers, DryPenalties
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
@@ -39,6 +40,7 @@ class InputProcessor:
         self._text_limit = tokenizer.text_limit if tokenizer else None
         self._suffix = _suffix(tokenizer) if tokenizer and self._is_embedding else ()
         self._breakers = _breakers(tokenizer)
+        self._processors = load_processors(plan.serve.logits_processors or ())
         self._random = random.Random(plan.model.random_seed)
 
     def check(self, request: Request) -> None:
@@ -80,6 +82,11 @@ class InputProcessor:
                 param="allowed_token_ids",
             )
         self._banned_ids(sampling)
+        name = sampling.custom_logit_processor
+        if name is not None:
+            check_name(name, self._processors)
+        if sampling.custom_params and name is None:
+            raise InvalidRequest("custom_params requires custom_logit_processor.", param="custom_params")
         if self._tokenizer is None and (sampling.stop or sampling.stop_regex):
             raise InvalidRequest("Stop strings need a tokenizer; this engine has none.", param="stop")
         if request.grammar is not None and request.wants_embedding:
@@ -135,6 +142,9 @@ class InputProcessor:
         if request.sampling.allowed_token_ids is not None:
             allowed = AllowedTokens(request.sampling.allowed_token_ids, self._vocab_size)
             request = replace(request, constraint=allowed)
+        if request.sampling.custom_logit_processor is not None:
+            function, params = self._processors[request.sampling.custom_logit_processor], request.sampling.custom_params
+            request = replace(request, constraint=ProcessedLogits(function, params or {}, request.constraint))
         if request.sampling.dry_multiplier:
             breaker_ids = self.breaker_ids(request.sampling)
             request = replace(request, constraint=DryPenalties(request.sampling, breaker_ids, request.constraint))

@@ -249,6 +249,7 @@ class ServePlan(Section):
     input_file: str | None = None  # token ids to compute once; then the server exits
     cache_report: bool  # fill usage.prompt_tokens_details
     preferred_sampling: Mapping[str, Any]
+    logits_processors: Sequence[str] | None = None  # import paths of functions that requests may name
     allow_auto_truncate: bool
     file_storage: str | None = None  # folder of /v1/files; None: no files and batches
     weight_version: str

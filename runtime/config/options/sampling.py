@@ -51,7 +51,14 @@ class SamplingArgs:
     enable_custom_logit_processor: bool = planned(
         False,
         "Accept Python code in requests that changes the logits.",
-        instead="use logit_bias; executing code from requests is not safe",
+        instead="--logits-processors names functions of this machine; executing code from requests is not safe",
+    )
+    logits_processors: tuple[str, ...] | None = option(
+        None,
+        "Functions that requests may name as custom_logit_processor, each as package.module.function or "
+        "NAME=package.module.function. They are called with (logits, output_ids, custom_params) before each token, "
+        "change the logits in place, and have all rights of this process. Default: none.",
+        plan="serve.logits_processors",
     )
     enable_return_hidden_states: bool = planned(False, "Allow requests to return the hidden states of their tokens.")
 

@@ -80,7 +80,6 @@ class OpenAIBody:
     session_params: NotBuilt = None
     session_id: NotBuilt = None
     return_hidden_states: NotBuilt = None
-    custom_logit_processor: NotBuilt = None
     bootstrap_host: NotBuilt = None
     bootstrap_port: NotBuilt = None
     bootstrap_room: NotBuilt = None

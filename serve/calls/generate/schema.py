@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
+from runtime.logits_processors import check_name, name_of
 from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
 from serve.calls.decode import NotBuilt
@@ -65,7 +66,7 @@ class GenerateBody:
     modalities: NotBuilt = None
     return_hidden_states: NotBuilt = None
     session_params: NotBuilt = None
-    custom_logit_processor: NotBuilt = None
+    custom_logit_processor: str | list[str | None] | None = None  # a sampling parameter in the other APIs
     bootstrap_host: NotBuilt = None
     bootstrap_port: NotBuilt = None
     bootstrap_room: NotBuilt = None
@@ -99,7 +100,7 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
     """
     prompts = _prompts(body)
     count = len(prompts)
-    sampling = _sampling(body, core, count)
+    sampling = _with_processors(body, core, _sampling(body, core, count))
     if len({params.n for params in sampling}) > 1:
         raise InvalidRequest("n must be the same for all prompts of a batch.", param="sampling_params")
     check_choices(count, sampling[0].n)
@@ -147,6 +148,20 @@ def _sampling(body: GenerateBody, core: EngineCore, count: int) -> list[Sampling
     check_length(params_or_list, count, "sampling_params")
     return [
         _sampling_params(params, preferred, f"sampling_params.{index}") for index, params in enumerate(params_or_list)
+    ]
+
+
+def _with_processors(body: GenerateBody, core: EngineCore, sampling: list[SamplingParams]) -> list[SamplingParams]:
+    if body.custom_logit_processor is None:
+        return sampling
+    names = spread(body.custom_logit_processor, len(sampling), "custom_logit_processor")
+    known = [name_of(path) for path in core.plan.serve.logits_processors or ()]
+    for name in names:
+        if name is not None:
+            check_name(name, known)
+    return [
+        params if name is None else replace(params, custom_logit_processor=name)
+        for params, name in zip(sampling, names)
     ]
 
 

@@ -52,10 +52,20 @@ SAMPLING: Fields = {
     "top_p": {"top_p": 0.01, **DRAWN},
     "top_k": {"top_k": 1, **DRAWN},
     "min_p": {"min_p": 0.99, **DRAWN},
+    "dry_multiplier": {"dry_multiplier": 50.0, "dry_allowed_length": 1},
+    "dry_base": {"dry_base": 90.0, "dry_multiplier": 0.001, "logit_bias": {"100": 100.0}},
+    "dry_allowed_length": {"dry_allowed_length": 1, "dry_multiplier": 50.0},
+    "dry_penalty_last_n": {"dry_penalty_last_n": 0, "dry_multiplier": 50.0, "dry_allowed_length": 1},
+    "dry_sequence_breakers": {
+        "dry_sequence_breakers": ["a", "e", "o", " ", "t"],
+        "dry_multiplier": 50.0,
+        "dry_allowed_length": 1,
+    },
     "frequency_penalty": 2.0,
     "presence_penalty": 2.0,
     "repetition_penalty": 2.0,
     "stop": " ",
+    "stop_regex": "[a-z] ",
     "stop_token_ids": A,
     "ignore_eos": {"ignore_eos": True, "stop_token_ids": A},
     "n": 2,
@@ -87,7 +97,10 @@ OPENAI: Fields = {
     "cache_salt": "mine",
     "extra_key": "mine",
     "rid": "mine",
+    "return_token_ids": True,
+    "prompt_logprobs": 1,
 }
+FUNCTION = {"name": "f", "parameters": SCHEMA}
 CHAT: Fields = {
     **SAMPLING,
     **OPENAI,
@@ -98,6 +111,8 @@ CHAT: Fields = {
     "return_tokens_as_token_ids": {"return_tokens_as_token_ids": True, "logprobs": True},
     "tools": [TOOL],
     "tool_choice": {"tool_choice": "required", "tools": [TOOL]},
+    "functions": [FUNCTION],
+    "function_call": {"function_call": {"name": "f"}, "functions": [FUNCTION]},
     "chat_template_kwargs": {"chat_template_kwargs": THINK},
     "continue_final_message": {
         "continue_final_message": True,
@@ -228,7 +243,9 @@ def not_built(cls: type) -> list[str]:
 
 
 GREEDY = {"temperature": 0, "max_tokens": 48, "model": MODEL}
-REFUSED_BY_OPENAI: Fields = {"model": "other", "priority": 3, "best_of": 7, "lora_path": "none"}
+# Functions that this server lacks; test_logits_processors.py has some.
+PROCESSORS: Fields = {"custom_logit_processor": "mine", "custom_params": {"custom_params": {"a": 1}}}
+REFUSED_BY_OPENAI: Fields = {**PROCESSORS, "model": "other", "priority": 3, "best_of": 7, "lora_path": "none"}
 SPACES = "the demo model's tokenizer puts none between special tokens"
 LOADING = (
     "numa",
@@ -275,7 +292,7 @@ ROUTES: Mapping[str, Route] = {
         GENERATE,
         declared(GenerateBody),
         refused={"priority": 3, "lora_path": "none"},
-        idle={"log_metrics": "seen in /metrics"},
+        idle={"custom_logit_processor": "asked in test_logits_processors.py", "log_metrics": "seen in /metrics"},
     ),
     "/generate of sampling_params": Route(
         {"text": PROMPT, "sampling_params": {"max_new_tokens": 48, "temperature": 0}},
@@ -286,6 +303,7 @@ ROUTES: Mapping[str, Route] = {
             "sampling_seed": {"sampling_seed": 4, "temperature": 2.0},
         },
         sampling_fields("native") - set(NOT_BUILT),
+        refused=PROCESSORS,
         idle={
             "spaces_between_special_tokens": SPACES,
             "stream_interval": "asked below",
@@ -298,6 +316,7 @@ ROUTES: Mapping[str, Route] = {
         RESPONSES,
         declared(ResponsesBody) | SAMPLING_OF_RESPONSES,
         refused={
+            **PROCESSORS,
             "model": "other",
             "priority": 3,
             "previous_response_id": "resp_none",

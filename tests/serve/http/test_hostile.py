@@ -114,7 +114,7 @@ async def test_message_says_why_a_body_cannot_be_read(
         ({"text": "a", "lora_path": 5}, "lora_path"),
         ({"text": "a", "image_data": "x"}, "image_data"),
         ({"text": "a", "session_params": {"id": "x"}}, "session_params"),
-        ({"text": "a", "custom_logit_processor": "{}"}, "custom_logit_processor"),
+        ({"text": "a", "custom_logit_processor": 5}, "custom_logit_processor"),
         ({"text": "a", "return_hidden_states": True}, "return_hidden_states"),
         ({"text": "a", "input_embeds": [[0.5]]}, "input_embeds"),
     ],
