@@ -262,3 +262,31 @@ class AllowedTokens:
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
         """Set the constant mask."""
         data.give(self._bitmask)
+
+
+class LogitsHook:
+    """A `Constraint` that calls a function of the user with each row's logits, after the inner constraint's data.
+
+    The function gets the ids of prompt and output, and the logits (float32 [V], on the device). It changes them in
+    place, or returns others. It runs on the device thread between forward and sampling, so the step waits for it. If it
+    raises, its request ends with an error.
+    """
+
+    def __init__(self, function: Callable[[list[int], Any], Any], inner: Constraint | None) -> None:
+        self._function = function
+        self._inner = inner
+
+    def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
+        """Set the process of the next token, and request the inner constraint's data."""
+        ids = output.ids[: output.num_prompt + output.num_output]
+
+        def process(logits: Any) -> None:
+            changed = self._function(ids, logits)
+            if changed is not None:
+                logits.copy_(changed)
+
+        data.process = process
+        if self._inner is None:
+            data.give()
+        else:
+            self._inner.host_data_after(choice, output, data)

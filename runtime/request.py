@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal, NamedTuple
@@ -94,6 +94,7 @@ class Request:
     shown_special_ids: frozenset[int] = frozenset()  # special tokens that `skip_special_tokens` keeps
     thinking: ThinkingLimit | None = None  # limit of the reasoning block; the constraint enforces it
     constraint: Constraint | None = None  # made from a grammar, or by Penstock itself
+    on_logits: Callable[[list[int], Any], Any] | None = None  # see `LogitsHook`; only callers in this process set it
     counted: bool = True  # whether request metrics count it; False for health checks
     label: str = field(default_factory=lambda: uuid4().hex)
     owner: str = ""

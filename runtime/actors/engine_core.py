@@ -264,6 +264,12 @@ class EngineCore:
         flushed = [actor.flush() for actor in self._scheduler.alive]
         return all(flushed)
 
+    def observe(self, observer: RequestObserver) -> Callable[[], None]:
+        """Let `observer` follow all requests from now on. Returns a function that ends this."""
+        observers = self._requests.observers
+        observers.append(observer)
+        return lambda: observers.remove(observer) if observer in observers else None
+
     def touch_prefix(self, request: Request) -> None:
         """Keep the cached prefix of a request's ids from being evicted soon. Does not lock it."""
         if request.lora is not None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
-from runtime.constraint import AllowedTokens
+from runtime.constraint import AllowedTokens, LogitsHook
 from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.grammar.matching.position import Ends
 from runtime.logits_processors import ProcessedLogits, check_name, load_processors
@@ -148,6 +148,8 @@ class InputProcessor:
         if request.sampling.dry_multiplier:
             breaker_ids = self.breaker_ids(request.sampling)
             request = replace(request, constraint=DryPenalties(request.sampling, breaker_ids, request.constraint))
+        if request.on_logits is not None:
+            request = replace(request, constraint=LogitsHook(request.on_logits, request.constraint))
         request = self._fit(request, ids)
         banned_ids = self._banned_ids(request.sampling)
         sampling, ids = request.sampling, request.ids or ()

@@ -135,7 +135,7 @@ class LiveRequests:
     """The table of live requests, owned by the engine core. Ended requests are removed."""
 
     def __init__(self, observers: Seq[RequestObserver] = ()) -> None:
-        self.observers = observers
+        self.observers = list(observers)
         # Timelines of ended requests, the latest last.
         self.recent: deque[Timeline] = deque(maxlen=NUM_RECENT)
         self._live: dict[int, LiveRequest] = {}  # request id -> request

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from runtime.batch import Batch
 from runtime.request import Delta
@@ -136,6 +137,7 @@ class Progress:
         self.last_step_s = time.monotonic()
         self.queue = QueueRate()
         self.times = StepTimes()
+        self.on_step: Callable[[Batch, float, int], object] | None = None  # gets (batch, seconds, new tokens)
         self._scheduler = scheduler
         self._interval = log_interval_steps
         self._interval_began_s = time.monotonic()
@@ -173,6 +175,8 @@ class Progress:
             self._num_decode_steps += 1
             if self._num_decode_steps % self._interval == 0:
                 self._log_decode()
+        if self.on_step is not None:
+            self.on_step(batch, self.last_step_s - before_s, num_tokens)
         return self.last_step_s - before_s, num_tokens
 
     def _log_decode(self) -> None:

@@ -40,6 +40,7 @@ from serve.demo import demo_path
 from serve.python.arguments import Ids, Prompt, Sampling, as_json, divided, generate_body, set_values
 from serve.python.display import briefly_interrupted
 from serve.python.generation import Generation
+from serve.python.hooks import OnLogits, OnStep, OnToken, observe_steps, observe_tokens, tokens_observed, with_hook
 from serve.python.options import plain_options, with_signature
 from serve.python.progress import progress_over
 from serve.python.results import Batch, Encoded, Fields, Generated, Piece
@@ -183,6 +184,8 @@ class Engine:
         input_ids: Ids | None = None,
         stream: bool = False,
         progress: bool = False,
+        on_logits: OnLogits | None = None,
+        on_token: OnToken | None = None,
         **options: Any,
     ) -> Any:
         """Generate from one prompt (returns a `Generated`), or from several prompts or with n > 1 (returns a list).
@@ -194,23 +197,34 @@ class Engine:
         A `Generated` is a dict with `text`, `output_ids` and `meta_info`, as in the native HTTP API; its keys are also
         attributes. A prompt is a text or token ids (a list, an array of numpy or a tensor). `options` are sampling
         parameters, and the other fields of that API (`return_logprob`, `rid`, ...). `progress` shows a bar over the
-        prompts. Raises `InvalidRequest` with the name of the parameter.
+        prompts. `on_logits(ids, logits)` changes the logits (float32 [V]) before each token is drawn, or returns
+        others; the step waits for it. `on_token(event)` is called with each `TokenEvent`. Raises `InvalidRequest` with
+        the name of the parameter.
         """
         _ = self.core  # raises here, and not when the coroutine is awaited, which a script may forget
         if stream:
-            return Stream(self.stream(prompt, sampling_params, input_ids=input_ids, **options))
-        return self._generate(partial(generate_body, prompt, sampling_params, input_ids, options), progress)
+            if on_token is not None:
+                raise InvalidRequest("on_token is for calls without stream=True; a stream has the tokens.")
+            return Stream(self.stream(prompt, sampling_params, input_ids=input_ids, on_logits=on_logits, **options))
+        read = partial(generate_body, prompt, sampling_params, input_ids, options)
+        return self._generate(read, progress, on_logits, on_token)
 
     @briefly_interrupted
-    async def _generate(self, read: Callable[[], GenerateBody], progress: bool) -> Any:
+    async def _generate(
+        self,
+        read: Callable[[], GenerateBody],
+        progress: bool,
+        on_logits: OnLogits | None,
+        on_token: OnToken | None,
+    ) -> Any:
         core = self.core  # checked again: the event loop may be another one
         core.check_queue_space()
         body = read()
-        requests = requests_of(body, core)
+        requests = with_hook(requests_of(body, core), on_logits)
         single = not body.is_batch and requests[0].sampling.n == 1
         answers = GenerateAnswers(core, requests, indexed=not single)
         streams = await core.submit_all(requests)
-        with progress_over(streams, shown=progress):
+        with progress_over(streams, shown=progress), tokens_observed(core, on_token, requests):
             values = answers.whole(await read_all(streams))
         page_size, results, n = core.plan.cache.page_size, Batch(), requests[0].sampling.n
         for number, each in enumerate(values):
@@ -230,6 +244,7 @@ class Engine:
         sampling_params: Sampling | None = None,
         *,
         input_ids: Ids | None = None,
+        on_logits: OnLogits | None = None,
         **options: Any,
     ) -> AsyncGenerator[Piece, None]:
         """Yield the answer to one or several prompts, piece by piece.
@@ -242,7 +257,7 @@ class Engine:
         core = self.core
         core.check_queue_space()
         body = generate_body(prompt, sampling_params, input_ids, options)
-        async with aclosing(pieces_of(core, requests_of(body, core))) as pieces:
+        async with aclosing(pieces_of(core, with_hook(requests_of(body, core), on_logits))) as pieces:
             async for piece in pieces:
                 yield piece
 
@@ -253,6 +268,7 @@ class Engine:
         *,
         logprobs: bool = False,
         heal: bool = False,
+        on_logits: OnLogits | None = None,
         **options: Any,
     ) -> Generation:
         """Return a `Generation`: a prompt that is continued, forked, rewound and scored step by step.
@@ -265,7 +281,9 @@ class Engine:
         sampling, fields = divided(sampling_params, options)
         if not ids:
             raise InvalidRequest("The prompt must not be empty.", param="prompt")
-        return Generation(self, ids, sampling, options=fields, logprobs=logprobs, heal=heal)
+        made = Generation(self, ids, sampling, options=fields, logprobs=logprobs, heal=heal)
+        made.on_logits = on_logits
+        return made
 
     def load(self, saved: Mapping[str, Any] | str | PathLike[str]) -> Generation:
         """Return the generation that `Generation.save` returned or wrote."""
@@ -394,6 +412,22 @@ class Engine:
         requests = await anyio.to_thread.run_sync(lambda: read(decode(ScoreBody, set_values(values))))
         answers = await read_all(await core.submit_all(requests))
         return await anyio.to_thread.run_sync(partial(label_scores, answers, softmax=apply_softmax))
+
+    # --- hooks ---
+
+    def on_token(self, function: OnToken) -> Callable[[], None]:
+        """Call `function` with each `TokenEvent` of all requests, on the event loop. Returns a function that ends this.
+
+        It must return quickly, because the tokens of all requests wait for it. If it raises, it is not called again.
+        """
+        return observe_tokens(self.core, function, None)
+
+    def on_step(self, function: OnStep) -> Callable[[], None]:
+        """Call `function` with a `StepEvent` after each step, on the event loop. Returns a function that ends this.
+
+        It must return quickly, because the next step's results wait for it. If it raises, it is not called again.
+        """
+        return observe_steps(self.core, function)
 
     # --- management ---
 

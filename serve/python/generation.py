@@ -19,6 +19,7 @@ from serve.calls.generate.schema import requests_of
 from serve.python import html
 from serve.python.arguments import as_json, generate_body
 from serve.python.display import briefly_interrupted
+from serve.python.hooks import OnLogits, with_hook
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -109,6 +110,7 @@ class Generation:
         self.sampling: dict[str, Any] = dict(sampling)
         self.options: dict[str, Any] = dict(options)  # further fields of the request, for example `lora_path`
         self.logprobs = logprobs
+        self.on_logits: OnLogits | None = None  # changes the logits of every further token; see `Engine.generate`
         self.finish: Finish | None = None
         self.num_cached = 0  # prompt tokens of the last call that came from the prefix cache
         self._heals = heal
@@ -250,7 +252,7 @@ class Generation:
             copy = Generation(
                 self._engine, self.ids, self.sampling, options=self.options, logprobs=self.logprobs, heal=self._heals
             )
-            copy.num_prompt, copy.finish = self.num_prompt, self.finish
+            copy.num_prompt, copy.finish, copy.on_logits = self.num_prompt, self.finish, self.on_logits
             copy._branch = self._branch * 31 + number + 1
             forks.append(copy)
         return forks
@@ -418,7 +420,8 @@ class Generation:
             position = len(self.ids) - self.num_prompt
             parameters["seed"] = (seed + SEED_STEP * self._branch + position) % 2**63
         options = {**self.options, "return_logprob": True} if self.logprobs else self.options
-        [request] = requests_of(generate_body(None, parameters, [self.ids], options), self._core)
+        requests = requests_of(generate_body(None, parameters, [self.ids], options), self._core)
+        [request] = with_hook(requests, self.on_logits)
         return request
 
     def _check_idle(self) -> None:
