@@ -80,6 +80,14 @@ class Status:
     queue_space: int = 0  # further sequences that the queue accepts
     estimated_wait_s: float = 0.0  # expected time until a new request runs
 
+    def __repr__(self) -> str:
+        """The counts that matter at a glance; the fields have the rest."""
+        space = "no limit" if self.queue_space > 2**31 else f"room for {self.queue_space}"
+        pages = f"{self.num_used_pages} of {self.num_pages} pages in use, {self.num_cached_pages} kept for prefixes"
+        queue = f"{self.num_running} running, {self.num_waiting} waiting ({space})"
+        done = f"{self.num_steps} steps, {self.num_generated} tokens, {self.gen_throughput:.1f} tokens/s"
+        return f"Status({self.state}: {queue}; {pages}; {done})"
+
 
 class EngineCore:
     """One engine: submit requests, read output streams.

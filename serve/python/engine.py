@@ -37,10 +37,12 @@ from serve.calls.scores.score import ScoreBody, label_requests, label_scores
 from serve.calls.server_info import info_of
 from serve.calls.weights import WeightsFromDiskBody, update_weights_from_disk
 from serve.demo import demo_path
+from serve.python import watch
 from serve.python.arguments import Ids, Prompt, Sampling, as_json, divided, generate_body, set_values
 from serve.python.display import briefly_interrupted
 from serve.python.generation import Generation
 from serve.python.hooks import OnLogits, OnStep, OnToken, observe_steps, observe_tokens, tokens_observed, with_hook
+from serve.python.html import HtmlView
 from serve.python.options import plain_options, with_signature
 from serve.python.progress import progress_over
 from serve.python.results import Batch, Encoded, Fields, Generated, Piece
@@ -92,6 +94,7 @@ class Engine:
         self._task = BackgroundTask(self._life.run)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._forgotten: finalize[..., Engine] | None = None
+        self._views: list[watch.Watch] = []
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -120,6 +123,9 @@ class Engine:
             self._check_loop()
         if self._forgotten is not None:
             self._forgotten.detach()
+        for view in self._views:
+            view.stop()
+        self._views.clear()
         await self._task.stop()
         self._life.core = None
 
@@ -429,6 +435,34 @@ class Engine:
         """
         return observe_steps(self.core, function)
 
+    # --- seeing ---
+
+    def __repr__(self) -> str:
+        core = self._life.core
+        state = "not running" if core is None else core.status().state
+        return f"<{type(self).__name__} {self._life.path}, {state}>"
+
+    def _repr_html_(self) -> str:
+        return watch.engine_html(self._life.core, self._life.path)
+
+    def watch(self, *, per_second: float = 2.0) -> watch.Watch:
+        """Return a live view for a notebook: steps, queue, pages, the latest requests, and why requests wait.
+
+        It ends with the engine, or when its `stop` is called. Raises `InvalidRequest` while another view or `on_step`
+        is active.
+        """
+        view = watch.Watch(self.core, per_second=per_second)
+        self._views.append(view)
+        return view
+
+    def why_waiting(self, rid: str | None = None) -> list[str]:
+        """Say for each request that waits, or for the one with this `rid`, what it waits for."""
+        return watch.why_waiting(self.core, rid)
+
+    def prefix_tree(self) -> HtmlView:
+        """Return the shape of the prefix cache: each node with its number of pages and of requests that use it."""
+        return HtmlView(watch.tree_html(self.core))
+
     # --- management ---
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
@@ -519,7 +553,10 @@ class Engine:
         return Fields(info_of(self.core, serve.__version__))
 
     def status(self) -> Status:
-        """Return the current counts of requests, pages and tokens, and the chosen `kernels`."""
+        """Return the current counts of requests, pages and tokens, and the chosen `kernels`.
+
+        Its text is short; `vars`-like access by attribute has every count.
+        """
         return self.core.status()
 
     def metrics(self) -> str:
@@ -532,6 +569,7 @@ class EngineLife:
 
     def __init__(self, args: Args) -> None:
         self._args = args
+        self.path = str(args.get("model_path") or "the demo model")
         self.core: EngineCore | None = None
 
     async def run(self, started: Callable[[], None]) -> None:

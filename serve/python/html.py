@@ -7,8 +7,9 @@ Every text from a model, a prompt or an option is escaped.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from html import escape, unescape
 from typing import Any
 
 MAX_CHARS = 4_000  # of one text
@@ -30,6 +31,21 @@ class Html(str):
     """Text that is HTML already."""
 
     __slots__ = ()
+
+
+class HtmlView:
+    """HTML that a notebook shows."""
+
+    def __init__(self, shown: str) -> None:
+        self._shown = shown
+
+    def _repr_html_(self) -> str:
+        return self._shown
+
+    def __str__(self) -> str:
+        return unescape(re.sub(r"<[^>]*>", "", self._shown))
+
+    __repr__ = __str__
 
 
 def _cell(value: object) -> str:

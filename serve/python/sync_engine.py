@@ -72,6 +72,13 @@ class SyncEngine:
         self._starting = Lock()
         self._closed = False
 
+    def __repr__(self) -> str:
+        state = "running" if self._loop_thread is not None else "closed" if self._closed else "not started"
+        return f"<{type(self).__name__} {self._engine._life.path}, {state}>"
+
+    def _repr_html_(self) -> str:
+        return self._engine._repr_html_() if self._loop_thread is None else self._call(self._engine._repr_html_)
+
     def __enter__(self) -> Self:
         if self._loop_thread is None:
             self.start()
@@ -180,6 +187,11 @@ class SyncEngine:
     metrics = _blocking(Engine.metrics)
 
     get_server_info = _blocking(Engine.get_server_info)
+    why_waiting = _blocking(Engine.why_waiting)
+    prefix_tree = _blocking(Engine.prefix_tree)
+    watch = _blocking(Engine.watch)
+    on_token = _blocking(Engine.on_token)
+    on_step = _blocking(Engine.on_step)
 
     @property
     def tokenizer(self) -> TokenizerView:

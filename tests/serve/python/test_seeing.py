@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import asyncio
+import re
+
+import pytest
+
+import tiny_models
+from runtime.errors import InvalidRequest
+from serve import Engine, SyncEngine
+
+LONG = {"max_new_tokens": 1500, "ignore_eos": True}
+
+
+async def test_an_engine_shows_its_state_before_while_and_after() -> None:
+    engine = Engine(tiny_models.cached())
+    assert "not running" in engine._repr_html_()
+    await engine.start()
+    assert "ready" in engine._repr_html_()
+    assert "reserved for" in engine._repr_html_()
+    await engine.aclose()
+    assert "not running" in repr(engine)
+
+
+async def test_status_is_short_and_has_no_absurd_numbers() -> None:
+    async with Engine(tiny_models.cached()) as engine:
+        text = repr(engine.status())
+        assert len(text) < 250
+        assert not re.search(r"\d{12}", text)
+        assert "no limit" in text
+
+
+async def test_view_shows_steps_and_requests_and_ends_with_the_engine() -> None:
+    tasks = asyncio.all_tasks()
+    async with Engine(tiny_models.cached()) as engine:
+        view = engine.watch(per_second=10)
+        with pytest.raises(InvalidRequest, match="already"):
+            engine.watch()
+        await engine.generate(["Once upon a time", "<b>"], {"max_new_tokens": 5}, rid=["<i>", "two"])
+        shown = view._repr_html_()
+        assert "last" in shown
+        assert "prefill" in shown
+        assert "<i>" not in shown
+        assert "0 running" in repr(view)
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == tasks
+
+
+async def test_waiting_requests_say_why() -> None:
+    async with Engine(tiny_models.cached(), max_running_requests=1) as engine:
+        calls = [asyncio.create_task(engine.generate("Once", LONG, rid=f"call{number}")) for number in range(3)]
+        while engine.status().num_waiting < 2:
+            await asyncio.sleep(0)
+        reasons = engine.why_waiting()
+        assert len(reasons) == 2
+        assert all("max_running_requests" in reason for reason in reasons)
+        waiting = reasons[0].split(":")[0]
+        assert len(engine.why_waiting(waiting)) == 1
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_prefix_tree_is_shown_with_its_branches() -> None:
+    async with Engine(tiny_models.cached(), page_size=2) as engine:
+        await engine.generate(["Once upon a time", "Once upon a day that"], {"max_new_tokens": 2})
+        assert str(engine.prefix_tree()).count("└") >= 3
+        assert "└" in engine.prefix_tree()._repr_html_()
+
+
+def test_sync_engine_shows_the_same() -> None:
+    with SyncEngine(tiny_models.cached()) as engine:
+        assert "ready" in engine._repr_html_()
+        view = engine.watch()
+        engine.generate("Once", {"max_new_tokens": 3})
+        assert "running" in repr(engine)
+        view.stop()
+    assert "closed" in repr(engine)
