@@ -45,6 +45,7 @@ __all__ = [
     "StructuredOutputsParams",
     "SyncEngine",
     "__version__",
+    "http_server",
 ]
 
 _MODULES = {
@@ -53,6 +54,7 @@ _MODULES = {
     "SamplingParams": "serve.python.sampling",
     "StructuredOutputsParams": "serve.python.sampling",
     "SyncEngine": "serve.python.sync_engine",
+    "http_server": "serve.server.beside",
 }
 
 

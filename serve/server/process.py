@@ -92,7 +92,7 @@ async def _start_and_serve(args: Args, signals: Signals, listening: socket.socke
 
 async def _serve(engine: Engine, signals: Signals, listening: socket.socket) -> int:
     """Serve until a signal or the end of the engine; return the exit status."""
-    server = _Server(uvicorn_config(engine.core), signals)
+    server = Server(uvicorn_config(engine.core), signals)
     work = (server.serve(sockets=[listening]), signals.requested.wait(), engine.wait())
     async with background_tasks(*work) as (serving, requested, engine_ended):
         await asyncio.wait((serving, requested, engine_ended), return_when=asyncio.FIRST_COMPLETED)
@@ -128,7 +128,7 @@ async def _drain(core: EngineCore, signals: Signals, engine_ended: asyncio.Task[
         logger.warning("Ending the requests that did not finish within %g s.", timeout_s)
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """A uvicorn server that logs its address when it is ready, leaves signals to `Signals`, and closes connections in
     bounded time.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 
@@ -51,6 +51,6 @@ async def openai_client(
 
     async with (
         client(running, says=says, **options) as http,
-        AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, http_client=http) as official,
+        AsyncOpenAI(base_url=f"{URL}/v1", api_key="none", max_retries=0, http_client=cast(Any, http)) as official,
     ):
         yield official

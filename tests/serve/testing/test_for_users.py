@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
 from runtime.errors import InvalidRequest
-from serve import testing
+from serve import http_server, testing
 
 ROOT = Path(__file__).parents[3]
 WEATHER = {
@@ -97,3 +99,23 @@ def test_plugin_imports_nothing_until_a_fixture_is_used() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60)
     assert ran.stdout.strip() == "[]", ran.stdout
+
+
+async def test_server_beside_an_engine_that_python_uses() -> None:
+    tasks = asyncio.all_tasks()
+    async with testing.engine() as engine:
+        expected = (await engine.generate("Once", temperature=0)).text
+        body = {"text": "Once", "sampling_params": {"temperature": 0}}
+        async with http_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.post("/generate", json=body)).json()["text"] == expected
+        server = await http_server(engine)
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.get("/health")).status_code == 200
+        await server.stop()
+        assert (await engine.generate("Once", temperature=0)).text == expected
+        left = await http_server(engine)  # ends with the engine
+    await left.stop()
+    while asyncio.all_tasks() != tasks:
+        await asyncio.sleep(0.01)
+    with testing.sync_engine() as sync, http_server(sync) as server:
+        assert (await asyncio.to_thread(httpx.post, f"{server.url}/generate", json=body)).json()["text"] == expected
