@@ -55,7 +55,7 @@ class HttpServer:
             signals.forced.set()  # at the end, clients that do not read are not waited for
             server = Server(uvicorn_config(engine.core), signals)
             async with background_tasks(server.serve(sockets=[listening]), _ended(engine)) as (serving, ended):
-                while not server.started and not serving.done():
+                while not server.started and not serving.done():  # noqa: ASYNC110, uvicorn has no event
                     await asyncio.sleep(0.001)
                 host, port = listening.getsockname()[:2]
                 scheme = "http" if server.config.ssl is None else "https"
