@@ -15,6 +15,7 @@ import anyio
 
 from runtime.actors.adapters import AdapterRegistry
 from runtime.actors.detokenizer import DetokenizerActor
+from runtime.actors.generation_pause import GenerationPause
 from runtime.actors.input_processor import InputProcessor, namespace_of
 from runtime.actors.live_requests import LiveRequests, RequestObserver, Timeline
 from runtime.actors.loop_watch import gc_watched, watch_loop
@@ -25,11 +26,12 @@ from runtime.actors.scheduler import SchedulerActor
 from runtime.actors.storage import NO_TIER, Attachment, Storage, refuse_unsafe
 from runtime.actors.tokenizer import TokenizerActor
 from runtime.actors.tracing import RequestTraces
+from runtime.actors.weight_control import NO_WEIGHTS, WeightControl
 from runtime.actors.weight_update import replace_weights
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ObservePlan, Plan
-from runtime.errors import ConfigurationError, EngineClosed, EngineFailure, InvalidRequest, PenstockError
+from runtime.errors import ConfigurationError, EngineClosed, EngineFailure, InvalidRequest, Overloaded, PenstockError
 from runtime.grammar.load import load_grammars
 from runtime.kv_cache.host_tier import TierCounts
 from runtime.kv_cache.storage_tier import StorageCounts
@@ -143,6 +145,15 @@ class EngineCore:
             self.adapters,
             num_threads=plan.tokenizer.encoder_threads,
         )
+        self.pause = GenerationPause(lambda: self._scheduler.alive, requests, self._tokenizer.submit)
+        self.weights = WeightControl(
+            lambda: self._scheduler.alive,
+            self._weights_lock,
+            self.pause,
+            plan.parallel,
+            self.set_weight_version,
+            self._refuse_measured,
+        )
 
     # --- lifecycle ---
 
@@ -188,6 +199,9 @@ class EngineCore:
         """Accept no new requests, and return when all requests have ended. Cancelling the call does not undo this."""
         if self._state == "ready":
             self._state = "draining"
+        if self.weights.released or self.weights.lacks_weights:
+            self._requests.fail_all(EngineClosed("The engine shuts down while it sleeps."))
+        await self.pause.end()
         await self._requests.wait_idle()
 
     # --- requests ---
@@ -243,8 +257,10 @@ class EngineCore:
             request = replace(request, adapter=self.adapters.acquire(request.lora))
         self._processor.check(request)
         self._tokenizer.check_queue_space(request)
+        if self.pause.num_held and self.pause.num_held >= self._scheduler.queue_space:
+            raise Overloaded("The request queue is full.", retry_after_s=self._scheduler.retry_after_s)
         live = self._requests.add(request)
-        self._tokenizer.submit(live)
+        self.pause.admit(live)
         return live.output
 
     def abort(self, request_id: int) -> None:
@@ -266,6 +282,9 @@ class EngineCore:
 
     def flush_cache(self) -> bool:
         """Empty the prefix trees. Returns False without effect while requests are in the engine."""
+        if self.pause.mode == "retract":
+            self.pause.retract()  # no request holds pages now; those that arrived meanwhile lose nothing
+            return True
         if self._requests:
             return False
         # A list, so that every replica is flushed.
@@ -288,6 +307,12 @@ class EngineCore:
         for actor in self._scheduler.alive:
             actor.scheduler.touch(list(request.ids or ()), namespace_of(request))
 
+    async def reset_cache(self) -> None:
+        """Empty the prefix trees between two steps. Running requests are computed again and continue."""
+        for actor in self._scheduler.alive:
+            async with actor.paused():
+                actor.scheduler.recompute()
+
     async def update_weights(
         self,
         path: str,
@@ -306,11 +331,7 @@ class EngineCore:
         """
         if "\0" in path or "://" in path:
             raise InvalidRequest("model_path must be a folder of this machine.", param="model_path")
-        if measured := self.adapters.measured:
-            raise InvalidRequest(
-                f"Adapters with DoRA depend on the weights; unload them first: {', '.join(measured)}.",
-                param="model_path",
-            )
+        self._refuse_measured()
         if abort_all:
             self.abort_all()
         with anyio.CancelScope(shield=True):
@@ -318,13 +339,16 @@ class EngineCore:
                 actors = self._scheduler.alive
                 if self._state not in ("ready", "draining") or not actors:
                     raise EngineClosed(f"The engine is {self._state}.")
+                if "weights" in self.weights.released or self.weights.lacks_weights:
+                    raise InvalidRequest(NO_WEIGHTS)
                 num_requests = len(self._requests)
                 await replace_weights(actors, path, load_format, recompute=flush_cache)
                 model = replace(self.plan.model, path=path)
-                serve = replace(self.plan.serve, weight_version=version or self.plan.serve.weight_version)
                 if load_format is not None:
                     model = replace(model, load_format=load_format)
-                self.plan = replace(self.plan, model=model, serve=serve)
+                self.plan = replace(self.plan, model=model)
+                if version is not None:
+                    self.set_weight_version(version)
                 self.facts = replace(self.facts, path=path)
         return num_requests
 
@@ -359,6 +383,23 @@ class EngineCore:
         if len(found) < len(storages) or not storages:
             raise InvalidRequest(NO_TIER)
         return found
+
+    def _refuse_measured(self) -> None:
+        """Raise `InvalidRequest` if adapters depend on the current weights."""
+        if measured := self.adapters.measured:
+            raise InvalidRequest(
+                f"Adapters with DoRA depend on the weights; unload them first: {', '.join(measured)}.",
+                param="model_path",
+            )
+
+    def set_weight_version(self, version: str) -> None:
+        """Set the label of the weights, which answers contain."""
+        self.plan = replace(self.plan, serve=replace(self.plan.serve, weight_version=version))
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that have not ended."""
+        return len(self._requests)
 
     async def start_profile(self, options: ProfileOptions) -> None:
         """Profile the next steps of the first replica's rank 0. Raises `InvalidRequest` if a profile is running."""

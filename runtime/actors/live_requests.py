@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from time import monotonic
 from typing import NamedTuple, Protocol, Self
@@ -140,6 +140,7 @@ class LiveRequests:
         self.recent: deque[Timeline] = deque(maxlen=NUM_RECENT)
         self._live: dict[int, LiveRequest] = {}  # request id -> request
         self._labels: set[tuple[str, str]] = set()  # (owner, label) of the live requests
+        self._ended: dict[int, asyncio.Event] = {}  # requests whose end `wait_for` awaits
         self._idle = asyncio.Event()
         self._idle.set()
         self.get = self._live.get
@@ -173,6 +174,8 @@ class LiveRequests:
         self.recent.append(Timeline.of(live, ended_s=live.times.ended, error=error))
         for observer in self.observers:
             observer.ended(live, error)
+        if self._ended and (ended := self._ended.pop(live.request.id, None)) is not None:
+            ended.set()
         if not self._live:
             self._idle.set()
 
@@ -221,6 +224,15 @@ class LiveRequests:
     def fail_all(self, error: PenstockError) -> None:
         for live in self:
             self.fail(live.request.id, error)
+
+    async def wait_for(self, request_ids: Iterable[int]) -> None:
+        """Return when none of these requests is live."""
+        for request_id in request_ids:
+            live = self._live.get(request_id)
+            if live is None:
+                continue
+            ended = self._ended.setdefault(request_id, asyncio.Event())
+            await ended.wait()
 
     async def wait_idle(self) -> None:
         """Return when no request is live."""

@@ -151,6 +151,7 @@ class SchedulerActor:
         self._num_arriving = 0  # choices whose Admit is in the inbox
         self._tokens_arriving = 0  # prompt tokens of these choices
         self._step_tokens = min(plan.step_prompt_tokens, plan.max_prefill_tokens)
+        self.delay_s = 0.0  # wait before each step, for tests of clients (/slow_down)
         self._num_broken = 0  # scheduler failures since the last applied step
         self._pauses: list[Pause] = []
         self._failure: EngineFailure | None = None  # the error of a pause after which the replica is unusable
@@ -326,6 +327,8 @@ class SchedulerActor:
                 await self._rebuild(error)
                 continue
             if batch is not None:
+                if self.delay_s:
+                    await asyncio.sleep(self.delay_s)
                 self._launch(batch)
             if self.storage is not None:
                 self.storage.notify()

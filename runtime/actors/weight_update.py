@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 from runtime.actors.scheduler import SchedulerActor
-from runtime.errors import CheckpointError, EngineClosed, EngineFailure, WorkerFailed
+from runtime.errors import CheckpointError, EngineClosed, EngineFailure, InvalidRequest, WorkerFailed
 
 logger = logging.getLogger("penstock.core")
 
@@ -29,13 +29,14 @@ async def replace_weights(
     await asyncio.gather(*(actor.runner.call("check_weights", payload) for actor in actors))
     async with AsyncExitStack() as stack:  # no replica continues before all have the new weights
         pauses = [await stack.enter_async_context(actor.paused()) for actor in actors]
-        error = _first_error(await _ask(actors, "load_weights", payload))
+        error = first_error(await ask(actors, "load_weights", payload))
         if error is None:
+            await ask(actors, "accept_weights", {})
             for pause in pauses:
                 pause.weights_changed, pause.checkpoint, pause.recompute = True, path, recompute
             return
         lost = False
-        for pause, restored in zip(pauses, await _ask(actors, "restore_weights", {}), strict=True):
+        for pause, restored in zip(pauses, await ask(actors, "restore_weights", {}), strict=True):
             if isinstance(restored, Exception):
                 lost = True
                 logger.error("%s", LOST, exc_info=restored)
@@ -45,18 +46,28 @@ async def replace_weights(
     raise CheckpointError(f"{error} The old weights are in place again.")
 
 
-async def _ask(actors: Sequence[SchedulerActor], verb: str, payload: Mapping[str, Any]) -> list[Any]:
-    """Call a verb on each replica. Return for each replica the answers of its ranks, or the exception."""
-    calls = [actor.runner.call(verb, payload) for actor in actors]
+async def ask(
+    actors: Sequence[SchedulerActor],
+    verb: str,
+    payload: Mapping[str, Any],
+    of_replica: Callable[[int], Mapping[str, Any]] = lambda index: {},
+) -> list[Any]:
+    """Call a verb on each replica. Return for each replica the answers of its ranks, or the exception.
+
+    `of_replica` returns further values of the payload for the replica with an index.
+    """
+    calls = [actor.runner.call(verb, {**payload, **of_replica(actor.index)}) for actor in actors]
     found: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
     return found
 
 
-def _first_error(replicas: Sequence[Any]) -> str | None:
+def first_error(replicas: Sequence[Any]) -> str | None:
     """Return the reason why a rank could not load its weights, or None if all ranks did."""
     for answers in replicas:
-        if isinstance(answers, WorkerFailed | EngineClosed):
+        if isinstance(answers, WorkerFailed | EngineClosed | InvalidRequest):
             return answers.message
+        if isinstance(answers, CheckpointError):
+            return str(answers)
         if isinstance(answers, BaseException):
             logger.error("The weights were not loaded.", exc_info=answers)
             return "The weights cannot be loaded."

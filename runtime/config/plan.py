@@ -41,6 +41,7 @@ class ModelPlan(Section):
     custom_loaders: Sequence[str] = ()
     any_dtype: bool = False  # convert tensors of mixed dtypes instead of refusing them
     delete_after_loading: bool = False  # delete the checkpoint's files
+    memory_saver: bool = False  # memory of a GPU can be given back, so no graph may hold its addresses
     state_dtype: str = "float32"  # dtype of recurrent states
     always_absorbed: bool = False  # use absorbed latent attention for prompts too
     # Quantisation method that rounds the weights while they load; None: keep them.

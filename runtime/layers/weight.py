@@ -76,6 +76,15 @@ class Shard(NamedTuple):
         part = part.t() if self.transposed and part.dim() == 2 else part
         self.target.copy_(part if self.step == 1 else part[self.offset :: self.step])
 
+    def give(self, whole: Tensor, part: Tensor | None = None) -> None:
+        """Copy the rows (or `part`, which has their shape) into the whole checkpoint tensor: the inverse of `take`."""
+        rows = self.target if part is None else part
+        place = whole[self.cut]
+        place = place if self.index is None else place[0]
+        place = place.t() if self.transposed and place.dim() == 2 else place
+        place = place if self.step == 1 else place[self.offset :: self.step]
+        place.copy_(rows.view(place.shape))
+
     @property
     def target(self) -> Tensor:
         return self.parameter.data[self.first_row : self.first_row + self.num_rows]

@@ -62,6 +62,11 @@ def fill_shards(modules: Named, tensors: Tensors | None) -> None:
     _fill(_shards_of(modules), tensors, 1, None)
 
 
+def fill_named(shards: Mapping[str, Sequence[Shard]], tensors: Tensors, num_threads: int) -> None:
+    """Fill shards that are grouped by tensor."""
+    _fill(shards, tensors, num_threads, None)
+
+
 def _fill(shards: Mapping[str, Sequence[Shard]], tensors: Tensors | None, num_threads: int, bar: Any) -> None:
     if tensors is None:
         for each in shards.values():
@@ -158,9 +163,9 @@ def check_total(
     wrong = [name for name in shards if name in shapes and (shapes[name] or (1,)) != shards[name][0].shape]
     misshapen = [f"{name} is {_text(shapes[name])}, must be {_text(shards[name][0].shape)}" for name in wrong]
     problems = [
-        _list("missing", missing),
-        _list("not of this model", extra),
-        _list("of the wrong shape", misshapen),
+        named_list("missing", missing),
+        named_list("not of this model", extra),
+        named_list("of the wrong shape", misshapen),
     ]
     if any(problems):
         raise CheckpointError(
@@ -189,7 +194,7 @@ def check_dtypes(dtypes: Mapping[str, torch.dtype], where: Callable[[Sequence[st
     if wrong:
         details = [f"{name} is {str(dtypes[name]).removeprefix('torch.')}" for name in dict.fromkeys(wrong)]
         raise CheckpointError(
-            f"The checkpoint has {_list('of an unexpected dtype', details)}{where(wrong)}. "
+            f"The checkpoint has {named_list('of an unexpected dtype', details)}{where(wrong)}. "
             "Set --dtype to convert all floating-point tensors."
         )
 
@@ -236,7 +241,8 @@ def fill_dummy(shard: Shard) -> None:
     shard.take(values.uniform_(-DUMMY_RANGE, DUMMY_RANGE, generator=generator)[cut])
 
 
-def _list(problem: str, names: Sequence[str]) -> str:
+def named_list(problem: str, names: Sequence[str]) -> str:
+    """Return the number and names of tensors with a problem, or "" if there are none."""
     if not names:
         return ""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""

@@ -23,7 +23,7 @@ from torch import Tensor
 from runtime.errors import CheckpointError
 from runtime.loading.checkpoint import NUMPY_FOLDER, StoredTensor, WeightFiles, read_header
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -204,9 +204,9 @@ class _RawTensors:
 
     def dtype(self, name: str) -> torch.dtype:
         _, entry = self._entries[name]
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in DTYPES:
             raise CheckpointError(f"{self.path}: {name} has the dtype {entry.dtype}, which is not supported.")
-        return _DTYPES[entry.dtype]
+        return DTYPES[entry.dtype]
 
     def read(self, name: str, cut: Cut) -> Tensor:
         content, entry = self._entries[name]
@@ -309,7 +309,7 @@ def _numpy_entries(folder: Path, files: Sequence[Path], mapped: bool) -> dict[st
 
 def _write_numpy(folder: Path, files: Sequence[Path], source: Mapping[str, object]) -> None:
     """Write a temporary folder and rename it, because other ranks and processes may write it at the same time."""
-    names = {dtype: name for name, dtype in _DTYPES.items()}
+    names = {dtype: name for name, dtype in DTYPES.items()}
     temporary, tensors = folder.with_name(f"{folder.name}.{os.getpid()}"), {}
     try:
         temporary.mkdir()

@@ -24,6 +24,8 @@ from runtime.layers.pooler import Pooler
 from runtime.loading.facts import read_facts
 from runtime.loading.loader import Outline, make_pooler, outline_model, prepared_layers
 from runtime.loading.parameters import Named, fill_shards
+from runtime.loading.staged_weights import StagedWeights, same_layout
+from runtime.loading.weight_memory import MemoryFile, checksums, fill_random, release, reserve
 from runtime.mesh.mesh import Mesh
 from runtime.modeling.decoder import Decoder
 
@@ -79,6 +81,13 @@ class LoadedWeights:
         self._fixed = fixed
         self._scaled_cache = scaled_cache
         self._changed = False  # whether weights have changed since the last load began
+        self._backup: MemoryFile | None = None  # the weights before a load or release that no checkpoint contains
+        self._released = False
+        self._staged: StagedWeights | None = None
+        self._snapshot: dict[str, str] | None = None
+        self.unset: set[str] = set()  # tensors without values since a release that did not keep them
+        # Whether the weights are those of the source's files; False after `commit` and `fill_random`.
+        self._from_files = True
 
     def check(self, path: str, load_format: str | None) -> None:
         """Raise `InvalidRequest` or `CheckpointError` unless the checkpoint's weights can replace the current ones.
@@ -100,6 +109,8 @@ class LoadedWeights:
         """
         self._previous, self._changed = self._source, False
         try:
+            if not self._from_files:
+                self._back_up()
             self._source = self._target(path, load_format)
             self._fill(self._source)
         except Exception as error:  # not raised, so that the caller can let all ranks restore their weights
@@ -107,12 +118,25 @@ class LoadedWeights:
             return {"error": _reason(error)}
         return {"error": None}
 
+    def loaded(self) -> None:
+        """Accept the weights of the last `load`: all ranks have them."""
+        self._from_files = True
+        self.unset.clear()
+        self._forget_backup()
+
     def restore(self) -> None:
         """Restore the weights from before the last `load`.
 
         Raises RuntimeError if they cannot be read again. The model is then unusable.
         """
         source = self._source = self._previous
+        if self._backup is not None:
+            try:
+                self._backup.restore()
+            except OSError as error:
+                raise RuntimeError("The old weights cannot be read from their temporary file.") from error
+            self._forget_backup()
+            return
         if not self._changed:
             return
         if not source.is_unchanged:
@@ -123,6 +147,102 @@ class LoadedWeights:
             self._fill(source)
         except Exception as error:  # files, memory and kernels raise errors of many types
             raise RuntimeError(f"The old weights in {source.facts.path} cannot be read again.") from error
+
+    # --- weights of a trainer ---
+
+    @property
+    def staged(self) -> StagedWeights:
+        """The weights that wait to be put in place. Raises CheckpointError for models that cannot take any."""
+        if self._staged is None:
+            facts, plan = self._source.facts, self._source.plan
+            if plan.by_transformers:
+                raise CheckpointError(
+                    f"{facts.architecture} is run by transformers' modules, whose weights cannot be replaced."
+                )
+            if is_gguf(facts.path):
+                raise CheckpointError("The weights of GGUF files cannot be replaced while the server runs.")
+            fixed, scaled = self._fixed, self._scaled_cache
+            self._staged = StagedWeights(self._model, facts, plan, fixed=fixed, scaled_cache=scaled)
+        return self._staged
+
+    def commit(self) -> int:
+        """Put the staged weights in place, and return the number of changed tensors."""
+        if self._released:
+            raise CheckpointError("The memory of the weights is released; resume it first.")
+        names = self.staged.commit()
+        self._from_files = self._from_files and not names
+        self.unset -= names
+        return len(names)
+
+    # --- checks ---
+
+    def take_snapshot(self) -> None:
+        """Remember the checksums of all parameters for `compare`."""
+        self._snapshot = checksums(self._model)
+
+    def compare(self) -> list[str]:
+        """Return the names of the parameters that differ from the snapshot. Raises InvalidRequest without one."""
+        if self._snapshot is None:
+            raise InvalidRequest("There is no snapshot of the weights. Send action snapshot first.", param="action")
+        now = checksums(self._model)
+        return sorted(name for name in now.keys() | self._snapshot.keys() if now.get(name) != self._snapshot.get(name))
+
+    def checksums(self) -> dict[str, str]:
+        """Return the SHA-256 of each parameter of this rank, in the layout that the kernels read."""
+        return checksums(self._model)
+
+    def fill_random(self) -> None:
+        """Overwrite all parameters, so that weights which an update misses are noticed."""
+        fill_random(self._model)
+        self._from_files = False
+
+    # --- memory ---
+
+    def release(self, *, keep: bool) -> int:
+        """Give the memory of the weights back, and return the bytes. `keep`: `resume` restores the weights.
+
+        Weights that are not in unchanged files are first written to a temporary file.
+        """
+        if self._released:
+            return 0
+        on_gpu = next(self._model.parameters()).device.type == "cuda"
+        if on_gpu and (self._fixed or not self._source.plan.memory_saver):
+            raise InvalidRequest(
+                "The memory of a GPU can be given back only with --enable-memory-saver and without "
+                "--enable-torch-compile, because graphs and compiled code hold its addresses."
+            )
+        in_files = self._from_files and self._source.is_unchanged and not self._source.plan.by_transformers
+        if keep and not in_files:
+            self._back_up()
+        self._released = True
+        return release(parameter.data for parameter in self._model.parameters())
+
+    def resume(self) -> bool:
+        """Take the memory back. Return whether the weights are restored, False if they were not kept."""
+        if not self._released:
+            return True
+        reserve(parameter.data for parameter in self._model.parameters())
+        self._released = False
+        if self._backup is not None:
+            self._backup.restore()
+            self._forget_backup()
+            return True
+        if self._from_files and self._source.is_unchanged and not self._source.plan.by_transformers:
+            self._fill(self._source)
+            return True
+        self.unset = set(self.staged.shapes)
+        return False
+
+    def _back_up(self) -> None:
+        self._forget_backup()
+        self._backup = MemoryFile(parameter.data for parameter in self._model.parameters())
+
+    def _forget_backup(self) -> None:
+        backup, self._backup = self._backup, None
+        if backup is not None:
+            backup.close()
+
+    # --- parts ---
 
     def _target(self, path: str, load_format: str | None) -> WeightSource:
         facts, plan = self._source.facts, self._source.plan
@@ -194,7 +314,7 @@ class LoadedWeights:
             for key, now in list(fresh.named_parameters(recurse=False)):
                 self._changed = True
                 before = getattr(own, key)
-                if before is not None and _same_layout(before, now):
+                if before is not None and same_layout(before, now):
                     before.untyped_storage().copy_(now.untyped_storage())
                 elif self._fixed:
                     raise CheckpointError(
@@ -257,14 +377,6 @@ def _differ(one: Any, two: Any) -> bool:
     if dataclasses.is_dataclass(one) and not isinstance(one, Kernels):
         return any(_differ(getattr(one, each.name), getattr(two, each.name)) for each in dataclasses.fields(one))
     return False
-
-
-def _same_layout(one: Tensor, other: Tensor) -> bool:
-    """Whether both tensors have the same dtype, shape and strides, so that one storage can be copied to the other."""
-    if type(one) is not type(other) or one.is_mkldnn or other.is_mkldnn:
-        return False
-    layouts = ((x.dtype, x.shape, x.stride(), x.untyped_storage().nbytes()) for x in (one, other))
-    return next(layouts) == next(layouts)
 
 
 def _reason(error: Exception) -> str:

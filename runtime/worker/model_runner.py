@@ -41,11 +41,12 @@ from runtime.worker.logprobs import CHUNK, prompt_indices
 from runtime.worker.non_finite import NonFiniteSearch
 from runtime.worker.page_copies import CopyPages, PageCopier
 from runtime.worker.page_io import PageIO
+from runtime.worker.rank_state import RankState
 from runtime.worker.sampler import Sampled, Sampler, chooses_greedily, chooses_plainly, sampling_arrays
 from runtime.worker.step_inputs import NO_ARRAYS, Forward, SampleInputs, Staging, StepInputs, prepare, samples_on_host
 from runtime.worker.step_outputs import copy_out
 from runtime.worker.step_timer import StepTimer
-from runtime.worker.verbs import RankState, run_verb
+from runtime.worker.verbs import run_verb
 
 logger = logging.getLogger("penstock.core")
 
@@ -205,7 +206,8 @@ class StepExecutor:
         proposes tokens; its pool has the pages of `pool`.
         """
         self.device = device
-        self.rank = RankState(device, leads=sampler is not None, weights=weights, adapters=adapters)
+        rank = mesh.rank_info.rank if mesh is not None else 0
+        self.rank = RankState(device, sampler is not None, rank, pool, weights, adapters)
         self.cuda_graphs = cuda_graphs
         self.mesh = mesh if mesh is not None and mesh.rank_info.world_size > 1 else None
         self.pipelined = mesh is not None and mesh.rank_info.pp_size > 1
@@ -328,6 +330,8 @@ class StepExecutor:
             self.rank.adapters.close()
         if self.rank.pages is not None:
             self.rank.pages.detach()
+        for group in self.rank.groups.values():
+            group.close()
 
     # --- parts of a step ---
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +11,12 @@ import torch
 
 from runtime.batch import PageCopy
 from runtime.errors import InvalidRequest
-from runtime.loading.weight_update import LoadedWeights
 from runtime.profile import ProfileOptions
 from runtime.worker.adapters import Adapters
-from runtime.worker.device import Device
-from runtime.worker.page_copies import PageCopier
 from runtime.worker.page_io import PageIO
+from runtime.worker.rank_state import RankState
 from runtime.worker.step_profiler import StepProfiler
-
-
-@dataclass(slots=True)
-class RankState:
-    """The state of a rank that verbs read and change."""
-
-    device: Device
-    leads: bool  # whether this is rank 0, which has the sampler
-    weights: LoadedWeights | None = None  # None: the weights cannot be replaced
-    adapters: Adapters | None = None  # None: the engine serves no adapters
-    profiler: StepProfiler | None = None
-    copier: PageCopier | None = None
-    pages: PageIO | None = None  # None: host pages are not blocks, so no storage can be attached
-
+from runtime.worker.weight_verbs import WEIGHT_VERBS
 
 # Runs on the thread that enqueues steps, on every rank. Raises `InvalidRequest` or `CheckpointError` only if it has
 # changed nothing. The answer may be a future of `concurrent.futures`; steps continue until it is done.
@@ -65,26 +49,6 @@ def stop_profile(rank: RankState, payload: Mapping[str, Any]) -> Future[Path] | 
     if profiler.running:
         profiler.stop()
     return profiler.written
-
-
-def check_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Raise `CheckpointError` if a checkpoint's weights cannot replace the weights of this rank."""
-    _weights(rank).check(payload["path"], payload["load_format"])
-
-
-def load_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the weights of a checkpoint. Return {"error": None or the reason}; after an error call `restore_weights`."""
-    with torch.inference_mode(), rank.device.forward():
-        answer = _weights(rank).load(payload["path"], payload["load_format"])
-        rank.device.record().wait()
-    return answer
-
-
-def restore_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Restore the weights from before `load_weights`. If this fails, the rank is unusable."""
-    with torch.inference_mode(), rank.device.forward():
-        _weights(rank).restore()
-        rank.device.record().wait()
 
 
 def load_adapter(rank: RankState, payload: Mapping[str, Any]) -> Future[bool]:
@@ -169,18 +133,10 @@ def _adapters(rank: RankState) -> Adapters:
     return rank.adapters
 
 
-def _weights(rank: RankState) -> LoadedWeights:
-    if rank.weights is None:
-        raise InvalidRequest("The weights of this model cannot be replaced while it runs.")
-    return rank.weights
-
-
 VERBS: Mapping[str, Verb] = {
     "start_profile": start_profile,
     "stop_profile": stop_profile,
-    "check_weights": check_weights,
-    "load_weights": load_weights,
-    "restore_weights": restore_weights,
+    **WEIGHT_VERBS,
     "load_adapter": load_adapter,
     "measure_adapter": measure_adapter,
     "drop_adapter": drop_adapter,

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 TEXT_BYTES = 2_000_000
 IDS_BYTES = 10_000_000  # limit for routes that accept token ids: an id takes up to ten characters
-TENSOR_BYTES = 512 * 2**20  # limit for routes that accept the weights of an adapter
+TENSOR_BYTES = 2**32  # limit for routes that accept weights
 BYTES_PER_TOKEN = 8  # raises the limit, so that a text as long as the model's context is accepted
 INLINE_BYTES = 4096  # larger bodies are decoded in a thread; a body of this size can take 3 ms
 MAX_LOGGED = 256  # maximum number of unknown field names that are logged

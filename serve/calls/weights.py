@@ -1,14 +1,26 @@
-"""Replace the loaded weights by the weights of another checkpoint."""
+"""Bodies and answers of the calls that replace, read and check weights."""
 
 from __future__ import annotations
 
+import base64
+import binascii
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from serve.calls.decode import Length, NotBuilt
+import anyio.to_thread
+
+from runtime.errors import InvalidRequest
+from serve.calls.decode import Length, NotBuilt, Range
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
+
+Name = Annotated[str, Length(1, 1024)]
+Names = Annotated[list[Name], Length(1, 100_000)]
+Port = Annotated[int, Range(1, 65535)]
+MAX_READ_ROWS = 100_000
+Answer = dict[str, Any]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -21,13 +33,82 @@ class WeightsFromDiskBody:
     load_format: Annotated[str, Length(1, 100)] | None = None  # None: the server's load format
     flush_cache: bool = True  # whether to recompute running requests and empty the prefix cache
     abort_all_requests: bool = False
-    weight_version: Annotated[str, Length(1, 1024)] | None = None  # None: the version stays unchanged
+    weight_version: Name | None = None  # None: the version stays unchanged
     is_async: NotBuilt = None
     torch_empty_cache: NotBuilt = None
     keep_pause: NotBuilt = None
 
 
-async def update_weights_from_disk(core: EngineCore, body: WeightsFromDiskBody) -> dict[str, Any]:
+@dataclass(slots=True, kw_only=True)
+class UpdateGroupBody:
+    """The body of `/init_weights_update_group`."""
+
+    master_address: Annotated[str, Length(1, 255)]  # of the trainer, which is rank 0 of the group
+    master_port: Port
+    rank_offset: Annotated[int, Range(0, 2**20)]  # rank of this server's first rank in the group
+    world_size: Annotated[int, Range(1, 2**20)]
+    group_name: Name = "weight_update_group"
+    backend: Annotated[str, Length(1, 32)] = "nccl"  # "gloo" or "nccl"
+
+
+@dataclass(slots=True, kw_only=True)
+class DestroyGroupBody:
+    """The body of `/destroy_weights_update_group`."""
+
+    group_name: Name = "weight_update_group"
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightsFromGroupBody:
+    """The body of `/update_weights_from_distributed`: the tensors that rank 0 of the group broadcasts, in order."""
+
+    names: Names
+    dtypes: Annotated[list[Annotated[str, Length(1, 64)]], Length(1, 100_000)]
+    shapes: Annotated[list[list[int]], Length(1, 100_000)]
+    group_name: Name = "weight_update_group"
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: Name | None = None
+    load_format: Literal["flattened_bucket"] | None = None  # one broadcast of all tensors' bytes
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightsFromTensorBody:
+    """The body of `/update_weights_from_tensor`. Each item has all tensors, whole, as base64 of safetensors bytes."""
+
+    serialized_named_tensors: Annotated[list[str], Length(1, 1024)]
+    load_format: Annotated[str, Length(1, 200)] | None = None  # None, "direct" or "flattened_bucket"
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: Name | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightVersionBody:
+    """The body of `/update_weight_version`."""
+
+    new_version: Name
+    abort_all_requests: bool = True
+
+
+@dataclass(slots=True, kw_only=True)
+class ReadWeightBody:
+    """The body of `/get_weights_by_name`."""
+
+    name: Name
+    truncate_size: Annotated[int, Range(1, MAX_READ_ROWS)] = 100  # maximum number of rows to return
+
+
+@dataclass(slots=True, kw_only=True)
+class WeightsCheckerBody:
+    """The body of `/weights_checker`."""
+
+    action: Literal["snapshot", "reset_tensors", "compare", "checksum"]
+    allow_quant_error: NotBuilt = None
+    skip_tensor_list: NotBuilt = None
+
+
+async def update_weights_from_disk(core: EngineCore, body: WeightsFromDiskBody) -> Answer:
     """Replace the weights, and return the answer. Raises the errors of `EngineCore.update_weights`."""
     num_requests = await core.update_weights(
         body.model_path,
@@ -40,3 +121,126 @@ async def update_weights_from_disk(core: EngineCore, body: WeightsFromDiskBody) 
     if body.weight_version is not None:
         message += f" Weight version updated to {body.weight_version}."
     return {"success": True, "message": message, "num_paused_requests": num_requests}
+
+
+async def open_group(core: EngineCore, body: UpdateGroupBody) -> Answer:
+    """Join a process group with a trainer. Raises `InvalidRequest` with the reason if a rank cannot join."""
+    await core.weights.open_group(
+        address=body.master_address,
+        port=body.master_port,
+        rank_offset=body.rank_offset,
+        world_size=body.world_size,
+        name=body.group_name,
+        backend=body.backend,
+    )
+    return {"success": True, "message": f"Joined the group {body.group_name}."}
+
+
+async def close_group(core: EngineCore, body: DestroyGroupBody) -> Answer:
+    """Leave a process group. Raises `InvalidRequest` if there is none of this name."""
+    if not await core.weights.close_group(body.group_name):
+        raise InvalidRequest(f"There is no group {body.group_name[:80]}.", param="group_name")
+    return {"success": True, "message": f"Left the group {body.group_name}."}
+
+
+async def update_weights_from_group(core: EngineCore, body: WeightsFromGroupBody) -> Answer:
+    """Receive tensors over a group and put them in place. Raises CheckpointError; the old weights then stay."""
+    if body.abort_all_requests:
+        core.abort_all()
+    packing = "none" if body.load_format is None else "bucket"
+    await core.weights.update_from_group(
+        transfer(body.group_name, body.names, body.dtypes, body.shapes, packing),
+        flush=body.flush_cache,
+        version=body.weight_version,
+    )
+    return updated(core)
+
+
+def transfer(
+    group: str, names: list[str], dtypes: list[str], shapes: list[list[int]], packing: str, packed_bytes: int = 2**30
+) -> Answer:
+    """Return the description of a transfer for `WeightControl.update_from_group`."""
+    parts = {"names": names, "dtypes": dtypes, "shapes": shapes}
+    return {"name": group, **parts, "packing": packing, "packed_bytes": packed_bytes, "source": 0}
+
+
+async def update_weights_from_bytes(core: EngineCore, body: WeightsFromTensorBody) -> Answer:
+    """Put the tensors of a body in place. Raises CheckpointError; the old weights then stay."""
+    if len(set(body.serialized_named_tensors)) > 1:
+        raise InvalidRequest(
+            "All items of serialized_named_tensors must be equal: send all tensors whole, each rank takes its part.",
+            param="serialized_named_tensors",
+        )
+    format_ = body.load_format
+    if format_ not in (None, "direct", "flattened_bucket"):
+        raise InvalidRequest("load_format must be direct or flattened_bucket.", param="load_format")
+    content = body.serialized_named_tensors[0]
+    tensors = await anyio.to_thread.run_sync(_parse, content, format_ == "flattened_bucket")
+    if body.abort_all_requests:
+        core.abort_all()
+    return await update_weights_from_tensors(core, tensors, body.flush_cache, body.weight_version)
+
+
+def _parse(content: str, flattened: bool) -> Mapping[str, Any]:
+    from runtime.loading.memory_tensors import parse_safetensors  # imports torch
+
+    try:
+        return parse_safetensors(base64.b64decode(content, validate=True), flattened=flattened)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest("serialized_named_tensors must be base64.", param="serialized_named_tensors") from error
+
+
+async def update_weights_from_tensors(
+    core: EngineCore, tensors: Iterable[tuple[str, Any]] | Mapping[str, Any], flush: bool, version: str | None
+) -> Answer:
+    """Put tensors of this process in place. Raises CheckpointError; the old weights then stay."""
+    await core.weights.update_from_tensors(dict(tensors), flush=flush, version=version)
+    return updated(core)
+
+
+def updated(core: EngineCore) -> Answer:
+    """Return the answer after an update. It names the tensors without which a layer keeps its old weights."""
+    waiting = core.weights.waiting
+    message = "The weights were replaced."
+    if waiting:
+        message = f"Some layers keep their old weights until these tensors arrive: {', '.join(waiting[:20])}."
+    return {"success": True, "message": message, "waiting_for": waiting[:20]}
+
+
+async def update_weight_version(core: EngineCore, body: WeightVersionBody) -> Answer:
+    """Set the label of the weights."""
+    if body.abort_all_requests:
+        core.abort_all()
+    core.set_weight_version(body.new_version)
+    message = f"Weight version updated to {body.new_version}"
+    return {"success": True, "message": message, "new_version": body.new_version}
+
+
+async def read_weight(core: EngineCore, body: ReadWeightBody) -> list[Any]:
+    """Return the first rows of a tensor as nested lists. Raises `InvalidRequest`, also for an unknown name."""
+    parts = await core.weights.read(body.name, body.truncate_size)
+    if not parts:
+        raise InvalidRequest(f"The model has no tensor {body.name[:200]}.", param="name")
+    return await anyio.to_thread.run_sync(_joined, parts, body.truncate_size)
+
+
+def _joined(parts: list[dict[str, Any]], num_rows: int) -> list[Any]:
+    import numpy as np
+
+    whole = np.full([min(parts[0]["shape"][0], num_rows), *parts[0]["shape"][1:]], np.nan)
+    for part in parts:
+        values = np.array(part["values"])
+        if values.size:
+            whole[tuple(slice(low, low + size) for low, size in zip(part["first"], values.shape, strict=True))] = values
+    return whole.tolist()
+
+
+async def check_weights(core: EngineCore, body: WeightsCheckerBody) -> Answer:
+    """Run an action of the weights checker. `success` is False if `compare` finds different tensors."""
+    answers = await core.weights.check(body.action)
+    if body.action == "compare":
+        names = sorted({name for rank in answers for name in rank["different"]})
+        message = f"{len(names)} tensors differ from the snapshot: {', '.join(names[:20])}." if names else "Equal."
+        return {"success": not names, "message": message}
+    ranks = {"ranks": answers} if body.action == "checksum" else {}
+    return {"success": True, "message": "Done.", **ranks}

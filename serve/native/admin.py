@@ -66,7 +66,9 @@ async def ready(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Answer 200 if the model generates one token in time, or is too busy to accept the probe."""
+    """Answer 200 if the model generates one token in time, is too busy to accept the probe, or rests on request."""
+    if core.pause.paused or core.weights.released:
+        return Response(status_code=200)
     is_embedding = core.plan.model.is_embedding
     probe = Request(
         ids=(core.facts.bos_id or 0,),

@@ -1,4 +1,4 @@
-"""`/update_weights_from_disk`: load other weights of the same model while requests run."""
+"""SGLang's routes for weights: from disk, from a trainer's process, in the body; versions, reads and checks."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
 from runtime.errors import CheckpointError, InvalidRequest
+from serve.calls import weights as calls
 from serve.calls.body import parse_object
 from serve.calls.decode import decode
-from serve.calls.weights import WeightsFromDiskBody, update_weights_from_disk
 from serve.http.endpoint import decodes, json_response, read_body
 from serve.http.errors import ErrorFormat, Failure, native_body
 
@@ -18,18 +18,77 @@ if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 
-@decodes(WeightsFromDiskBody)
+@decodes(calls.WeightsFromDiskBody)
 async def update_from_disk(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Replace the weights by those of a checkpoint in a folder on the server's machine.
 
     Answers when all ranks have the new weights. Answers 400, with the reason as `message`, if the weights could not be
     replaced; the old ones then stay.
     """
-    body = await read_body(http, lambda raw: decode(WeightsFromDiskBody, parse_object(raw)))
+    body = await read_body(http, lambda raw: decode(calls.WeightsFromDiskBody, parse_object(raw)))
     try:
-        return json_response(await update_weights_from_disk(core, body))
+        return json_response(await calls.update_weights_from_disk(core, body))
     except CheckpointError as error:
         raise InvalidRequest(str(error), param="model_path") from error
+
+
+@decodes(calls.UpdateGroupBody)
+async def init_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Join a process group with a trainer, over which weights arrive. Answers when all members have joined."""
+    body = await read_body(http, lambda raw: decode(calls.UpdateGroupBody, parse_object(raw)))
+    return json_response(await calls.open_group(core, body))
+
+
+@decodes(calls.DestroyGroupBody)
+async def destroy_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Leave a process group."""
+    body = await read_body(http, lambda raw: decode(calls.DestroyGroupBody, parse_object(raw)))
+    return json_response(await calls.close_group(core, body))
+
+
+@decodes(calls.WeightsFromGroupBody)
+async def update_from_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Receive tensors that rank 0 of a group broadcasts, and put them in place, or answer 400 and keep the old ones."""
+    body = await read_body(http, lambda raw: decode(calls.WeightsFromGroupBody, parse_object(raw)))
+    try:
+        return json_response(await calls.update_weights_from_group(core, body))
+    except CheckpointError as error:
+        raise InvalidRequest(str(error), param="names") from error
+
+
+@decodes(calls.WeightsFromTensorBody)
+async def update_from_tensor(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Put the tensors in the body in place, or answer 400 and keep the old ones. Pickles are refused."""
+    body = await read_body(http, lambda raw: decode(calls.WeightsFromTensorBody, parse_object(raw)))
+    try:
+        return json_response(await calls.update_weights_from_bytes(core, body))
+    except CheckpointError as error:
+        raise InvalidRequest(str(error), param="serialized_named_tensors") from error
+
+
+@decodes(calls.WeightVersionBody)
+async def update_version(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Set the label of the weights, which every answer has."""
+    body = await read_body(http, lambda raw: decode(calls.WeightVersionBody, parse_object(raw)))
+    return json_response(await calls.update_weight_version(core, body))
+
+
+@decodes(calls.ReadWeightBody)
+async def read(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Return the first rows of a tensor, by its name in the checkpoint, as nested lists."""
+    body = await read_body(http, lambda raw: decode(calls.ReadWeightBody, parse_object(raw)))
+    try:
+        return json_response(await calls.read_weight(core, body))
+    except CheckpointError as error:
+        raise InvalidRequest(str(error), param="name") from error
+
+
+@decodes(calls.WeightsCheckerBody)
+async def check(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Take checksums of all weights (snapshot, checksum), compare them, or overwrite the weights (reset_tensors)."""
+    body = await read_body(http, lambda raw: decode(calls.WeightsCheckerBody, parse_object(raw)))
+    answer = await calls.check_weights(core, body)
+    return json_response(answer, 200 if answer["success"] else 400)
 
 
 def _error_body(failure: Failure) -> dict[str, Any]:

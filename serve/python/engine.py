@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import sys
 import warnings
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, Literal, Self, overload
@@ -19,6 +19,7 @@ import serve
 from ops.machine import Machine
 from runtime.actors.assemble import assemble, prepare
 from runtime.actors.engine_core import EngineCore, Status
+from runtime.actors.generation_pause import mode_of
 from runtime.actors.output_stream import read_all
 from runtime.actors.scrape import exposition
 from runtime.actors.storage import Attachment
@@ -29,13 +30,28 @@ from serve.calls.adapters import adapters_answer, load_adapter, load_adapter_fro
 from serve.calls.decode import decode
 from serve.calls.generate.answers import GenerateAnswers
 from serve.calls.generate.schema import GenerateBody, requests_of
+from serve.calls.occupation import pause, resume, tags_of
 from serve.calls.profile import ProfileBody, profile_options
 from serve.calls.prompts import vector_requests
 from serve.calls.scores.classify import ClassifyBody, classified, classify_requests
 from serve.calls.scores.rerank import RerankBody, order, rank_documents
 from serve.calls.scores.score import ScoreBody, label_requests, label_scores
 from serve.calls.server_info import info_of
-from serve.calls.weights import WeightsFromDiskBody, update_weights_from_disk
+from serve.calls.weights import (
+    DestroyGroupBody,
+    ReadWeightBody,
+    UpdateGroupBody,
+    WeightsCheckerBody,
+    WeightsFromDiskBody,
+    WeightsFromGroupBody,
+    check_weights,
+    close_group,
+    open_group,
+    read_weight,
+    update_weights_from_disk,
+    update_weights_from_group,
+    update_weights_from_tensors,
+)
 from serve.demo import demo_path
 from serve.python import watch
 from serve.python.arguments import Ids, Prompt, Sampling, as_json, divided, generate_body, set_values
@@ -50,6 +66,7 @@ from serve.python.streams import Stream, account_of, pieces_of
 from serve.python.tokens import TokenizerView
 
 if TYPE_CHECKING:
+    from runtime.actors.weight_control import WeightControl
     from serve.python.chat import Answer, Messages
 
 
@@ -495,6 +512,89 @@ class Engine:
         body = decode(WeightsFromDiskBody, {"model_path": model_path, **options})
         return Fields(await update_weights_from_disk(self.core, body))
 
+    async def update_weights_from_tensor(
+        self,
+        named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any],
+        *,
+        flush_cache: bool = True,
+        weight_version: str | None = None,
+    ) -> dict[str, Any]:
+        """Put tensors of this process in place, while requests run: pairs of a name in the checkpoint and a tensor.
+
+        They may be some of the model's tensors. Raises `CheckpointError` if they do not fit; the old weights then stay.
+        Returns the answer of `/update_weights_from_tensor`.
+        """
+        return await update_weights_from_tensors(self.core, named_tensors, flush_cache, weight_version)
+
+    @asynccontextmanager
+    async def updating(
+        self, *, weight_version: str | None = None, flush_cache: bool = True, partial: bool = False
+    ) -> AsyncGenerator[WeightUpdate, None]:
+        """Replace the weights with a trainer's tensors, all at once when the block ends.
+
+            async with engine.updating(weight_version="step-7") as update:
+                await update.load(model.named_parameters())
+
+        `load` may be called several times. Requests continue with the old weights until the block ends, then with the
+        new ones. Every tensor of the model must be loaded unless `partial` is true. Raises `CheckpointError` if a
+        tensor is missing or does not fit. After an error, also of the block itself, the old weights stay.
+        """
+        weights = self.core.weights
+        await weights.begin()
+        try:
+            yield WeightUpdate(weights)
+        except BaseException:
+            await weights.cancel()
+            raise
+        await weights.finish(flush=flush_cache, version=weight_version, whole=not partial)
+
+    async def init_weights_update_group(self, master_address: str, master_port: int, **options: Any) -> dict[str, Any]:
+        """Join a process group with a trainer; `options` are the fields of `/init_weights_update_group`."""
+        values = {"master_address": master_address, "master_port": master_port, **options}
+        return await open_group(self.core, decode(UpdateGroupBody, values))
+
+    async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> dict[str, Any]:
+        """Leave a process group with a trainer."""
+        return await close_group(self.core, decode(DestroyGroupBody, {"group_name": group_name}))
+
+    async def update_weights_from_distributed(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], **options: Any
+    ) -> dict[str, Any]:
+        """Receive tensors from rank 0 of a group; `options` are the fields of `/update_weights_from_distributed`."""
+        values = {"names": as_json(names), "dtypes": as_json(dtypes), "shapes": as_json(shapes), **options}
+        return await update_weights_from_group(self.core, decode(WeightsFromGroupBody, values))
+
+    async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
+        """Return the first rows of a tensor of the checkpoint as nested lists."""
+        return await read_weight(self.core, decode(ReadWeightBody, {"name": name, "truncate_size": truncate_size}))
+
+    async def weights_checker(self, action: str) -> dict[str, Any]:
+        """Run an action on all weights: snapshot, compare, checksum or reset_tensors (see `/weights_checker`)."""
+        return await check_weights(self.core, decode(WeightsCheckerBody, {"action": action}))
+
+    async def release_memory_occupation(self, tags: Sequence[str] | None = None, *, keep: bool = True) -> None:
+        """Give memory back to the system: "weights", "kv_cache", by default both. Requests wait until it is resumed.
+
+        `keep=False` discards the weights, which must then be sent again.
+        """
+        await self.core.weights.release(tags_of(tags), keep=keep)
+
+    async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back, and restore the weights."""
+        await self.core.weights.resume(tags_of(tags))
+
+    async def pause_generation(self, mode: str = "abort") -> None:
+        """Stop between two steps: "abort" all requests, let them finish ("wait"), "retract" them or keep them in place
+        ("in_place").
+        """
+        if mode not in ("abort", "wait", "retract", "in_place"):
+            raise InvalidRequest("mode must be abort, wait, retract or in_place.", param="mode")
+        await pause(self.core, mode_of(mode))
+
+    async def continue_generation(self) -> None:
+        """Let generation continue."""
+        await resume(self.core)
+
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> dict[str, Any]:
         """Load a LoRA adapter from a folder. A `pinned` one keeps its place in host memory and its slot.
 
@@ -562,6 +662,17 @@ class Engine:
     def metrics(self) -> str:
         """Return the metrics in Prometheus's text format. Raises `NotFound` without `enable_metrics=True`."""
         return exposition(self.core).decode()
+
+
+class WeightUpdate:
+    """An open update of `Engine.updating`."""
+
+    def __init__(self, weights: WeightControl) -> None:
+        self._weights = weights
+
+    async def load(self, named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any]) -> None:
+        """Prepare these tensors, by their names in the checkpoint. Raises `CheckpointError`, which ends the update."""
+        await self._weights.update_from_tensors(dict(named_tensors), flush=True)
 
 
 class EngineLife:

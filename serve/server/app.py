@@ -21,7 +21,21 @@ from serve.calls.body import max_body_bytes
 from serve.http.access import Access, OpenCalls, RouteScope
 from serve.http.endpoint import Endpoint, RouteSpec
 from serve.http.errors import OPENAI, refusal_response
-from serve.native import adapters, admin, encode, generate, live, parsing, scores, storage, tokens, vertex, weights
+from serve.native import (
+    adapters,
+    admin,
+    encode,
+    generate,
+    live,
+    occupation,
+    parsing,
+    scores,
+    storage,
+    tokens,
+    vertex,
+    vllm_control,
+    weights,
+)
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
 from serve.openai import batches, chat, completions, embeddings, files, models
@@ -100,7 +114,7 @@ ROUTES = (  # searched in order, so the most frequent routes come first
     RouteSpec(GET, "/version", admin.version, USER),
     RouteSpec(GET, "/get_weight_version", admin.weight_version, USER),
     RouteSpec(("GET", "POST"), "/flush_cache", admin.flush_cache, ADMIN),
-    RouteSpec(POST, "/reset_prefix_cache", admin.flush_cache, ADMIN),
+    RouteSpec(POST, "/reset_prefix_cache", vllm_control.reset_prefix_cache, ADMIN, OPENAI),
     RouteSpec(("GET", "POST"), "/clear_hicache_storage_backend", storage.clear_storage, ADMIN),
     RouteSpec(GET, "/hicache/storage-backend", storage.show, ADMIN),
     RouteSpec(("PUT",), "/hicache/storage-backend", storage.attach, ADMIN),
@@ -110,6 +124,33 @@ ROUTES = (  # searched in order, so the most frequent routes come first
     RouteSpec(("GET", "POST"), "/start_profile", admin.start_profile, ADMIN),
     RouteSpec(("GET", "POST"), "/stop_profile", admin.stop_profile, ADMIN),
     RouteSpec(POST, "/update_weights_from_disk", weights.update_from_disk, ADMIN, weights.ERROR_FORMAT),
+    RouteSpec(POST, "/init_weights_update_group", weights.init_group, ADMIN, weights.ERROR_FORMAT),
+    RouteSpec(POST, "/destroy_weights_update_group", weights.destroy_group, ADMIN, weights.ERROR_FORMAT),
+    RouteSpec(POST, "/update_weights_from_distributed", weights.update_from_group, ADMIN, weights.ERROR_FORMAT),
+    RouteSpec(
+        POST, "/update_weights_from_tensor", weights.update_from_tensor, ADMIN, weights.ERROR_FORMAT, takes_tensors=True
+    ),
+    RouteSpec(POST, "/update_weight_version", weights.update_version, ADMIN, weights.ERROR_FORMAT),
+    RouteSpec(("GET", "POST"), "/get_weights_by_name", weights.read, ADMIN),
+    RouteSpec(("GET", "POST"), "/weights_checker", weights.check, ADMIN, weights.ERROR_FORMAT),
+    RouteSpec(("GET", "POST"), "/release_memory_occupation", occupation.release_memory, ADMIN),
+    RouteSpec(("GET", "POST"), "/resume_memory_occupation", occupation.resume_memory, ADMIN),
+    RouteSpec(POST, "/pause_generation", occupation.pause_generation, ADMIN),
+    RouteSpec(POST, "/continue_generation", occupation.continue_generation, ADMIN),
+    RouteSpec(("GET", "POST"), "/slow_down", occupation.slow_down, ADMIN),
+    RouteSpec(GET, "/get_world_size", vllm_control.world_size, USER),
+    RouteSpec(POST, "/init_weight_transfer_engine", vllm_control.init_engine, ADMIN, OPENAI),
+    RouteSpec(POST, "/start_weight_update", vllm_control.start_update, ADMIN, OPENAI),
+    RouteSpec(POST, "/update_weights", vllm_control.update, ADMIN, OPENAI),
+    RouteSpec(POST, "/finish_weight_update", vllm_control.finish_update, ADMIN, OPENAI),
+    RouteSpec(GET, "/weight_info", vllm_control.weight_info, USER, OPENAI),
+    RouteSpec(POST, "/weight_checker", vllm_control.checker, ADMIN, OPENAI),
+    RouteSpec(POST, "/pause", vllm_control.pause_requests, ADMIN, OPENAI),
+    RouteSpec(POST, "/resume", vllm_control.resume_requests, ADMIN, OPENAI),
+    RouteSpec(GET, "/is_paused", vllm_control.is_paused, USER, OPENAI),
+    RouteSpec(POST, "/sleep", vllm_control.sleep, ADMIN, OPENAI),
+    RouteSpec(POST, "/wake_up", vllm_control.wake_up, ADMIN, OPENAI),
+    RouteSpec(GET, "/is_sleeping", vllm_control.is_sleeping, USER, OPENAI),
     RouteSpec(POST, "/load_lora_adapter", adapters.load, ADMIN),
     RouteSpec(POST, "/load_lora_adapter_from_tensors", adapters.load_tensors, ADMIN, takes_tensors=True),
     RouteSpec(POST, "/unload_lora_adapter", adapters.unload, ADMIN),

@@ -103,6 +103,35 @@ class FakeStatus:
     estimated_wait_s: float = 0.0
 
 
+class FakePause:
+    """A pause that has no steps to hold."""
+
+    paused = False
+
+    async def begin(self, mode: str) -> None:
+        self.paused = True
+
+    async def end(self) -> bool:
+        was_paused, self.paused = self.paused, False
+        return was_paused
+
+    def retract(self) -> None:
+        """Do nothing: no request holds pages."""
+
+
+class FakeWeights:
+    """The control of weights that do not exist: every update fails, and there is no memory to release."""
+
+    released: frozenset[str] = frozenset()
+    waiting = ()
+
+    def __getattr__(self, name: str) -> Any:
+        async def refuse(*arguments: object, **options: object) -> Any:
+            raise InvalidRequest("There are no weights.")
+
+        return refuse
+
+
 class FakeCore:
     """A fake of `EngineCore`. `submitted` lists its requests, and `aborted` lists the ids of aborted requests.
 
@@ -127,6 +156,7 @@ class FakeCore:
         self.submitted: list[Request] = []
         self.aborted: list[int] = []
         self.num_flushes = 0
+        self.pause, self.weights, self.schedulers = FakePause(), FakeWeights(), ()
         self.refusal: Exception | None = None  # raised by the next calls of `submit`
         self.failure: PenstockError | None = None  # ends every request at its next step
         self.num_cached = 0
@@ -190,6 +220,12 @@ class FakeCore:
     async def stop_profile(self) -> str:
         """Return a path to which nothing was written."""
         return "nowhere"
+
+    def set_weight_version(self, version: str) -> None:
+        """Do nothing: the plan of a test stays as it is."""
+
+    async def reset_cache(self) -> None:
+        self.num_flushes += 1
 
     def flush_cache(self) -> bool:
         if self._requests:

@@ -193,6 +193,10 @@ class OffloadArgs:
     offload_mode: str = planned(
         "cpu", "Where offloaded weights are kept.", choices=("meta", "cpu", "shm_cpu", "sharded_gpu")
     )
-    enable_memory_saver: bool = planned(
-        False, "Allow the memory of weights and KV cache to be released and reallocated at run time."
+    enable_memory_saver: bool = option(
+        False,
+        "Allow the memory of weights and KV cache of a GPU to be given back and taken again while the server runs "
+        "(/release_memory_occupation, /sleep). CUDA graphs, which hold the addresses of this memory, are then off. On "
+        "a CPU this is possible without the option.",
+        plan="model.memory_saver",
     )

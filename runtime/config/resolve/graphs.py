@@ -50,6 +50,10 @@ def _sizes(
     if args.disable_cuda_graph:
         _refuse_idle(builder, "--disable-cuda-graph is set too")
         return Decision((), "as asked")
+    if builder.args.offload.enable_memory_saver and gpu is not None:
+        reason = "--enable-memory-saver: graphs would hold the addresses of memory that is given back"
+        _refuse_idle(builder, reason)
+        return Decision((), reason)
     reason = foreign or _none_here(builder, gpu, decode_attention)
     if gpu is None or reason:
         _refuse_idle(builder, reason)

@@ -21,6 +21,10 @@ from served_core import Serve, Served
 KEY, ADMIN_KEY = "open-sesame-ü", "open-all"
 NO_BODY = (
     "/reset_prefix_cache",
+    "/pause",
+    "/resume",
+    "/sleep",
+    "/wake_up",
     "/v1/files",
     "/v1/batches/{batch_id}/cancel",
     "/stop_profile",

@@ -26,6 +26,7 @@ NO_BODY = {
     "list_models",
     "cancel",
     "answer",
+    *("reset_prefix_cache", "pause_requests", "resume_requests", "sleep", "wake_up"),
 }
 EASY = {"/generate", "/v1/completions", "/tokenize", "/detokenize"}  # routes for which random bodies are often valid
 WITH_BODY = [path for path, each in DOCUMENT["paths"].items() if "requestBody" in each.get("post", {})]

@@ -1,0 +1,117 @@
+"""Pauses generation for a client, until the client lets it continue."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Literal, cast
+
+from runtime.actors.live_requests import LiveRequest, LiveRequests
+from runtime.actors.scheduler import SchedulerActor
+
+Mode = Literal["abort", "wait", "retract", "in_place"]
+
+
+class GenerationPause:
+    """Holds all replicas between two steps. Requests that arrive meanwhile wait.
+
+    Modes: "abort" ends the requests in the engine; "wait" lets them finish first; "retract" frees their memory, so that
+    they are computed again; "in_place" keeps it.
+    """
+
+    def __init__(
+        self,
+        actors: Callable[[], Sequence[SchedulerActor]],
+        requests: LiveRequests,
+        submit: Callable[[LiveRequest], None],
+    ) -> None:
+        self._actors = actors
+        self._requests = requests
+        self._submit = submit
+        self._held: list[LiveRequest] = []
+        self._hold: AsyncExitStack | None = None
+        self._lock = asyncio.Lock()
+        self._finishing = False  # whether requests finish before a pause begins
+        self.mode: Mode | None = None  # how the current pause began; None: not paused
+
+    @property
+    def paused(self) -> bool:
+        """Whether no step runs until `end`."""
+        return self._hold is not None
+
+    @property
+    def num_held(self) -> int:
+        """Choices of requests that arrived while earlier ones finish."""
+        return sum(live.request.sampling.n for live in self._held)
+
+    def admit(self, live: LiveRequest) -> None:
+        """Pass a new request on, or hold it back while earlier requests finish before a pause."""
+        if self._finishing:
+            self._held.append(live)
+        else:
+            self._submit(live)
+
+    async def begin(self, mode: Mode) -> None:
+        """Pause. If generation is paused already, only abort or retract as `mode` says.
+
+        Raises `EngineClosed` if the engine ends first. If the call is cancelled, generation continues.
+        """
+        async with self._lock:
+            if mode == "wait" and not self.paused:
+                await self._finish_requests()
+            if self._hold is None:
+                async with AsyncExitStack() as stack:
+                    for actor in self._actors():
+                        await stack.enter_async_context(actor.paused())
+                    self._hold = stack.pop_all()
+                self.mode = mode
+            if mode == "abort":
+                await self._abort_all()
+            if mode == "retract":
+                self.retract()
+            self._release_held()
+
+    async def end(self) -> bool:
+        """Let generation continue. Returns False if it was not paused."""
+        async with self._lock:
+            hold, self._hold, self.mode = self._hold, None, None
+            if hold is None:
+                return False
+            await hold.aclose()
+            return True
+
+    def retract(self) -> None:
+        """Free the pages of all requests and empty the prefix trees; only while paused."""
+        for actor in self._actors():
+            actor.scheduler.recompute()
+
+    async def _finish_requests(self) -> None:
+        """Wait until all requests in the engine have ended, while new ones are held back."""
+        self._finishing = True
+        try:
+            ids = [live.request.id for live in self._requests]
+            await self._requests.wait_for(ids)
+        except BaseException:
+            self._release_held()
+            raise
+
+    async def _abort_all(self) -> None:
+        held = {live.request.id for live in self._held}
+        ids = [live.request.id for live in self._requests if live.request.id not in held]
+        for request_id in ids:
+            self._requests.abort(request_id)
+        await self._requests.wait_for(ids)
+
+    def _release_held(self) -> None:
+        self._finishing = False
+        held, self._held = self._held, []
+        for live in held:
+            if self._requests.get(live.request.id) is not None:
+                self._submit(live)
+
+
+def mode_of(name: str) -> Mode:
+    """Return the mode with SGLang's or vLLM's name; "keep" is "in_place". Raises KeyError."""
+    names = {"abort": "abort", "wait": "wait", "retract": "retract", "in_place": "in_place", "keep": "in_place"}
+    return cast(Mode, names[name])

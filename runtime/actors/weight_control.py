@@ -1,0 +1,331 @@
+"""Weights and memory of all replicas, as trainers control them: updates, checks, sleep and wake."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anyio
+import anyio.to_thread
+
+from runtime.actors.generation_pause import GenerationPause
+from runtime.actors.scheduler import SchedulerActor
+from runtime.actors.weight_update import LOST, ask, first_error
+from runtime.errors import CheckpointError, EngineClosed, EngineFailure, InvalidRequest
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from runtime.config.plan import ParallelPlan
+
+logger = logging.getLogger("penstock.core")
+
+TAGS = ("weights", "kv_cache")
+DROPPED = "The old weights stay."
+MAX_NAMED = 20
+NO_WEIGHTS = "The memory of the weights is released; resume it first."
+
+
+class WeightControl:
+    """Replaces, checks and releases the weights of all replicas. All methods are for the engine's event loop.
+
+    An update has two parts: tensors are *staged* (prepared beside the current weights), then *committed* on all ranks
+    between two steps. After an error all that was staged since the last commit is dropped.
+    """
+
+    def __init__(
+        self,
+        actors: Callable[[], list[SchedulerActor]],
+        lock: anyio.Lock,
+        pause: GenerationPause,
+        parallel: ParallelPlan,
+        set_version: Callable[[str], None],
+        check_adapters: Callable[[], None],
+    ) -> None:
+        """`lock` excludes other changes of the weights. `set_version` records the label of the weights.
+
+        `check_adapters` raises `InvalidRequest` if adapters depend on the current weights.
+        """
+        self._alive = actors
+        self._lock = lock
+        self._pause = pause
+        self._parallel = parallel
+        self._set_version = set_version
+        self._check_adapters = check_adapters
+        self._released: set[str] = set()
+        self._asleep = AsyncExitStack()  # holds the replicas while memory is released
+        self._discarded = False  # whether the weights were released without being kept
+        self.updating = False  # whether an update of several parts is open
+        self.waiting: list[str] = []  # tensors that layers still lack to take the tensors that were sent
+
+    # --- groups with trainers ---
+
+    async def open_group(
+        self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str
+    ) -> None:
+        """Let all ranks join a process group. Rank r of replica i gets the rank rank_offset + i * ranks + r.
+
+        Raises `InvalidRequest` with the reason if a rank cannot join.
+        """
+        ranks = self._parallel.ranks
+        payload = {"address": address, "port": port, "world_size": world_size, "name": name, "backend": backend}
+        payload["timeout_s"] = self._parallel.join_timeout_s
+        answers = await ask(
+            self._actors, "open_transfer", payload, lambda index: {"first_rank": rank_offset + index * ranks}
+        )
+        if (error := first_error(answers)) is not None:
+            await ask(self._actors, "close_transfer", {"name": name})
+            raise InvalidRequest(error, param="group_name")
+
+    async def close_group(self, name: str) -> bool:
+        """Let all ranks leave a process group. Returns False if there was none."""
+        answers = await ask(self._actors, "close_transfer", {"name": name})
+        return any(isinstance(each, list) and any(each) for each in answers)
+
+    # --- updates ---
+
+    async def update_from_group(
+        self,
+        transfer: Mapping[str, Any],
+        *,
+        flush: bool,
+        version: str | None = None,
+    ) -> None:
+        """Receive tensors over a group and put them in place, or only stage them while an update is open.
+
+        `transfer` has name, names, dtypes, shapes, packing, packed_bytes and source. Raises `CheckpointError` with the
+        reason; the old weights then stay.
+        """
+        async with self._changing():
+            answers = await ask(self._actors, "receive_weights", transfer)
+            if (error := first_error(answers)) is not None:
+                await self._drop(error)
+            await self._stage({}, flush=flush, version=version)
+
+    async def update_from_tensors(self, tensors: Mapping[str, Any], *, flush: bool, version: str | None = None) -> None:
+        """Put tensors of this process in place, or only stage them while an update is open. Raises CheckpointError.
+
+        A copy of the model with several ranks reads them from a temporary file.
+        """
+        async with self._changing():
+            if self._parallel.ranks == 1:
+                await self._stage({"tensors": tensors}, flush=flush, version=version)
+                return
+            if self._parallel.nnodes > 1:
+                raise CheckpointError(
+                    "Tensors of this process cannot be passed to other machines. Use init_weights_update_group."
+                )
+            folder = await anyio.to_thread.run_sync(_write, tensors)
+            try:
+                await self._stage({"file": str(folder / "tensors.safetensors")}, flush=flush, version=version)
+            finally:
+                await anyio.to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
+
+    async def begin(self) -> None:
+        """Open an update of several parts. Raises `InvalidRequest` if one is open."""
+        async with self._changing():
+            if self.updating:
+                raise InvalidRequest("An update of the weights is open already. Finish it first.")
+            await self._ask_all("drop_weights", {})
+            self.waiting = []
+            self.updating = True
+
+    async def finish(self, *, flush: bool = True, version: str | None = None, whole: bool = False) -> None:
+        """Put all parts in place. `whole`: every tensor of the model must be there. Raises `CheckpointError`."""
+        async with self._changing():
+            if not self.updating:
+                raise InvalidRequest("No update of the weights is open. Start one first.")
+            await self._stage({"tensors": {}, "final": True}, flush=flush, version=version)
+            self.updating = False
+            if self.waiting:
+                await self._drop(f"Tensors are missing: {_names(self.waiting)}.")
+            if whole:
+                missing = await self._ask_all("missing_weights", {})
+                names = sorted({name for replica in missing for rank in replica for name in rank})
+                if names:
+                    await self._drop(f"Tensors are missing: {_names(names)}.")
+            await self._commit(flush=flush, version=version)
+
+    async def cancel(self) -> None:
+        """Drop an open update; the old weights stay."""
+        async with self._changing():
+            self.updating, self.waiting = False, []
+            await self._ask_all("drop_weights", {})
+
+    async def drop_waiting(self) -> None:
+        """Drop tensors of layers that lack others. Raises `CheckpointError` with their names if there are any."""
+        if self.waiting and not self.updating:
+            async with self._changing():
+                await self._drop(
+                    f"Some layers kept their old weights, because tensors are missing: {_names(self.waiting)}."
+                )
+
+    # --- reading and checking ---
+
+    async def read(self, name: str, num_rows: int) -> list[dict[str, Any]]:
+        """Return the parts of a tensor that the ranks of the first replica hold. Raises CheckpointError."""
+        self._check_weights()
+        [parts, *_] = await ask(self._actors[:1], "read_weight", {"name": name, "num_rows": num_rows})
+        if isinstance(parts, BaseException):
+            raise parts
+        return [part for part in parts if part is not None]
+
+    async def check(self, action: str) -> list[dict[str, Any]]:
+        """Run an action of the weights checker on all ranks, and return their answers."""
+        async with self._changing():
+            if action != "reset_tensors":
+                answers = await self._ask_all("check_sums", {"action": action})
+            else:
+                async with self._paused() as pauses:
+                    answers = await self._ask_all("check_sums", {"action": action})
+                    for pause in pauses:
+                        pause.recompute = True
+        return [rank for replica in answers for rank in replica]
+
+    # --- memory ---
+
+    @property
+    def released(self) -> frozenset[str]:
+        """The kinds of memory that are released: "weights", "kv_cache"."""
+        return frozenset(self._released)
+
+    async def release(self, tags: Sequence[str], *, keep: bool = True) -> int:
+        """Give memory back to the system, and return the bytes. No step runs until all of it is resumed.
+
+        `keep` keeps the weights in files for `resume`. Running requests are computed again after that.
+        """
+        with anyio.CancelScope(shield=True):
+            async with self._lock:
+                actors = self._actors
+                tags = [tag for tag in tags if tag not in self._released]
+                if not tags:
+                    return 0
+                async with AsyncExitStack() as stack:
+                    for actor in actors:
+                        await stack.enter_async_context(actor.paused())
+                    answers = await self._ask_all("release_memory", {"tags": tags, "keep": keep})
+                    if "kv_cache" in tags:
+                        self._pause.retract()
+                    if not self._released:
+                        self._asleep = stack.pop_all()
+                self._released |= set(tags)
+                self._discarded = self._discarded or ("weights" in tags and not keep)
+        return sum(rank["bytes"] for replica in answers for rank in replica)
+
+    async def resume(self, tags: Sequence[str]) -> None:
+        """Take memory back. When all is resumed, requests continue. Raises `EngineFailure` if weights are lost."""
+        with anyio.CancelScope(shield=True):
+            async with self._lock:
+                tags = [tag for tag in tags if tag in self._released]
+                answers = await ask(self._actors, "resume_memory", {"tags": tags}) if tags else []
+                failed = next((each for each in answers if isinstance(each, BaseException)), None)
+                if failed is not None:
+                    raise EngineFailure(LOST) from failed
+                self._released -= set(tags)
+                if "weights" in tags:
+                    self._discarded = not all(rank["restored"] for replica in answers for rank in replica)
+                await self._wake()
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether the weights were discarded and not sent again, so that no request can run."""
+        return self._discarded and "weights" not in self._released
+
+    async def _wake(self) -> None:
+        if not self._released and not self._discarded:
+            asleep, self._asleep = self._asleep, AsyncExitStack()
+            await asleep.aclose()
+
+    # --- parts ---
+
+    @property
+    def _actors(self) -> list[SchedulerActor]:
+        actors = self._alive()
+        if not actors:
+            raise EngineClosed("No replica is alive.")
+        return actors
+
+    @asynccontextmanager
+    async def _changing(self) -> AsyncIterator[None]:
+        """Exclude other changes, and let nothing interrupt this one."""
+        with anyio.CancelScope(shield=True):
+            async with self._lock:
+                self._check_weights()
+                yield
+
+    def _check_weights(self) -> None:
+        if "weights" in self._released:
+            raise InvalidRequest(NO_WEIGHTS)
+
+    @asynccontextmanager
+    async def _paused(self) -> AsyncIterator[list[Any]]:
+        async with AsyncExitStack() as stack:
+            yield [await stack.enter_async_context(actor.paused()) for actor in self._actors]
+
+    async def _stage(self, source: Mapping[str, Any], *, flush: bool, version: str | None) -> None:
+        self._check_adapters()
+        answers = await ask(self._actors, "stage_weights", {"final": False, **source, "merge": not self.updating})
+        if (error := first_error(answers)) is not None:
+            await self._drop(error)
+        ranks = [rank for replica in answers for rank in replica]
+        unknown = set.intersection(*(set(rank["unknown"]) for rank in ranks))
+        if unknown:
+            await self._drop(f"The model has no tensors {_names(sorted(unknown))}.")
+        self.waiting = sorted({name for rank in ranks for name in rank["waiting"]})
+        if not self.updating:
+            await self._commit(flush=flush, version=version)
+
+    async def _commit(self, *, flush: bool, version: str | None) -> None:
+        async with self._paused() as pauses:
+            answers = await ask(self._actors, "commit_weights", {})
+            failed = next((each for each in answers if isinstance(each, BaseException)), None)
+            if failed is not None:  # the memory of some layers may hold parts of both
+                for pause in pauses:
+                    pause.failure = EngineFailure(LOST)
+                raise EngineFailure(LOST) from failed
+            for pause in pauses:
+                pause.weights_changed, pause.recompute = True, flush
+            self._discarded = not all(rank["restored"] for replica in answers for rank in replica)
+        if version is not None:
+            self._set_version(version)
+        await self._wake()
+
+    async def _drop(self, error: str) -> None:
+        """Drop all that is staged, and raise CheckpointError with the reason."""
+        self.waiting, self.updating = [], False
+        with suppress(EngineClosed):
+            await ask(self._actors, "drop_weights", {})
+        raise CheckpointError(f"{error} {DROPPED}")
+
+    async def _ask_all(self, verb: str, payload: Mapping[str, Any]) -> list[Any]:
+        """Return the answers of all ranks, or raise the first exception."""
+        answers = await ask(self._actors, verb, payload)
+        for each in answers:
+            if isinstance(each, BaseException):
+                raise each
+        return answers
+
+
+def _names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f"{', '.join(name[:200] for name in names[:MAX_NAMED])}{more}"
+
+
+def _write(tensors: Mapping[str, Any]) -> Path:
+    """Write the tensors to a file in a new private folder, in memory if the system has /dev/shm."""
+    from safetensors.torch import save_file  # imports torch
+
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="penstock-", dir=memory if memory.is_dir() else None))
+    try:
+        whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        save_file(whole, folder / "tensors.safetensors")
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder

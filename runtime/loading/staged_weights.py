@@ -1,0 +1,362 @@
+"""Named tensors of a trainer: prepared beside the loaded weights, then put in their place all at once."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import ModelPlan
+from runtime.errors import CheckpointError
+from runtime.layers.attention import KVScales
+from runtime.layers.embedding import Embedding, KeptRows, VocabularyWeight
+from runtime.layers.linear import Linear
+from runtime.layers.lm_head import LMHead
+from runtime.layers.moe import KeptExperts
+from runtime.layers.quantization.grouped import KeptGroups
+from runtime.layers.quantization.method import Unquantized
+from runtime.layers.weight import Shard, Weighted
+from runtime.loading.formats.stored import QuantizedTensors
+from runtime.loading.loader import IGNORED, IGNORED_IF_TIED, tensor_name
+from runtime.loading.memory_tensors import MemoryTensors
+from runtime.loading.parameters import FLOATING, allocate, fill_named, named_list, own_shards
+from runtime.loading.quantization import quantization_fields
+from runtime.loading.tensors import Tensors
+from runtime.modeling.decoder import Decoder
+
+IDENTITY_ROWS = 256  # rows of the identity matrix that a product takes at a time
+SCALES = re.compile(r".*\.[kv]_scale")
+
+
+class Staged(NamedTuple):
+    """The result of `StagedWeights.stage`."""
+
+    unknown: list[str]  # tensors of no layer of this rank; other ranks of a pipeline may have them
+    waiting: list[str]  # tensors without which a layer that got some of its tensors stays as it is
+
+
+class StagedWeights:
+    """Layers with new weights, which `commit` puts in the place of the loaded model's.
+
+    Tensors have the names and whole shapes of a checkpoint; this rank takes its shard. A layer is prepared when all its
+    tensors are there. An unquantised linear layer, embedding or norm takes its missing tensors from the current weights
+    if `merge` is set. Call all methods between two steps, on the thread that enqueues them.
+    """
+
+    def __init__(self, model: Decoder, facts: ModelFacts, plan: ModelPlan, *, fixed: bool, scaled_cache: bool) -> None:
+        """`fixed` says whether graphs hold the weights' addresses, `scaled_cache` whether the KV cache has 8 bits."""
+        self._model, self._facts, self._plan = model, facts, plan
+        self._fixed, self._scaled_cache = fixed, scaled_cache
+        self._units = _units(model)
+        self._pending: dict[str, Tensor] = {}  # tensors that no prepared layer has taken
+        self._is_complete = True  # whether no pending tensor waits for others
+        self._prepared: dict[Weighted, Weighted] = {}  # layer of the model -> the same layer with new weights
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of this rank's tensors, by the names of the model's layers."""
+        return {name: shards[0].shape for unit in self._units.values() for name, shards in unit.items()}
+
+    @property
+    def num_bytes(self) -> int:
+        """Upper bound on the bytes of all tensors of this rank, in float32."""
+        total = 0
+        for shape in self.shapes.values():
+            total += 4 * torch.Size(shape).numel()
+        return total
+
+    def stage(self, tensors: Mapping[str, Tensor], *, merge: bool, final: bool) -> Staged:
+        """Prepare the layers whose tensors are complete. Raises CheckpointError; call `drop` after an error.
+
+        `final`: no further tensors follow. Of a quantised checkpoint, whose tensors have several parts, layers are
+        prepared only then, or as soon as all parts are complete if `merge` is set.
+        """
+        for stored, tensor in tensors.items():
+            name = tensor_name(self._facts, stored)
+            if name is None or IGNORED.fullmatch(name) or self._is_tied_head(name) or self._skips_scale(name):
+                continue
+            self._pending[name] = tensor.detach()
+        quantized, self._is_complete = self._facts.quantization is not None, False
+        if quantized and not (merge or final):
+            return Staged([], [])
+        try:
+            source = self._source()
+        except CheckpointError:
+            if quantized and not final:  # a part may still follow
+                return Staged([], sorted(self._pending))
+            raise
+        unknown = [name for name in source.shapes if not any(name in unit for unit in self._units.values())]
+        if quantized and unknown and not final:
+            return Staged([], unknown)
+        waiting: list[str] = []
+        for layer, shards in self._units.items():
+            present = {name: shards[name] for name in shards if name in source.shapes}
+            if not present:
+                continue
+            _check(present, source)
+            missing = [name for name, each in shards.items() if name not in present and each[0].default is None]
+            if missing and not (merge and _can_recover(layer)):
+                waiting += missing
+                continue
+            fresh = self._prepare(layer, source, present, recover=bool(missing))
+            if self._fixed:
+                _check_layout(layer, fresh)
+            self._prepared[layer] = fresh
+            self._forget(present, source)
+        for name in unknown:
+            self._pending.pop(name, None)
+        self._is_complete = not waiting
+        return Staged(unknown, waiting)
+
+    def missing(self) -> list[str]:
+        """Names of this rank's tensors that have not been staged since the last commit or drop, without defaults."""
+        prepared = {name for layer in self._prepared for name in self._units[layer]}
+        return [
+            name
+            for unit in self._units.values()
+            for name, shards in unit.items()
+            if name not in prepared and shards[0].default is None
+        ]
+
+    def commit(self) -> set[str]:
+        """Put the prepared layers in the place of the current ones, and return the names of their tensors."""
+        names = {name for layer in self._prepared for name in self._units[layer]}
+        with torch.inference_mode():
+            for layer, fresh in self._prepared.items():
+                _replace(layer, fresh)
+        self._prepared.clear()
+        if self._is_complete:  # of a quantised checkpoint, all parts are kept until here
+            self._pending.clear()
+        return names
+
+    def drop(self) -> None:
+        """Forget all tensors and prepared layers; the current weights stay."""
+        self._pending.clear()
+        self._prepared.clear()
+
+    def read(self, name: str, num_rows: int) -> dict[str, Any] | None:
+        """Return the first rows of a tensor as this rank holds them, or None if the rank has no part of it.
+
+        The answer has the tensor's whole "shape", and "parts": [first row, first column, values as lists]. Raises
+        CheckpointError if its values are stored in a form that cannot be converted back.
+        """
+        known = tensor_name(self._facts, name)
+        layer = next((layer for layer, shards in self._units.items() if known in shards), None)
+        if layer is None or known is None:
+            return None
+        if not _can_recover(layer):
+            raise CheckpointError(
+                f"{name} cannot be read: {type(layer).__name__} layers of this model keep only a converted form of it "
+                "(experts, quantised weights)."
+            )
+        with torch.inference_mode():
+            shell = _shell(layer, getattr(torch, self._plan.dtype), torch.device(self._plan.device))
+            _recover(layer, shell)
+        shards = own_shards(shell)[known]
+        whole, parts = torch.full(shards[0].shape, torch.nan), torch.zeros(shards[0].shape, dtype=torch.bool)
+        for shard in shards:
+            shard.give(whole)
+            shard.give(parts, torch.ones_like(shard.target, dtype=torch.bool))
+        kept = parts.nonzero()
+        low, high = kept.amin(0).tolist(), (kept.amax(0) + 1).tolist()
+        low, high = low or [0], high or [1]
+        part = whole[tuple(slice(first, end) for first, end in zip(low, high, strict=True))]
+        part = part[: max(0, num_rows - low[0])]
+        return {"shape": list(whole.shape), "first": low, "values": part.tolist()}
+
+    def _source(self) -> Tensors:
+        """Return the pending tensors under the model's names. Raises CheckpointError."""
+        stored = MemoryTensors(self._pending)
+        if self._facts.quantization is None:
+            wrong = [f"{name} is {dtype}" for name, dtype in stored.dtypes.items() if dtype not in FLOATING]
+            if wrong:
+                raise CheckpointError(f"The tensors are not the model's: {named_list('of an integer dtype', wrong)}.")
+            return stored
+        tensors = QuantizedTensors(stored, quantization_fields(self._facts.config))
+        tensors.check_unquantized([name for unit in self._units.values() for name in unit])
+        tensors.keep_grouped(_kept(self._model))
+        return tensors
+
+    def _prepare(
+        self, layer: Weighted, source: Tensors, present: Mapping[str, Sequence[Shard]], *, recover: bool
+    ) -> Weighted:
+        device = torch.device(self._plan.device)
+        fresh = _shell(layer, getattr(torch, self._plan.dtype), device)
+        shards = _shards(fresh)
+        with torch.inference_mode():
+            if recover:
+                _recover(layer, fresh)
+                shards = {name: shards[name] for name in present}
+            fill_named(shards, source, self._plan.num_load_threads)
+            fresh.prepare()
+            for kept in _kept_parts(fresh):
+                kept.prepare()
+        return fresh
+
+    def _forget(self, names: Mapping[str, object], source: Tensors) -> None:
+        """Drop the pending tensors of a prepared layer. Parts of quantised tensors stay until `commit` or `drop`."""
+        if isinstance(source, MemoryTensors):
+            for name in names:
+                del self._pending[name]
+
+    def _is_tied_head(self, name: str) -> bool:
+        head = self._model.head
+        return head is not None and head.tied and IGNORED_IF_TIED.fullmatch(name) is not None
+
+    def _skips_scale(self, name: str) -> bool:
+        """Whether this is a scale of the KV cache, which a cache of full precision ignores."""
+        if not SCALES.fullmatch(name):
+            return False
+        if self._scaled_cache:
+            raise CheckpointError(
+                f"{name}: the scales of an 8-bit KV cache cannot change while the server runs. Leave them out."
+            )
+        return True
+
+
+def _units(model: Decoder) -> dict[Weighted, dict[str, list[Shard]]]:
+    """Return the layers that are prepared on their own, with the shards of their tensors."""
+    units = {}
+    for layer in model.modules():
+        if isinstance(layer, Weighted) and not isinstance(layer, KeptRows | KeptExperts | KVScales):
+            shards = _shards(_outline(layer))
+            if shards:
+                units[layer] = shards
+    return units
+
+
+def _outline(layer: Weighted) -> Weighted:
+    """Return the layer with new parameters on the meta device. It shares all inner layers except kept weights."""
+    outline = copy.copy(layer)
+    for name in ("_parameters", "_buffers", "_modules"):
+        object.__setattr__(outline, name, dict(getattr(layer, name)))
+    with torch.device("meta"):
+        outline.allocate()
+    return outline
+
+
+def _shell(layer: Weighted, dtype: torch.dtype, device: torch.device) -> Weighted:
+    """Return the layer with new parameters, which are not filled."""
+    shell = _outline(layer)
+    for part in (shell, *_kept_parts(shell)):
+        allocate(part, dtype, device)
+    return shell
+
+
+def _kept_parts(layer: Weighted) -> list[Weighted]:
+    """Return the inner layers that hold this layer's own weights in the checkpoint's groups."""
+    kept = getattr(layer, "kept", ())
+    return [each for each in kept if isinstance(each, Weighted)]
+
+
+def _shards(layer: Weighted) -> dict[str, list[Shard]]:
+    shards = own_shards(layer)
+    for kept in _kept_parts(layer):
+        for name, each in own_shards(kept).items():
+            shards.setdefault(name, []).extend(each)
+    return shards
+
+
+def _kept(model: nn.Module) -> Mapping[str, Any]:
+    """Return the forms of the weights that the model keeps in the checkpoint's groups."""
+    for module in model.modules():
+        method = getattr(module, "method", None)
+        if isinstance(method, KeptGroups):
+            return method.kept
+    return {}
+
+
+def _check(present: Mapping[str, Sequence[Shard]], source: Tensors) -> None:
+    wrong = [
+        f"{name} is {_text(source.shapes[name])}, must be {_text(shards[0].shape)}"
+        for name, shards in present.items()
+        if (source.shapes[name] or (1,)) != shards[0].shape
+    ]
+    if wrong:
+        raise CheckpointError(f"The tensors do not fit the model: {named_list('of the wrong shape', wrong)}.")
+
+
+def _text(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"
+
+
+def _check_layout(layer: Weighted, fresh: Weighted) -> None:
+    for key, now in fresh.named_parameters(recurse=False):
+        before = getattr(layer, key)
+        if before is None or not same_layout(before, now):
+            raise CheckpointError(
+                f"{type(layer).__name__}.{key} has a new layout, but graphs hold the address of the old one. Start the "
+                "server with the new checkpoint."
+            )
+
+
+def _replace(layer: Weighted, fresh: Weighted) -> None:
+    """Move the parameters of `fresh` to the layer, in the memory of the old ones if the layouts agree."""
+    for key, now in list(fresh.named_parameters(recurse=False)):
+        before = getattr(layer, key)
+        if before is not None and same_layout(before, now):
+            before.untyped_storage().copy_(now.untyped_storage())
+        else:
+            setattr(layer, key, now)
+
+
+def same_layout(one: Tensor, other: Tensor) -> bool:
+    """Whether both tensors have the same dtype, shape and strides, so that one storage can be copied to the other."""
+    if type(one) is not type(other) or one.is_mkldnn or other.is_mkldnn:
+        return False
+    layouts = ((x.dtype, x.shape, x.stride(), x.untyped_storage().nbytes()) for x in (one, other))
+    return next(layouts) == next(layouts)
+
+
+# --- tensors from prepared layers ---
+
+
+def _can_recover(layer: Weighted) -> bool:
+    """Whether `_recover` can return the exact tensors of the layer."""
+    if isinstance(layer, VocabularyWeight):
+        if layer.kept or (isinstance(layer, LMHead) and layer.unit):
+            return False
+        is_plain_table = isinstance(layer, Embedding) and not layer.tied
+        return is_plain_table or type(layer.method) is Unquantized
+    if isinstance(layer, Linear):
+        return type(layer.method) is Unquantized
+    return type(layer).prepare is Weighted.prepare
+
+
+def _recover(layer: Weighted, into: Weighted) -> None:
+    """Fill the parameters of `into` with the layer's current tensors.
+
+    A packed weight is multiplied with the identity matrix: each sum has one product that is not zero, so it is exact.
+    """
+    for name, target in into.named_parameters(recurse=False):
+        source = getattr(layer, name)
+        if name != "weight" or not isinstance(layer, Linear | VocabularyWeight):
+            if source is not None:
+                target.copy_(source)
+            continue
+        if isinstance(layer, Embedding):
+            ids = torch.arange(layer.ids.start, layer.ids.start + layer.ids.size, device=target.device)
+            target.copy_(layer.kernels.embed(ids, source, layer.ids.start))
+            continue
+        for rows in _identity(target):
+            product = layer.kernels.linear(rows, source, None) if isinstance(layer, Linear) else _logits(layer, rows)
+            first = int(rows[0].argmax())
+            target[:, first : first + len(rows)] = product.t()
+
+
+def _logits(layer: VocabularyWeight, rows: Tensor) -> Tensor:
+    products = layer.kernels.logits(rows, layer.get_parameter("weight"))
+    return layer.kernels.as_logits(products, scale=None, soft_cap=None)
+
+
+def _identity(weight: Tensor) -> Iterator[Tensor]:
+    size = weight.shape[1]
+    for first in range(0, size, IDENTITY_ROWS):
+        rows = torch.zeros(min(IDENTITY_ROWS, size - first), size, dtype=weight.dtype, device=weight.device)
+        rows[torch.arange(len(rows)), first + torch.arange(len(rows))] = 1
+        yield rows

@@ -1,0 +1,41 @@
+"""The state of a rank that verbs read and change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from runtime.errors import InvalidRequest
+from runtime.kv_cache.pools import KVPool
+from runtime.loading.weight_update import LoadedWeights
+from runtime.worker.adapters import Adapters
+from runtime.worker.device import Device
+from runtime.worker.page_copies import PageCopier
+from runtime.worker.page_io import PageIO
+from runtime.worker.step_profiler import StepProfiler
+from runtime.worker.weight_transfer import TransferGroup
+
+
+@dataclass(slots=True)
+class RankState:
+    """The state of a rank that verbs read and change."""
+
+    device: Device
+    leads: bool  # whether this is rank 0, which has the sampler
+    rank: int = 0  # among the ranks of this copy of the model
+    pool: KVPool | None = None
+    weights: LoadedWeights | None = None  # None: the weights cannot be replaced
+    adapters: Adapters | None = None  # None: the engine serves no adapters
+    profiler: StepProfiler | None = None
+    copier: PageCopier | None = None
+    pages: PageIO | None = None  # None: host pages are not blocks, so no storage can be attached
+    groups: dict[str, TransferGroup] = field(default_factory=dict)  # process groups with trainers, by name
+    received: dict[str, Tensor] = field(default_factory=dict)  # tensors of a transfer that are not staged yet
+
+    @property
+    def loaded(self) -> LoadedWeights:
+        """The handle that replaces weights. Raises InvalidRequest if they cannot be replaced."""
+        if self.weights is None:
+            raise InvalidRequest("The weights of this model cannot be replaced while it runs.")
+        return self.weights

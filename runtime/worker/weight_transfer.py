@@ -1,0 +1,160 @@
+"""Process groups with a trainer, over which a rank receives or sends weights."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from threading import Thread
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from runtime.errors import InvalidRequest
+from runtime.loading.memory_tensors import dtype_of, num_bytes, unflatten
+
+logger = logging.getLogger("penstock.core")
+T = TypeVar("T")
+SLACK = 2  # a transfer may announce this many times the float32 bytes of the model
+PACKED_BYTES = 2**30  # bytes after which vLLM's packed transfer begins a new buffer
+BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # backend -> type of the device on which it moves tensors
+
+
+class TensorSpec(NamedTuple):
+    """An announced tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self.shape, self.dtype)
+
+
+class TransferGroup:
+    """A process group of this rank with a trainer, made as the frameworks' `init_process_group` makes theirs.
+
+    All methods block, so they run on a thread of their own. They raise RuntimeError if a peer is gone or too slow.
+    """
+
+    def __init__(self, info: Mapping[str, Any], rank: int, device: torch.device) -> None:
+        """Connect to all members: `info` has address, port, world_size, name, backend and timeout_s."""
+        self.device = device if info["backend"] == "nccl" else torch.device("cpu")
+        timeout, name = timedelta(seconds=info["timeout_s"]), info["name"]
+        store: Any = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            info["address"], info["port"], info["world_size"], rank == 0, timeout, multi_tenant=True
+        )
+        # The prefixes of torch's `_new_process_group_helper` and of the frameworks' wrapper around it.
+        for prefix in (name, f"{name}/", f"{self.device.type}/"):
+            store = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
+        self._store = store
+        if info["backend"] == "nccl":
+            nccl: Any = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = timeout
+            self._group: Any = dist.ProcessGroupNCCL(store, rank, info["world_size"], nccl)
+        else:
+            options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+            own_address = _own_address(info["address"], info["port"])
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address)]
+            options._timeout = timeout
+            self._group = dist.ProcessGroupGloo(store, rank, info["world_size"], options)
+
+    def receive(self, specs: Sequence[TensorSpec], packing: str, source: int, packed_bytes: int) -> dict[str, Tensor]:
+        """Receive the announced tensors, broadcast by `source`, on the CPU for gloo and on the GPU for nccl.
+
+        `packing`: "none" (one broadcast per tensor), "bucket" (one for all), "packed" (one per `packed_bytes`).
+        """
+        if packing == "none":
+            tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs}
+            for tensor in tensors.values():
+                self.broadcast(tensor, source)
+            return tensors
+        tensors = {}
+        for bucket in [specs] if packing == "bucket" else _buckets(specs, packed_bytes):
+            size = sum(spec.num_bytes for spec in bucket)
+            flat = self.broadcast(torch.empty(size, dtype=torch.uint8, device=self.device), source)
+            tensors |= unflatten(flat, [(spec.name, str(spec.dtype), spec.shape) for spec in bucket])
+        return tensors
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Receive `tensor` from the rank `source`, or send it if this is the rank."""
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        self._group.broadcast([tensor], options).wait()
+        if tensor.device.type == "cuda":
+            torch.cuda.current_stream(tensor.device).synchronize()
+        return tensor
+
+    def close(self) -> None:
+        """Leave the group. Peers that wait for this rank get an error."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+            group.shutdown()
+
+
+def announced(payload: Mapping[str, Any], max_bytes: int) -> list[TensorSpec]:
+    """Return the tensors that a payload with names, dtypes and shapes announces. Raises InvalidRequest."""
+    names, dtypes, shapes = payload["names"], payload["dtypes"], payload["shapes"]
+    if not len(names) == len(dtypes) == len(shapes):
+        raise InvalidRequest("names, dtypes and shapes must have equal lengths.", param="shapes")
+    if len(set(names)) < len(names):
+        raise InvalidRequest("A tensor's name occurs twice.", param="names")
+    specs = [
+        TensorSpec(*each[:1], dtype_of(each[1]), tuple(each[2])) for each in zip(names, dtypes, shapes, strict=True)
+    ]
+    total = sum(spec.num_bytes for spec in specs)
+    if total > SLACK * max_bytes:
+        raise InvalidRequest(
+            f"The tensors have {total} bytes, more than {SLACK} times the model's {max_bytes} in float32.",
+            param="shapes",
+        )
+    return specs
+
+
+def on_thread(name: str, work: Callable[[], T]) -> Future[dict[str, Any]]:
+    """Run `work` on a daemon thread. The future never fails: it has {"error": None or the reason}."""
+    done: Future[dict[str, Any]] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except InvalidRequest as error:
+            done.set_result({"error": error.message})
+        except (torch.OutOfMemoryError, MemoryError):
+            done.set_result({"error": "There is not enough memory for the received tensors."})
+        except Exception as error:  # gloo, nccl and the store raise errors of several types
+            logger.warning("%s failed: %s", name, error)
+            done.set_result({"error": f"{name} failed: a peer is gone, or did not answer in time."})
+        else:
+            done.set_result({"error": None})
+
+    Thread(target=run, name="penstock-transfer", daemon=True).start()
+    return done
+
+
+def _buckets(specs: Sequence[TensorSpec], packed_bytes: int) -> Iterator[list[TensorSpec]]:
+    """Group the tensors like vLLM's packed transfer: a bucket ends with the tensor that exceeds `packed_bytes`."""
+    bucket: list[TensorSpec] = []
+    size = 0
+    for spec in specs:
+        bucket.append(spec)
+        size += spec.num_bytes
+        if size > packed_bytes:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return this machine's address as seen from `host`. No packet is sent."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

@@ -1,0 +1,237 @@
+"""Verbs that replace, read, check and move the weights of a rank, and give memory back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runtime.errors import CheckpointError, InvalidRequest
+from runtime.loading.checkpoint import WeightFiles
+from runtime.loading.tensors import TensorFiles
+from runtime.loading.weight_memory import combined, release, reserve
+from runtime.worker.rank_state import RankState
+from runtime.worker.weight_transfer import BACKENDS, TransferGroup, announced, on_thread
+
+logger = logging.getLogger("penstock.core")
+MAX_GROUPS = 16
+
+
+# --- weights of a checkpoint ---
+
+
+def check_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` if a checkpoint's weights cannot replace the weights of this rank."""
+    rank.loaded.check(payload["path"], payload["load_format"])
+
+
+def load_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the weights of a checkpoint. Return {"error": None or the reason}; after an error call `restore_weights`."""
+    with _on_device(rank):
+        return rank.loaded.load(payload["path"], payload["load_format"])
+
+
+def accept_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Keep the weights of `load_weights`: all ranks have loaded them."""
+    rank.loaded.loaded()
+
+
+def restore_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Restore the weights from before `load_weights`. If this fails, the rank is unusable."""
+    with _on_device(rank):
+        rank.loaded.restore()
+
+
+# --- weights of a trainer ---
+
+
+def open_transfer(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]]:
+    """Join a process group with a trainer, as its rank `first_rank` plus this rank. Return {"error": ...}."""
+    name, kind = payload["name"], BACKENDS.get(payload["backend"])
+    if kind is None:
+        raise InvalidRequest(f"backend must be one of {', '.join(BACKENDS)}.", param="backend")
+    if kind == "cuda" and rank.device.is_host:
+        raise InvalidRequest("This server computes on a CPU, so the backend must be gloo.", param="backend")
+    if name in rank.groups:
+        raise InvalidRequest(f"There is a group {name[:80]} already; destroy it first.", param="group_name")
+    if len(rank.groups) >= MAX_GROUPS:
+        raise InvalidRequest(f"There are {MAX_GROUPS} groups already; destroy one first.", param="group_name")
+
+    def join() -> None:
+        group = TransferGroup(payload, payload["first_rank"] + rank.rank, rank.device.torch_device)
+        rank.groups[name] = group
+
+    return on_thread(f"Joining the group {name}", join)
+
+
+def close_transfer(rank: RankState, payload: Mapping[str, Any]) -> bool:
+    """Leave a process group. Return whether there was one of this name."""
+    group = rank.groups.pop(payload["name"], None)
+    if group is not None:
+        group.close()
+    return group is not None
+
+
+def receive_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]]:
+    """Receive tensors from a trainer while steps continue. Return {"error": ...}; an error ends the group."""
+    name = payload["name"]
+    group = rank.groups.get(name)
+    if group is None:
+        raise InvalidRequest(f"There is no group {name[:80]}; call init_weights_update_group.", param="group_name")
+    rank.received = {}
+
+    def receive() -> None:
+        try:
+            specs = announced(payload, rank.loaded.staged.num_bytes)
+            rank.received = group.receive(specs, payload["packing"], payload["source"], payload["packed_bytes"])
+        except BaseException:
+            rank.groups.pop(name, None)
+            group.close()
+            raise
+
+    return on_thread(f"The transfer over the group {name}", receive)
+
+
+def stage_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Prepare layers from tensors: "tensors" of this process, a safetensors "file", or those received before.
+
+    Return {"error", "unknown", "waiting"}. After an error call `drop_weights`.
+    """
+    try:
+        with _on_device(rank):
+            tensors = _tensors(rank, payload)
+            result = rank.loaded.staged.stage(tensors, merge=payload["merge"], final=payload["final"])
+    except Exception as error:  # memory and kernels raise errors of many types
+        logger.warning("The tensors of an update were not prepared.", exc_info=error)
+        return {"error": reason(error), "unknown": [], "waiting": []}
+    finally:
+        rank.received = {}
+    return {"error": None, "unknown": result.unknown, "waiting": result.waiting}
+
+
+def missing_weights(rank: RankState, payload: Mapping[str, Any]) -> list[str]:
+    """Return the names of this rank's tensors that are not staged."""
+    return rank.loaded.staged.missing()
+
+
+def commit_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Put the staged layers in place. Call it while no step is in flight. Return {"restored"} as `resume_memory`."""
+    with _on_device(rank):
+        rank.loaded.commit()
+    return {"restored": not rank.loaded.unset}
+
+
+def drop_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Forget the staged layers and received tensors."""
+    rank.received = {}
+    rank.loaded.staged.drop()
+
+
+# --- reading and checking ---
+
+
+def read_weight(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return this rank's part of a tensor (see `StagedWeights.read`)."""
+    with _on_device(rank):
+        return rank.loaded.staged.read(payload["name"], payload["num_rows"])
+
+
+def check_sums(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Run an action of the weights checker: snapshot, reset_tensors, compare or checksum."""
+    weights, action = rank.loaded, payload["action"]
+    with _on_device(rank):
+        if action == "snapshot":
+            weights.take_snapshot()
+        elif action == "reset_tensors":
+            weights.fill_random()
+        elif action == "compare":
+            return {"different": weights.compare()}
+        else:
+            sums = weights.checksums()
+            return {"checksums": sums, "per_gpu_checksum": combined(sums), "rank": rank.rank}
+    return {}
+
+
+# --- memory ---
+
+
+def release_memory(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Give memory back: of the "weights", which `keep` keeps in files, and of the "kv_cache". Return {"bytes"}."""
+    released = 0
+    with _on_device(rank):
+        if "weights" in payload["tags"]:
+            try:
+                released += rank.loaded.release(keep=payload["keep"])
+            except OSError as error:
+                raise InvalidRequest(f"The weights cannot be kept in a temporary file: {error.strerror}.") from error
+        if "kv_cache" in payload["tags"]:
+            released += release(_cache_tensors(rank))
+        rank.device.release_unused()
+    return {"bytes": released}
+
+
+def resume_memory(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Take memory back. Return {"restored": whether the weights are the ones from before}."""
+    restored = True
+    with _on_device(rank):
+        if "weights" in payload["tags"]:
+            restored = rank.loaded.resume()
+        if "kv_cache" in payload["tags"]:
+            reserve(_cache_tensors(rank))
+    return {"restored": restored}
+
+
+def _cache_tensors(rank: RankState) -> Iterator[Tensor]:
+    for caches in (rank.pool or {}, rank.pool.host if rank.pool is not None else {}):
+        for cache in caches.values():
+            yield from (tensor for tensor in cache if isinstance(tensor, Tensor))
+
+
+def _tensors(rank: RankState, payload: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    if "tensors" in payload:
+        return payload["tensors"]
+    if "file" not in payload:
+        return rank.received
+    files = TensorFiles(WeightFiles("safetensors", (Path(payload["file"]),)), mmap=False)
+    return {name: files.read(name) for name in files.shapes}
+
+
+@contextmanager
+def _on_device(rank: RankState) -> Iterator[None]:
+    with torch.inference_mode(), rank.device.forward():
+        yield
+        rank.device.record().wait()
+
+
+def reason(error: Exception) -> str:
+    """Return the error text for the client."""
+    if isinstance(error, CheckpointError | InvalidRequest):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "There is not enough memory to prepare the tensors beside the current weights."
+    return "The tensors cannot be prepared."
+
+
+WEIGHT_VERBS: Mapping[str, Callable[[RankState, Mapping[str, Any]], Any]] = {
+    "check_weights": check_weights,
+    "load_weights": load_weights,
+    "accept_weights": accept_weights,
+    "restore_weights": restore_weights,
+    "open_transfer": open_transfer,
+    "close_transfer": close_transfer,
+    "receive_weights": receive_weights,
+    "stage_weights": stage_weights,
+    "missing_weights": missing_weights,
+    "commit_weights": commit_weights,
+    "drop_weights": drop_weights,
+    "read_weight": read_weight,
+    "check_sums": check_sums,
+    "release_memory": release_memory,
+    "resume_memory": resume_memory,
+}

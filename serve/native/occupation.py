@@ -1,0 +1,71 @@
+"""SGLang's routes that pause generation, give memory back and slow steps down."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeVar
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
+
+from runtime.actors.generation_pause import mode_of
+from runtime.errors import CheckpointError, InvalidRequest
+from serve.calls.body import parse_object
+from serve.calls.decode import decode
+from serve.calls.occupation import ContinueBody, MemoryBody, PauseBody, SlowDownBody, pause, resume, tags_of
+from serve.http.endpoint import decodes, json_response, read_body
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
+
+Body = TypeVar("Body")
+
+
+@decodes(MemoryBody)
+async def release_memory(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Give the memory of weights and KV cache back to the system. Requests wait until all of it is resumed."""
+    body = await read_optional(http, MemoryBody)
+    await core.weights.release(tags_of(body.tags))
+    return json_response(None)
+
+
+@decodes(MemoryBody)
+async def resume_memory(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Take memory back. The weights are the ones from before."""
+    body = await read_optional(http, MemoryBody)
+    await core.weights.resume(tags_of(body.tags))
+    return json_response(None)
+
+
+@decodes(PauseBody)
+async def pause_generation(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Stop between two steps: abort all requests, retract them (their memory is free), or keep them in place."""
+    body = await read_optional(http, PauseBody)
+    await pause(core, mode_of(body.mode))
+    return json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+
+@decodes(ContinueBody)
+async def continue_generation(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Let generation continue. Answers 400, and continues, if an update left layers without all their tensors."""
+    await read_optional(http, ContinueBody)
+    try:
+        await resume(core)
+    except CheckpointError as error:
+        raise InvalidRequest(str(error)) from error
+    return json_response({"message": "Generation continued successfully.", "status": "ok"})
+
+
+@decodes(SlowDownBody)
+async def slow_down(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Wait this many seconds before each step, to test how clients behave; null ends it."""
+    body = await read_optional(http, SlowDownBody)
+    for scheduler in core.schedulers:
+        scheduler.delay_s = body.forward_sleep_time or 0.0
+    return json_response(None)
+
+
+async def read_optional(http: HttpRequest, cls: type[Body]) -> Body:
+    """Return the decoded body, or the defaults if there is none."""
+    if http.headers.get("content-length", "0") == "0" and "transfer-encoding" not in http.headers:
+        return cls()
+    return await read_body(http, lambda raw: decode(cls, parse_object(raw)))
