@@ -111,6 +111,8 @@ class SchedulerPlan(Section):
     max_step_drafts: int = 256  # maximum number of draft tokens per step
     max_lookup_drafts: int = 0  # those of prompt lookup; 0: it proposes none
     max_model_drafts: int = 0  # those of a draft model or head; 0: there is none
+    # Least quotient of tokens per second with and without drafts for which steps have drafts; None: all steps may.
+    min_draft_gain: float | None = None
     overlap_drafts: bool = False  # whether a sequence may enter the next step while the result of its drafts is unknown
     overlap_draws: bool = False  # the same of sequences whose tokens are drawn by their output position
     draft_windows: tuple[int, int] = (2, 8)  # smallest and largest n-gram that prompt lookup compares

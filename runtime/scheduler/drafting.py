@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from runtime.batch import Batch
 from runtime.config.plan import SchedulerPlan
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import DraftCounts
@@ -11,6 +12,7 @@ from runtime.scheduler.request_tables import Running
 from runtime.scheduler.sampling import forbids_ends
 from runtime.sequence import Sequence
 from runtime.speculative.chain import ChainDrafter
+from runtime.speculative.gain import DraftGain
 from runtime.speculative.model_drafts import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
 
@@ -34,6 +36,8 @@ class Drafting:
         # A row after drafts in flight begins at an unknown position, but recurrent layers need exact positions.
         self._follows = plan.overlap_drafts and all(kind.steps_back is None for kind in cache.kinds)
         self._follows_draws = plan.overlap_draws
+        # None: drafts are proposed whether or not they make steps faster.
+        self._gain = DraftGain(plan.min_draft_gain) if plan.min_draft_gain is not None else None
         self._cache = cache
         self._running = running
 
@@ -53,6 +57,8 @@ class Drafting:
         `num_drafted` is the number of ids that other rows of the step propose.
         """
         proposed: dict[Sequence, list[int]] = {}
+        if self._gain is not None and not self._gain.allows(len(self._running)):
+            return proposed
         left = self._max_step - num_drafted
         share = left // max(len(decodes), 1) if self.by_model else left  # a model proposes as many for each sequence
         for sequence in decodes:
@@ -76,6 +82,12 @@ class Drafting:
         sequence.draft_counts = (sequence.draft_counts or DraftCounts()).plus(num_proposed, num_accepted)
         if sequence.drafter is not None:
             sequence.drafter.note(num_proposed, num_accepted, len(sequence.ids))
+
+    def note_step(self, batch: Batch, num_tokens: int, seconds: float) -> None:
+        """Record an applied step, to learn whether drafts make steps faster. Steps with prompts do not count."""
+        if self._gain is not None and num_tokens and not batch.stats.num_prompt_tokens:
+            drafted = batch.drafts is not None
+            self._gain.note(len(self._running), drafted=drafted, num_tokens=num_tokens, seconds=seconds)
 
     def may_follow(self, sequence: Sequence) -> bool:
         """Return whether a sequence with drafts in flight may be in the next step, with a row that follows the drafts.

@@ -92,6 +92,10 @@ class Scheduler:
         """Set the average time of a decode step; None if it is unknown."""
         self._fast_forward.step_s = step_s
 
+    def note_step(self, batch: Batch, num_tokens: int, seconds: float) -> None:
+        """Record the number of new tokens of an applied step, and its time."""
+        self._drafting.note_step(batch, num_tokens, seconds)
+
     def note_prompt_time(self, token_s: float | None) -> None:
         """Set the average time to compute one prompt token; None if it is unknown."""
         if self._cache.tier is not None and token_s is not None:

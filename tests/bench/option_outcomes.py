@@ -51,6 +51,8 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "speculative_draft_model_revision": _STANDALONE,
     "speculative_num_steps": _STANDALONE,
     "speculative_num_draft_tokens": _NGRAM,
+    "speculative_adaptive": _NGRAM,
+    "speculative_ngram_branch_length": _NGRAM,
     "speculative_ngram_min_match_window_size": _NGRAM,
     "speculative_ngram_max_match_window_size": _NGRAM,
     "quantization_param_path": {"kv_cache_dtype": "fp8_e4m3"},
@@ -60,6 +62,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
 _EXAMPLES: Mapping[str, Any] = {
     "public_origin": "https://models.example",
     "speculative_config": {"method": "ngram"},
+    "speculative_adaptive": {"min_gain": 1.5},
     "lora_paths": ["adapter"],
     "max_loaded_loras": 8,
     "chat_template": "chat.jinja",

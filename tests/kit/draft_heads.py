@@ -57,6 +57,7 @@ class TinyHead:
     def options(self) -> dict[str, Any]:
         """Options of the engine."""
         options: dict[str, Any] = {"model_path": str(self.target), "speculative_algorithm": self.algorithm}
+        options["speculative_adaptive"] = {"enabled": False}  # drafts do not depend on measured times
         if self.algorithm != "NEXTN":
             options["speculative_draft_model_path"] = str(self.head)
         return options

@@ -18,7 +18,8 @@ from runtime.worker.model_runner import ModelRunner
 from serve import Engine
 from serve.demo import demo_path
 
-NGRAM = {"speculative_algorithm": "NGRAM"}
+ALWAYS = {"speculative_adaptive": {"enabled": False}}  # drafts do not depend on measured times
+NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM", **ALWAYS}
 DEMO = Path(demo_path() or "")
 LINES = [f"{number}. The red fox number {number} runs over the hill." for number in range(10)]
 EDIT = "Repeat this list exactly:\n" + "\n".join(LINES) + "\n\nAgain:\n" + LINES[0] + "\n1. The red"
@@ -77,7 +78,7 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(last)}
     assert len(kept) < len(tensors)
     save_file(kept, folder / "model.safetensors")
-    return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder)}
+    return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder), **ALWAYS}
 
 
 @pytest.fixture(scope="module")
@@ -119,9 +120,18 @@ async def test_tokens_with_lookup_before_a_draft_model_are_those_of_plain_decodi
     assert max(lengths) > 2
 
 
+@pytest.mark.parametrize("method", ["NGRAM", "NGRAM,STANDALONE"])
+async def test_drafts_by_measured_times_do_not_change_tokens(
+    method: str, draft: dict[str, Any], plain: list[list[int]]
+) -> None:
+    path = {"speculative_draft_model_path": draft["speculative_draft_model_path"]} if "," in method else {}
+    found = await answers(speculative_algorithm=method, **path)
+    assert [answer[IDS] for answer in found] == plain
+
+
 async def test_a_draft_model_like_the_target_is_always_right(plain: list[list[int]]) -> None:
     """Its drafts come from a KV cache of its own, with cached prefixes and after chunks too."""
-    own = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(DEMO)}
+    own = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(DEMO), **ALWAYS}
     found = await answers(**own, speculative_num_steps=3, chunked_prefill_size=16)
     assert [answer[IDS] for answer in found] == plain
     drawn = [answer["meta_info"] for answer in found[2 : len(found) // 2 : len(PARAMS)]]

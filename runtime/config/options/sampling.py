@@ -85,6 +85,14 @@ class SpeculativeArgs:
         plan="scheduler.max_drafts",
         other_unit=True,
     )
+    speculative_adaptive: Json = option(
+        {},
+        "JSON object. enabled (default true): measure steps with and without drafts for each number of running "
+        "sequences, and draft only where this is faster. min_gain (default 1.0): least quotient of tokens per second "
+        "with and without drafts.",
+        plan="scheduler.min_draft_gain",
+        other_unit=True,
+    )
     speculative_draft_model_path: str | None = option(
         None,
         "Folder or Hub repository of the drafting model, which must have the vocabulary of the served model, or of the "
@@ -139,11 +147,14 @@ class SpeculativeArgs:
     speculative_ngram_max_bfs_breadth: int = planned(
         1, "NGRAM: maximum number of branches of a draft tree.", low=1, instead=ONE_CHAIN
     )
-    speculative_ngram_branch_length: int | None = planned(
+    speculative_ngram_branch_length: int | None = option(
         None,
-        "NGRAM: length of the longest branch of a draft tree.",
+        "NGRAM: longest run of tokens that is proposed. Default: --speculative-num-draft-tokens.",
         low=1,
-        instead="set --speculative-num-draft-tokens, the length of the single chain that is proposed",
+        high=64,
+        plan="scheduler.max_lookup_drafts",
+        other_unit=True,
+        sglang="18",
     )
     speculative_accept_threshold_single: float = planned(
         1.0, "Accept a drafted token if the model gives it at least this probability.", low=0, high=1

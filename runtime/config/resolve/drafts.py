@@ -20,10 +20,15 @@ _ALGORITHMS = {  # option -> the algorithms that read it
     "speculative_draft_model_path": BY_MODEL,
     "speculative_draft_model_revision": BY_MODEL,
     "speculative_num_steps": BY_MODEL,
+    "speculative_adaptive": ("NGRAM", *BY_MODEL),
     "speculative_num_draft_tokens": ("NGRAM", *BY_MODEL),
+    "speculative_ngram_branch_length": ("NGRAM",),
     "speculative_ngram_min_match_window_size": ("NGRAM",),
     "speculative_ngram_max_match_window_size": ("NGRAM",),
 }
+
+
+_NUMBERS = ("max_drafts", "max_lookup_drafts", "max_model_drafts")
 
 
 def draft_plan(builder: PlanBuilder) -> DraftPlan:
@@ -59,6 +64,7 @@ def draft_decisions(
     return {
         **_max_drafts(builder, gpu, facts),
         "max_step_drafts": step_drafts,
+        "min_draft_gain": _min_gain(builder),
         "overlap_drafts": _overlap_drafts(builder, gpu, kernels, overlap=overlap),
         "overlap_draws": Decision(gpu is None, "positions are known" if gpu is None else "positions are unknown"),
         "draft_windows": _draft_windows(builder),
@@ -119,20 +125,23 @@ def _check_used(builder: PlanBuilder, option: str, algorithms: tuple[str, ...]) 
 def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dict[str, Decision]:
     algorithm, model = builder.args.speculative.speculative_algorithm, model_method(builder)
     if algorithm is None:
-        return {"max_drafts": Decision(0, "no --speculative-algorithm is set")}
+        return dict.fromkeys(_NUMBERS, Decision(0, "no --speculative-algorithm is set"))
     why = _no_drafts_because(builder, gpu, facts, model)
     if why is not None:
         builder.refuse("speculative_algorithm", f"--speculative-algorithm {algorithm}: {why}, or leave it out.")
-        return {"max_drafts": Decision(0, why)}
-    decisions: dict[str, Decision] = {}
+        return dict.fromkeys(_NUMBERS, Decision(0, why))
+    decisions = dict.fromkeys(_NUMBERS, Decision(0, "by --speculative-algorithm"))
     if model is not None:
         decisions["max_model_drafts"] = _model_drafts(builder, model, chained=algorithm != model, facts=facts)
     if "NGRAM" in methods(builder):
         most = MAX_DRAFTS if model is None or not facts.recurrent else 1
-        decisions["max_lookup_drafts"] = builder.follow_or(
+        decisions["max_lookup_drafts"] = lookup = builder.follow_or(
             "speculative_num_draft_tokens", most, "the default for prompt lookup"
         )
-    return {"max_drafts": max(decisions.values(), key=lambda each: each.value), **decisions}
+        longest = builder.args.speculative.speculative_ngram_branch_length
+        if longest is not None and longest < lookup.value:
+            decisions["max_lookup_drafts"] = Decision(longest, "by --speculative-ngram-branch-length")
+    return {**decisions, "max_drafts": max(decisions.values(), key=lambda each: each.value)}
 
 
 def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts, model: str | None) -> str | None:
@@ -193,6 +202,24 @@ def _overlap_drafts(builder: PlanBuilder, gpu: Gpu | None, kernels: KernelPlan, 
     if kernels.logits_folder is not None:
         return Decision(False, "dumped logits need exact positions")
     return Decision(True, f"{attention} reads the lengths of rows on the device")
+
+
+def _min_gain(builder: PlanBuilder) -> Decision[float | None]:
+    args = builder.args.speculative
+    fields, flag = args.speculative_adaptive, "--speculative-adaptive"
+    unknown = fields.keys() - {"enabled", "min_gain"}
+    enabled, gain = fields.get("enabled", True), fields.get("min_gain", 1.0)
+    if unknown:
+        builder.refuse("speculative_adaptive", f"{flag}: {', '.join(sorted(unknown))} is not enabled or min_gain.")
+    elif type(enabled) is not bool:
+        builder.refuse("speculative_adaptive", f"{flag}: enabled must be true or false, not {enabled!r}.")
+    elif isinstance(gain, bool) or not isinstance(gain, int | float) or not 0 < gain <= 100:
+        builder.refuse("speculative_adaptive", f"{flag}: min_gain must be a number from above 0 to 100, not {gain!r}.")
+    elif args.speculative_algorithm is None:
+        return Decision(None, "no --speculative-algorithm is set")
+    elif enabled:
+        return Decision(float(gain), "drafts must make steps faster")
+    return Decision(None, "by --speculative-adaptive")
 
 
 def _draft_windows(builder: PlanBuilder) -> Decision[tuple[int, int]]:

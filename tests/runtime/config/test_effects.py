@@ -62,6 +62,7 @@ VALUES: dict[str, list[Any]] = {
     "public_origin": ["https://models.example"],
     "device": ["cpu"],
     "speculative_config": [{"method": "ngram", "num_speculative_tokens": 3}],
+    "speculative_adaptive": [{"min_gain": 1.5}],
     "chat_template": ["llama-3"],
     "completion_template": ["star_coder"],
     "tokenizer_worker_num": [3],

@@ -1,0 +1,51 @@
+"""Drafts go on where they bring more tokens per second, and are tried again where they did not."""
+
+from __future__ import annotations
+
+import pytest
+
+from runtime.speculative.gain import LONGEST_INTERVAL, TRIAL, DraftGain
+
+
+def share_with_drafts(gain: DraftGain, *, drafted_s: float, tokens: int, num_steps: int = 4000, rows: int = 1) -> float:
+    """Return the share of steps with drafts, if they take `drafted_s` and others 1 s for each token."""
+    count = 0
+    for _ in range(num_steps):
+        drafted = gain.allows(rows)
+        count += drafted
+        seconds = drafted_s if drafted else 1.0
+        gain.note(rows, drafted=drafted, num_tokens=tokens if drafted else 1, seconds=seconds)
+    return count / num_steps
+
+
+@pytest.mark.parametrize(("drafted_s", "tokens", "low", "high"), [(1.5, 2, 0.97, 1.0), (2.5, 2, 0.0, 0.03)])
+def test_the_faster_kind_of_steps_prevails(drafted_s: float, tokens: int, low: float, high: float) -> None:
+    assert low <= share_with_drafts(DraftGain(), drafted_s=drafted_s, tokens=tokens) <= high
+
+
+def test_loads_are_measured_separately() -> None:
+    gain = DraftGain()
+    assert share_with_drafts(gain, drafted_s=5.0, tokens=2, rows=8) < 0.05
+    assert gain.allows(1)
+    assert share_with_drafts(gain, drafted_s=1.0, tokens=2, rows=1) > 0.95
+
+
+def test_a_change_is_noticed_within_the_longest_interval() -> None:
+    gain = DraftGain()
+    share_with_drafts(gain, drafted_s=5.0, tokens=2)
+    steps = LONGEST_INTERVAL + 8 * TRIAL
+    share_with_drafts(gain, drafted_s=1.0, tokens=3, num_steps=steps)
+    assert share_with_drafts(gain, drafted_s=1.0, tokens=3) > 0.95
+
+
+def test_a_delayed_step_does_not_decide() -> None:
+    gain = DraftGain()
+    share_with_drafts(gain, drafted_s=1.0, tokens=2, num_steps=200)
+    for _ in range(3):
+        gain.note(1, drafted=True, num_tokens=2, seconds=1000.0)
+        share_with_drafts(gain, drafted_s=1.0, tokens=2, num_steps=30)
+    assert share_with_drafts(gain, drafted_s=1.0, tokens=2, num_steps=1000) > 0.8
+
+
+def test_a_higher_gain_may_be_asked_for() -> None:
+    assert share_with_drafts(DraftGain(min_gain=2.0), drafted_s=1.5, tokens=2) < 0.05
