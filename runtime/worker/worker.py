@@ -101,7 +101,7 @@ class WorkerSetup:
     def decode(cls, body: Mapping[str, Any], path: str | None) -> Self:
         """Decode JSON. `path` is this machine's path of the target's checkpoint, if it differs from the sender's."""
 
-        def model(name: str, facts: dict[str, Any], plan: dict[str, Any], takes_media: bool) -> ModelSetup:
+        def model(name: str, facts: dict[str, Any], plan: dict[str, Any], takes_media: bool = False) -> ModelSetup:
             here = {"path": path} if path is not None and name == TARGET else {}
             facts = {**facts, **here, "eos_ids": frozenset(facts["eos_ids"])}
             facts["pooling"] = Pooling.decode(facts.get("pooling"))
