@@ -139,7 +139,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         file="with_triton",
         kernels="our own in Triton",
         needs=GpuWith("triton"),
-        max_head_dim=256,
+        max_head_dim=576,  # latent vectors of MLA: 512 and 64
         captured=True,
         decode_settings={
             "triton_attention_num_kv_splits": "num_kv_splits",

@@ -3,8 +3,9 @@
 Both kernels iterate over the keys of a row in tiles with a running softmax (FlashAttention, arXiv 2205.14135). A tile
 of queries has all heads that share a kv head. The keys of single-token rows are split, and a second kernel merges the
 splits (Flash-Decoding, pytorch.org/blog/flash-decoding). Splits depend only on the row, so a row's result does not
-depend on the batch. Grids depend only on shapes, and all other values are read on the device, so that a CUDA graph can
-capture the launches.
+depend on the batch. Wide heads, such as the latent vectors of MLA (576 = 512 + 64), are computed in two parts, each a
+power of two; if values are in the keys' memory, a tile is loaded once. Grids depend only on shapes, and all other
+values are read on the device, so that a CUDA graph can capture the launches.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -23,9 +24,10 @@ from ops.attention import Attend, AttentionMetadata, AttentionOptions
 
 MIN_SPLIT_TOKENS = 256  # minimum number of keys per split of long rows; short rows have splits of half as many
 SPLIT_PROGRAMS = 256  # a long row alone has about this number of programs: about two per multiprocessor
-MAX_SPLITS = 64  # bounds the memory for partial results
+MAX_SPLITS, MAX_SPLIT_BYTES = 64, 5 * 2**19  # of one row's partial results
 # A decode step has more programs, so that long rows do not wait for short ones: at least MIN_PARTS per row and head.
 STEP_PROGRAMS, MIN_PARTS = 2048, 4
+WIDE_ROWS = 32  # query rows of a tile with heads of more than 256 dimensions
 # Loads of page numbers, keys and values are stages of a loop too. With fewer stages there is one buffer for keys on
 # sm_80 or sm_90, and loads wait for products.
 DECODE_STAGES = PREFILL_STAGES = 5
@@ -63,7 +65,8 @@ def attend(
         "HAS_SLOPES": options.slopes is not None,
         "GROUP": q.shape[1] // k_pool.shape[1],
         "DIM": q.shape[2],
-        "DIM_BLOCK": max(16, triton.next_power_of_2(q.shape[2])),
+        **_dim_blocks(q.shape[2]),
+        "VALUES_IN_KEYS": k_pool.data_ptr() == v_pool.data_ptr(),
         "PAGE": metadata.page_size,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
     }
@@ -74,7 +77,7 @@ def attend(
         if split_tile_tokens is not None:
             num_kv_splits = triton.cdiv(longest, split_tile_tokens)
         elif num_kv_splits is None:
-            num_kv_splits = _num_splits(k_pool.shape[1] * _heads_blocks(shared["GROUP"])[1])
+            num_kv_splits = _num_splits(k_pool.shape[1] * _heads_blocks(shared)[1], q[0].numel() * 4)
         splits = {"SPLITS": num_kv_splits, "SPLIT_TILE": split_tile_tokens}
         _decode(q, k_pool, v_pool, sinks, slopes, out, metadata, splits, shared)
     if any(count > 1 for count in metadata.counts_host):
@@ -85,6 +88,14 @@ def attend(
 def make_attend(num_kv_splits: int | None = None, split_tile_tokens: int | None = None) -> Attend:
     """Return `attend` with these settings."""
     return partial(attend, num_kv_splits=num_kv_splits, split_tile_tokens=split_tile_tokens)
+
+
+def _dim_blocks(dim: int) -> dict[str, int]:
+    """Return the sizes of the two parts of a head. The second one is 0 for heads of up to 256 dimensions."""
+    if dim <= 256:
+        return {"DIM_BLOCK": max(16, triton.next_power_of_2(dim)), "REST_BLOCK": 0}
+    first = 1 << (dim.bit_length() - 1)
+    return {"DIM_BLOCK": first, "REST_BLOCK": max(16, triton.next_power_of_2(dim - first)) if dim > first else 0}
 
 
 def _decode(
@@ -99,8 +110,8 @@ def _decode(
     shared: dict[str, Any],
 ) -> None:
     (_, num_heads, dim), num_kv_heads = q.shape, k_pool.shape[1]
-    num_rows, num_splits, group = len(metadata.counts_host), splits["SPLITS"], shared["GROUP"]
-    heads_block, num_blocks = _heads_blocks(group)
+    num_rows, num_splits = len(metadata.counts_host), splits["SPLITS"]
+    heads_block, num_blocks = _heads_blocks(shared)
     num_parts = max(MIN_PARTS, triton.cdiv(STEP_PROGRAMS, num_rows * num_kv_heads * num_blocks))
     parts = torch.empty(num_rows, num_heads, num_splits, dim, dtype=torch.float32, device=q.device)
     masses = torch.empty(num_rows, num_heads, num_splits, dtype=torch.float32, device=q.device)
@@ -122,7 +133,7 @@ def _decode(
         MIN_SPLIT=MIN_SPLIT_TOKENS,
         **splits,
         **{name: value for name, value in shared.items() if name not in ("v_scale", "HAS_SINKS")},
-        num_warps=4,
+        num_warps=8 if shared["DIM_BLOCK"] > 256 else 4,
         num_stages=DECODE_STAGES,
     )
     _merge_kernel[(num_rows, num_heads)](
@@ -139,20 +150,25 @@ def _decode(
         **splits,
         HAS_SINKS=shared["HAS_SINKS"],
         DIM=dim,
-        DIM_BLOCK=shared["DIM_BLOCK"],
+        DIM_BLOCK=triton.next_power_of_2(dim),
         num_warps=1,
     )
 
 
-def _heads_blocks(group: int) -> tuple[int, int]:
+def _heads_blocks(shared: dict[str, Any]) -> tuple[int, int]:
     """Return the number of query heads in a decode tile, and the number of tiles per kv head."""
-    heads_block = min(64, max(16, triton.next_power_of_2(group)))
-    return heads_block, triton.cdiv(group, heads_block)
+    most = WIDE_ROWS if shared["DIM_BLOCK"] > 256 else 64
+    heads_block = min(most, max(16, triton.next_power_of_2(shared["GROUP"])))
+    return heads_block, triton.cdiv(shared["GROUP"], heads_block)
 
 
-def _num_splits(num_tiles: int) -> int:
-    """Return the largest number of splits of a row with this number of tiles of heads. It depends on the model only."""
-    return min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(SPLIT_PROGRAMS, num_tiles)))
+def _num_splits(num_tiles: int, split_bytes: int) -> int:
+    """Return the largest number of splits of a row, a power of two. It depends on the model only.
+
+    A row has `num_tiles` tiles of heads, and a partial result of `split_bytes` per split.
+    """
+    most = max(1, min(MAX_SPLITS, MAX_SPLIT_BYTES // split_bytes, triton.cdiv(SPLIT_PROGRAMS, num_tiles)))
+    return 1 << (most.bit_length() - 1)
 
 
 def _prefill(
@@ -166,9 +182,8 @@ def _prefill(
     shared: dict[str, Any],
 ) -> None:
     num_rows, num_kv_heads, group = len(metadata.counts_host), k_pool.shape[1], shared["GROUP"]
-    rows_block = max(_queries_block(q, shared), triton.next_power_of_2(group))
-    tokens_block = rows_block // group
-    _prefill_kernel[(q.shape[0] // tokens_block + num_rows, num_kv_heads)](
+    rows_block = _queries_block(q, shared)
+    _prefill_kernel[(q.shape[0] * group // rows_block + num_rows, num_kv_heads)](
         q,
         k_pool,
         v_pool,
@@ -184,7 +199,6 @@ def _prefill(
         q.stride(1),
         KV_HEADS=num_kv_heads,
         ROWS_BLOCK=rows_block,
-        TOKENS_BLOCK=tokens_block,
         KEYS_BLOCK=_keys_block(q, shared),
         **shared,
         num_warps=8,
@@ -196,6 +210,8 @@ def _queries_block(q: Tensor, shared: dict[str, Any]) -> int:
     """Return the number of rows of a query tile whose queries and sums fit in a program's registers."""
     if q.dtype.itemsize == 4:
         return 16
+    if shared["DIM_BLOCK"] > 256:
+        return WIDE_ROWS
     return 128 if shared["DIM_BLOCK"] <= 128 else 64
 
 
@@ -230,6 +246,8 @@ def _decode_kernel(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
     PAGE: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     KEYS_BLOCK: tl.constexpr,
@@ -247,11 +265,16 @@ def _decode_kernel(
     in_group = tl.program_id(1) % blocks * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)  # [heads]
     heads, dims = kv_head * GROUP + in_group, tl.arange(0, DIM_BLOCK)
     inside = (in_group[:, None] < GROUP) & (dims[None, :] < DIM)
+    rest_dims = DIM_BLOCK + tl.arange(0, REST_BLOCK if REST_BLOCK else 1)
+    rest_inside = (in_group[:, None] < GROUP) & (rest_dims[None, :] < DIM)
 
     position = tl.load(starts + row)
     low, size, first, last = _splits_of(position, WINDOW, CHUNKED, SPLITS, SPLIT_TILE, MIN_SPLIT)
     offsets = token.to(tl.int64) * q_token_stride + heads * q_head_stride
     queries = tl.load(q + offsets[:, None] + dims[None, :], mask=inside, other=0.0)
+    rest_queries = (
+        tl.load(q + offsets[:, None] + rest_dims[None, :], mask=rest_inside, other=0.0) if REST_BLOCK else None
+    )
     positions = tl.zeros([HEADS_BLOCK], tl.int32) + position
     pages = page_table + row.to(tl.int64) * table_stride
     slope = tl.load(slopes + heads, mask=in_group < GROUP, other=0.0) if HAS_SLOPES else None
@@ -262,12 +285,16 @@ def _decode_kernel(
         peak = tl.full([HEADS_BLOCK], LOWEST, tl.float32)
         total = tl.zeros([HEADS_BLOCK], tl.float32)
         summed = tl.zeros([HEADS_BLOCK, DIM_BLOCK], tl.float32)
-        peak, total, summed = _over_keys(
-            queries, positions, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale, slope,
-            WINDOW, CHUNKED, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
+        rest_summed = tl.zeros([HEADS_BLOCK, REST_BLOCK], tl.float32) if REST_BLOCK else None
+        peak, total, summed, rest_summed = _over_keys(
+            queries, rest_queries, positions, begin, end, peak, total, summed, rest_summed, k_pool, v_pool, pages,
+            kv_head, scale, slope, WINDOW, CHUNKED, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, REST_BLOCK, VALUES_IN_KEYS,
+            PAGE, KEYS_BLOCK, PRECISION,
         )  # fmt: skip
         offset = (row.to(tl.int64) * KV_HEADS * GROUP + heads) * SPLITS + split  # [heads]
         tl.store(parts + offset[:, None] * DIM + dims[None, :], summed / total[:, None], mask=inside)
+        if REST_BLOCK:
+            tl.store(parts + offset[:, None] * DIM + rest_dims[None, :], rest_summed / total[:, None], mask=rest_inside)
         tl.store(masses + offset, peak + tl.log2(total), mask=in_group < GROUP)
 
 
@@ -361,41 +388,48 @@ def _prefill_kernel(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
     PAGE: tl.constexpr,
-    ROWS_BLOCK: tl.constexpr,  # rows of the query tile: TOKENS_BLOCK tokens times GROUP heads, and padding
-    TOKENS_BLOCK: tl.constexpr,
+    ROWS_BLOCK: tl.constexpr,  # pairs of a token and a head in a query tile
     KEYS_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # Row b has the programs from number query_starts[b] // TOKENS_BLOCK + b up to the first program of row b + 1. They
-    # are always enough for its tokens.
+    # Row b has the programs from number query_starts[b] * GROUP // ROWS_BLOCK + b up to the first program of row b + 1.
+    # They are always enough for its pairs of a token and a head.
     program, kv_head = tl.program_id(0), tl.program_id(1)
     row, end_row = 0, num_rows
     while end_row - row > 1:
         middle = (row + end_row) // 2
-        if tl.load(query_starts + middle) // TOKENS_BLOCK + middle <= program:
+        if tl.load(query_starts + middle) * GROUP // ROWS_BLOCK + middle <= program:
             row = middle
         else:
             end_row = middle
     token = tl.load(query_starts + row)
     count = tl.load(query_starts + row + 1) - token
-    first = (program - token // TOKENS_BLOCK - row) * TOKENS_BLOCK
-    if (count == 1) | (first >= count):
+    first = (program - token * GROUP // ROWS_BLOCK - row) * ROWS_BLOCK
+    if (count == 1) | (first >= count * GROUP):
         return
 
-    tile_rows, dims = tl.arange(0, ROWS_BLOCK), tl.arange(0, DIM_BLOCK)
-    tokens, heads = first + tile_rows // GROUP, kv_head * GROUP + tile_rows % GROUP  # [ROWS_BLOCK]
-    is_query = (tile_rows < TOKENS_BLOCK * GROUP) & (tokens < count)
+    pairs, dims = first + tl.arange(0, ROWS_BLOCK), tl.arange(0, DIM_BLOCK)
+    tokens, heads = pairs // GROUP, kv_head * GROUP + pairs % GROUP  # [ROWS_BLOCK]
+    is_query = tokens < count
     inside = is_query[:, None] & (dims[None, :] < DIM)
+    rest_dims = DIM_BLOCK + tl.arange(0, REST_BLOCK if REST_BLOCK else 1)
+    rest_inside = is_query[:, None] & (rest_dims[None, :] < DIM)
     flat = (token + tokens).to(tl.int64)
     offset = flat * q_token_stride + heads * q_head_stride
     queries = tl.load(q + offset[:, None] + dims[None, :], mask=inside, other=0.0)
+    rest_queries = (
+        tl.load(q + offset[:, None] + rest_dims[None, :], mask=rest_inside, other=0.0) if REST_BLOCK else None
+    )
 
     start = tl.load(starts + row)
-    end = start + tl.minimum(first + TOKENS_BLOCK, count)
+    end = start + tl.minimum((first + ROWS_BLOCK - 1) // GROUP + 1, count)
     begin = 0
     if WINDOW is not None:
-        begin = (start + first) // WINDOW * WINDOW if CHUNKED else tl.maximum(start + first - WINDOW + 1, 0)
+        earliest = start + first // GROUP
+        begin = earliest // WINDOW * WINDOW if CHUNKED else tl.maximum(earliest - WINDOW + 1, 0)
         begin = begin // KEYS_BLOCK * KEYS_BLOCK
     peak = tl.full([ROWS_BLOCK], LOWEST, tl.float32)
     total = tl.zeros([ROWS_BLOCK], tl.float32)
@@ -403,26 +437,33 @@ def _prefill_kernel(
         peak = tl.load(sinks + heads, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
         total += 1.0
     summed = tl.zeros([ROWS_BLOCK, DIM_BLOCK], tl.float32)
+    rest_summed = tl.zeros([ROWS_BLOCK, REST_BLOCK], tl.float32) if REST_BLOCK else None
     pages = page_table + tl.cast(row, tl.int64) * table_stride
     slope = tl.load(slopes + heads, mask=is_query, other=0.0) if HAS_SLOPES else None
-    peak, total, summed = _over_keys(
-        queries, start + tokens, begin, end, peak, total, summed, k_pool, v_pool, pages, kv_head, scale, slope,
-        WINDOW, CHUNKED, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, PAGE, KEYS_BLOCK, PRECISION,
+    peak, total, summed, rest_summed = _over_keys(
+        queries, rest_queries, start + tokens, begin, end, peak, total, summed, rest_summed, k_pool, v_pool, pages,
+        kv_head, scale, slope, WINDOW, CHUNKED, SOFT_CAP, KV_HEADS, DIM, DIM_BLOCK, REST_BLOCK, VALUES_IN_KEYS,
+        PAGE, KEYS_BLOCK, PRECISION,
     )  # fmt: skip
     packed = (flat * (KV_HEADS * GROUP) + heads) * DIM
     result = summed / total[:, None] * v_scale
     tl.store(out + packed[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=inside)
+    if REST_BLOCK:
+        rest = rest_summed / total[:, None] * v_scale
+        tl.store(out + packed[:, None] + rest_dims[None, :], rest.to(out.dtype.element_ty), mask=rest_inside)
 
 
 @triton.jit
 def _over_keys(
-    queries,  # [M, DIM]
+    queries,  # [M, DIM_BLOCK]
+    rest_queries,  # [M, REST_BLOCK], or None
     positions,  # [M]
     begin,
     end,
     peak,  # [M], the largest score so far, times log2(e)
     total,  # [M], the sum of the weights 2 ** (score * log2(e) - peak)
-    summed,  # [M, DIM], the sum of the values times these weights
+    summed,  # [M, DIM_BLOCK], the sum of the values times these weights
+    rest_summed,  # [M, REST_BLOCK], or None
     k_pool,
     v_pool,
     pages,  # [W], the pages of one row
@@ -435,19 +476,27 @@ def _over_keys(
     KV_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_BLOCK: tl.constexpr,
+    REST_BLOCK: tl.constexpr,
+    VALUES_IN_KEYS: tl.constexpr,
     PAGE: tl.constexpr,
     KEYS_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add the keys at positions begin .. end - 1 that each query may see to its running softmax."""
     dims = tl.arange(0, DIM_BLOCK)
+    rest_dims = DIM_BLOCK + tl.arange(0, REST_BLOCK if REST_BLOCK else 1)
     for base in range(begin, end, KEYS_BLOCK):
         keys = base + tl.arange(0, KEYS_BLOCK)  # [N], positions of the keys
         page = tl.load(pages + keys // PAGE, mask=keys < end, other=0).to(tl.int64)
         offset = ((page * KV_HEADS + kv_head) * PAGE + keys % PAGE) * DIM
         inside = (keys < end)[:, None] & (dims < DIM)[None, :]
         k = tl.load(k_pool + offset[:, None] + dims[None, :], mask=inside, other=0.0)  # [N, DIM]
-        scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision=PRECISION) * scale  # [M, N]
+        scores = tl.dot(queries, tl.trans(k.to(queries.dtype)), input_precision=PRECISION)  # [M, N]
+        if REST_BLOCK:
+            rest_inside = (keys < end)[:, None] & (rest_dims < DIM)[None, :]
+            rest_k = tl.load(k_pool + offset[:, None] + rest_dims[None, :], mask=rest_inside, other=0.0)
+            scores += tl.dot(rest_queries, tl.trans(rest_k.to(queries.dtype)), input_precision=PRECISION)
+        scores *= scale
         if SOFT_CAP is not None:
             scores = SOFT_CAP * (
                 2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0
@@ -463,9 +512,17 @@ def _over_keys(
         scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, axis=1))
         weights, kept = tl.exp2(scores - higher[:, None]), tl.exp2(peak - higher)
-        v = tl.load(v_pool + offset[:, None] + dims[None, :], mask=inside, other=0.0)  # [N, DIM]
+        v = k
+        if not VALUES_IN_KEYS:
+            v = tl.load(v_pool + offset[:, None] + dims[None, :], mask=inside, other=0.0)  # [N, DIM_BLOCK]
         added = tl.dot(weights.to(queries.dtype), v.to(queries.dtype), input_precision=PRECISION)
         summed = summed * kept[:, None] + added
+        if REST_BLOCK:
+            rest_v = rest_k
+            if not VALUES_IN_KEYS:
+                rest_v = tl.load(v_pool + offset[:, None] + rest_dims[None, :], mask=rest_inside, other=0.0)
+            added = tl.dot(weights.to(queries.dtype), rest_v.to(queries.dtype), input_precision=PRECISION)
+            rest_summed = rest_summed * kept[:, None] + added
         total = total * kept + tl.sum(weights, axis=1)
         peak = higher
-    return peak, total, summed
+    return peak, total, summed, rest_summed

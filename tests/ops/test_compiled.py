@@ -121,6 +121,12 @@ def _attend(
     attend(q, *pools, _places(counts, page, width), AttentionOptions(scale=dim**-0.5, **options))
 
 
+def _attend_latent(counts: list[int], *, heads: int = 16, dtype: torch.dtype = BF16) -> None:
+    """DeepSeek's latent vectors: values are in the memory of the keys."""
+    q, pool = torch.empty(sum(counts), heads, 576, dtype=dtype), torch.empty(64, 1, PAGE, 576, dtype=dtype)
+    _backend("attention").attend(q, pool, pool, _places(counts), AttentionOptions(scale=0.1))
+
+
 def _choose() -> None:
     _backend("sampling").choose(torch.empty(4, 151_936), rows(4))
 
@@ -195,6 +201,7 @@ CALLS: Mapping[str, Callable[[], None]] = {
     ),
     "attend with slopes": lambda: _attend(BOTH, slopes=torch.empty(HEADS)),
     "attend fp8 e4m3": lambda: _attend(BOTH, pool_dtype=torch.float8_e4m3fn, k_scale=0.5),
+    "attend to latent vectors": lambda: _attend_latent(BOTH),
     "attend with head dim 256": lambda: _attend(BOTH, dim=256),
 }
 # Further types and shapes, for the slow pass.
@@ -223,6 +230,8 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "attend fp16 with head dim 64": lambda: _attend(BOTH, dim=64, dtype=torch.float16),
     "attend fp32": lambda: _attend(BOTH, dtype=torch.float32),
     "attend fp32 with head dim 256": lambda: _attend(BOTH, dim=256, dtype=torch.float32),
+    "attend to latent vectors with 128 heads": lambda: _attend_latent(BOTH, heads=128),
+    "attend with head dim 512": lambda: _attend(BOTH, dim=512),
     "attend with head dim 80": lambda: _attend(BOTH, dim=80),
     "attend with head dim 96, pages of 1": lambda: _attend(BOTH, dim=96, page=1),
     "attend with head dim 192": lambda: _attend(BOTH, dim=192),
@@ -309,6 +318,14 @@ def test_decode_loads_the_next_keys_during_products(tmp_path: Path) -> None:
     assert 3 * decode.shared_bytes <= SHARED_BYTES[90]  # three blocks fit into a multiprocessor
     assert 3 * 128 * decode.registers <= 2**16
     assert any("LDGSTS" in line and "128" in line for line in machine_code(kernels[0], tmp_path))
+
+
+def test_decode_of_latent_vectors_loads_the_next_ones_during_products(tmp_path: Path) -> None:
+    with compiling_for(90) as kernels:
+        _attend_latent(ONE_EACH)
+    decode = inspect(kernels[0], tmp_path)
+    assert buffers(kernels[0], "32x512xbf16") >= 2
+    assert 2 * decode.shared_bytes <= SHARED_BYTES[90]
 
 
 def test_prefill_multiplies_on_hopper_units_from_several_buffers(tmp_path: Path) -> None:

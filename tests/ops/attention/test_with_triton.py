@@ -11,6 +11,7 @@ import torch
 
 from kernel_cases.attention import CASES, Case, outputs, step
 from kernel_comparison import agree, differ
+from kernel_memory import traffic
 from kernel_mutants import mutant
 from ops.attention import AttentionMetadata, AttentionOptions, native
 
@@ -60,6 +61,36 @@ def test_a_row_gives_the_same_bits_alone_and_in_a_batch(with_triton: ModuleType)
     assert torch.equal(with_triton.attend(q[:1], k_pool, v_pool, first, AttentionOptions(scale=0.2)), together[:1])
 
 
+WIDE_ROWS = ((40, 1), (20, 18), (3, 1))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(WIDE_ROWS, num_heads=5, num_kv_heads=1, head_dim=576),
+        Case(WIDE_ROWS, num_heads=20, num_kv_heads=1, head_dim=576, dtype=torch.float16),
+        Case(WIDE_ROWS, head_dim=320, window=20, sinks=True),
+        Case(WIDE_ROWS, head_dim=512, soft_cap=3.0, k_scale=0.5, v_scale=2.0, pool_dtype=torch.float8_e5m2),
+    ],
+)
+def test_wide_heads_equal_native(case: Case, with_triton: ModuleType) -> None:
+    agree(outputs(with_triton, case), outputs(native, case))
+
+
+@pytest.mark.parametrize("rows", [((40, 1), (3, 1)), ((9, 20),)])
+def test_values_in_keys_are_loaded_once(rows: tuple[tuple[int, int], ...], with_triton: ModuleType) -> None:
+    q, pool, _, inputs = step(Case(rows, num_heads=4, num_kv_heads=1, head_dim=576, dtype=torch.float16))
+    found, reads = [], []
+    for values in (pool, pool.clone()):
+        with traffic() as counted:
+            found.append(with_triton.attend(q, pool, values, inputs, AttentionOptions(scale=0.2)))
+        reads.append((counted.loads_from(pool), counted.loads_from(values)))
+    assert torch.equal(*found)
+    agree(found[:1], [native.attend(q, pool, pool, inputs, AttentionOptions(scale=0.2))])
+    (shared, _), (keys, others) = reads
+    assert shared == keys == others > 0
+
+
 def test_the_number_of_programs_changes_no_bit(with_triton: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(((70, 1), (3, 1)), window=60)
     many = outputs(with_triton, case)
@@ -71,8 +102,11 @@ def test_the_number_of_programs_changes_no_bit(with_triton: ModuleType, monkeypa
 def test_a_long_row_alone_uses_the_whole_gpu() -> None:
     from ops.attention import with_triton
 
-    for num_kv_heads, most in ((8, 32), (4, 64), (1, 64)):
-        assert with_triton._num_splits(num_kv_heads) == most
+    bf16_of_8b, latent_of_16_heads = 32 * 128 * 4, 16 * 576 * 4
+    assert with_triton._num_splits(8, bf16_of_8b) == 32
+    assert with_triton._num_splits(4, bf16_of_8b) == 64
+    assert with_triton._num_splits(1, latent_of_16_heads) == 64
+    assert with_triton._num_splits(4, 8 * latent_of_16_heads) == 8  # bounded by the memory of a row
 
 
 @pytest.mark.slow
@@ -108,8 +142,8 @@ def test_random_batches_equal_native(seed: int, with_triton: ModuleType) -> None
         ("tl.load(sinks + head).to(tl.float32) * LOG2_E", "tl.load(sinks + head).to(tl.float32)"),
         ("summed / total * v_scale", "summed / total"),
         # prefill kernel
-        ("kv_head * GROUP + tile_rows % GROUP", "kv_head * GROUP + 0 * tile_rows"),
-        ("start + tokens, begin", "start + tile_rows, begin"),
+        ("kv_head * GROUP + pairs % GROUP", "kv_head * GROUP + 0 * pairs"),
+        ("start + tokens, begin", "start + pairs, begin"),
         ("peak = tl.load(sinks + heads, mask=is_query, other=0.0)", "peak = 0.0 * heads"),
         # all kernels
         ("scores * (2.0 / SOFT_CAP)", "scores * (1.0 / SOFT_CAP)"),
@@ -117,7 +151,7 @@ def test_random_batches_equal_native(seed: int, with_triton: ModuleType) -> None
         ("keys % PAGE", "keys % PAGE // 2"),
         ("slope[:, None] * (keys[None, :] - positions[:, None])", "slope[:, None] * positions[:, None]"),
         ("tl.load(slopes + heads, mask=in_group < GROUP", "tl.load(slopes + in_group, mask=in_group < GROUP"),
-        ("tl.load(slopes + heads, mask=is_query", "tl.load(slopes + tile_rows % GROUP, mask=is_query"),
+        ("tl.load(slopes + heads, mask=is_query", "tl.load(slopes + pairs % GROUP, mask=is_query"),
     ],
 )
 def test_a_broken_kernel_is_noticed(old: str, new: str, tmp_path: Path) -> None:
