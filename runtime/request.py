@@ -11,7 +11,6 @@ from uuid import uuid4
 from runtime.constraint import Constraint
 from runtime.errors import InvalidRequest
 from runtime.grammar_spec import Grammar, ThinkingLimit
-from runtime.media_source import MediaSource, PromptMedia
 from runtime.sampling_params import MAX_BIASES, SamplingParams, grammars_of
 
 MAX_TOP_LOGPROBS = 128
@@ -46,6 +45,7 @@ class Caller(NamedTuple):
 
     labels: tuple[str, ...] = ()  # values of `ObservePlan.request_labels` from a header
     trace: tuple[tuple[str, str], ...] = ()  # W3C trace-context headers, if requests are traced
+    prefilled: bool = False  # whether a prefill server computes the prompt; its pages are worth waiting for
 
 
 NOBODY = Caller()
@@ -94,9 +94,6 @@ class Request:
     follows: bool = False  # another prompt of the same call was admitted, so the queue admits this one even if full
     shown_special_ids: frozenset[int] = frozenset()  # special tokens that `skip_special_tokens` keeps
     thinking: ThinkingLimit | None = None  # limit of the reasoning block; the constraint enforces it
-    # Images in the order of their placeholders in the text; () once `prompt_media` holds what the encoder made of them.
-    media: tuple[MediaSource, ...] = ()
-    prompt_media: PromptMedia | None = None
     constraint: Constraint | None = None  # made from a grammar, or by Penstock itself
     on_logits: Callable[[list[int], Any], Any] | None = None  # see `LogitsHook`; only callers in this process set it
     counted: bool = True  # whether request metrics count it; False for health checks

@@ -36,6 +36,8 @@ logger = logging.getLogger("penstock.core")
 
 MAX_LOADS = 4  # loads at a time
 FIRST_WAIT_S = 1.0  # longest wait for pages before the speed of prompts is known
+STALL_S = 5.0  # a prefill server that sends no page for this long is not waited for
+PEER_POLL_S = 0.005
 LAYOUT = "1"  # changes whenever pages of equal tokens get other bytes
 
 NO_TIER = "Storage needs --enable-hierarchical-cache, and --hicache-mem-layout page_first if it is attached later."
@@ -195,7 +197,7 @@ class Storage:
         if store is None or not self._tier.attached:
             return
         try:
-            num_found = await anyio.to_thread.run_sync(store.exists, wanted.keys[wanted.first :])
+            num_found = await self._found(store, wanted)
         except Exception as error:  # of the user's own store
             logger.warning("Storage failed: %s: %s", type(error).__name__, error)
             num_found = 0
@@ -214,6 +216,28 @@ class Storage:
         finally:
             self._tier.end_load(wanted, count, time.monotonic() - began_s)
         await self._pushed(*pushed)
+
+    async def _found(self, store: PageStore, wanted: Wanted) -> int:
+        """Return how many of the wanted pages the store has.
+
+        If a prefill server computes the prompt, wait for all of them as long as their number grows.
+        """
+        keys = wanted.keys[wanted.first :]
+        number = await anyio.to_thread.run_sync(store.exists, keys)
+        grown_s = time.monotonic()
+        while (
+            number < len(keys)
+            and any(sequence.request.caller.prefilled for sequence in wanted.sequences)
+            and self._tier.attached
+        ):
+            if time.monotonic() - grown_s > STALL_S:
+                logger.warning("A prefill server sent %d of %d pages; the rest is computed.", number, len(keys))
+                break
+            await asyncio.sleep(PEER_POLL_S)
+            more = await anyio.to_thread.run_sync(store.exists, keys)
+            if more > number:
+                number, grown_s = more, time.monotonic()
+        return number
 
     async def _save(self) -> None:
         """Save pages of the host tier, and remove pages that cannot be trusted."""

@@ -71,6 +71,7 @@ class CachePlan(Section):
     host_gb: int = 0  # 10^9 bytes of the host tier per rank; 0: `host_ratio` decides
     write_policy: str = "write_through"  # when a page is copied to the host tier; see `kv_cache.host_tier`
     copy_backend: str = "kernel"  # how a GPU copies pages to and from the host: "kernel" or "direct"
+    role: str = "null"  # "prefill" or "decode" if prompts and outputs have servers of their own
     storage: str | None = None  # backend of the storage tier: "file" or "dynamic"; None: no storage at start
     prefetch_policy: str = "timeout"  # how long a request waits for pages from storage
     storage_config: Mapping[str, Any] = field(default_factory=dict)  # settings of the backend
@@ -179,23 +180,6 @@ class DraftPlan(Section):
     algorithm: str | None = None  # "STANDALONE", "EAGLE", "EAGLE3", "NEXTN"; None: no draft model
     path: str | None = None  # its folder or GGUF file; None: no draft model, or layers of the served model
     revision: str | None = None  # branch, tag or commit on the Hub
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MediaPlan(Section):
-    """Images in requests: whether they are accepted, where they are read, and their limits."""
-
-    enabled: bool = False
-    refusal: str = ""  # why images are refused; "": they are accepted
-    limits: Mapping[str, int] = field(default_factory=lambda: {"image": 64})  # most items of a request, by kind
-    folder: str | None = None  # files below it may be named; None: no files
-    domains: tuple[str, ...] = ()  # hosts from which images are fetched; (): none
-    timeout_s: float = 10.0
-    max_pixels: int = 2**25
-    max_bytes: int = 2**25
-    cache_bytes: int = 2**30  # host memory for vectors of images
-    num_threads: int = 2
-    fast: bool = True  # use torchvision's processors if there are any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +321,6 @@ class Plan:
     observe: ObservePlan = field(default_factory=ObservePlan)
     lora: LoraPlan = field(default_factory=LoraPlan)
     draft: DraftPlan = field(default_factory=DraftPlan)
-    media: MediaPlan = field(default_factory=MediaPlan)
 
     def decision(self, path: str) -> tuple[Any, str]:
         """Return (value, reason) of a field given as "SECTION.FIELD", for example "cache.page_size".

@@ -46,7 +46,6 @@ _ARRAYS = (
     "page_table",
     "embedding_rows",
     "position_offsets",
-    "mutual_spans",
 )
 _NO_LOGPROBS = LogprobParams()
 _NO_FLOATS = np.zeros(0, np.float32)

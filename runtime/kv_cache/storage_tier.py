@@ -60,8 +60,14 @@ class Save:
 class StorageTier:
     """Decides which pages move between the host tier and a store. Belongs to one `HostTier`."""
 
-    def __init__(self, host: HostTier, *, waits: bool, min_pages: int = 1) -> None:
-        """With `waits`, a sequence is not admitted while its pages are loaded. Shorter prefixes are not looked up."""
+    def __init__(
+        self, host: HostTier, *, waits: bool, min_pages: int = 1, saves: bool = True, loads: bool = True
+    ) -> None:
+        """With `waits`, a sequence is not admitted while its pages are loaded. Shorter prefixes are not looked up.
+
+        `saves` and `loads` say whether pages go to the store and come from it.
+        """
+        self._saves, self._loads = saves, loads
         self.attached = False
         self.saving: dict[bytes, Entry] = {}  # pages that a save reads
         self.held: set[Sequence] = set()  # waiting sequences that must not be admitted yet
@@ -102,7 +108,7 @@ class StorageTier:
 
     def written(self, key: bytes, entry: Entry) -> None:
         """Note that the batch that is built copies a page to the host."""
-        if self.attached and not is_local(key):
+        if self.attached and self._saves and not is_local(key):
             self._new[key] = entry
 
     def take_new(self) -> dict[bytes, Entry]:
@@ -154,7 +160,11 @@ class StorageTier:
         """Look up the pages after the first `num_pages`, which the device has, and before token `limit`."""
         size = self._host.page_size
         end = limit // size
-        if not self.attached or end - num_pages < self._min_pages or sequence.request.adapter is not None:
+        if (
+            not (self.attached and self._loads)
+            or end - num_pages < self._min_pages
+            or sequence.request.adapter is not None
+        ):
             return
         keys = page_keys(sequence, end, size)
         first = num_pages

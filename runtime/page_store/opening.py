@@ -7,6 +7,7 @@ from typing import Any
 
 from runtime.errors import ConfigurationError
 from runtime.page_store.files import FileStore
+from runtime.page_store.peers import OfferedPages, PeerPages
 from runtime.page_store.protocol import PageStore, StoreSpace
 
 
@@ -14,6 +15,10 @@ def open_store(backend: str, space: StoreSpace, config: dict[str, Any]) -> PageS
     """Open the store of this backend. Raises `ConfigurationError` if it cannot be used."""
     if backend == "file":
         return FileStore(space, config)
+    if backend == "prefill":
+        return OfferedPages(space, config)
+    if backend == "decode":
+        return PeerPages(space, config)
     try:
         make = getattr(import_module(config["module_path"]), config["class_name"])
         return make(space, config)

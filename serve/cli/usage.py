@@ -17,6 +17,7 @@ usage: penstock [serve MODEL] [options]  serve a model over HTTP (also: python -
        penstock explain [options]        show the resolved options, with reasons
        penstock bench COMMAND ...        measure
        penstock batch IN OUT [options]   answer a file of requests without a server
+       penstock router [options]         one address for prefill and decode servers
        penstock ray [options]            serve with several replicas on a Ray cluster
        penstock quantize [options]       write a checkpoint with quantised weights
        penstock shard [options]          write a checkpoint with separate files per rank

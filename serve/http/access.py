@@ -36,6 +36,7 @@ from serve.calls.client import Client
 if TYPE_CHECKING:
     from runtime.config.plan import ObservePlan, ServePlan
 
+PREFILLED = "x-penstock-prefilled"  # header of a router: a prefill server computes the prompt
 MAX_LABEL_CHARS = 128
 MAX_TRACE_CHARS = 512  # longer headers are ignored; W3C requires servers to propagate at least this many characters
 
@@ -260,8 +261,9 @@ def _digest(key: bytes) -> bytes:
 def caller_of(headers: Mapping[str, str], plan: ObservePlan) -> Caller:
     """Return the caller data from the headers. Labels that are not allowed, or are not strings, are dropped."""
     trace = _trace(headers) if plan.trace_endpoint is not None else ()
+    prefilled = PREFILLED in headers
     if not plan.request_labels:
-        return Caller(trace=trace) if trace else NOBODY
+        return Caller(trace=trace, prefilled=prefilled) if trace or prefilled else NOBODY
     try:
         header_labels = orjson.loads(headers.get(plan.labels_header) or "{}")
     except orjson.JSONDecodeError:
@@ -270,7 +272,7 @@ def caller_of(headers: Mapping[str, str], plan: ObservePlan) -> Caller:
         header_labels = {}
     values = (header_labels.get(name, "") for name in plan.request_labels)
     labels = tuple(v[:MAX_LABEL_CHARS] if isinstance(v, str) else "" for v in values)
-    return Caller(labels=labels, trace=trace)
+    return Caller(labels=labels, trace=trace, prefilled=prefilled)
 
 
 def _trace(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

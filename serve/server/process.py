@@ -239,6 +239,8 @@ def read_prompt(path: str | None) -> tuple[int, ...] | None:
 async def warm_up(core: EngineCore) -> None:
     """Generate a few tokens, so that the first request does not wait for one-time work."""
     num_new = 0 if core.plan.model.is_embedding else WARM_UP_TOKENS
+    if core.plan.cache.role == "prefill":
+        num_new = 1
     sampling = SamplingParams(max_new_tokens=num_new, temperature=0, ignore_eos=True)
     prompt = (0,) * min(4, core.plan.model.context_length - num_new)
     if not prompt:

@@ -43,6 +43,8 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
             "storage_prefetch_policy",
         )
     },
+    "disaggregation_prefill": {"disaggregation_mode": "decode"},
+    "disaggregation_bootstrap_port": {"disaggregation_mode": "prefill"},
     "hicache_storage_backend": {"enable_hierarchical_cache": True},
     "hicache_storage_backend_extra_config": {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
     "nnodes": _NODES,
@@ -78,6 +80,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "constrained_json_whitespace_pattern": " ?",
     "kv_events_config": {"publisher": "zmq"},
     "hicache_storage_backend": "file",
+    "disaggregation_prefill": ("first:8998",),
     "hicache_storage_backend_extra_config": {"path": "pages"},
 }
 

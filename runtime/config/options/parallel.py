@@ -130,18 +130,31 @@ class ParallelArgs:
 class DisaggregationArgs:
     """Separate prefill and decode servers."""
 
-    disaggregation_mode: str = planned(
+    disaggregation_mode: str = option(
         "null",
-        "Role of this server: prefill and decode (null), prefill only or decode only.",
+        "Role of this server. prefill: compute prompts, keep their KV pages in host memory, and offer them to decode "
+        "servers. decode: fetch the pages of prompts from the servers of --disaggregation-prefill. null: both.",
         choices=("null", "prefill", "decode"),
+        plan="cache.role",
     )
     disaggregation_transfer_backend: str = planned(
         "mooncake",
-        "Library that transfers the KV cache between servers. fake: transfer nothing, for tests.",
+        "Library that transfers the KV cache between servers. Pages travel over TCP.",
         choices=("mooncake", "nixl", "ascend", "fake"),
+        instead="leave it out",
     )
-    disaggregation_bootstrap_port: int = planned(
-        8998, "Port of a prefill server to which decode servers connect.", low=1, high=65535
+    disaggregation_bootstrap_port: int = option(
+        8998,
+        "Port at which rank 0 of a prefill server offers pages; the other ranks use the ports after it.",
+        low=1,
+        high=65535,
+        plan="cache.storage_config",
+    )
+    disaggregation_prefill: tuple[str, ...] | None = option(
+        None,
+        "Prefill servers from which a decode server fetches pages, HOST:PORT with their bootstrap ports. It connects "
+        "to no other address.",
+        plan="cache.storage_config",
     )
     disaggregation_decode_tp: int | None = planned(
         None, "Tensor parallelism of the decode servers. Default: the value of this server.", low=1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan
@@ -37,6 +39,7 @@ def cache_plan(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: s
         window_ratio=_window_ratio(builder),
         host_tier=_host_tier(builder, facts),
         host_layout=_host_layout(builder),
+        **_disaggregation(builder),
         swap_space_gib=_swap_space(builder, machine, facts),
     )
 
@@ -78,6 +81,8 @@ HOST_OPTIONS = (
 
 def _host_layout(builder: PlanBuilder) -> Decision[str]:
     args = builder.args.hierarchy
+    if builder.args.disaggregation.disaggregation_mode != "null":
+        return Decision("page_first", "pages travel as blocks")
     if args.hicache_storage_backend is None:
         if args.hicache_storage_backend_extra_config:
             builder.refuse(
@@ -94,9 +99,38 @@ def _host_layout(builder: PlanBuilder) -> Decision[str]:
     return Decision("page_first", "storage reads and writes whole pages")
 
 
+def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
+    """Return the storage of a prefill or decode server: the pages that it offers, or those of its prefill servers."""
+    args, flag = builder.args.disaggregation, "--disaggregation-mode"
+    role = args.disaggregation_mode
+    if role != "decode" and args.disaggregation_prefill:
+        builder.refuse("disaggregation_prefill", f"--disaggregation-prefill needs {flag} decode.")
+    if role == "null":
+        return {"storage_config": builder.follow("hicache_storage_backend_extra_config")}
+    reason = f"{flag} {role} moves pages through host memory"
+    if builder.args.hierarchy.hicache_storage_backend is not None:
+        builder.refuse("hicache_storage_backend", f"--hicache-storage-backend cannot be combined with {flag}.")
+    if builder.args.parallel.dp_size > 1:
+        builder.refuse("disaggregation_mode", f"{flag} {role} takes one replica; leave --dp-size out.")
+    config: dict[str, Any] = {"prefetch_threshold": 1}
+    if role == "prefill":
+        config |= {"host": builder.args.http.host, "port": args.disaggregation_bootstrap_port}
+    else:
+        peers = [peer.rpartition(":") for peer in args.disaggregation_prefill or ()]
+        if not peers or not all(host and port.isdigit() and 0 < int(port) < 65536 for host, _, port in peers):
+            builder.refuse("disaggregation_prefill", f"{flag} decode needs --disaggregation-prefill HOST:PORT ...")
+        config["peers"] = [[host, int(port)] for host, _, port in peers if port.isdigit()]
+    return {
+        "storage": Decision(role, reason),
+        "storage_config": Decision(config, reason),
+        "prefetch_policy": Decision("wait_complete", "the prompt is computed elsewhere"),
+    }
+
+
 def _host_tier(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
-    flag = "--enable-hierarchical-cache"
-    if not builder.args.hierarchy.enable_hierarchical_cache:
+    role = builder.args.disaggregation.disaggregation_mode
+    flag = "--enable-hierarchical-cache" if role == "null" else f"--disaggregation-mode {role}"
+    if not builder.args.hierarchy.enable_hierarchical_cache and role == "null":
         for option in HOST_OPTIONS:
             if builder.args.changed(option):
                 builder.refuse(option, f"--{option.replace('_', '-')} needs {flag}.")
@@ -110,6 +144,8 @@ def _host_tier(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
         reason = "states of recurrent layers cannot be copied to the host; leave the option out"
     if reason is not None:
         builder.refuse("enable_hierarchical_cache", f"{flag}: {reason}.")
+    if role != "null":
+        return Decision(True, f"{flag} moves pages through host memory")
     return builder.follow("enable_hierarchical_cache")
 
 
@@ -120,7 +156,7 @@ def _page_size(builder: PlanBuilder) -> Decision[int]:
 
 def _window_ratio(builder: PlanBuilder) -> Decision[float | None]:
     args = builder.args.cache
-    if builder.args.hierarchy.enable_hierarchical_cache:
+    if builder.args.hierarchy.enable_hierarchical_cache or builder.args.disaggregation.disaggregation_mode != "null":
         return Decision(None, "with --enable-hierarchical-cache, so that all their pages can be copied")
     if args.disable_hybrid_swa_memory:
         return Decision(None, "as asked with --disable-hybrid-swa-memory")

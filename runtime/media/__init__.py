@@ -1,1 +1,0 @@
-"""Images in requests: reading, decoding, processing, encoding and caching them."""

@@ -1,0 +1,241 @@
+"""Pages that a prefill server offers to decode servers over TCP.
+
+Each rank of a prefill server keeps the pages of its prompts in memory (`OfferedPages`) and answers at the bootstrap
+port plus its rank. The same rank of a decode server (`PeerPages`) asks the prefill servers that the plan names. Both
+have the protocol of a `PageStore`, so pages move as they do to and from files, with checksums.
+
+A connection begins with the space of the pages, so that servers of different models or layouts refuse each other. Then
+each request is an operation and keys of 32 bytes, and each answer a number and the bytes of a page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import socketserver
+import struct
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from runtime.errors import ConfigurationError
+from runtime.page_store.protocol import StoreSpace
+
+logger = logging.getLogger("penstock.core")
+
+EXISTS, GET = 1, 2
+HEAD = struct.Struct("<BI")  # operation, number of keys
+ANSWER = struct.Struct("<q")  # number of pages, or of bytes; -1: missing
+KEY_BYTES = 32
+MAX_KEYS = 1 << 16  # of one request
+TIMEOUT_S = 10.0
+DEFAULT_GB = 4.0  # memory of the offered pages per rank, in 10^9 bytes
+
+
+def greeting(space: StoreSpace) -> bytes:
+    """Return the line with which a connection begins."""
+    return f"penstock-pages-1 {space.name} {space.rank}/{space.num_ranks}\n".encode()
+
+
+class OfferedPages:
+    """The pages of a prefill server's rank, of which the oldest leave when memory is short. A `PageStore`."""
+
+    def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
+        """Listen, unless `space.page_bytes` is 0 (the store only looks up). Raises `ConfigurationError`."""
+        self._pages: OrderedDict[bytes, bytes] = OrderedDict()
+        self._max_bytes = int(float(config.get("max_gb", DEFAULT_GB)) * 10**9)
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self._server: _Server | None = None
+        if space.page_bytes:
+            address = (str(config["host"]), int(config["port"]) + space.rank)
+            try:
+                self._server = _Server(address, self, greeting(space))
+            except OSError as error:
+                raise ConfigurationError(
+                    f"--disaggregation-bootstrap-port: {address[0]}:{address[1]} cannot be used: {error.strerror}."
+                ) from error
+            threading.Thread(target=self._server.serve_forever, name="penstock-offer", daemon=True).start()
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        with self._lock:
+            return next((number for number, key in enumerate(keys) if key not in self._pages), len(keys))
+
+    def page(self, key: bytes) -> bytes | None:
+        """Return the bytes of a page, or None."""
+        with self._lock:
+            return self._pages.get(key)
+
+    def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        page = self.page(key)
+        return page is not None and _spread(page, parts)
+
+    def set(self, key: bytes, parts: Sequence[memoryview | bytes]) -> None:
+        page = b"".join(parts)
+        with self._lock:
+            self._num_bytes += len(page) - len(self._pages.pop(key, b""))
+            self._pages[key] = page
+            while self._num_bytes > self._max_bytes:
+                self._num_bytes -= len(self._pages.popitem(last=False)[1])
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._num_bytes -= len(self._pages.pop(key, b""))
+
+    def clear(self) -> None:
+        with self._lock:
+            self._pages.clear()
+            self._num_bytes = 0
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        self.clear()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], pages: OfferedPages, expected: bytes) -> None:
+        self.pages = pages
+        self.expected = expected
+        super().__init__(address, _Connection)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        logger.debug("A decode server at %s left.", client_address, exc_info=True)
+
+
+class _Connection(socketserver.StreamRequestHandler):
+    server: _Server
+    timeout = 3600.0
+
+    def handle(self) -> None:
+        if self.rfile.readline(512) != self.server.expected:
+            self.wfile.write(b"other pages\n")
+            return
+        self.wfile.write(b"ok\n")
+        pages = self.server.pages
+        while len(head := self.rfile.read(HEAD.size)) == HEAD.size:
+            operation, count = HEAD.unpack(head)
+            if count > MAX_KEYS:
+                return
+            data = self.rfile.read(count * KEY_BYTES)
+            keys = [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
+            if operation == EXISTS:
+                self.wfile.write(ANSWER.pack(pages.exists(keys)))
+                continue
+            for key in keys:
+                page = pages.page(key)
+                self.wfile.write(ANSWER.pack(-1) if page is None else ANSWER.pack(len(page)) + page)
+
+
+class PeerPages:
+    """The pages of the prefill servers, as a rank of a decode server sees them. A `PageStore` that is never written."""
+
+    def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
+        self._space = space
+        self._peers = [(host, int(port) + space.rank) for host, port in config["peers"]]
+        self._lock = threading.Lock()  # one request at a time and peer
+        self._open: dict[tuple[str, int], socket.socket] = {}
+        self._last: tuple[str, int] | None = None  # the peer that had the last page
+
+    def exists(self, keys: Sequence[bytes]) -> int:
+        best = 0
+        for peer in self._peers:
+            with self._lock, contextlib.suppress(OSError):
+                count = self._ask(peer, EXISTS, keys[:MAX_KEYS])
+                best = max(best, count)
+        return best
+
+    def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
+        size = sum(len(part) for part in parts)
+        for peer in sorted(self._peers, key=lambda each: each != self._last):
+            with self._lock, contextlib.suppress(OSError):
+                if self._ask(peer, GET, [key]) != size:
+                    continue
+                page = _read(self._open[peer], size)
+                self._last = peer
+                return _spread(page, parts)
+        return False
+
+    def set(self, key: bytes, parts: Sequence[memoryview | bytes]) -> None:
+        """Do nothing: a decode server offers no pages."""
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Do nothing: the pages belong to the prefill servers."""
+
+    def clear(self) -> None:
+        """Do nothing: the pages belong to the prefill servers."""
+
+    def close(self) -> None:
+        with self._lock:
+            for connection in self._open.values():
+                connection.close()
+            self._open.clear()
+
+    def _ask(self, peer: tuple[str, int], operation: int, keys: Sequence[bytes]) -> int:
+        """Send a request, and return the number of its answer. Raises OSError; the connection is then closed."""
+        try:
+            connection = self._connection(peer)
+            connection.sendall(HEAD.pack(operation, len(keys)) + b"".join(keys))
+            number = ANSWER.unpack(_read(connection, ANSWER.size))[0]
+            if operation == GET and number not in (-1, self._space.page_bytes):
+                raise ConnectionResetError
+            return number
+        except OSError:
+            if (connection := self._open.pop(peer, None)) is not None:
+                connection.close()
+            raise
+
+    def _connection(self, peer: tuple[str, int]) -> socket.socket:
+        if peer not in self._open:
+            connection = socket.create_connection(peer, timeout=TIMEOUT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(greeting(self._space))
+            if (answer := _line(connection)) != b"ok\n":
+                connection.close()
+                logger.warning(
+                    "The prefill server %s:%d has another model, cache layout or number of ranks (%s).", *peer, answer
+                )
+                raise ConnectionRefusedError
+            self._open[peer] = connection
+        return self._open[peer]
+
+
+def _line(connection: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n") and len(line) < 64:
+        byte = connection.recv(1)
+        if not byte:
+            break
+        line += byte
+    return line
+
+
+def _read(connection: socket.socket, size: int) -> bytes:
+    """Return exactly `size` bytes. Raises OSError."""
+    data = bytearray(size)
+    view, start = memoryview(data), 0
+    while start < size:
+        count = connection.recv_into(view[start:])
+        if not count:
+            raise ConnectionResetError
+        start += count
+    return bytes(data)
+
+
+def _spread(page: bytes, parts: Sequence[memoryview]) -> bool:
+    """Copy a page into buffers, one after the other. Return False if its size differs from theirs."""
+    if len(page) != sum(len(part) for part in parts):
+        return False
+    start = 0
+    for part in parts:
+        part[:] = page[start : start + len(part)]
+        start += len(part)
+    return True

@@ -1,0 +1,172 @@
+"""Prompts and outputs have servers of their own: the output is that of one server, whatever dies in between."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import greedy
+from http_server import serving as app_serving
+from runtime.errors import ConfigurationError
+from serve import Engine
+from serve.cli.router import router_app
+from serve.server.app import build_app
+from server_process import serving
+
+OPTIONS: dict[str, Any] = {"random_seed": 1, "page_size": 16, "max_total_tokens": 4096, "hicache_ratio": 2.0}
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+async def attached(*engines: Engine) -> None:
+    """Wait until these engines move pages."""
+    while any(engine.core.attachment is None for engine in engines):
+        await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def pair(**options: Any) -> AsyncIterator[tuple[Engine, Engine, str]]:
+    """A prefill engine, a decode engine, and the address of a router in front of both."""
+    port = free_port()
+    async with AsyncExitStack() as stack:
+        common = {**OPTIONS, **options}
+        prefill = Engine(disaggregation_mode="prefill", disaggregation_bootstrap_port=port, **common)
+        decode = Engine(disaggregation_mode="decode", disaggregation_prefill=[f"127.0.0.1:{port}"], **common)
+        await stack.enter_async_context(prefill)
+        await stack.enter_async_context(decode)
+        await attached(prefill, decode)
+        urls = [await stack.enter_async_context(app_serving(build_app(each.core))) for each in (prefill, decode)]
+        router = await stack.enter_async_context(app_serving(router_app(urls[:1], urls[1:]), lifespan="on"))
+        yield prefill, decode, router
+
+
+PROMPTS = [
+    f"{number}: " + "What does an option of the server do, and when is it worth it? " * 6 for number in range(12)
+]
+SAMPLING = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+
+async def outputs(url: str, prompts: Sequence[str], **fields: Any) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+
+        async def one(prompt: str) -> dict[str, Any]:
+            answer = await client.post("/generate", json={"text": prompt, "sampling_params": SAMPLING, **fields})
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        return list(await asyncio.gather(*map(one, prompts)))
+
+
+async def plain(prompts: Sequence[str], **options: Any) -> list[str]:
+    async with Engine(**{**OPTIONS, **options}) as engine:
+        return [answer["text"] for answer in await engine.generate(list(prompts), SAMPLING)]
+
+
+async def test_outputs_are_those_of_one_server_and_pages_travel() -> None:
+    reference = await plain(PROMPTS)
+    async with pair() as (prefill, decode, url):
+        answers = await outputs(url, PROMPTS)
+        assert [answer["text"] for answer in answers] == reference
+        size = decode.core.status().page_size
+        for answer in answers:  # all whole pages of the prompt before its last token came from the prefill server
+            assert answer["meta_info"]["cached_tokens"] == (answer["meta_info"]["prompt_tokens"] - 1) // size * size
+        assert prefill.core.status().num_generated <= len(PROMPTS)
+
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            stream = await client.completions.create(
+                model="penstock-demo", prompt=PROMPTS[0] + "More.", max_tokens=8, temperature=0, stream=True
+            )
+            text = "".join([event.choices[0].text async for event in stream if event.choices])
+        assert text
+        schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 5}}, "required": ["name"]}
+        [answer] = await outputs(url, ["Write JSON. " * 20], sampling_params={**SAMPLING, "json_schema": schema})
+        assert answer["text"].lstrip().startswith("{")
+
+
+async def test_without_a_prefill_server_the_prompt_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+    reference = await plain(PROMPTS[:2])
+    async with pair() as (prefill, _, url):
+        await prefill.aclose()
+        answers = await outputs(url, PROMPTS[:2])
+        assert [answer["text"] for answer in answers] == reference
+        assert all(answer["meta_info"]["cached_tokens"] == 0 for answer in answers)
+
+
+async def test_a_server_of_another_model_is_not_asked(caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    path = greedy.model_path(greedy.FAMILIES[0])
+    async with (
+        Engine(disaggregation_mode="prefill", disaggregation_bootstrap_port=port, **OPTIONS) as prefill,
+        Engine(
+            model_path=path,
+            skip_tokenizer_init=True,
+            disaggregation_mode="decode",
+            disaggregation_prefill=[f"127.0.0.1:{port}"],
+            **OPTIONS,
+        ) as decode,
+    ):
+        await attached(prefill, decode)
+        ids = [1 + number % 50 for number in range(60)]
+        await decode.generate(input_ids=ids, sampling_params={"max_new_tokens": 2, "ignore_eos": True})
+    assert "has another model" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"disaggregation_mode": "decode"}, "--disaggregation-prefill"),
+        ({"disaggregation_mode": "decode", "disaggregation_prefill": ["nowhere"]}, "HOST:PORT"),
+        ({"disaggregation_prefill": ["a:1"]}, "needs --disaggregation-mode decode"),
+        ({"disaggregation_mode": "prefill", "dp_size": 2}, "--dp-size"),
+        ({"disaggregation_mode": "prefill", "hicache_storage_backend": "file"}, "--hicache-storage-backend"),
+        ({"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"}, "tcp"),
+        ({"disaggregation_mode": "prefill", "disable_radix_cache": True}, "--disable-radix-cache"),
+    ],
+)
+async def test_combinations_that_cannot_work_are_refused(options: dict[str, Any], word: str) -> None:
+    with pytest.raises(ConfigurationError, match=word):
+        async with Engine(**options):
+            pass
+
+
+@pytest.mark.slow
+async def test_a_killed_prefill_server_costs_time_alone() -> None:
+    """A process is killed while prompts are on their way."""
+    port = free_port()
+    reference = await plain(PROMPTS)
+    common = ("--random-seed", "1", "--page-size", "16", "--max-total-tokens", "4096")
+    with serving("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", str(port), *common) as prefill:
+        peers = [f"127.0.0.1:{port}"]
+        async with (
+            Engine(disaggregation_mode="decode", disaggregation_prefill=peers, **OPTIONS) as decode,
+            app_serving(build_app(decode.core)) as decode_url,
+            app_serving(router_app([prefill.url], [decode_url]), lifespan="on") as url,
+        ):
+            await attached(decode)
+            asking = asyncio.create_task(outputs(url, PROMPTS))
+            await outputs(url, PROMPTS[:1])
+            prefill.process.send_signal(signal.SIGKILL)
+            answers = await asking
+            assert [answer["text"] for answer in answers] == reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tp_size": 2}], ids=["tp2"])
+async def test_ranks_fetch_their_shares(sizes: dict[str, int]) -> None:
+    reference = await plain(PROMPTS[:4], **sizes)
+    async with pair(**sizes) as (_, _, url):
+        answers = await outputs(url, PROMPTS[:4])
+        assert [answer["text"] for answer in answers] == reference
+        assert all(answer["meta_info"]["cached_tokens"] for answer in answers)
