@@ -51,6 +51,8 @@ def with_hook(requests: Sequence[Request], on_logits: OnLogits | None) -> Sequen
         return requests
     if not callable(on_logits):
         raise InvalidRequest("on_logits must be a function of (ids, logits).", param="on_logits")
+    if any(request.sampling.custom_logit_processor is not None for request in requests):
+        raise InvalidRequest("on_logits and custom_logit_processor exclude each other.", param="on_logits")
     return [replace(request, on_logits=on_logits) for request in requests]
 
 

@@ -10,13 +10,13 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted(path for path in (ROOT / "notebooks").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
-TRAINS = ("how_it_was_made",)  # trains a small model for ten seconds
+QUICK = ("quickstart",)  # the others run in the slow pass
 
 
 @pytest.mark.notebook
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in TRAINS else []) for path in NOTEBOOKS],
+    [pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else [pytest.mark.slow]) for path in NOTEBOOKS],
 )
 def test_notebook_runs(path: Path):
     notebook = nbformat.read(path, as_version=4)
