@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Thread
 from typing import Any
@@ -144,8 +144,11 @@ class Program:
         count = min(len(batch), auto if isinstance(num_threads, str) else num_threads)
         _, shared = self._divided(sampling)
 
+        closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
+
         def one(arguments: Mapping[str, Any]) -> ProgramState:
             state, close = new_state(engine, shared)
+            closers.append(close)
             try:
                 self._add(state, (), arguments)
                 state.sync()
@@ -154,13 +157,21 @@ class Program:
                 state._executor.error = error
             return state
 
-        with ThreadPoolExecutor(count, thread_name_prefix="penstock-program") as threads:
+        threads = ThreadPoolExecutor(count, thread_name_prefix="penstock-program")
+        try:
             states = threads.map(one, batch)
             if not progress_bar:
                 return list(states)
             from tqdm import tqdm
 
             return list(tqdm(states, total=len(batch), desc="Programs", dynamic_ncols=True))
+        except BaseException:  # interrupted: end what runs, and begin nothing more
+            threads.shutdown(wait=False, cancel_futures=True)
+            for close in closers:
+                engine._call(close)
+            raise
+        finally:
+            threads.shutdown()
 
     async def arun(self, engine: AsyncEngine, *arguments: Any, **keywords: Any) -> ProgramState:
         """Run an `async def` program on an engine of the running event loop. Cancelling it aborts its requests."""

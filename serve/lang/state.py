@@ -24,8 +24,14 @@ class ProgramState:
     def` program awaits `s.get("name")`, `s.sync_async()` instead. If a part failed, reading raises its error.
     """
 
-    def __init__(self, executor: Executor, call: Callable[[Callable[[], Any]], Any] | None) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        call: Callable[[Callable[[], Any]], Any] | None,
+        post: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
         self._executor = executor
+        self._post = post  # runs a function on the engine's loop, and does not wait
         self._call = call  # runs a function on the engine's loop and waits; None: this code runs on the loop itself
         self._events: queue.Queue[Event | None] | None = None
         self._unsent: list[Expression | str] = []  # parts that the event loop does not have yet
@@ -40,8 +46,8 @@ class ProgramState:
             self._unsent.append(part)
             if self._call is None:
                 self._send()
-            elif _generates(part):  # begins at once, while the program goes on
-                self._call(self._send)
+            elif self._post is not None and _generates(part):  # begins at once, while the program goes on
+                self._post(self._send)
         return self
 
     def _send(self) -> None:
@@ -182,7 +188,9 @@ class ProgramState:
             raise InvalidRequest("position_ids_offset is not supported; leave it out.", param="position_ids_offset")
         self.sync()
         self._raise()
-        return ProgramStateGroup([ProgramState(self._copied(number), self._call) for number in range(size)], self)
+        return ProgramStateGroup(
+            [ProgramState(self._copied(number), self._call, self._post) for number in range(size)], self
+        )
 
     def copy(self) -> ProgramStateGroup:
         """Return one copy, as a group for a `with` block."""
@@ -265,6 +273,6 @@ def new_state(
         return ProgramState(executor, None), executor.close
     events: queue.Queue[Event | None] = queue.Queue()
     executor = Executor(engine._engine, sampling, emit=(lambda *event: events.put(event)) if streamed else None)
-    state = ProgramState(executor, engine._call)
+    state = ProgramState(executor, engine._call, engine._post)
     state._events = events if streamed else None
     return state, executor.close

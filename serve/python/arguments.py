@@ -60,7 +60,7 @@ def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     fields: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
     for name, value in options.items():
-        if name in GenerateBody.__dataclass_fields__:
+        if name in GenerateBody.__dataclass_fields__ and name not in ("stream", "incremental"):
             fields[name] = value
         elif name in NOT_BUILT or own_name(name) is not None:
             sampling[own_name(name) or name] = value

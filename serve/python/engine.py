@@ -226,8 +226,10 @@ class Engine:
         """
         _ = self.core  # raises here, and not when the coroutine is awaited, which a script may forget
         if stream:
-            if on_token is not None:
-                raise InvalidRequest("on_token is for calls without stream=True; a stream has the tokens.")
+            if on_token is not None or progress:
+                raise InvalidRequest(
+                    "on_token and progress are for calls without stream=True; a stream has the tokens."
+                )
             return Stream(self.stream(prompt, sampling_params, input_ids=input_ids, on_logits=on_logits, **options))
         read = partial(generate_body, prompt, sampling_params, input_ids, options)
         return self._generate(read, progress, on_logits, on_token)

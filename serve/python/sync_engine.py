@@ -260,6 +260,10 @@ class SyncEngine:
             self._running.call(call.cancel)
             raise
 
+    def _post(self, function: Callable[[], None]) -> None:
+        """Call `function` on the engine's event loop soon. Calls run in their order."""
+        self._running.start_task_soon(_soon, function)
+
     async def _call_async(self, function: Callable[[], Any]) -> Any:
         """Call `function` on the engine's event loop, and wait for the result on the caller's own loop."""
         loop_thread = self._loop_thread or await asyncio.to_thread(lambda: self._running)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -162,6 +164,24 @@ def test_a_failing_program_hurts_no_other() -> None:
 
     with pytest.raises(InvalidRequest, match="context"):
         too_long.run()
+
+
+def test_an_interrupted_batch_ends_its_programs(backend: sgl.Engine) -> None:
+    @sgl.function
+    def endless(s: Any) -> None:
+        s += "Once" + sgl.gen("x", max_tokens=900, ignore_eos=True)
+
+    def interrupt() -> None:
+        while not backend.status().num_running:
+            pass
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        endless.run_batch([{}] * 200)
+    while backend.status().num_requests:
+        pass
+    assert few_shot.run(question="Who?")["answer"] is not None
 
 
 def test_join_gathers_variables() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
@@ -24,6 +25,9 @@ while engine.status().num_requests:
     await asyncio.sleep(0.01)
 print("idle", engine.status().num_used_pages)
 """
+
+
+WAIT: dict[str, Any] = {"reply": True, "timeout": 60}  # a blocking client's own keywords
 
 
 class Kernel:
@@ -105,9 +109,9 @@ def test_results_views_and_completion(kernel: Kernel) -> None:
     _, _, shown = kernel.run("view = engine.watch(per_second=10)\nview")
     assert "pages" in shown[0]["text/html"]
     _, _, shown = kernel.run("await engine.generate('Once', max_new_tokens=400, ignore_eos=True)\nview.stop()")
-    reply = kernel.client.complete("Engine(page_si", reply=True, timeout=60)
+    reply: Any = kernel.client.complete("Engine(page_si", **WAIT)
     assert any("page_size" in match for match in reply["content"]["matches"])
-    reply = kernel.client.inspect("Engine.generate", reply=True, timeout=60)
+    reply = kernel.client.inspect("Engine.generate", **WAIT)
     assert "sampling_params" in reply["content"]["data"]["text/plain"]
 
 

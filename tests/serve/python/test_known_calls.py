@@ -301,6 +301,13 @@ async def test_awaitable_stream_of_the_async_engine() -> None:
         assert "Hi" in prompt
 
 
+def test_streams_refuse_what_they_cannot_do(engine: SyncEngine) -> None:
+    with pytest.raises(InvalidRequest, match="stream"):
+        next(engine.stream("Once", stream=False))
+    with pytest.raises(InvalidRequest, match="incremental"):
+        engine.generate("Once", incremental=True)
+
+
 def test_progress_counts_the_prompts(engine: SyncEngine, capsys: pytest.CaptureFixture[str]) -> None:
     engine.generate(PROMPTS, GREEDY, progress=True)
     assert "3/3" in capsys.readouterr().err
