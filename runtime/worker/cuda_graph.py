@@ -145,7 +145,10 @@ class CudaGraphRunner:
         return frozenset(size for size, _ in self._graphs) - waiting
 
     def capture_next(self) -> bool:
-        """Capture the largest waiting size, on the thread that enqueues. Return whether more sizes wait."""
+        """Capture one graph, on the thread that enqueues. Return whether more wait.
+
+        The largest size is first, then the size of the last step without a graph, then the largest that waits.
+        """
         if not self._waiting:
             return False
         size, chooses = self._waiting.pop()
@@ -173,6 +176,7 @@ class CudaGraphRunner:
         captured = self._graphs.get((size, arrays is not None))
         if captured is None:
             self._request_capture(arrays is not None)
+            self._capture_soon((size, arrays is not None))
             return None
         self._fill(batch, arrays)
         if any(captured.replans):
@@ -185,6 +189,14 @@ class CudaGraphRunner:
         if chooses not in self._requested:
             self._requested.add(chooses)
             self._waiting = [(size, chooses) for size in self._buckets.sizes] + self._waiting
+
+    def _capture_soon(self, key: tuple[int, bool]) -> None:
+        """Capture this graph next, because a step ran without it. The first capture stays that of the largest size,
+        whose memory the others share.
+        """
+        if self._graphs and key in self._waiting:
+            self._waiting.remove(key)
+            self._waiting.append(key)
 
     def _fitting(self, batch: ForwardBatch) -> int | None:
         """Return the graph size for a step with these rows, or None if no graph fits."""

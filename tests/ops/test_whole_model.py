@@ -34,7 +34,9 @@ def test_the_choices_are_those_of_triton() -> None:
     assert chosen.attend is not select().attend
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", pytest.param("deepseek_v2", marks=pytest.mark.slow)]
+)
 def test_every_logit_equals_that_of_native_kernels(family: str) -> None:
     arguments = {"sliding_window": 6} if family == "mistral" else {}
     path = tiny_checkpoints.cached(family, **arguments)

@@ -109,6 +109,20 @@ def test_largest_size_is_captured_first_and_sizes_run_eagerly_until_then(monkeyp
     assert not graphs.capture_next()
 
 
+def test_size_of_an_eager_step_is_captured_next(monkeypatch: pytest.MonkeyPatch):
+    made = steps(1, 2, 4, 8, capture=False)
+    graphs: Any = made.forward
+    run = replays(monkeypatch, made)
+    assert not run(batch(1))
+    graphs.capture_next()
+    assert graphs.captured == {8}  # its memory serves all sizes
+    assert not run(batch(2))
+    assert not run(batch(1))
+    for captured in ({1, 8}, {1, 2, 8}, {1, 2, 4, 8}):
+        graphs.capture_next()
+        assert graphs.captured == captured
+
+
 def test_rows_that_left_become_padding_again():
     made = steps(4)
     graphs: Any = made.forward
