@@ -67,6 +67,8 @@ def test_the_demo_model_comes_without_its_training(wheel: dict[str, bytes]) -> N
     assert inside(wheel, "serve/demo/") == {
         "__init__.py",
         "weights/config.json",
+        "weights/draft_head/config.json",
+        "weights/draft_head/model.safetensors",
         "weights/generation_config.json",
         "weights/model.safetensors",
         "weights/tokenizer.json",

@@ -1,6 +1,7 @@
 """Make the demo model: `just demo-model`, or a single stage with `just demo-model STAGE`.
 
-Stages: corpus (documents and tokenizer), train (weights), export (the folder that is served), evaluate (the table).
+Stages: corpus (documents and tokenizer), train (weights), export (the folder that is served), draft (its draft head),
+evaluate (the table).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from demo_model import evaluation, export, vocabulary
+from demo_model import draft_head, evaluation, export, vocabulary
 from demo_model.conversation import render
 from demo_model.corpus import SKILLS, Encoded, Mixture, documents, encode
 from demo_model.evaluation import Server, Transformers
@@ -138,8 +139,21 @@ def evaluate(options: argparse.Namespace) -> None:
                 )
 
 
+def train_draft_head(options: argparse.Namespace) -> None:
+    """Train a draft head for the exported model, and write it into a folder beside the weights."""
+    torch.manual_seed(options.seed)
+    target = draft_head.Target(options.folder, options.device)
+    head = draft_head.Head(target.shape).to(options.device)
+    given = {field.name: getattr(options, field.name) for field in fields(Schedule)}
+    schedule = replace(draft_head.SCHEDULE, **{name: value for name, value in given.items() if value is not None})
+    mixture = Mixture(_corpus(options.work), _shares(options.shares), options.seed)
+    draft_head.train(head, target, mixture, schedule, options.device)
+    tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
+    draft_head.write(head, options.folder / "draft_head", tokenizer)
+
+
 # in the order in which they run
-STAGES = {"corpus": make_corpus, "train": train, "export": write, "evaluate": evaluate}
+STAGES = {"corpus": make_corpus, "train": train, "export": write, "draft": train_draft_head, "evaluate": evaluate}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,4 +1,7 @@
-"""The weights of the demo model, which ship with the package. `notebooks/demo_model` trains them."""
+"""The weights of the demo model and of its draft head, which ship with the package.
+
+`notebooks/demo_model` trains them.
+"""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from runtime.worker.model_runner import ModelRunner
 from serve import Engine
 from serve.demo import demo_path
 
-ALWAYS = {"speculative_adaptive": {"enabled": False}}  # drafts do not depend on measured times
+ALWAYS: dict[str, Any] = {"speculative_adaptive": {"enabled": False}}  # drafts do not depend on measured times
 NGRAM: dict[str, Any] = {"speculative_algorithm": "NGRAM", **ALWAYS}
 DEMO = Path(demo_path() or "")
 LINES = [f"{number}. The red fox number {number} runs over the hill." for number in range(10)]
@@ -127,6 +127,16 @@ async def test_drafts_by_measured_times_do_not_change_tokens(
     path = {"speculative_draft_model_path": draft["speculative_draft_model_path"]} if "," in method else {}
     found = await answers(speculative_algorithm=method, **path)
     assert [answer[IDS] for answer in found] == plain
+
+
+async def test_the_demo_models_own_head_proposes(plain: list[list[int]]) -> None:
+    """Its head ships with it, and is right more often than not on what the model was trained for."""
+    question = "<|im_start|>user\nWhat does --page-size do?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    found = await answers(speculative_algorithm="EAGLE3", **ALWAYS)
+    assert [answer[IDS] for answer in found] == plain
+    async with Engine(log_level="error", speculative_algorithm="NGRAM,EAGLE3", **ALWAYS) as engine:
+        answer = await engine.generate(question, sampling_params={"temperature": 0})
+    assert answer["meta_info"]["spec_accept_length"] > 1.5
 
 
 async def test_a_draft_model_like_the_target_is_always_right(plain: list[list[int]]) -> None:

@@ -93,7 +93,7 @@ def decide(
         tokenizer=text_plan(builder, machine, facts.path),
         serve=serve_plan(builder, where, demo_path),
         lora=lora_plan(builder, kernels),
-        draft=draft_plan(builder),
+        draft=draft_plan(builder, demo_path),
     )
     return plan, builder
 

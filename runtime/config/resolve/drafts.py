@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ops.backends import ATTENTION
 from ops.machine import Gpu
 from runtime.config.model_facts import ModelFacts
@@ -14,6 +16,7 @@ MODEL_DRAFTS = 4  # of a draft model, for each sequence
 STEP_DRAFTS = 256  # maximum drafts per step, because rows without drafts wait for the step
 # Maximum drafts of a model per step on a CPU. With more rows, steps take longer with each token that they verify.
 MODEL_STEP_DRAFTS = 16
+DEMO_HEAD = "draft_head"  # folder in that of the demo model
 HEADS = ("EAGLE", "EAGLE3", "NEXTN")  # algorithms with layers that read the model's hidden states
 BY_MODEL = ("STANDALONE", *HEADS)
 _ALGORITHMS = {  # option -> the algorithms that read it
@@ -31,11 +34,14 @@ _ALGORITHMS = {  # option -> the algorithms that read it
 _NUMBERS = ("max_drafts", "max_lookup_drafts", "max_model_drafts")
 
 
-def draft_plan(builder: PlanBuilder) -> DraftPlan:
-    """Return the plan of the draft model. Its path is as given."""
-    args = builder.args.speculative
+def draft_plan(builder: PlanBuilder, demo_path: str | None) -> DraftPlan:
+    """Return the plan of the draft model. Its path is as given; the demo model, at `demo_path`, brings a head."""
     algorithm = model_method(builder)
-    if algorithm in ("STANDALONE", "EAGLE", "EAGLE3") and args.speculative_draft_model_path is None:
+    path = builder.follow("speculative_draft_model_path")
+    is_demo = demo_path is not None and builder.args.model.model_path in (None, demo_path)
+    if algorithm == "EAGLE3" and path.value is None and is_demo:
+        path = Decision(str(Path(demo_path or "", DEMO_HEAD)), "the demo model's draft head")
+    if algorithm in ("STANDALONE", "EAGLE", "EAGLE3") and path.value is None:
         needed = (
             "a small model with the same vocabulary" if algorithm == "STANDALONE" else "a head trained for the model"
         )
@@ -46,7 +52,7 @@ def draft_plan(builder: PlanBuilder) -> DraftPlan:
     return builder.build(
         DraftPlan,
         algorithm=Decision(algorithm, "by --speculative-algorithm"),
-        path=builder.follow("speculative_draft_model_path"),
+        path=path,
         revision=builder.follow("speculative_draft_model_revision"),
     )
 
