@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -33,8 +34,10 @@ class Response:
         prepared: PreparedChat,
         tokenizer: Tokenizer | None,
         custom_tools: frozenset[str] = frozenset(),
+        namespaces: Mapping[str, tuple[str, str]] = MappingProxyType({}),
     ) -> None:
         self._head = head
+        self._namespaces = namespaces
         self._custom_tools = custom_tools
         self._prepared = prepared
         self._tokenizer = tokenizer
@@ -169,6 +172,8 @@ class Response:
                     called = {"call_id": part.call_id, "name": part.name, "input": "" if empty else input_of(part)}
                     return {**common, "type": "custom_tool_call", **called}
                 named = {"call_id": part.call_id, "name": part.name, "arguments": text}
+                if part.name in self._namespaces:
+                    named["namespace"], named["name"] = self._namespaces[part.name]
                 return {**common, "type": "function_call", **named}
 
     def content(self, part: Part, *, empty: bool = False) -> dict[str, Any]:
@@ -278,7 +283,7 @@ class ResponseEvents:
             )
         if part.kind == "call":
             kind = "response.function_call_arguments.done"
-            return self._event(kind, **location, name=part.name, arguments=part.text)
+            return self._event(kind, **location, name=item["name"], arguments=part.text)
         if part.kind == "reasoning":
             done = self._event("response.reasoning_text.done", **location, content_index=0, text=part.text)
             if self._response.summarizes:

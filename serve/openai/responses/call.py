@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
@@ -13,7 +13,7 @@ from uuid import uuid4
 from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.grammar_spec import Grammar
 from runtime.request import LogprobParams
-from serve.calls.body import report_noted
+from serve.calls.body import report_noted, report_unknown
 from serve.calls.chat.prepare import PreparedChat, count_tokens, prepare, render
 from serve.calls.chat.request import ChatRequest, effort_switch
 from serve.calls.decode import Noted
@@ -26,10 +26,12 @@ from serve.openai.responses.items import (
     chat_tool_choice,
     chat_tools,
     input_items,
+    is_search,
     messages_of,
+    namespaced_names,
     tools_of,
 )
-from serve.openai.responses.schema import CustomTool, InputBody, ResponsesBody
+from serve.openai.responses.schema import CustomTool, InputBody, NamespaceTool, ResponsesBody
 from serve.openai.responses.store import StoredResponse
 
 if TYPE_CHECKING:
@@ -47,6 +49,8 @@ class ResponseCall:
     conversation: Sequence[Mapping[str, Any]]  # messages before the answer, without instructions
     num_bytes: int  # estimated memory of the call, which limits the store
     custom_tools: frozenset[str] = frozenset()  # names of the tools whose input is free text
+    # Names by which the model calls functions of namespaces -> (namespace, name).
+    namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def call_of(
@@ -71,8 +75,9 @@ def call_of(
     head = _head(body, parts.model.name, prepared, parts.tools)
     # The input is stored three times: as items, as messages, and in the answer.
     num_bytes = 3 * body.num_bytes + (previous.num_bytes if previous else 0)
+    names = namespaced_names(parts.tools)
     custom_tools = frozenset(tool.name for tool in parts.tools if isinstance(tool, CustomTool))
-    return ResponseCall(body, prepared, head, parts.items, parts.conversation, num_bytes, custom_tools)
+    return ResponseCall(body, prepared, head, parts.items, parts.conversation, num_bytes, custom_tools, names)
 
 
 def num_input_tokens(
@@ -114,6 +119,9 @@ def _read_prompt(
     if not conversation:
         raise InvalidRequest("input is required.", param="input")
     tools = tools_of(body.tools, noted)
+    for index, tool in enumerate(body.tools):
+        if is_search(tool):
+            report_unknown(("tools", index, "web_search"), (), core, route, fate="which this server does not offer")
     report_noted(noted, core, route)
     choice, offered = chat_tool_choice(body.tool_choice, tools)
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -226,6 +234,9 @@ def _format_object(body: ResponsesBody) -> dict[str, Any]:
 
 
 def _tool_object(tool: Tool) -> dict[str, Any]:
+    if isinstance(tool, NamespaceTool):
+        inner = [_tool_object(each) for each in tool.tools]
+        return {"type": "namespace", "name": tool.name, "description": tool.description or "", "tools": inner}
     if isinstance(tool, CustomTool):
         given = {"type": "text"} if tool.format is None else {k: v for k, v in asdict(tool.format).items() if v}
         return {"type": "custom", "name": tool.name, "description": tool.description, "format": given}

@@ -73,7 +73,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     # Use a thread if there is an earlier conversation or truncation, which may take long.
     small = previous is None and body.truncation == "disabled" and len(body.input) < MAX_LISTED
     call = await off_loop(make, small=small)
-    response = Response(call.head, call.prepared, core.tokenizer, call.custom_tools)
+    response = Response(call.head, call.prepared, core.tokenizer, call.custom_tools, call.namespaces)
     keeper = _Keeper(store, call, owner)
     if body.background:
         return json_response(await _begin(core, keeper, response))

@@ -6,8 +6,8 @@ Fields that clients copy from answers without adding information are accepted wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 from uuid import uuid4
 
@@ -15,11 +15,11 @@ import orjson
 
 from runtime.errors import InvalidRequest
 from serve.calls.decode import Noted, decode
-from serve.openai.responses.schema import CustomTool, FunctionTool
+from serve.openai.responses.schema import CustomTool, FunctionTool, NamespaceTool
 
 Message = dict[str, Any]
 Item = Mapping[str, Any]
-Tool = FunctionTool | CustomTool
+Tool = FunctionTool | CustomTool | NamespaceTool
 
 _ITEM = frozenset({"type", "id", "status"})  # common fields of all items
 
@@ -56,6 +56,7 @@ class _CallItem:
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,7 +133,8 @@ def messages_of(items: Sequence[Item], noted: Noted | None = None) -> list[Messa
                 _add_message(messages, decode(_MessageItem, item, path, noted=noted))
             case "function_call":
                 call = decode(_CallItem, item, path, noted=noted)
-                function = {"name": call.name, "arguments": call.arguments or "{}"}
+                name = chat_name(call.namespace, call.name)
+                function = {"name": name, "arguments": call.arguments or "{}"}
                 tool_call = {"id": call.call_id, "type": "function", "function": function}
                 _assistant(messages).setdefault("tool_calls", []).append(tool_call)
             case "custom_tool_call":
@@ -198,10 +200,31 @@ def tools_of(values: Sequence[Item], noted: Noted | None = None) -> list[Tool]:
                 custom = decode(CustomTool, tool, path, noted=noted)
                 _check_format(custom, f"{path}.format")
                 tools.append(custom)
+            case "namespace":
+                tools.append(decode(NamespaceTool, tool, path, noted=noted))
+            case _ if is_search(tool):
+                continue
             case _:
                 why = "this server does not run tools"
                 raise InvalidRequest(f"{path}.type must be function or custom: {why}.", param=f"{path}.type")
     return tools
+
+
+def is_search(tool: Item) -> bool:
+    """Whether the tool is OpenAI's web search. Codex always offers it; this server offers the model the other tools."""
+    kind = tool.get("type")
+    return isinstance(kind, str) and kind.startswith("web_search")
+
+
+def chat_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model calls a function of a namespace."""
+    return name if namespace is None else f"{namespace}.{name}"
+
+
+def namespaced_names(tools: Sequence[Tool]) -> dict[str, tuple[str, str]]:
+    """Map the names by which the model calls functions of namespaces to (namespace, name)."""
+    spaces = [tool for tool in tools if isinstance(tool, NamespaceTool)]
+    return {chat_name(space.name, tool.name): (space.name, tool.name) for space in spaces for tool in space.tools}
 
 
 def _check_format(tool: CustomTool, path: str) -> None:
@@ -219,8 +242,7 @@ def _check_format(tool: CustomTool, path: str) -> None:
 def chat_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     """Return the tools in the format of chat completions."""
     converted = []
-    for each in tools:
-        tool = each.as_function() if isinstance(each, CustomTool) else each
+    for tool in _functions(tools):
         fields = {
             "name": tool.name,
             "description": tool.description,
@@ -230,6 +252,17 @@ def chat_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
         function = {name: value for name, value in fields.items() if value is not None}
         converted.append({"type": "function", "function": function})
     return converted
+
+
+def _functions(tools: Sequence[Tool]) -> Iterator[FunctionTool]:
+    for tool in tools:
+        match tool:
+            case CustomTool():
+                yield tool.as_function()
+            case NamespaceTool():
+                yield from (replace(each, name=chat_name(tool.name, each.name)) for each in tool.tools)
+            case FunctionTool():
+                yield tool
 
 
 def chat_tool_choice(

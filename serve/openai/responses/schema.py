@@ -2,8 +2,9 @@
 
 Unknown fields of the body are refused; unknown fields of nested objects are logged (--refuse-unknown-fields:
 refused). Accepted without effect: `user`, `safety_identifier`, `prompt_cache_key` and
-`prompt_cache_retention` (nothing is reported, all prefixes are cached), `service_tier` (there is one),
-`max_tool_calls` (this server does not run tools), `text.verbosity`, and values of `include` that this server never has.
+`prompt_cache_retention` and `client_metadata` (nothing is reported, all prefixes are cached), `service_tier` (there is
+one), `max_tool_calls` (this server does not run tools), `text.verbosity`, and values of `include` that this server
+never has.
 """
 
 from __future__ import annotations
@@ -111,6 +112,16 @@ class CustomTool:
 
 
 @dataclass(slots=True, kw_only=True)
+class NamespaceTool:
+    """Functions under a common name. A call names its namespace beside the function."""
+
+    type: Literal["namespace"]
+    name: Annotated[str, Length(1, 64)]
+    description: str | None = None
+    tools: Annotated[list[FunctionTool], Length(0, 256)]
+
+
+@dataclass(slots=True, kw_only=True)
 class InputBody:
     """The body of /v1/responses/input_tokens: the fields that form the prompt."""
 
@@ -146,6 +157,7 @@ class ResponsesBody(InputBody):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+    client_metadata: dict[str, Any] | None = None  # of Codex; reported to nobody
     service_tier: Literal["auto", "default"] | None = None
     max_tool_calls: int | None = None
     cache_salt: Salt | None = None  # fields of /v1/chat/completions, from here on

@@ -70,3 +70,20 @@ def _install(command: Sequence[str], folder: Path) -> None:
         pytest.skip(f"{command[0]} did not install the clients in {INSTALL_TIMEOUT_S} s")
     if done.returncode:
         pytest.skip(f"the clients could not be installed: {done.stderr.strip()[-500:]}")
+
+
+@pytest.fixture
+def npm_program(request: pytest.FixtureRequest) -> Path:
+    """Return a program of an npm package, named package@version:program. It is kept in the user's cache folder."""
+    package, _, program = request.param.rpartition(":")
+    if shutil.which("npm") is None or shutil.which("node") is None:
+        pytest.skip(f"{package} needs npm and node")
+    folder = cache_folder() / "test-clients" / sha256(package.encode()).hexdigest()[:16]
+    found = folder / "node_modules" / ".bin" / program
+    if not (folder / "complete").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "package.json").write_text("{}")
+        _install(["npm", "install", "--no-fund", "--no-audit", package], folder)
+        _install(["npm", "rebuild", "--no-fund"], folder)  # runs the package's own script, which fetches its program
+        (folder / "complete").touch()
+    return found

@@ -318,7 +318,7 @@ async def test_truncation_drops_the_oldest_turns(served: Served) -> None:
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ({"tools": [{"type": "file_search"}]}, "tools.0.type"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
         ({"tool_choice": {"type": "allowed_tools", "tools": [{"name": "f"}]}}, "tool_choice.tools"),
         ({"background": True, "store": False}, "background"),

@@ -80,7 +80,7 @@ async def test_a_regex_is_enforced_and_lark_is_refused(served: Served) -> None:
     lark = {**SHELL, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}
     answer = await served.http.post("/v1/responses", json={"input": "Hello", "tools": [lark]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools.0.format.syntax")
-    answer = await served.http.post("/v1/responses", json={"input": "Hello", "tools": [{"type": "web_search"}]})
+    answer = await served.http.post("/v1/responses", json={"input": "Hello", "tools": [{"type": "file_search"}]})
     assert "this server does not run tools" in answer.json()["error"]["message"]
 
 
@@ -96,3 +96,23 @@ async def test_a_summary_is_the_reasoning_where_it_is_asked_for(served: Served) 
     assert found[-1]["response"]["output"][0]["summary"] == [{"type": "summary_text", "text": "Is it?"}]
     wrong = await served.http.post("/v1/responses", json={"input": "Hello", "reasoning": {"summary": "long"}})
     assert wrong.json()["error"]["param"] == "reasoning.summary"
+
+
+async def test_functions_of_a_namespace_are_called_with_it(serve: Serve) -> None:
+    """Codex offers sub-agents as a namespace, web search, and metadata of its own."""
+    call = '<tool_call>\n{"name": "agents.spawn", "arguments": {"task": "x"}}\n</tool_call>'
+    served = await serve(text=call, tool_call_parser="qwen25")
+    spawn = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {"task": {}}}}
+    space = {"type": "namespace", "name": "agents", "description": "Agents.", "tools": [spawn]}
+    body = {"tools": [space, {"type": "web_search", "external_web_access": False}], "client_metadata": {"a": "b"}}
+    answer = await served.http.post("/v1/responses", json={"input": "Hello", **body})
+    assert answer.status_code == 200, answer.text
+    [item] = answer.json()["output"]
+    assert (item["namespace"], item["name"]) == ("agents", "spawn")
+    assert [tool["type"] for tool in answer.json()["tools"]] == ["namespace"]
+    found = await events(served, **body)
+    assert found[-1]["response"]["output"][0]["namespace"] == "agents"
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "done"}
+    again = await served.http.post("/v1/responses", json={"input": ["x", item, result][1:], **body})
+    assert again.status_code == 200, again.text
+    assert "agents.spawn" in (served.core.submitted[-1].text or "")
