@@ -1,4 +1,4 @@
-"""`/live_state`, the data of the page at /live: queue, batch, pages, prefix tree, and request times."""
+"""`/live_state`, the data of the page at /live: queue, batch, pages, prefix tree, request times; and `/v1/loads`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
+import serve
 from serve.calls.client import CLIENT, Client
 from serve.http.endpoint import json_response
 
@@ -43,6 +44,41 @@ async def live_state(http: HttpRequest, core: EngineCore) -> ASGIApp:
         "num_hidden": len(timelines) - min(len(shown), MAX_REQUESTS),
     }
     return json_response(body)
+
+
+async def loads(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Return the load of each replica and of all together, in the form of SGLang's route."""
+    actors = core.schedulers
+    replicas = [_load(rank, actor) for rank, actor in enumerate(actors)]
+    running, waiting = (sum(each[name] for each in replicas) for name in ("num_running_reqs", "num_waiting_reqs"))
+    aggregate = {
+        "total_running_reqs": running,
+        "total_waiting_reqs": waiting,
+        "total_reqs": running + waiting,
+        "total_used_tokens": sum(each["num_used_tokens"] for each in replicas),
+        "avg_token_usage": round(sum(each["token_usage"] for each in replicas) / max(1, len(replicas)), 4),
+    }
+    body = {
+        "timestamp": time.time(),
+        "version": serve.__version__,
+        "dp_rank_count": len(replicas),
+        "loads": replicas,
+        "aggregate": aggregate,
+    }
+    return json_response(body)
+
+
+def _load(rank: int, actor: SchedulerActor) -> dict[str, Any]:
+    load = actor.scheduler.load
+    return {
+        "dp_rank": rank,
+        "num_running_reqs": load.num_running,
+        "num_waiting_reqs": load.num_waiting,
+        "num_total_reqs": load.num_running + load.num_waiting,
+        "num_used_tokens": load.num_used_tokens,
+        "token_usage": round(load.token_usage, 4),
+        "num_retracted": load.num_retracted,
+    }
 
 
 def _may_see(client: Client, request: Timeline) -> bool:

@@ -106,6 +106,7 @@ ROUTES = (  # searched in order, so the most frequent routes come first
     RouteSpec(GET, "/server_info", admin.server_info, USER),
     RouteSpec(GET, "/get_load", admin.load, USER),
     RouteSpec(GET, "/load", admin.server_load, USER),
+    RouteSpec(GET, "/v1/loads", live.loads, USER),
     RouteSpec(GET, "/live_state", live.live_state, USER),
     RouteSpec(GET, "/metrics", admin.metrics, PUBLIC),
     RouteSpec(GET, "/ping", admin.health, PUBLIC),

@@ -47,7 +47,6 @@ CONTROL = {
     "/dump_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
     "/configure_logging": (("GET", "POST"), "Changing the log while the server runs"),
     "/collective_rpc": (("POST",), "Calling functions of workers"),
-    "/v1/loads": (("GET",), "Loads by replica; use /get_load, /load or /metrics"),
 }
 OLLAMA = {
     "/api/pull": (("POST",), "Fetching models"),

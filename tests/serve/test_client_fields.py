@@ -115,3 +115,9 @@ async def test_prompt_logprobs_change_no_other_logprobs(client: httpx.AsyncClien
     answer = await client.post("/v1/completions", json={**COMPLETION, "prompt_logprobs": 1, "stream": True})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "prompt_logprobs"
+
+
+async def test_loads_are_those_of_the_replicas(client: httpx.AsyncClient) -> None:
+    loads = (await client.get("/v1/loads")).json()
+    assert [each["dp_rank"] for each in loads["loads"]] == [0]
+    assert (loads["dp_rank_count"], loads["aggregate"]["total_reqs"]) == (1, 0)

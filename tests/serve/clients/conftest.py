@@ -78,7 +78,7 @@ def npm_program(request: pytest.FixtureRequest) -> Path:
     package, _, program = request.param.rpartition(":")
     if shutil.which("npm") is None or shutil.which("node") is None:
         pytest.skip(f"{package} needs npm and node")
-    folder = cache_folder() / "test-clients" / sha256(package.encode()).hexdigest()[:16]
+    folder = cache_folder("clients") / sha256(package.encode()).hexdigest()[:16]
     found = folder / "node_modules" / ".bin" / program
     if not (folder / "complete").exists():
         folder.mkdir(parents=True, exist_ok=True)
