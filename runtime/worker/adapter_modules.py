@@ -48,7 +48,7 @@ class ModuleSlots:
     def __init__(self, model: TransformersDecoder, targets: tuple[str, ...] | None, device: torch.device) -> None:
         """Add the hooks. Raises CheckpointError if no module can take adapters."""
         self.device, self.dtype = device, model.dtype
-        self._adapted = model.adapted
+        self._model = model
         self.changes: dict[tuple[nn.Module, int], ModuleChange] = {}  # by module and slot
         self.modules: dict[str, nn.Module] = {}
         head = model.model.get_output_embeddings()
@@ -101,15 +101,20 @@ class ModuleSlots:
 
     def _hook(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
         """Apply the changes of the slots in the step. Most steps have no adapter: then it does nothing."""
-        for slot, tokens in self._adapted.items():
+        adapted, num_tokens = self._model.adapted, self._model.num_adapted
+        for slot, tokens in adapted.items():
             change = self.changes.get((module, slot))
             if change is None:
                 continue
             x, y = inputs[0], output.reshape(-1, output.shape[-1])
             x = x.flatten() if isinstance(module, nn.Embedding) else x.reshape(-1, x.shape[-1])
+            if num_tokens not in (None, len(y)):
+                raise RuntimeError(
+                    f"A {type(module).__name__} sees {len(y)} of {num_tokens} tokens; it takes no adapters."
+                )
             y[tokens] = _changed(module, change, x[tokens], y[tokens]).to(y.dtype)
             output = y.view(output.shape)
-        return output if self._adapted else None
+        return output if adapted else None
 
 
 @dataclass(slots=True)

@@ -72,6 +72,7 @@ class TransformersDecoder(Decoder):
         self.model = model
         # Slot of an adapter -> its tokens in the running call of the model, for hooks (`worker/adapter_modules.py`).
         self.adapted: dict[int, Tensor | slice] = {}
+        self.num_adapted: int | None = None  # tokens of this call; None: all tokens of any call have the adapter
         self.row_values = (ADAPTER,)
         self.embedding = self.norm = self.head = None
         self.layers = nn.ModuleList()
@@ -92,16 +93,19 @@ class TransformersDecoder(Decoder):
         """Return hidden states [T, E] after the final norm, and store the KV of all T tokens."""
         check_inputs(batch)
         self._attend.begin(batch)
-        with self.with_adapters(batch.adapted):
+        with self.with_adapters(batch.adapted, batch.num_tokens):
             output = attention.body(self.model)(
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False
             )
         return output.last_hidden_state[0]
 
     @contextmanager
-    def with_adapters(self, adapted: Mapping[int, Tensor] | Mapping[int, slice]) -> Iterator[None]:
-        """Let the hooks apply the adapters of these tokens."""
+    def with_adapters(
+        self, adapted: Mapping[int, Tensor] | Mapping[int, slice], num_tokens: int | None = None
+    ) -> Iterator[None]:
+        """Let the hooks apply the adapters of these tokens, of `num_tokens` that every module sees."""
         self.adapted.update(adapted)
+        self.num_adapted = num_tokens
         try:
             yield
         finally:
@@ -115,7 +119,7 @@ class TransformersDecoder(Decoder):
         self._stored_body.hidden = hidden[None]
         [head] = self._head
         ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        with self.with_adapters(adapted):
+        with self.with_adapters(adapted, len(hidden)):
             return head(input_ids=ids, use_cache=False).logits[0].float()
 
     def reference_logits(self, token_ids: Tensor) -> Tensor:
