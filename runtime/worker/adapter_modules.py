@@ -51,17 +51,20 @@ class ModuleSlots:
         self._model = model
         self.changes: dict[tuple[nn.Module, int], ModuleChange] = {}  # by module and slot
         self.modules: dict[str, nn.Module] = {}
-        head = model.model.get_output_embeddings()
+        head, embedding = model.model.get_output_embeddings(), model.model.get_input_embeddings()
         for name, module in model.model.named_modules():
-            is_vocabulary = isinstance(module, nn.Embedding) or module is head
-            is_linear = isinstance(module, nn.Linear | Conv1D) and not _EXCLUDED.search(name)
-            if is_vocabulary or (is_linear and (targets is None or name.rpartition(".")[2] in targets)):
+            target = name.rpartition(".")[2]
+            if module is head or module is embedding:
+                target = "lm_head" if module is head else "embed_tokens"
+            elif not isinstance(module, nn.Linear | Conv1D) or _EXCLUDED.search(name):
+                continue
+            if targets is None or target in targets:
                 self.modules[_PREFIX.sub("", name)] = module
                 module.register_forward_hook(self._hook)
         if not any(isinstance(module, nn.Linear | Conv1D) for module in self.modules.values() if module is not head):
             raise CheckpointError("--enable-lora: this model has no linear layer that an adapter could change.")
         self._head = head
-        self._tied = head is not None and head.weight is model.model.get_input_embeddings().weight
+        self._tied = head is not None and head.weight is embedding.weight
 
     def fit(self, folder: Path, weights: AdapterWeights) -> ModuleAdapter:
         """Return an adapter in host memory. Raises CheckpointError if a tensor has no place in the model."""

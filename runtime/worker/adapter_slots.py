@@ -73,7 +73,13 @@ class LayerSlots:
             if isinstance(mixture, MoE) and (block := _BLOCK.search(f".{mixture.name}.")) and mixture.takes_adapters:
                 self.mixtures[int(block[1])] = mixture
         # Only the first stage of a pipeline has them.
-        self.vocabulary = {each.name: each for each in (model.embedding, model.head) if each is not None}
+        ends = {"embed_tokens": model.embedding, "lm_head": model.head}
+        self._is_first_stage = model.embedding is not None
+        self.vocabulary = {
+            each.name: each
+            for target, each in ends.items()
+            if each is not None and (plan.targets is None or target in plan.targets)
+        }
 
     @property
     def nbytes(self) -> int:
@@ -140,7 +146,7 @@ class LayerSlots:
         """Whether another stage of the pipeline computes this layer, so that its ranks check the name."""
         found = _BLOCK.search(name)
         if found is None:
-            return not self.vocabulary
+            return not self._is_first_stage
         if int(found[1]) >= self._facts.num_layers:
             return False
         own = {_BLOCK.search(f".{key}") for key in self._parts}

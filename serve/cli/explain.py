@@ -55,6 +55,8 @@ def explain(
     facts, unreadable = _facts(args, path) if path else (None, [])
     plan, builder = decide(args, machine, facts or ANY_MODEL, demo_path=demo_path)
     rows = _rows(args, plan, builder.refusals, everything, has_model=facts is not None)
+    if facts is not None and plan.lora.enabled:
+        rows.append(_adapter_slots(plan, facts))
     return rows, [*builder.refusals.values(), *unreadable]
 
 
@@ -88,6 +90,21 @@ def _facts(args: Args, path: str) -> tuple[ModelFacts | None, list[str]]:
         return read_facts(directory, args.model.json_model_override_args, model_impl=args.model.model_impl), []
     except ConfigurationError as error:
         return None, list(error.refusals)
+
+
+def _adapter_slots(plan: Plan, facts: ModelFacts) -> Row:
+    """Return the row about the memory of the slots of LoRA adapters."""
+    from runtime.loading.adapter_memory import largest_rank, slots_bytes  # slow to import
+
+    rank = largest_rank(plan.lora)
+    size = slots_bytes(facts.path, plan.lora, rank, 4 if plan.model.dtype == "float32" else 2)
+    done = "unknown before the weights are read" if size is None else f"{size / 2**20:,.1f} MiB"
+    loaded = "all loaded adapters" if plan.lora.max_loaded is None else f"{plan.lora.max_loaded} adapters"
+    reason = (
+        f"{plan.lora.max_slots} slots of rank {rank} beside every linear layer that adapters may change, on all ranks "
+        f"together; host memory holds {loaded}"
+    )
+    return Row(option="(adapter slots)", asked="", done=done, reason=reason)
 
 
 def _rows(args: Args, plan: Plan, refusals: Mapping[str, str], everything: bool, *, has_model: bool) -> list[Row]:

@@ -15,10 +15,13 @@ import quantized_checkpoints
 from greedy import model_path, prompts
 from lora_adapters import adapted, adapter
 from lora_engine import PLAIN, answers, expected, ids_of
+from ops.machine import Machine
+from runtime.config import Args
 from runtime.layers.low_rank import AdapterPart, LowRankSlots
 from runtime.loading.adapter_config import AdapterConfig
 from runtime.scheduler.adapter_slots import AdapterSlots
 from serve import Engine
+from serve.cli.explain import explain
 
 
 @pytest.mark.parametrize("form", ["gptq", pytest.param("awq", marks=pytest.mark.slow)])
@@ -116,13 +119,43 @@ async def test_loads_under_traffic_leave_nothing_behind(times: int) -> None:
         done.set()
         await traffic
         engine.core.check()
-        rank = loaded_adapters(engine)
+        rank = rank_adapters(engine)._loaded
         assert registry.num_resident == len(registry.adapters) == len(rank) == 0
         assert not registry._retired
         assert len(registry._tasks) == 0
 
 
-def loaded_adapters(engine: Engine) -> Any:
+def rank_adapters(engine: Engine) -> Any:
     [actor] = engine.core._scheduler.alive
     runner: Any = actor.runner
-    return runner._executor.rank.adapters._loaded
+    return runner._executor.rank.adapters
+
+
+async def test_explain_knows_the_memory_of_the_slots() -> None:
+    words = [
+        "--model-path",
+        model_path("llama"),
+        "--enable-lora",
+        "--max-loras-per-batch",
+        "3",
+        "--max-lora-rank",
+        "20",
+    ]
+    rows, refusals = explain(Args.parse(words), Machine.probe())
+    [row] = [row for row in rows if row.option == "(adapter slots)"]
+    assert not refusals
+    options = {"enable_lora": True, "max_loras_per_batch": 3, "max_lora_rank": 20}
+    async with Engine(model_path("llama"), **options, **PLAIN) as engine:
+        slots = rank_adapters(engine).nbytes / 2**20
+    assert float(row.done.split()[0]) == pytest.approx(slots, abs=0.06)
+
+
+async def test_layers_that_are_not_targets_are_refused() -> None:
+    base = model_path("llama")
+    options = {"lora_target_modules": ["q_proj", "embed_tokens"], "enable_lora": True}
+    async with Engine(base, **options, **PLAIN) as engine:
+        for targets in (("q_proj",), ("embed_tokens",)):
+            assert (await engine.load_lora_adapter("-".join(targets), adapter(base, 1, 8, targets)))["success"]
+        for targets in (("o_proj",), ("lm_head",)):
+            answer = await engine.load_lora_adapter("other", adapter(base, 1, 8, targets))
+            assert targets[0] in answer["error_message"]

@@ -8,7 +8,7 @@ from runtime.config.option_spec import inert, option
 
 _LORA_TARGET_MODULES = (
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj",
-    "all",
+    "embed_tokens", "lm_head", "all",
 )  # fmt: skip
 
 
@@ -44,7 +44,7 @@ class LoraArgs:
     )
     lora_target_modules: tuple[str, ...] | None = option(
         None,
-        "Linear layers that adapters may change. Default: all.",
+        "Layers that adapters may change. Default: all linear layers, the embedding and the LM head.",
         choices=_LORA_TARGET_MODULES,
         empty=True,
         sglang="those of --lora-paths",

@@ -41,7 +41,7 @@ def lora_plan(builder: PlanBuilder, kernels: KernelPlan) -> LoraPlan:
         ),
         sources=Decision(_sources(builder), "as asked"),
         max_rank=builder.follow_or("max_lora_rank", 0, "that of the adapters"),
-        targets=Decision(_targets(builder), "as asked" if args.lora_target_modules else "all linear layers"),
+        targets=Decision(_targets(builder), "as asked" if args.lora_target_modules else "all layers that can"),
     )
 
 
