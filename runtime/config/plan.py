@@ -44,6 +44,7 @@ class ModelPlan(Section):
     memory_saver: bool = False  # memory of a GPU can be given back, so no graph may hold its addresses
     state_dtype: str = "float32"  # dtype of recurrent states
     always_absorbed: bool = False  # use absorbed latent attention for prompts too
+    deterministic: bool = False  # results depend on the request alone; on a CPU it implies `always_absorbed`
     # Quantisation method that rounds the weights while they load; None: keep them.
     quantization: str | None = None
     kv_scales: str | None = None  # file with the scales of an 8-bit KV cache

@@ -155,7 +155,7 @@ def build_model(
         device,
         _method(plan, kernels, tensors),
         state_dtype=plan.state_dtype,
-        always_absorbed=plan.always_absorbed,
+        always_absorbed=plan.always_absorbed or plan.deterministic,
     )
     family = family_of(config.entry)
     with torch.device("meta"):

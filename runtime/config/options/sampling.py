@@ -48,6 +48,20 @@ class SamplingArgs:
         "layer, and steps do not overlap. Requests with such values end with an error even without this option.",
         plan="kernels.nan_detection",
     )
+    enable_deterministic_inference: bool = option(
+        False,
+        "Promise that tokens and log-probabilities of a request do not depend on other requests, chunks or cached "
+        "prefixes. On a CPU this holds anyway, except for MLA models: with this option they use absorbed "
+        "attention for prompts too, which is slower for long prompts. Refused on a GPU, where products depend on the "
+        "batch.",
+        plan="model.deterministic",
+    )
+    rl_on_policy_target: str | None = planned(
+        None,
+        "Reproduce the log-probabilities of a trainer bit by bit.",
+        choices=("fsdp",),
+        instead="set --enable-deterministic-inference, and compute the trainer's log-probabilities in the trainer",
+    )
     enable_custom_logit_processor: bool = planned(
         False,
         "Accept Python code in requests that changes the logits.",

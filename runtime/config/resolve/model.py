@@ -29,6 +29,7 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
     """Plan the model. It decides the device, so it comes before all other sections."""
     args = builder.args.model
     device = _device(builder, machine)
+    _check_deterministic(builder, device.value, facts)
     return builder.build(
         ModelPlan,
         path=Decision(facts.path, "as asked" if args.model_path else "no model is given, so the demo model is used"),
@@ -48,6 +49,24 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         kv_scales=_kv_scales(builder, facts),
         config_overrides=builder.follow("json_model_override_args"),
     )
+
+
+def _check_deterministic(builder: PlanBuilder, device: str, facts: ModelFacts) -> None:
+    """Refuse to promise deterministic results where kernels depend on the batch or on places in memory."""
+    option = "enable_deterministic_inference"
+    if not builder.args.get(option):
+        return
+    if device != "cpu":
+        builder.refuse(
+            option,
+            "--enable-deterministic-inference: products and attention on a GPU depend on the batch. Use --device cpu.",
+        )
+    elif facts.config and facts.head_dim % 16:
+        builder.refuse(
+            option,
+            f"--enable-deterministic-inference: attention over heads of size {facts.head_dim}, which is not a multiple "
+            "of 16, depends on where keys are stored in the last bits of its sums.",
+        )
 
 
 def _load_format(builder: PlanBuilder, facts: ModelFacts) -> Decision[str]:

@@ -1,0 +1,105 @@
+"""On a CPU, tokens and log-probabilities of a request depend on the request alone, bit by bit."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+import tiny_checkpoints
+from runtime.errors import ConfigurationError
+from serve import Engine, SyncEngine
+
+PLAIN: dict[str, Any] = {"skip_tokenizer_init": True, "random_seed": 1}
+LENGTHS = (3, 17, 60, 110)
+
+
+def prompts(count: int, vocab_size: int = 131) -> list[list[int]]:
+    draw = random.Random(0)
+    shared = [draw.randrange(3, vocab_size) for _ in range(40)]  # a prefix that half of the prompts begin with
+    found = [[draw.randrange(3, vocab_size) for _ in range(draw.choice(LENGTHS))] for _ in range(count)]
+    return [shared + ids if number % 2 else ids for number, ids in enumerate(found)]
+
+
+async def answer(engine: Engine, ids: list[int], temperature: float = 1.0) -> tuple[Any, ...]:
+    """Return the tokens of a seeded request, and the log-probabilities of its prompt and output."""
+    sampling = {"temperature": temperature, "seed": len(ids), "max_new_tokens": 16, "ignore_eos": True}
+    options: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0}
+    found = await engine.generate(input_ids=ids, sampling_params=sampling, **options)
+    meta = found["meta_info"]
+    return found["output_ids"], meta["output_token_logprobs"], meta["input_token_logprobs"]
+
+
+async def outputs_warm(engine: Engine, ids: list[int]) -> tuple[Any, ...]:
+    """Like `answer` without the prompt's log-probabilities, so that a cached prefix is used."""
+    sampling = {"temperature": 1.0, "seed": len(ids), "max_new_tokens": 16, "ignore_eos": True}
+    found = await engine.generate(input_ids=ids, sampling_params=sampling, return_logprob=True)
+    return found["output_ids"], found["meta_info"]["output_token_logprobs"]
+
+
+SHAPE = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128, "vocab_size": 131}
+LATENT = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+SHAPES: dict[str, dict[str, int]] = {
+    "llama": SHAPE, "qwen3_moe": {**SHAPE, "moe_intermediate_size": 64}, "deepseek_v3": {"hidden_size": 64, **LATENT},
+}  # fmt: skip
+CHUNKED: dict[str, Any] = {"chunked_prefill_size": 16, "page_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param("llama", {}, id="dense"),
+        pytest.param("qwen3_moe", {}, id="experts", marks=pytest.mark.slow),
+        pytest.param("llama", {"quantization": "w8a8_int8"}, id="int8", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", {"enable_deterministic_inference": True}, id="latent", marks=pytest.mark.slow),
+    ],
+)
+async def test_answers_depend_on_the_request_alone(family: str, options: dict[str, Any]) -> None:
+    path = tiny_checkpoints.cached(family, **SHAPES[family])
+    sizes = prompts(16, 90)
+    async with Engine(path, **PLAIN, **options, disable_radix_cache=True) as engine:
+        alone = [await answer(engine, ids) for ids in sizes]
+        for crowd in (2, 16):
+            for first in range(0, len(sizes), crowd):
+                together = await asyncio.gather(*(answer(engine, ids) for ids in sizes[first : first + crowd]))
+                assert list(together) == alone[first : first + crowd], crowd
+    async with Engine(path, **PLAIN, **options, **CHUNKED) as engine:
+        assert list(await asyncio.gather(*(answer(engine, ids) for ids in sizes))) == alone
+        for _ in range(2):  # cold, then warm
+            warm = [await outputs_warm(engine, ids) for ids in sizes]
+            assert warm == [each[:2] for each in alone]
+
+
+async def test_the_log_probabilities_equal_those_of_transformers() -> None:
+    path = tiny_checkpoints.cached("llama", vocab_size=131)
+    ids = prompts(1)[0]
+    async with Engine(path, **PLAIN) as engine:
+        found, outputs, inputs = await answer(engine, ids, temperature=0.0)
+    logits = tiny_checkpoints.reference(path, [*ids, *found[:-1]])
+    wanted = logits.float().log_softmax(-1)
+    chosen = [*ids[1:], *found]
+    got = [logprob for logprob, *_ in [*inputs[1:], *outputs]]
+    expected = [wanted[position, token].item() for position, token in enumerate(chosen)]
+    assert max(abs(one - other) for one, other in zip(got, expected, strict=True)) < 1e-5
+
+
+def test_heads_of_other_sizes_make_no_such_promise() -> None:
+    path = tiny_checkpoints.cached("llama", vocab_size=131)
+    with (
+        pytest.raises(ConfigurationError, match="heads of size 8"),
+        SyncEngine(path, **PLAIN, enable_deterministic_inference=True),
+    ):
+        pass
+
+
+def test_a_gpu_makes_no_such_promise() -> None:
+    from ops.machine import Machine
+    from runtime.config import Args
+    from runtime.config.resolve import resolve
+    from small_facts import FACTS
+
+    args = Args.of(model_path="m", device="cuda", enable_deterministic_inference=True)
+    with pytest.raises(ConfigurationError, match="depend on the batch"):
+        resolve(args, Machine.named("h100"), FACTS)
