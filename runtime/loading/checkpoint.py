@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -135,7 +136,11 @@ def _download(
     *,
     skipped: Sequence[str] | None = ("consolidated*", "*/*"),
 ) -> str:
-    from huggingface_hub import errors, snapshot_download
+    from tqdm import TqdmWarning
+
+    with warnings.catch_warnings():  # in a notebook without ipywidgets, the bars of the Hub's library are plain text
+        warnings.simplefilter("ignore", TqdmWarning)
+        from huggingface_hub import errors, snapshot_download
 
     try:
         return snapshot_download(

@@ -103,6 +103,14 @@ def test_a_wrong_call_is_one_line(kernel: Kernel) -> None:
     assert text == "InvalidRequest\n"
 
 
+def test_a_wrong_model_is_one_line_without_warnings(kernel: Kernel) -> None:
+    hub = "import os; os.environ['HF_HUB_OFFLINE'] = '1'"
+    text, lines, _ = kernel.run(f"{hub}\nawait Engine('no-such-org/no-such-model').start()")
+    assert text == ""
+    assert len(lines) == 1
+    assert "no-such-org/no-such-model" in lines[0]
+
+
 def test_results_views_and_completion(kernel: Kernel) -> None:
     _, _, shown = kernel.run("await engine.generate('Once', max_new_tokens=4)")
     assert "prompt" in shown[-1]["text/html"]
