@@ -69,7 +69,7 @@ class Breakers:
 class DryPenalties:
     """A `Constraint` that adds DRY's penalties to the data of the inner constraint. It runs on the event loop.
 
-    Takes 30 us per token for a window of 8,192 tokens, and 2 ms for the first token of an output.
+    For a window of 8,192 tokens it takes 40 us per token (110 us if all are the same), and 5 ms for the first token.
     """
 
     def __init__(self, params: SamplingParams, breaker_ids: frozenset[int], inner: Constraint | None) -> None:
@@ -138,8 +138,11 @@ class _Repeats:
         repeated = np.flatnonzero(lengths >= params.dry_allowed_length)
         if not len(repeated):
             return None
-        repeated = repeated[lengths[repeated].argsort(kind="stable")]  # ascending: the longest of each token counts
-        longest = dict(zip(self._ids[begin + repeated + 1].tolist(), lengths[repeated].tolist()))
+        next_ids, lengths = self._ids[begin + repeated + 1], lengths[repeated]
+        best = np.zeros(int(next_ids.max()) + 1, np.int64)
+        np.maximum.at(best, next_ids, lengths)
+        is_best = best[next_ids] == lengths
+        longest = dict(zip(next_ids[is_best].tolist(), lengths[is_best].tolist()))
         longest = {token_id: length for token_id, length in longest.items() if token_id not in self._breaker_ids}
         if not longest:
             return None
