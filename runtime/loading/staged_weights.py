@@ -29,6 +29,7 @@ from runtime.loading.quantization import quantization_fields
 from runtime.loading.tensors import Tensors
 from runtime.modeling.decoder import Decoder
 
+MAX_READ = 2**20  # numbers of a tensor that `read` returns
 IDENTITY_ROWS = 256  # rows of the identity matrix that a product takes at a time
 SCALES = re.compile(r".*\.[kv]_scale")
 
@@ -154,6 +155,9 @@ class StagedWeights:
                 f"{name} cannot be read: {type(layer).__name__} layers of this model keep only a converted form of it "
                 "(experts, quantised weights)."
             )
+        rows = self._units[layer][known][0].shape
+        if min(num_rows, rows[0]) * torch.Size(rows[1:]).numel() > MAX_READ:
+            raise CheckpointError(f"{name}: at most {MAX_READ} numbers can be read at once. Set a lower truncate_size.")
         with torch.inference_mode():
             shell = _shell(layer, getattr(torch, self._plan.dtype), torch.device(self._plan.device))
             _recover(layer, shell)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import anyio.to_thread
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp
 
@@ -78,7 +79,7 @@ async def read(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Return the first rows of a tensor, by its name in the checkpoint, as nested lists."""
     body = await read_body(http, lambda raw: decode(calls.ReadWeightBody, parse_object(raw)))
     try:
-        return json_response(await calls.read_weight(core, body))
+        return await anyio.to_thread.run_sync(json_response, await calls.read_weight(core, body))
     except CheckpointError as error:
         raise InvalidRequest(str(error), param="name") from error
 

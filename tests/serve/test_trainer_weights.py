@@ -21,6 +21,7 @@ import quantized_checkpoints
 import tiny_checkpoints
 import trainer_process
 from runtime.errors import CheckpointError, InvalidRequest
+from runtime.loading import staged_weights
 from serve import Engine, SyncEngine
 from weights_server import GREEDY, PLAIN, PROMPT, checkpoint, fresh_state, greedy, ids, post, scores, serving, state
 
@@ -175,7 +176,7 @@ async def test_wrong_tensors_leave_the_old_weights() -> None:
         engine.core.check()
 
 
-async def test_one_tensor_of_a_fused_layer_can_change_alone() -> None:
+async def test_one_tensor_of_a_fused_layer_can_change_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = checkpoint(0), checkpoint(1)
     name = "model.layers.1.self_attn.k_proj.weight"
     tensors, others = trainer_process.tensors_of(new), trainer_process.tensors_of(old)
@@ -193,6 +194,9 @@ async def test_one_tensor_of_a_fused_layer_can_change_alone() -> None:
                 == source[each][:9].tolist()
             )
         await post(http, "/get_weights_by_name", {"name": "model.layers.1.self_attn.z_proj.weight"}, status=400)
+        monkeypatch.setattr(staged_weights, "MAX_READ", 100)
+        answer = await post(http, "/get_weights_by_name", {"name": name, "truncate_size": 9}, status=400)
+        assert "lower truncate_size" in answer["error"]["message"]
 
 
 async def test_layers_that_lack_tensors_are_named() -> None:
