@@ -53,7 +53,8 @@ class MediaSpan(NamedTuple):
     """Tokens of a step whose embeddings are given, for example by an image encoder. No layer reads their ids."""
 
     offset: int  # index of the first token in [T]
-    vectors: Floats  # [N, E]
+    # [N, W]: embeddings [N, E] and, for models that add vectors after their first layers, those of each such layer.
+    vectors: Floats
 
 
 class StepStats(NamedTuple):
@@ -102,6 +103,9 @@ class Batch:
     # are 0. After an image, the three axes of a row have equal offsets.
     position_offsets: Ints | None = None
     media: tuple[MediaSpan, ...] = ()  # tokens whose embeddings are given as vectors
+    # [M, 3], (row, first position, end) of spans whose tokens attend to each other, also to later ones. A row that
+    # computes the first token of a span computes all of it. None: all attention is causal.
+    mutual_spans: Ints | None = None
     # Page copies, performed in this order after all earlier steps and before this step's forward.
     copies: tuple[PageCopy, ...] = ()
     adapters: tuple[AdapterPlacement, ...] = ()  # placed in this order before this step's forward

@@ -11,6 +11,7 @@ from uuid import uuid4
 from runtime.constraint import Constraint
 from runtime.errors import InvalidRequest
 from runtime.grammar_spec import Grammar, ThinkingLimit
+from runtime.media_source import MediaSource, PromptMedia
 from runtime.sampling_params import MAX_BIASES, SamplingParams, grammars_of
 
 MAX_TOP_LOGPROBS = 128
@@ -94,6 +95,9 @@ class Request:
     follows: bool = False  # another prompt of the same call was admitted, so the queue admits this one even if full
     shown_special_ids: frozenset[int] = frozenset()  # special tokens that `skip_special_tokens` keeps
     thinking: ThinkingLimit | None = None  # limit of the reasoning block; the constraint enforces it
+    # Images in the order of their placeholders in the text; () once `prompt_media` holds what the encoder made of them.
+    media: tuple[MediaSource, ...] = ()
+    prompt_media: PromptMedia | None = None
     constraint: Constraint | None = None  # made from a grammar, or by Penstock itself
     on_logits: Callable[[list[int], Any], Any] | None = None  # see `LogitsHook`; only callers in this process set it
     counted: bool = True  # whether request metrics count it; False for health checks

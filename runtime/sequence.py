@@ -34,6 +34,7 @@ class Sequence:
         "index",
         "locked_node",
         "max_tokens",
+        "media",
         "namespace",
         "next_logprob",
         "num_cached",
@@ -74,6 +75,7 @@ class Sequence:
         self.sampling: SamplingParams = request.sampling
         self.ids: list[int] = list(ids)
         self.num_prompt = len(self.ids)
+        self.media = request.prompt_media  # images of the prompt, or None
         self.max_tokens = max_tokens  # maximum length of prompt and output together, at most the context length
         self.banned_ids = banned_ids  # never sampled
         self.stop_ids = stop_ids  # sampling one of them ends the sequence; empty with ignore_eos
@@ -116,6 +118,11 @@ class Sequence:
             banned_ids=self.banned_ids,
             urgency=self.urgency,
         )
+
+    @property
+    def keys(self) -> list[int]:
+        """What the prefix tree compares: the known tokens, with keys of images in place of their tokens."""
+        return self.ids if self.media is None else self.media.keys + self.ids[self.num_prompt :]
 
     @property
     def output_ids(self) -> list[int]:

@@ -53,6 +53,9 @@ class AttentionMetadata:
     counts_host: Sequence[int]
     plan_cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     replans: dict[Hashable, Callable[[AttentionMetadata], None]] | None = None
+    # (row, first position, end) of spans whose tokens attend to each other, also to later ones, as tokens of one image
+    # do in some models. Backends ignore them; `native.attend_mutually` computes these rows again.
+    mutual_spans: Sequence[tuple[int, int, int]] = ()
 
     @classmethod
     def build(

@@ -98,6 +98,50 @@ def attend(
     return out if options.v_scale == 1.0 else out.mul_(options.v_scale)
 
 
+def attend_mutually(
+    out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, options: AttentionOptions
+) -> None:
+    """Replace the attention `out` [T, H, D] of the rows with mutual spans, in which a token sees its whole span.
+
+    A window still hides the positions before it. Such rows have neither sinks nor ALiBi.
+    """
+    window = None if options.window is None else Window(options.window, options.chunked)
+    scoring = Scoring(options.scale * options.k_scale, options.soft_cap, None)
+    size, firsts = metadata.page_size, [0]
+    for count in metadata.counts_host:
+        firsts.append(firsts[-1] + count)
+    for row in sorted({row for row, _, _ in metadata.mutual_spans}):
+        start, count = metadata.starts_host[row], metadata.counts_host[row]
+        spans = [(low, high) for each, low, high in metadata.mutual_spans if each == row]
+        tokens, end = slice(firsts[row], firsts[row] + count), start + count
+        pages = metadata.page_table[row, : -(-end // size)].long()
+        keys, values = (gather_row(pool, pages, q.dtype)[None, :, :end] for pool in (k_pool, v_pool))
+        queries = q[tokens].view(count, k_pool.shape[1], -1, q.shape[2]).permute(2, 1, 0, 3)  # [G, K, N, D]
+        block = max(16, MAX_MASK_ELEMENTS // end)
+        results = []
+        for low in range(0, count, block):
+            high = min(low + block, count)
+            mask = _mutual_mask(start + low, start + high, end, spans, window, q)
+            # Positions that a window has left behind may hold anything.
+            results.append(dense(queries[:, :, low:high], keys, values.nan_to_num(), mask, scoring))
+        attended = torch.cat(results, dim=2).permute(2, 1, 0, 3).reshape(count, *q.shape[1:])
+        out[tokens] = attended if options.v_scale == 1.0 else attended * options.v_scale
+
+
+def _mutual_mask(
+    first: int, end: int, num_keys: int, spans: Sequence[tuple[int, int]], window: Window | None, like: Tensor
+) -> Tensor:
+    """Return the mask [N, S], 0 or -inf, of queries first .. end - 1 and keys 0 .. num_keys - 1."""
+    queries = torch.arange(first, end, device=like.device).unsqueeze(1)
+    keys = torch.arange(num_keys, device=like.device)
+    hidden = keys > queries
+    for low, high in spans:
+        hidden &= ~((queries >= low) & (queries < high) & (keys >= low) & (keys < high))
+    if window is not None:
+        hidden |= window.hides(keys, queries)
+    return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
+
+
 def make_attend() -> Attend:
     """Return `attend`. It has no settings."""
     return attend

@@ -20,14 +20,16 @@ from runtime.config.plan import DraftPlan, LoraPlan, Plan, TokenizerPlan
 from runtime.config.resolve import check, resolve
 from runtime.config.resolve.drafts import check_draft_model
 from runtime.config.resolve.lora import LEAST_MAX_RANK
-from runtime.errors import first_error
+from runtime.errors import CheckpointError, first_error
 from runtime.loading.adapter_config import read_config
 from runtime.loading.checkpoint import delete, locate, stored_as
 from runtime.loading.draft_facts import read_draft_facts
 from runtime.loading.facts import check_serves, read_facts
+from runtime.media.preparation import MediaPreparer
 from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.core")
+NOT_LOADED = "the model's image encoder could not be loaded; the server's log says why"
 
 
 def prepare(args: Args, machine: Machine, *, demo_path: str | None = None) -> tuple[Plan, ModelFacts]:
@@ -97,6 +99,9 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     # created first, because its errors appear at once
     traces = RequestTraces(endpoint) if endpoint is not None else None
     replicas: list[Replica] = []
+    media = await _load_media(plan, facts)
+    if media is None and plan.media.enabled:
+        plan = replace(plan, media=replace(plan.media, enabled=False, refusal=NOT_LOADED))
     try:
         async with anyio.create_task_group() as loading:
             loading.start_soon(load_tokenizer)
@@ -137,10 +142,23 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     if plan.model.delete_after_loading:
         await anyio.to_thread.run_sync(_delete, plan.model.path)
     start_again = restart if len(replicas) > 1 else None
-    core = EngineCore(plan, facts, tokenizer, replicas, start_again, traces)
+    core = EngineCore(plan, facts, tokenizer, replicas, start_again, traces, media)
     if core.metrics is not None:
         core.metrics.startup_s = time.monotonic() - began_s
     return core
+
+
+async def _load_media(plan: Plan, facts: ModelFacts) -> MediaPreparer | None:
+    """Load processor and image encoder. If they cannot be loaded and nobody asked for them, log why and return None."""
+    if not plan.media.enabled:
+        return None
+    try:
+        return await anyio.to_thread.run_sync(MediaPreparer.load, plan, facts)
+    except CheckpointError as error:
+        if plan.media.reasons.get("enabled") == "as asked":
+            raise
+        logger.warning("Images are refused: %s", error)
+        return None
 
 
 def _delete(path: str) -> None:

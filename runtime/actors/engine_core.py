@@ -35,6 +35,7 @@ from runtime.errors import ConfigurationError, EngineClosed, EngineFailure, Inva
 from runtime.grammar.load import load_grammars
 from runtime.kv_cache.host_tier import TierCounts
 from runtime.kv_cache.storage_tier import StorageCounts
+from runtime.media.preparation import MediaPreparer
 from runtime.metrics.series import EngineMetrics
 from runtime.profile import ProfileOptions
 from runtime.request import Request, with_grammar
@@ -107,12 +108,14 @@ class EngineCore:
         replicas: Seq[Replica],
         start_replica: Callable[[int], Awaitable[Replica]] | None = None,
         traces: RequestTraces | None = None,
+        media: MediaPreparer | None = None,
     ) -> None:
         self.plan = plan
         self.facts = facts
         self.tokenizer = tokenizer
         self._state: State = "starting"
         self._traces = traces
+        self.media = media  # None: images are refused
         self.metrics = EngineMetrics(plan.observe, plan.parallel.dp_size) if plan.observe.metrics else None
         self.adapters = AdapterRegistry(plan.lora, lambda: self._scheduler.alive)
         observers = [*_observers(plan.observe, self.metrics, traces), *([self.adapters] if plan.lora.enabled else [])]
@@ -143,6 +146,7 @@ class EngineCore:
             self._scheduler,
             self._grammars,
             self.adapters,
+            media,
             num_threads=plan.tokenizer.encoder_threads,
         )
         self.pause = GenerationPause(lambda: self._scheduler.alive, requests, self._tokenizer.submit)
@@ -192,6 +196,8 @@ class EngineCore:
                     closing.start_soon(anyio.to_thread.run_sync, self.adapters.close)
                     if self._grammars is not None:
                         closing.start_soon(anyio.to_thread.run_sync, self._grammars.close)
+                    if self.media is not None:
+                        closing.start_soon(self.media.close)
                     if self._traces is not None:
                         closing.start_soon(anyio.to_thread.run_sync, self._traces.close)
 
@@ -350,6 +356,8 @@ class EngineCore:
                 if version is not None:
                     self.set_weight_version(version)
                 self.facts = replace(self.facts, path=path)
+                if self.media is not None:
+                    await self.media.reload(path, self.plan)
         return num_requests
 
     async def attach_storage(self, attachment: Attachment) -> None:

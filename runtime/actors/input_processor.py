@@ -42,6 +42,7 @@ class InputProcessor:
         self._breakers = _breakers(tokenizer)
         self._processors = load_processors(plan.serve.logits_processors or ())
         self._prefills = plan.cache.storage == "prefill"
+        self._media = plan.media
         self._random = random.Random(plan.model.random_seed)
 
     def check(self, request: Request) -> None:
@@ -58,6 +59,8 @@ class InputProcessor:
         elif self._text_limit is not None:
             for text in _uncut_texts(request):
                 self._text_limit.check_length(text, self.context_length)
+        if request.media:
+            self._check_media(request)
         if request.priority and not self._priorities:
             raise InvalidRequest(
                 "Priorities are off on this server; start it with --enable-priority-scheduling.",
@@ -109,6 +112,21 @@ class InputProcessor:
                 param="dry_sequence_breakers",
             )
         return self._breakers.ids(sampling.dry_sequence_breakers)
+
+    def _check_media(self, request: Request) -> None:
+        """Raise `InvalidRequest` if this engine takes no images, or not so many."""
+        param, most = request.media[0].param, self._media.limits["image"]
+        if not self._media.enabled:
+            raise InvalidRequest(f"Images are not accepted: {self._media.refusal}.", param=param)
+        if len(request.media) > most:
+            raise InvalidRequest(
+                f"The request has {len(request.media)} images; at most {most} are accepted (--limit-mm-per-prompt).",
+                param=request.media[most].param,
+            )
+        if request.cuts:
+            raise InvalidRequest("A prompt with images cannot be truncated; leave out truncation.", param="truncation")
+        if request.wants_embedding:
+            raise InvalidRequest("Images cannot be embedded yet; send text.", param=param)
 
     def check_texts(self, request: Request) -> None:
         """Raise `ContextOverflow` if a text cannot fit, before it is encoded. Call it on a thread for long texts."""

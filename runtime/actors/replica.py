@@ -122,7 +122,7 @@ class _ReplicaLoader:
         environment = _share_processors(plan)
         with _in_time(parallel.join_timeout_s, "join from the other machines"):
             await group.start(parallel, facts, environment)
-        models = {TARGET: ModelSetup(facts, plan.model)}
+        models = {TARGET: ModelSetup(facts, plan.model, takes_media=plan.media.enabled)}
         if plan.draft.path is not None:
             models[DRAFT] = ModelSetup(read_draft_facts(plan.draft, facts), draft_model_plan(plan))
         own, *others = (

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from runtime.errors import NotFound
+from runtime.media.preparation import MediaPreparer
 from runtime.metrics.declarations import METRICS, Metric
 from runtime.metrics.series import EngineMetrics, Histogram, ReplicaSeries, RequestSeries
 
@@ -84,6 +85,8 @@ def samples(core: EngineCore, metrics: EngineMetrics) -> Iterator[Sample]:
     yield Sample("penstock:tokenizer_seconds", model, metrics.tokenizer_s)
     yield Sample("penstock:requests", model, core.status().num_requests)
     yield from _adapters(core, model)
+    if core.media is not None:
+        yield from _media(core.media, model)
     for reason, count in metrics.rejected.items():
         yield Sample("penstock:rejected_requests", {**model, "reason": reason}, count)
     for (path, status), count in metrics.http.items():
@@ -170,6 +173,14 @@ def _adapters(core: EngineCore, model: Labels) -> Iterator[Sample]:
     yield Sample("penstock:adapter_evictions", model, registry.num_evictions)
     yield Sample("penstock:adapter_load_seconds", model, registry.load_s)
     yield from _by("penstock:adapter_requests", model, "lora_name", registry.num_requests)
+
+
+def _media(media: MediaPreparer, model: Labels) -> Iterator[Sample]:
+    yield Sample("penstock:images", model, media.num_images)
+    yield Sample("penstock:image_encoder_seconds", model, media.encode_s)
+    yield Sample("penstock:image_cache_hits", model, media.cache.num_hits)
+    yield Sample("penstock:image_cache_misses", model, media.cache.num_misses)
+    yield Sample("penstock:image_cache_bytes", model, media.cache.num_bytes)
 
 
 def _by(

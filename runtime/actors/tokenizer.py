@@ -21,6 +21,7 @@ from runtime.constraint import Constraint
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PenstockError
 from runtime.grammar.compiler import GrammarCompiler
 from runtime.grammar.patterns.stop_patterns import stop_pattern
+from runtime.media.preparation import MediaPreparer
 from runtime.request import Request
 from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from runtime.tokenizer.tokenizer import Tokenizer
@@ -30,6 +31,7 @@ logger = logging.getLogger("penstock.tokenizer")
 # texts up to this length are encoded on the event loop, which takes at most 0.5 ms; a thread would cost as much
 INLINE_CHARS = 2048
 NO_GRAMMARS = "This server cannot constrain outputs: it has no tokenizer or runs with --grammar-backend none."
+MAX_WAITING_MEDIA_BYTES = 512 * 1024 * 1024
 MAX_WAITING_BYTES = 64 * 1024 * 1024  # maximum memory of the waiting texts, which take about 20 s to encode
 
 
@@ -44,6 +46,7 @@ class TokenizerActor:
         scheduler: SchedulerActor | Router,
         grammars: GrammarCompiler | None = None,
         adapters: AdapterRegistry | None = None,
+        media: MediaPreparer | None = None,
         *,
         num_threads: int = 2,
     ) -> None:
@@ -53,6 +56,10 @@ class TokenizerActor:
         self._scheduler = scheduler
         self._grammars = grammars
         self._adapters = adapters
+        self._media = media
+        # The placeholder of an image, if it is a single token.
+        self._image_id = None if media is None or tokenizer is None else _single_id(tokenizer, media.placeholder)
+        self._media_bytes = 0  # of images that are not encoded yet
         self._num_threads = num_threads  # threads that encode long texts
         # Requests. The bool says whether the constraint is compiled or not needed.
         self._inbox: Mailbox[tuple[LiveRequest, bool]] = Mailbox()
@@ -68,7 +75,11 @@ class TokenizerActor:
             request is None or not (request.follows or self._processor.urgency(request) > self._scheduler.least_urgency)
         ):
             raise Overloaded("The request queue is full.", retry_after_s=self._scheduler.retry_after_s)
-        if request is None or not self._waiting_bytes:
+        if request is None:
+            return
+        if request.media and self._media_bytes + num_media_bytes(request) > MAX_WAITING_MEDIA_BYTES:
+            raise Overloaded("Too many images are waiting.", retry_after_s=self._scheduler.retry_after_s)
+        if not self._waiting_bytes:
             return
         if self._waiting_bytes + num_text_bytes(request) > MAX_WAITING_BYTES:
             retry_after_s = self._scheduler.retry_after_s
@@ -78,9 +89,10 @@ class TokenizerActor:
         """Tokenize and schedule a request that has a text or ids. Returns immediately."""
         self._num_waiting += live.request.sampling.n
         self._waiting_bytes += num_text_bytes(live.request)
+        self._media_bytes += num_media_bytes(live.request)
         request = live.request
         needs_compiling = request.grammar is not None or request.thinking is not None or _needs_thread(request)
-        is_ready = not needs_compiling and self._has_adapter(request)
+        is_ready = not (needs_compiling or request.media) and self._has_adapter(request)
         self._inbox.put((live, is_ready))
 
     async def run(self) -> None:
@@ -108,11 +120,13 @@ class TokenizerActor:
         return request.adapter is None or self._adapters is None or self._adapters.is_ready(request.adapter)
 
     async def _compile(self, live: LiveRequest) -> None:
-        """Compile the request's grammar and load its adapter while other requests are encoded.
+        """Prepare the request's images, compile its grammar and load its adapter while other requests are encoded.
 
         Then put the request back into the inbox.
         """
         try:
+            if live.request.media:
+                await self._prepare_media(live)
             constraint = live.request.constraint
             if live.request.grammar is not None or live.request.thinking is not None:
                 constraint = await self._constraint(live.request)
@@ -131,6 +145,27 @@ class TokenizerActor:
         self._processor.breaker_ids(request.sampling)
         for pattern in request.sampling.stop_regex:
             stop_pattern(pattern)
+
+    async def _prepare_media(self, live: LiveRequest) -> None:
+        """Encode the request's images, and set its ids and `prompt_media`."""
+        request, media = live.request, self._media
+        try:
+            if media is None:
+                raise InvalidRequest("Images are not accepted by this engine.", param=request.media[0].param)
+            live.times.tokenizing = monotonic()
+            blocks = await media.encode(request.media, lambda: not live.output.finished)
+            if request.ids is not None:
+                ids: tuple[int, ...] | PenstockError = media.expanded_ids(request.ids, self._image_id, blocks)
+            else:
+                longer = replace(request, text=media.expanded(request.text or "", blocks))
+                ids = await anyio.to_thread.run_sync(self._encode_text, longer)
+            if isinstance(ids, PenstockError):
+                raise ids
+            ids, prompt_media = await media.place(ids, blocks)
+            live.request = replace(request, ids=ids, media=(), prompt_media=prompt_media)
+        finally:
+            live.times.tokenized = monotonic()
+            self._media_bytes -= num_media_bytes(request)
 
     async def _constraint(self, request: Request) -> Constraint | None:
         grammar, limit = request.grammar, request.thinking
@@ -220,3 +255,14 @@ def _needs_thread(request: Request) -> bool:
 def num_text_bytes(request: Request) -> int:
     """Return the memory of a request's texts. One non-Latin character makes all characters 2 or 4 bytes wide."""
     return sum(sys.getsizeof(text) for text in (request.text, request.second_text) if text)
+
+
+def num_media_bytes(request: Request) -> int:
+    """Return the bytes that the client sent for the request's images."""
+    return sum(source.num_bytes for source in request.media)
+
+
+def _single_id(tokenizer: Tokenizer, text: str) -> int | None:
+    """Return the id of a text that is a single token, or None."""
+    [ids] = tokenizer.encode_batch([text], add_special_tokens=False)
+    return ids[0] if len(ids) == 1 else None

@@ -14,6 +14,7 @@ from runtime.config.options.graphs import GraphArgs
 from runtime.config.options.http import HttpArgs
 from runtime.config.options.kernels import KernelArgs
 from runtime.config.options.lora import LoraArgs
+from runtime.config.options.media import MediaArgs
 from runtime.config.options.model import ModelArgs, OffloadArgs, QuantArgs
 from runtime.config.options.moe import MoeArgs
 from runtime.config.options.observe import DebugArgs, ObserveArgs
@@ -47,6 +48,7 @@ class Args:
     moe: MoeArgs = field(default_factory=MoeArgs)
     quant: QuantArgs = field(default_factory=QuantArgs)
     lora: LoraArgs = field(default_factory=LoraArgs)
+    media: MediaArgs = field(default_factory=MediaArgs)
     speculative: SpeculativeArgs = field(default_factory=SpeculativeArgs)
     offload: OffloadArgs = field(default_factory=OffloadArgs)
     observe: ObserveArgs = field(default_factory=ObserveArgs)

@@ -42,7 +42,6 @@ OTHER_NAMES: Mapping[str, str] = {
     "--kv-cache-memory-bytes": "--max-total-tokens",
     "--num-gpu-blocks-override": "--max-total-tokens",
     "--max-logprobs": "leave it out: the API's own limit applies",
-    "--limit-mm-per-prompt": "leave it out: only text input is supported",
     "--api-server-count": "--tokenizer-worker-num",
     "--async-scheduling": "leave it out: steps overlap unless --disable-overlap-schedule is given",
     "--compilation-config": "leave it out, or --enable-torch-compile",

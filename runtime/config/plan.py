@@ -184,6 +184,23 @@ class DraftPlan(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MediaPlan(Section):
+    """Images in requests: whether they are accepted, where they are read, and their limits."""
+
+    enabled: bool = False
+    refusal: str = ""  # why images are refused; "": they are accepted
+    limits: Mapping[str, int] = field(default_factory=lambda: {"image": 64})  # most items of a request, by kind
+    folder: str | None = None  # files below it may be named; None: no files
+    domains: tuple[str, ...] = ()  # hosts from which images are fetched; (): none
+    timeout_s: float = 10.0
+    max_pixels: int = 2**25
+    max_bytes: int = 2**25
+    cache_bytes: int = 2**30  # host memory for vectors of images
+    num_threads: int = 2
+    fast: bool = True  # use torchvision's processors if there are any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPlan(Section):
     """Which steps are captured as CUDA graphs or compiled with torch.compile at start."""
 
@@ -322,6 +339,7 @@ class Plan:
     observe: ObservePlan = field(default_factory=ObservePlan)
     lora: LoraPlan = field(default_factory=LoraPlan)
     draft: DraftPlan = field(default_factory=DraftPlan)
+    media: MediaPlan = field(default_factory=MediaPlan)
 
     def decision(self, path: str) -> tuple[Any, str]:
         """Return (value, reason) of a field given as "SECTION.FIELD", for example "cache.page_size".

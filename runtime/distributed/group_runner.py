@@ -46,6 +46,7 @@ _ARRAYS = (
     "page_table",
     "embedding_rows",
     "position_offsets",
+    "mutual_spans",
 )
 _NO_LOGPROBS = LogprobParams()
 _NO_FLOATS = np.zeros(0, np.float32)

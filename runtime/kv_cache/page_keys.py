@@ -6,7 +6,7 @@ keeps each model's pages apart.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from hashlib import blake2b
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from runtime.sequence import Sequence
 
 KEY_BYTES = 32
+IMAGE_KEY_BYTES = 40
 LOCAL = 1  # bit of a key's first byte: only this process can use the page
 
 
@@ -23,15 +24,28 @@ def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
     missing = count - len(keys)
     if missing > 0:
         start = len(keys) * page_size
-        tokens = np.array(sequence.ids[start : start + missing * page_size], np.int64).tobytes()
+        tokens = sequence.keys[start : start + missing * page_size]
         local = sequence.request.adapter is not None  # the id of an adapter is one of this process
         parent = keys[-1] if keys else _root(sequence.namespace)
-        width = 8 * page_size
-        for offset in range(0, missing * width, width):
-            digest = blake2b(parent + tokens[offset : offset + width], digest_size=KEY_BYTES).digest()
+        for content in _contents(tokens, page_size, plain=sequence.media is None):
+            digest = blake2b(parent + content, digest_size=KEY_BYTES).digest()
             parent = bytes((digest[0] & ~LOCAL | local,)) + digest[1:]
             keys.append(parent)
     return keys if missing >= 0 else keys[:count]
+
+
+def _contents(tokens: list[int], page_size: int, *, plain: bool) -> Iterator[bytes]:
+    """Yield the bytes of each page. Keys of images, which are not `plain`, take more bytes than tokens."""
+    if plain:
+        content, width = np.array(tokens, np.int64).tobytes(), 8 * page_size
+        yield from (content[offset : offset + width] for offset in range(0, len(content), width))
+        return
+    for offset in range(0, len(tokens), page_size):
+        page = tokens[offset : offset + page_size]
+        if max(page) < 2**63:
+            yield np.array(page, np.int64).tobytes()
+        else:
+            yield b"".join(key.to_bytes(IMAGE_KEY_BYTES, "little") for key in page)
 
 
 def is_local(key: bytes) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata, AttentionOptions
+from ops.attention.native import attend_mutually
 from ops.latent import LatentWeights
 from ops.machine import GIB
 from ops.select import Kernels
@@ -115,7 +116,11 @@ class PagedKVCache(NamedTuple):
         """Return attention [T, H, D] of the queries [T, H, D] over their rows' pages (see `ops.attention`)."""
         if fp8_scales := self._fp8_scales(scales):
             options = options._replace(**fp8_scales)
-        return kernels.attend(q, self.k, self.v, self._metadata(batch), options)
+        metadata = self._metadata(batch)
+        out = kernels.attend(q, self.k, self.v, metadata, options)
+        if metadata.mutual_spans:
+            attend_mutually(out, q, self.k, self.v, metadata, options)
+        return out
 
     def attend_latent(
         self,

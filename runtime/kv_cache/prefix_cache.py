@@ -36,6 +36,7 @@ from runtime.kv_cache.storage_tier import StorageTier
 from runtime.sequence import Sequence
 
 NONE_HELD: Set[Sequence] = frozenset()
+_EVENT_BITS = 2**63 - 1
 
 
 class Duplicates(NamedTuple):
@@ -149,11 +150,11 @@ class PrefixCache:
         """Return how many leading tokens of the sequence are cached, without changing the cache."""
         if self.kinds:
             return self._resumable_tokens(sequence)
-        return self._tree.match_length(sequence.ids, reusable_tokens(sequence), sequence.namespace)
+        return self._tree.match_length(sequence.keys, reusable_tokens(sequence), sequence.namespace)
 
     def path(self, sequence: Sequence) -> list[Node]:
         """Return the tree nodes that match the sequence's tokens, without changing the tree."""
-        return self._tree.path(sequence.ids, reusable_tokens(sequence), sequence.namespace)
+        return self._tree.path(sequence.keys, reusable_tokens(sequence), sequence.namespace)
 
     def outline(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
         """Return the shape of the prefix tree; see `RadixTree.outline`."""
@@ -171,7 +172,7 @@ class PrefixCache:
         """Give a sequence without pages its longest cached prefix, and lock this prefix in the tree."""
         if self.enabled:
             limit = self._resumable_tokens(sequence) if self.kinds else reusable_tokens(sequence)
-            node, pages = self._tree.lock(sequence.ids, limit, sequence.namespace)
+            node, pages = self._tree.lock(sequence.keys, limit, sequence.namespace)
             sequence.locked_node = node
             sequence.pages = pages
             sequence.num_computed = sequence.num_shared = len(pages) * self.page_size
@@ -256,7 +257,7 @@ class PrefixCache:
 
     def _resumable_tokens(self, sequence: Sequence) -> int:
         """Return the number of tokens of the longest cached prefix after which every kind can resume."""
-        pages = self._tree.pages(sequence.ids, reusable_tokens(sequence), sequence.namespace)
+        pages = self._tree.pages(sequence.keys, reusable_tokens(sequence), sequence.namespace)
         count = -1
         while count != len(pages):  # if one kind shortens the prefix, the others check it again
             count = len(pages)
@@ -313,12 +314,13 @@ class PrefixCache:
             return None
         first, last = shared // size, end // size
         private = sequence.pages[first:last]
-        sequence.locked_node, known = self._tree.insert(sequence.locked_node, sequence.ids[shared:end], private)
+        sequence.locked_node, known = self._tree.insert(sequence.locked_node, sequence.keys[shared:end], private)
         sequence.num_shared = end
         if self.events is not None and len(known) < len(private):
             index = first + len(known)
             parent = None if not index else known[-1] if known else sequence.pages[index - 1]
-            ids = sequence.ids[index * size : end]
+            # Keys of images are cut to what events can hold.
+            ids = [key & _EVENT_BITS for key in sequence.keys[index * size : end]]
             self.events.stored(private[len(known) :], ids, parent, sequence.namespace)
         if self.tier is not None and len(known) < len(private):
             self.tier.added(sequence, first + len(known), private[len(known) :])

@@ -26,6 +26,8 @@ def batch_reads(model: nn.Module) -> BatchReads:
     They are named row values, positions on three axes (for rope sections), vectors in place of token embeddings
     (`takes_media`), and the states that a draft head reads (`state_size`).
     """
+    if isinstance(reads := getattr(model, "reads", None), BatchReads):  # a model of other modules than Penstock's
+        return reads
     modules = list(model.modules())
     sizes = [module.size for module in modules if isinstance(module, Embedding) and module.takes_media]
     return BatchReads(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
@@ -129,6 +129,8 @@ class ForwardBatch:
     # Slot of an adapter -> indices of its tokens, int64 [n]. Only of adapters with changes that graphs do not compute.
     adapted: Mapping[int, Tensor] = field(default_factory=dict)
     states: Tensor | None = None  # [T, E], states of another model, for a draft head; the forward may change them
+    # [T, E] each, added to the hidden states after the first, the second, ... layer (DeepStack, arXiv 2406.04334)
+    media_levels: Sequence[Tensor] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -215,6 +215,11 @@ METRICS: tuple[Metric, ...] = (
         _SCRAPE,
         (*MODEL, "max_lora", "running_lora_adapters", "waiting_lora_adapters"),
     ),
+    Metric("penstock:images", "counter", "Images of admitted requests.", _SCRAPE),
+    Metric("penstock:image_encoder_seconds", "counter", "Time in the image encoder.", _SCRAPE),
+    Metric("penstock:image_cache_hits", "counter", "Images whose vectors were cached (--mm-cache-gib).", _SCRAPE),
+    Metric("penstock:image_cache_misses", "counter", "Images that were processed and encoded.", _SCRAPE),
+    Metric("penstock:image_cache_bytes", "gauge", "Bytes of cached vectors of images.", _SCRAPE),
     Metric("penstock:loaded_adapters", "gauge", "LoRA adapters in host memory.", _SCRAPE),
     Metric("penstock:adapter_evictions", "counter", "LoRA adapters that left host memory for others.", _SCRAPE),
     Metric(

@@ -68,6 +68,11 @@ class Decoder(nn.Module):
         self._taps: Taps | None = None
         self.tapped: list[Tapped] = []  # inputs of the tapped layers in the last forward, or in the last capture
 
+    def accept_media(self) -> None:
+        """Let vectors replace the embeddings of tokens. Call it before graphs are captured."""
+        if self.embedding is not None:
+            self.embedding.takes_media = True
+
     def without_head(self, scores: Sequence[ScoreLayer] = ()) -> None:
         """Remove the LM head. The model then returns hidden states or, with `scores`, a classifier's scores."""
         self.head = None
@@ -104,8 +109,11 @@ class Decoder(nn.Module):
         """Run this stage's layers on the pair (x, residual), each [T, E], and return the last layer's pair."""
         if self._taps is not None:
             return self._tapped_blocks(self._taps, x, residual, batch)
-        for layer in self.layers:
+        levels = batch.media_levels
+        for index, layer in enumerate(self.layers):
             x, residual = layer(x, residual, batch)
+            if index < len(levels):
+                x = x + levels[index].to(x.dtype)
         return x, residual
 
     def tap(self, layers: Sequence[int], join: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -124,6 +132,8 @@ class Decoder(nn.Module):
                 kept[index] = Tapped(taps.join(x, x if residual is None else residual).flatten(1), residual is not None)
             if index < len(self.layers):
                 x, residual = self.layers[index](x, residual, batch)
+            if index < len(batch.media_levels):
+                x = x + batch.media_levels[index].to(x.dtype)
         self.tapped = [kept[index] for index in taps.layers]
         return x, residual
 

@@ -172,7 +172,7 @@ def qwen3_next(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def qwen3_5(values: Mapping[str, Any]) -> dict[str, Any]:
     """Select the text model and convert it like Qwen3-Next."""
-    return qwen3_next(text_part(values))
+    return qwen3_next(_with_interleaved_axes(text_part(values)))
 
 
 def granitemoehybrid(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,6 +216,19 @@ def text_part(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     outer = {name: value for name, value in values.items() if name not in ("text_config", "vision_config")}
     return {**outer, **inner, "architectures": values.get("architectures")}
+
+
+def qwen3_vl(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the text model, whose pairs always alternate between the position axes."""
+    return _with_interleaved_axes(text_part(values))
+
+
+def _with_interleaved_axes(read: dict[str, Any]) -> dict[str, Any]:
+    """Say what transformers' modules of this family do whether config.json says it or not."""
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := read.get(name), Mapping) and rope.get("mrope_section") is not None:
+            read[name] = {**rope, "mrope_interleaved": True}
+    return read
 
 
 def windows_by_pattern(read: dict[str, Any], default: int, *, first: int = 1) -> dict[str, Any]:

@@ -553,7 +553,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         "qwen3:qwen3",
         {**_QWEN, "head_dim": 128, "max_position_embeddings": 128000, "rope_theta": 5000000.0},
         tensors={r"model\.visual\.": None, r"model\.language_model\.": "model."},
-        spelling="text_part",
+        spelling="qwen3_vl",
     ),
     "Qwen3NextForCausalLM": Entry(
         "qwen3_next:qwen3_next",

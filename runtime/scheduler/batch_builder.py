@@ -17,9 +17,10 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.batch import UNKNOWN, Batch, Drafts, Ints, PromptLogprobs, StepStats
+from runtime.batch import UNKNOWN, Batch, Drafts, Ints, MediaSpan, PromptLogprobs, StepStats
 from runtime.config.plan import SchedulerPlan
 from runtime.kv_cache.prefix_cache import NONE_HELD, Duplicates, PrefixCache, reusable_tokens
+from runtime.media_source import PromptMedia
 from runtime.scheduler.adapter_slots import AdapterSlots
 from runtime.scheduler.budget import SCORED_TOKENS, NewTokenRatio, PromptBudget
 from runtime.scheduler.drafting import Drafting
@@ -268,7 +269,22 @@ class BatchBuilder:
             count = budget.grant_scored(sequence, start, count)
         for kind in self._cache.kinds:
             count = kind.row_end(sequence, start + count) - start
+        if count and sequence.media is not None and sequence.media.mutual:
+            return self._with_whole_spans(sequence, start, count)
         return count
+
+    def _with_whole_spans(self, sequence: Sequence, start: int, count: int) -> int:
+        """Return a number of tokens that does not end within a span whose tokens attend to each other.
+
+        A span that begins the row is computed as a whole, even if it exceeds the budget.
+        """
+        end = start + count
+        if sequence.media is None or (span := sequence.media.span_around(end)) is None:
+            return count
+        if span.start > start:
+            return span.start - start
+        num_pages = len(sequence.pages) + self._cache.num_available
+        return span.end - start if span.end <= num_pages * self._cache.page_size else 0
 
     def _compute(self, step: _StepRows, sequence: Sequence, count: int, budget: PromptBudget) -> None:
         self._running.extend(sequence, sequence.num_computed + count)
@@ -356,7 +372,7 @@ class BatchBuilder:
             and other.locked_node is not None
             and other.num_shared == start
             # Comparing only the next page is enough to know that waiting pays.
-            and other.ids[start:end] == sequence.ids[start:end]
+            and other.keys[start:end] == sequence.keys[start:end]
             for other in unfinished
         )
 
@@ -373,6 +389,8 @@ class _StepRows:
         "_embedded",
         "_max_forced",
         "_max_rows",
+        "_media",
+        "_mutual_spans",
         "_prompt_logprobs",
         "_sampled",
         "_sequences",
@@ -402,6 +420,8 @@ class _StepRows:
         self._unknown_starts: list[int] = []  # rows whose first position only the device knows
         self._embedded: list[int] = []
         self._prompt_logprobs: list[PromptLogprobs] = []
+        self._media: list[MediaSpan] = []
+        self._mutual_spans: list[tuple[int, int, int]] = []
         self.duplicates: list[tuple[Sequence, Duplicates]] = []
         self.unfinished: list[Sequence] = []  # cut prompts, which continue in the next step
         self.retracted = False
@@ -464,6 +484,8 @@ class _StepRows:
         start = sequence.num_computed
         end = start + count
         self._request_prompt_logprobs(sequence, start, end)
+        if sequence.media is not None:
+            self._add_media(sequence.media, start, end)
         if sequence.request.wants_embedding:
             if end == len(sequence.ids):
                 self._embedded.append(len(self._sequences))
@@ -479,6 +501,17 @@ class _StepRows:
         else:
             self.num_prompt_tokens += count
         sequence.num_computed = end
+
+    def _add_media(self, media: PromptMedia, start: int, end: int) -> None:
+        """Add the vectors of a new row that computes the positions start .. end - 1."""
+        row, first = len(self._sequences), len(self._token_ids)
+        for span in media.spans:
+            low, high = max(span.start, start), min(span.end, end)
+            if low < high:
+                vectors = span.vectors[low - span.start : high - span.start]
+                self._media.append(MediaSpan(first + low - start, vectors))
+                if media.mutual:
+                    self._mutual_spans.append((row, span.start, span.end))
 
     def _request_prompt_logprobs(self, sequence: Sequence, start: int, end: int) -> None:
         params = sequence.request.logprobs
@@ -524,6 +557,9 @@ class _StepRows:
             prompt_logprobs=tuple(self._prompt_logprobs),
             embedding_rows=np.array(self._embedded, np.int32) if self._embedded else None,
             row_values=tables.values_of(indices),
+            position_offsets=self._position_offsets(starts, counts) if tables.num_with_axes else None,
+            media=tuple(self._media),
+            mutual_spans=np.array(self._mutual_spans, np.int32) if self._mutual_spans else None,
             kinds={kind.name: kind.step_arrays(self._sequences, starts, counts, page_table) for kind in cache.kinds},
             drafts=Drafts(np.array([*self._drafts], np.int32), np.array([*self._drafts.values()], np.int32))
             if self._drafts
@@ -539,6 +575,18 @@ class _StepRows:
                 sum(len(scored.targets) for scored in self._prompt_logprobs),
             ),
         )
+
+    def _position_offsets(self, starts: Ints, counts: Ints) -> Ints | None:
+        """Return the offsets [3, T] of the tokens' positions, or None if all of them are 0."""
+        offsets, first = np.zeros((3, len(self._token_ids)), np.int32), 0
+        for sequence, start, count in zip(self._sequences, starts.tolist(), counts.tolist()):
+            media = sequence.media
+            if media is not None and media.offsets is not None:
+                in_prompt = max(min(sequence.num_prompt - start, count), 0)
+                offsets[:, first : first + in_prompt] = media.offsets[:, start : start + in_prompt]
+                offsets[:, first + in_prompt : first + count] = media.delta
+            first += count
+        return offsets if offsets.any() else None
 
     def _flags(self, rows: list[int]) -> NDArray[np.bool_]:
         flags = np.zeros(len(self._sequences), np.bool_)

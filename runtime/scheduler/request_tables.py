@@ -28,6 +28,7 @@ class RequestTables:
         self.pages: Ints = np.zeros((num_rows, 16), np.int32)
         self._values: dict[str, Ints] = {}  # `Request.row_values` by name, for every row
         self._num_with_values = 0
+        self.num_with_axes = 0  # running sequences whose positions have three axes
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -40,6 +41,7 @@ class RequestTables:
         self.sequences[index] = sequence
         self.sampling.enter(sequence)
         self.write_pages(index, 0, sequence.pages)
+        self.num_with_axes += _has_axes(sequence)
         values = _row_values(sequence.request, adapter_slot)
         if values:
             self._num_with_values += 1
@@ -52,6 +54,7 @@ class RequestTables:
         self.sequences[index] = None
         self.sampling.leave(sequence)
         self.pages[index, : len(sequence.pages)] = 0
+        self.num_with_axes -= _has_axes(sequence)
         values = _row_values(sequence.request)
         if values:
             self._num_with_values -= 1
@@ -101,6 +104,10 @@ class RequestTables:
             wider = np.zeros((len(self.sequences), max(width, 2 * old)), np.int32)
             wider[:, :old] = self.pages
             self.pages = wider
+
+
+def _has_axes(sequence: Sequence) -> bool:
+    return sequence.media is not None and sequence.media.offsets is not None
 
 
 def _row_values(request: Request, adapter_slot: int = 0) -> Mapping[str, int]:

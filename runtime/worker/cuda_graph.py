@@ -201,6 +201,8 @@ class CudaGraphRunner:
     def _fitting(self, batch: ForwardBatch) -> int | None:
         """Return the graph size for a step with these rows, or None if no graph fits."""
         attention = batch.attention
+        if batch.media_levels or attention.mutual_spans:
+            return None
         if not self._capturable or any(count != 1 for count in attention.counts_host):
             return None
         if attention.page_table.shape[1] > self._buffers.attention.page_table.shape[1]:

@@ -23,7 +23,7 @@ from runtime.worker.step_inputs import Staging, prepare
 KEPT = 256  # last tokens of each sequence that a draft model may compute later
 NO_BATCH: Mapping[str, Any] = {  # fields of the target's batch that a draft model does not take
     "sequences": (), "prompt_logprobs": (), "embedding_rows": None, "row_values": {}, "kinds": {}, "drafts": None,
-    "position_offsets": None, "media": (), "copies": (), "adapters": (),
+    "position_offsets": None, "media": (), "mutual_spans": None, "copies": (), "adapters": (),
 }  # fmt: skip
 
 

@@ -259,7 +259,7 @@ class StepExecutor:
                 return read
             output = read()
             if output.failed:
-                inputs = prepare(batch, self._pool, self._staging, before, lengths=self.lengths)
+                inputs = self._prepare(batch, before)
                 search.log_origin(inputs.forward)
             return lambda: output
 
@@ -311,7 +311,7 @@ class StepExecutor:
         stages = self.mesh.axis("pp")
         with self._enqueueing():
             self._move(batch)
-            inputs = prepare(batch, self._pool, self._staging, self.last_tokens)
+            inputs = self._prepare(batch, self.last_tokens)
             forward = replace(inputs.forward, adapted=self._adapted(batch))
             x, residual = self._model.blocks(stages.recv(self._empty_hidden(batch), stages.previous), None, forward)
             if not self.mesh.rank_info.is_last_stage:
@@ -376,6 +376,12 @@ class StepExecutor:
             return NOT_ADAPTED
         return self.rank.adapters.tokens_of_slots(batch, positions)
 
+    def _prepare(self, batch: Batch, last_tokens: Tensor, more: Mapping[str, Any] = NO_ARRAYS) -> StepInputs:
+        size = self._reads.media_size
+        return prepare(
+            batch, self._pool, self._staging, last_tokens, more, lengths=self.lengths, media_size=size
+        )  # fmt: skip
+
     def _with_starts(self, batch: Batch) -> Batch:
         """On a CPU, where all earlier steps are done, return the batch with exact starts.
 
@@ -385,7 +391,7 @@ class StepExecutor:
 
     def _begin(self, batch: Batch) -> _Begun:
         more = self._sampler.arrays(batch) if self._sampler is not None else NO_ARRAYS
-        inputs = prepare(batch, self._pool, self._staging, self.last_tokens, more, lengths=self.lengths)
+        inputs = self._prepare(batch, self.last_tokens, more)
         forward, compute = inputs.forward, self._forward
         if self._by_operations(batch):
             forward, compute = replace(forward, adapted=self._adapted(batch)), self._model

@@ -135,15 +135,21 @@ def _media_arrays(batch: Batch) -> dict[str, np.ndarray]:
     }
 
 
-def _media(on_device: Mapping[str, Tensor], num_tokens: int) -> dict[str, Any]:
-    """Return the fields of `ForwardBatch` for media tokens."""
+def _media(on_device: Mapping[str, Tensor], num_tokens: int, size: int) -> dict[str, Any]:
+    """Return the fields of `ForwardBatch` for media tokens. `size` is that of an embedding."""
     if "media_index" not in on_device:
         return {}
     index, vectors = on_device["media_index"], on_device["media_vectors"]
     mask = torch.zeros(num_tokens, dtype=torch.bool, device=index.device)
+    embeds, *levels = (
+        vectors.new_zeros(num_tokens, vectors.shape[1])
+        .index_copy_(0, index, vectors)
+        .split(size or vectors.shape[1], dim=1)
+    )
     return {
-        "input_embeds": vectors.new_zeros(num_tokens, vectors.shape[1]).index_copy_(0, index, vectors),
+        "input_embeds": embeds.contiguous(),
         "embeds_mask": mask.index_fill_(0, index, True),
+        "media_levels": levels,
     }
 
 
@@ -155,11 +161,13 @@ def prepare(
     more: Mapping[str, np.ndarray] = NO_ARRAYS,
     *,
     lengths: Tensor | None = None,
+    media_size: int = 0,
 ) -> StepInputs:
     """Compute positions and the slot mapping, and copy all arrays, with `more`, to the device at once.
 
     UNKNOWN token ids are read from `last_tokens`, int64 by sequence index, and unknown starts from `lengths`, int32 by
-    sequence index; `starts_host` of the attention metadata then has upper bounds. Raises `ValueError` if a batch with
+    sequence index; `starts_host` of the attention metadata then has upper bounds. `media_size` is the size of the
+    embeddings that vectors of media begin with. Raises `ValueError` if a batch with
     unknown starts has no `lengths`.
     """
     more_arrays = {f"more.{name}": array for name, array in more.items()}
@@ -178,6 +186,7 @@ def prepare(
         page_size=cache.page_size,
         starts_host=batch.starts.tolist(),
         counts_host=batch.counts.tolist(),
+        mutual_spans=() if batch.mutual_spans is None else [(row, *span) for row, *span in batch.mutual_spans.tolist()],
     )
     kinds = {
         kind: kind_inputs(
@@ -196,7 +205,7 @@ def prepare(
         row_values={name: on_device[f"row.{name}"] for name in batch.row_values},
         token_values={name: on_device[f"token.{name}"] for name in batch.row_values},
         position_axes=None if offsets is None else on_device["positions"] + offsets,
-        **_media(on_device, len(token_ids)),
+        **_media(on_device, len(token_ids), media_size),
     )
     samples = SampleInputs(
         on_device["sample_index"],

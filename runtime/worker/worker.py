@@ -63,6 +63,7 @@ class ModelSetup:
 
     facts: ModelFacts
     plan: ModelPlan  # in a `WorkerSetup`, with the rank's device
+    takes_media: bool = False  # whether vectors may replace the embeddings of tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +101,11 @@ class WorkerSetup:
     def decode(cls, body: Mapping[str, Any], path: str | None) -> Self:
         """Decode JSON. `path` is this machine's path of the target's checkpoint, if it differs from the sender's."""
 
-        def model(name: str, facts: dict[str, Any], plan: dict[str, Any]) -> ModelSetup:
+        def model(name: str, facts: dict[str, Any], plan: dict[str, Any], takes_media: bool = False) -> ModelSetup:
             here = {"path": path} if path is not None and name == TARGET else {}
             facts = {**facts, **here, "eos_ids": frozenset(facts["eos_ids"])}
             facts["pooling"] = Pooling.decode(facts.get("pooling"))
-            return ModelSetup(ModelFacts(**facts), ModelPlan(**{**plan, **here}))
+            return ModelSetup(ModelFacts(**facts), ModelPlan(**{**plan, **here}), takes_media)
 
         return cls(
             rank_info=RankInfo(**body["rank_info"]),
@@ -333,6 +334,8 @@ class ModelWorker:
             from runtime.worker.transformers_check import verified  # imports transformers' models
 
             decoder = verified(decoder, facts, self.device, plan.context_length)
+        if setup.takes_media:
+            decoder.accept_media()
         return _LoadedModel(setup, source, decoder)
 
     def _make_adapters(self, setup: WorkerSetup) -> Adapters | None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import orjson
 
 from runtime.errors import InvalidRequest
 from runtime.grammar_spec import Grammar
+from runtime.media_source import MediaSource, source_of
 from serve.anthropic.schema import (
     Block,
     CountBody,
     DocumentBlock,
+    ImageBlock,
     MessagesBody,
     TextBlock,
     ThinkingBlock,
@@ -20,6 +23,7 @@ from serve.anthropic.schema import (
     ToolResultBlock,
     ToolUseBlock,
     Turn,
+    UrlImage,
 )
 from serve.calls.chat.request import ChatRequest, thinking_switch
 
@@ -129,28 +133,55 @@ def _assistant(blocks: Sequence[Block], path: str) -> Message:
 def _user(blocks: Sequence[Block], path: str) -> list[Message]:
     """Return one message for each tool result, and messages for the text before, between and after the results."""
     messages: list[Message] = []
-    texts: list[str] = []
+    parts: list[str | MediaSource] = []
     for index, block in enumerate(blocks):
         match block:
             case TextBlock():
-                texts.append(block.text)
+                parts.append(block.text)
+            case ImageBlock():
+                parts.append(_image(block, f"{path}.{index}"))
             case DocumentBlock():
-                texts.append(_document(block, f"{path}.{index}"))
+                parts.append(_document(block, f"{path}.{index}"))
             case ToolResultBlock():
-                if texts:
-                    messages.append({"role": "user", "content": _joined(texts)})
-                    texts = []
-                messages.append(_tool_result(block))
+                if parts:
+                    messages.append({"role": "user", "content": _content(parts)})
+                    parts = []
+                messages.append(_tool_result(block, f"{path}.{index}"))
             case other:
-                raise _misplaced(other, f"{path}.{index}", "text, document and tool_result")
-    if texts or not messages:
-        messages.append({"role": "user", "content": _joined(texts)})
+                raise _misplaced(other, f"{path}.{index}", "text, image, document and tool_result")
+    if parts or not messages:
+        messages.append({"role": "user", "content": _content(parts)})
     return messages
 
 
-def _tool_result(result: ToolResultBlock) -> Message:
+def _image(block: ImageBlock, path: str) -> MediaSource:
+    if isinstance(block.source, UrlImage):
+        return source_of(block.source.url, f"{path}.source.url")
+    return MediaSource("base64", block.source.data, f"{path}.source.data")
+
+
+def _content(parts: Sequence[str | MediaSource]) -> str | list[dict[str, Any]]:
+    """Return texts joined as one text or, with images, parts in order, of which adjacent texts are joined."""
+    content: list[dict[str, Any]] = []
+    for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
+        if is_text:
+            content.append({"type": "text", "text": _joined([str(part) for part in group])})
+        else:
+            content += [{"type": "image", "source": part} for part in group]
+    return content if any(part["type"] == "image" for part in content) else "".join(part["text"] for part in content)
+
+
+def _tool_result(result: ToolResultBlock, path: str) -> Message:
     content = result.content or ""
-    text = content if isinstance(content, str) else _joined([block.text for block in content])
+    blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+    parts = [
+        block.text if isinstance(block, TextBlock) else _image(block, f"{path}.content.{index}")
+        for index, block in enumerate(blocks)
+    ]
+    text = _content(parts)
+    if isinstance(text, list) and not result.is_error:
+        return {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}
+    text = _joined([part for part in parts if isinstance(part, str)])
     if result.is_error:  # chat templates have no format for failed calls
         text = orjson.dumps({"error": text}).decode()
     return {"role": "tool", "tool_call_id": result.tool_use_id, "content": text}

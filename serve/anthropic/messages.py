@@ -15,8 +15,7 @@ from serve.anthropic.conversation import chat_of
 from serve.anthropic.errors import ERROR_FORMAT
 from serve.anthropic.schema import CountBody, MessagesBody
 from serve.calls.body import decode_open, parse_object
-from serve.calls.chat.prepare import PreparedChat, prepare
-from serve.calls.chat.prepare import count_tokens as num_tokens
+from serve.calls.chat.prepare import CountedPrompt, PreparedChat, counted_prompt, prepare
 from serve.calls.prompts import of_client
 from serve.calls.served_model import choose_model
 from serve.http.endpoint import decodes, json_response, read_all_or_disconnect, read_body, read_call
@@ -59,10 +58,11 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
 @decodes(CountBody)
 async def count_tokens(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Return the number of prompt tokens of a body."""
-    return json_response({"input_tokens": await read_body(http, partial(_count, core), inline_bytes=0)})
+    prompt = await read_body(http, partial(_count, core), inline_bytes=0)
+    return json_response({"input_tokens": len(await prompt.ids(core))})
 
 
-def _count(core: EngineCore, raw: bytes) -> int:
+def _count(core: EngineCore, raw: bytes) -> CountedPrompt:
     body = decode_open(CountBody, parse_object(raw), core, "/v1/messages/count_tokens")
     choose_model(core, body.model)
-    return num_tokens(core, chat_of(body, label=""))
+    return counted_prompt(core, chat_of(body, label=""))

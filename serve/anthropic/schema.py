@@ -47,12 +47,35 @@ class ToolUseBlock:
 
 
 @dataclass(slots=True, kw_only=True)
+class Base64Image:
+    type: Literal["base64"]
+    data: str
+    media_type: Literal["image/png", "image/jpeg", "image/gif", "image/webp"] = "image/png"
+
+
+@dataclass(slots=True, kw_only=True)
+class UrlImage:
+    type: Literal["url"]
+    url: str
+
+
+@dataclass(slots=True, kw_only=True)
+class ImageBlock:
+    """An image; images of the files API are refused."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+
+    type: Literal["image"]
+    source: Base64Image | UrlImage
+
+
+@dataclass(slots=True, kw_only=True)
 class ToolResultBlock:
     without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | list[TextBlock | ImageBlock] | None = None
     is_error: bool = False
 
 
@@ -81,7 +104,7 @@ class DocumentBlock:
     citations: Citations | None = None
 
 
-Block = TextBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 @dataclass(slots=True, kw_only=True)

@@ -28,6 +28,7 @@ T = TypeVar("T")
 TEXT_BYTES = 2_000_000
 IDS_BYTES = 10_000_000  # limit for routes that accept token ids: an id takes up to ten characters
 TENSOR_BYTES = 2**32  # limit for routes that accept weights
+MEDIA_BYTES = 64 * 2**20  # limit of a server that takes images
 BYTES_PER_TOKEN = 8  # raises the limit, so that a text as long as the model's context is accepted
 INLINE_BYTES = 4096  # larger bodies are decoded in a thread; a body of this size can take 3 ms
 MAX_LOGGED = 256  # maximum number of unknown field names that are logged
@@ -43,7 +44,8 @@ def max_body_bytes(plan: Plan, *, takes_ids: bool, takes_tensors: bool = False) 
         return TENSOR_BYTES
     if plan.serve.max_body_bytes is not None:
         return plan.serve.max_body_bytes
-    return max(IDS_BYTES if takes_ids else TEXT_BYTES, BYTES_PER_TOKEN * plan.model.context_length)
+    images = MEDIA_BYTES if plan.media.enabled else 0
+    return max(IDS_BYTES if takes_ids else TEXT_BYTES, BYTES_PER_TOKEN * plan.model.context_length, images)
 
 
 async def off_loop(work: Callable[[], T], *, small: bool) -> T:

@@ -106,7 +106,7 @@ async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
             "weight_version": plan.serve.weight_version,
             "model_type": facts.config.get("model_type"),
             "architectures": [facts.architecture],
-            "has_image_understanding": False,
+            "has_image_understanding": core.media is not None,
             "has_audio_understanding": False,
         }
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio.to_thread
 from starlette.requests import Request as HttpRequest
@@ -15,7 +16,7 @@ from runtime.config.template_files import read_json
 from runtime.errors import InvalidRequest
 from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from serve.calls.body import decode_open, parse_object
-from serve.calls.chat.prepare import render
+from serve.calls.chat.prepare import CountedPrompt, counted_prompt
 from serve.calls.chat_completions.messages import chat_of
 from serve.calls.chat_completions.schema import ChatBody
 from serve.calls.prompts import MAX_CONTEXTS, Ids, Texts, check_counted
@@ -51,7 +52,11 @@ class DetokenizeBody:
 @decodes(TokenizeBody, TokenizeChatBody)
 async def tokenize(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Return the token ids of `prompt` (text or list), or of `messages` in the chat template."""
-    return json_response(await read_body(http, partial(_tokenize, core)))
+    answer = await read_body(http, partial(_tokenize, core))
+    if isinstance(answer, _CountedChat):
+        ids = await answer.prompt.ids(core)
+        answer = await anyio.to_thread.run_sync(partial(_tokens, core, [ids], is_list=False, strings=answer.strings))
+    return json_response(answer)
 
 
 @decodes(DetokenizeBody)
@@ -78,14 +83,23 @@ def _tokenizer_info(core: EngineCore) -> dict[str, Any]:
     }
 
 
-def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
+class _CountedChat(NamedTuple):
+    """A chat with images, whose tokens are counted after the images are read."""
+
+    prompt: CountedPrompt
+    strings: bool
+
+
+def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any] | _CountedChat:
     value = parse_object(raw)
     tokenizer = _tokenizer(core)
     if value.get("messages") is not None and value.get("prompt") is None:
         chat = decode_open(TokenizeChatBody, value, core, "/tokenize", also_known=sampling_fields("chat"))
         chat_request = chat_of(chat)
-        text = render(core, chat_request, check=partial(check_counted, core, param="messages"))
-        texts, is_list, special, strings = [text], False, chat.add_special_tokens, chat.return_token_strs
+        prompt = counted_prompt(core, chat_request)
+        if prompt.media:
+            return _CountedChat(prompt, chat.return_token_strs)
+        texts, is_list, special, strings = [prompt.text], False, chat.add_special_tokens, chat.return_token_strs
     else:
         body = decode_open(TokenizeBody, value, core, "/tokenize", also_known={"model"})
         is_list, special = isinstance(body.prompt, list), body.add_special_tokens
@@ -96,6 +110,11 @@ def _tokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
     id_lists = tokenizer.encode_batch(texts, add_special_tokens=special)
     if len(raw) > LARGE_TEXT_BYTES:
         give_back_memory()
+    return _tokens(core, id_lists, is_list=is_list, strings=strings)
+
+
+def _tokens(core: EngineCore, id_lists: Sequence[Sequence[int]], *, is_list: bool, strings: bool) -> dict[str, Any]:
+    tokenizer = _tokenizer(core)
     counts = [len(ids) for ids in id_lists]
     pieces = [[tokenizer.backend.token(token_id) for token_id in ids] for ids in id_lists] if strings else [None]
     return {

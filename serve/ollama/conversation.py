@@ -7,6 +7,7 @@ from typing import Any
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
+from runtime.media_source import MediaSource
 from runtime.request import LogprobParams
 from serve.calls.chat.request import ChatRequest, thinking_switch
 from serve.calls.response_format import grammar_of
@@ -15,14 +16,14 @@ from serve.ollama.schema import ChatBody, GenerateBody, Message, OllamaBody
 
 def chat_of(body: ChatBody) -> ChatRequest:
     """Return the chat of a body. Raises `InvalidRequest` with the name of the wrong field."""
-    messages = [_message(message) for message in body.messages]
+    messages = [_message(message, f"messages.{index}") for index, message in enumerate(body.messages)]
     return _chat(body, messages, tools=body.tools or None)
 
 
 def chat_of_prompt(body: GenerateBody) -> ChatRequest:
     """Return a prompt of /api/generate as a chat of one turn."""
     system = [{"role": "system", "content": body.system}] if body.system else []
-    return _chat(body, [*system, {"role": "user", "content": body.prompt}])
+    return _chat(body, [*system, {"role": "user", "content": _content(body.prompt, body.images, "images")}])
 
 
 def logprobs_of(body: OllamaBody) -> LogprobParams | None:
@@ -54,8 +55,17 @@ def _chat(
     )
 
 
-def _message(message: Message) -> dict[str, Any]:
-    converted: dict[str, Any] = {"role": message.role, "content": message.content}
+def _content(text: str, images: Sequence[str] | None, path: str) -> str | list[dict[str, Any]]:
+    """Return the text or, with images, a list of parts: Ollama puts the images before the text."""
+    if not images:
+        return text
+    sources = [MediaSource("base64", image, f"{path}.{index}") for index, image in enumerate(images)]
+    return [*({"type": "image", "source": source} for source in sources), {"type": "text", "text": text}]
+
+
+def _message(message: Message, path: str) -> dict[str, Any]:
+    content = _content(message.content, message.images, f"{path}.images")
+    converted: dict[str, Any] = {"role": message.role, "content": content}
     if message.thinking:
         converted["reasoning_content"] = message.thinking
     if message.tool_calls:

@@ -98,7 +98,7 @@ def _read_generate(core: EngineCore, raw: bytes) -> _Call:
 
 def _raw_request(core: EngineCore, body: GenerateBody, adapter: str | None) -> Request:
     """Return the prompt without the chat template."""
-    for name, value in (("system", body.system), ("think", body.think)):
+    for name, value in (("system", body.system), ("think", body.think), ("images", body.images)):
         if value:
             raise InvalidRequest(f"{name} requires the chat template, which raw disables.", param=name)
     serve = core.plan.serve

@@ -122,7 +122,8 @@ def _details(core: EngineCore, parent: str = "") -> dict[str, Any]:
 def _capabilities(core: EngineCore) -> list[str]:
     text = core.plan.tokenizer
     tools = ["tools"] if text.tool_call_parser is not None else []
-    return ["completion", *tools, *(["thinking"] if text.reasoning_parser is not None else [])]
+    vision = ["vision"] if core.media is not None else []
+    return ["completion", *vision, *tools, *(["thinking"] if text.reasoning_parser is not None else [])]
 
 
 def _family(core: EngineCore) -> str:

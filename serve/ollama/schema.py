@@ -142,7 +142,7 @@ class Message:
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
-    images: NotBuilt = None
+    images: list[str] | None = None  # base64
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,7 +163,7 @@ class GenerateBody(OllamaBody):
     suffix: NotBuilt = None
     template: NotBuilt = None
     context: NotBuilt = None
-    images: NotBuilt = None
+    images: list[str] | None = None  # base64
     width: NotBuilt = None
     height: NotBuilt = None
     steps: NotBuilt = None

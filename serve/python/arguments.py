@@ -105,8 +105,10 @@ def _are_ids(prompt: Any) -> bool:
 
 
 def set_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not None, converted to JSON types."""
-    return {name: as_json(value) for name, value in values.items() if value is not None}
+    """Return the values that are not None, converted to JSON types, except images."""
+    return {
+        name: value if name == "image_data" else as_json(value) for name, value in values.items() if value is not None
+    }
 
 
 def as_json(value: Any) -> Any:

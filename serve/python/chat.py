@@ -24,6 +24,7 @@ from serve.calls.chat_completions.chat import ChatEvents, chat_answer
 from serve.calls.chat_completions.messages import chat_of
 from serve.calls.chat_completions.requests import decode_body
 from serve.calls.chat_completions.schema import ChatBody
+from serve.calls.media import with_objects
 from serve.calls.served_model import adapters_of, choose_model
 from serve.python.results import Fields
 
@@ -75,18 +76,19 @@ async def chat_stream(core: EngineCore, messages: Messages, options: Mapping[str
 
 def _read(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> tuple[ChatBody, str, PreparedChat]:
     """Convert the arguments to a body of the HTTP API, and decode it with the same checks."""
-    body = _body(core, messages, options)
+    body, objects = _body(core, messages, options)
     model = choose_model(core, body.model)
     [adapter] = adapters_of(model, body.lora_path, 1)
-    return body, model.name, prepare(core, chat_of(body), adapter)
+    return body, model.name, prepare(core, chat_of(body, objects), adapter)
 
 
 def prompt_of(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> str:
     """Return the prompt of a chat as a text. Raises `InvalidRequest` if the model has no chat template."""
-    return render(core, chat_of(_body(core, messages, options)))
+    return render(core, chat_of(*_body(core, messages, options)))
 
 
-def _body(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> ChatBody:
+def _body(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> tuple[ChatBody, list[Any]]:
+    """Return the body of the HTTP API, and the images that its URLs refer to."""
     unknown = options.keys() - _names()
     if unknown:
         close = get_close_matches(min(unknown), _names(), n=1, cutoff=0.7)
@@ -97,11 +99,12 @@ def _body(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> C
     fields = {name: value for name, value in options.items() if value is not None}
     if _is_model(fields.get("response_format")):
         fields["response_format"] = _format_of(fields["response_format"])
+    messages, objects = with_objects(messages)
     try:
         raw = orjson.dumps({"messages": list(messages), **fields}, option=orjson.OPT_NON_STR_KEYS)
     except TypeError as error:
         raise InvalidRequest(f"The chat must consist of JSON types: {error}.") from None
-    return decode_body(ChatBody, raw, core)
+    return decode_body(ChatBody, raw, core), objects
 
 
 def _names() -> set[str]:

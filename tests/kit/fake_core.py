@@ -150,6 +150,7 @@ class FakeCore:
     ) -> None:
         self.plan = make_plan(**serve)
         self.facts = facts or make_facts()
+        self.media = None
         self.tokenizer: Any = tokenizer
         self.state = "ready"
         self.held = held

@@ -65,9 +65,6 @@ class KernelArgs:
         **_ATTENTION,
         plan="kernels.decode_attention_backend",
     )
-    mm_attention_backend: str | None = planned(
-        None, "Implementation of attention in image encoders.", choices=("sdpa", "fa3", "triton_attn")
-    )
     triton_attention_num_kv_splits: int | None = option(
         None,
         "Largest number of parts into which the Triton decode kernel splits one sequence. Default: as many as one long "

@@ -108,11 +108,6 @@ class ModelArgs:
         sglang="generating models compute embeddings only if it is set",
         plan="model.is_embedding",
     )
-    enable_multimodal: bool | None = planned(
-        None,
-        "Load the image or audio part of models of which only the text part is served by default.",
-        built=(False,),
-    )
     model_impl: str = option(
         "auto",
         "Implementation of the model. native (SGLang's name: sglang): Penstock's own implementation; transformers: the "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.chat_templates import CHAT_TEMPLATES
-from runtime.config.option_spec import inert, option, planned
+from runtime.config.option_spec import inert, option
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 NO_TOKENIZER_BATCHES = "each prompt is tokenized separately, while steps run; the token ids are the same"
@@ -110,4 +110,3 @@ class TextArgs:
         zero_is_off=True,
         invert=True,
     )
-    disable_fast_image_processor: bool = planned(False, "Preprocess images with the slower processor of transformers.")

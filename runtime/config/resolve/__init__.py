@@ -15,6 +15,7 @@ from runtime.config.resolve.drafts import draft_plan
 from runtime.config.resolve.graphs import graph_plan
 from runtime.config.resolve.kernels import kernel_plan
 from runtime.config.resolve.lora import lora_plan
+from runtime.config.resolve.media import media_plan
 from runtime.config.resolve.model import chosen_gpu, model_plan
 from runtime.config.resolve.observe import observe_plan
 from runtime.config.resolve.parallel import parallel_plan
@@ -73,6 +74,7 @@ def decide(
     cache = cache_plan(builder, machine, gpu, model.dtype, facts)
     kernels = kernel_plan(builder, machine, gpu, model.dtype, facts, cache)
     schedule = schedule_plan(builder, gpu, cache, facts, kernels)
+    parallel = parallel_plan(builder, machine, facts, model.device)
     plan = Plan(
         model=model,
         cache=cache,
@@ -88,12 +90,13 @@ def decide(
             by_transformers=model.by_transformers,
             recurrent=facts.recurrent,
         ),
-        parallel=parallel_plan(builder, machine, facts, model.device),
+        parallel=parallel,
         observe=observe_plan(builder),
         tokenizer=text_plan(builder, machine, facts.path),
         serve=serve_plan(builder, where, demo_path),
         lora=lora_plan(builder, kernels),
         draft=draft_plan(builder, demo_path),
+        media=media_plan(builder, facts, model, parallel),
     )
     return plan, builder
 

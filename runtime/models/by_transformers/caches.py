@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from runtime.errors import CheckpointError
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.recurrent import KIND
 from runtime.models.by_transformers.attention import body
@@ -108,6 +109,9 @@ class SequenceCacheDecoder(TransformersDecoder):
                 states, slots[written] = self._row(batch.token_ids[first : first + count], start, past)
             hidden.append(states)
         return torch.cat(hidden)
+
+    def accept_media(self) -> None:
+        raise CheckpointError("Images are not supported for models with caches of their own.")
 
     def reference_logits(self, token_ids: Tensor) -> Tensor:
         """Return float32 logits [T, V] of one text, computed in one pass."""

@@ -19,6 +19,7 @@ from ops.select import Kernels
 from runtime.batch import ADAPTER
 from runtime.config.model_facts import ModelFacts
 from runtime.errors import CheckpointError
+from runtime.layers.batch_reads import BatchReads
 from runtime.layers.forward_batch import ForwardBatch, KVSpec, LayerSpec
 from runtime.layers.lm_head import NOT_ADAPTED
 from runtime.layers.pooler import Pooler
@@ -91,9 +92,12 @@ class TransformersDecoder(Decoder):
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return hidden states [T, E] after the final norm, and store the KV of all T tokens."""
-        check_inputs(batch)
+        if not batch.row_values.keys() <= {ADAPTER}:
+            raise RuntimeError("A model run by transformers reads no values of rows but adapters.")
         self._attend.begin(batch)
         with self.with_adapters(batch.adapted, batch.num_tokens):
+            if batch.media is not None or batch.position_axes is not None:
+                return self._text_model(batch)
             output = attention.body(self.model)(
                 input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False
             )
@@ -110,6 +114,30 @@ class TransformersDecoder(Decoder):
             yield
         finally:
             self.adapted.clear()
+
+    def accept_media(self) -> None:
+        """Let vectors replace the embeddings of tokens, and positions have three axes."""
+        axes = any(hasattr(module, "get_rope_index") for module in self.model.modules())
+        self.reads = BatchReads(position_axes=axes, media_size=self.hidden_size)
+
+    def _text_model(self, batch: ForwardBatch) -> Tensor:
+        """Call the text part of a multimodal model, with embeddings instead of ids."""
+        ids, more = batch.token_ids, {}
+        if batch.embeds_mask is not None:
+            ids = ids.masked_fill(batch.embeds_mask, 0)  # placeholders may be beyond the vocabulary
+        embeds = self.model.get_input_embeddings()(ids)
+        if batch.media is not None:
+            vectors, mask = batch.media
+            embeds = torch.where(mask.unsqueeze(1), vectors.to(embeds.dtype), embeds)
+            if batch.media_levels:
+                more["visual_pos_masks"] = mask[None]
+                more["deepstack_visual_embeds"] = [level[mask].to(embeds.dtype) for level in batch.media_levels]
+        axes = batch.position_axes
+        positions = batch.positions[None] if axes is None else axes[:, None]
+        decoder = self.model.get_decoder()
+        decoder = attention.body(decoder) if type(decoder).__name__.endswith("ForCausalLM") else decoder
+        output = decoder(inputs_embeds=embeds[None], position_ids=positions, use_cache=False, **more)
+        return output.last_hidden_state[0]
 
     def embed(self, batch: ForwardBatch) -> Tensor:
         raise RuntimeError("A model run by transformers has no pipeline stages.")

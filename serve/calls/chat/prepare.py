@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from runtime.errors import InvalidRequest
+from runtime.media_source import MediaSource
 from runtime.request import Chunk, Finish, Request
 from runtime.sampling_params import grammars_of
 from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
@@ -19,6 +20,7 @@ from serve.calls.chat.tools.choice import read_choice
 from serve.calls.chat.tools.format import ShapedId
 from serve.calls.chat.tools.offered import read_tools
 from serve.calls.chat.tools.table import FORMATS
+from serve.calls.media import for_template, media_of, num_tokens
 from serve.calls.prompts import check_counted
 from serve.calls.sampling import sampling_params
 
@@ -82,6 +84,7 @@ def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> 
     settings = parser_settings(core, chat, choice, prompt)
     request = Request(
         text=prompt,
+        media=media_of(chat.messages),
         sampling=sampling,
         logprobs=chat.logprobs,
         returns_ids=chat.returns_ids,
@@ -113,18 +116,28 @@ def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> 
     )
 
 
-def count_tokens(core: EngineCore, chat: ChatRequest) -> int:
-    """Return the number of tokens of the chat's prompt, which may exceed the model's context. Call it in a thread.
+class CountedPrompt(NamedTuple):
+    """A prompt whose tokens are counted."""
+
+    text: str
+    media: tuple[MediaSource, ...]
+    add_special_tokens: bool
+
+    async def ids(self, core: EngineCore) -> list[int]:
+        """Return the ids, with all tokens of images."""
+        ids = await num_tokens(core, self.text, self.media, add_special_tokens=self.add_special_tokens)
+        if len(self.text) > LARGE_TEXT_BYTES:
+            give_back_memory()
+        return ids
+
+
+def counted_prompt(core: EngineCore, chat: ChatRequest) -> CountedPrompt:
+    """Return the chat's prompt to count its tokens; it may exceed the model's context. Call it in a thread.
 
     Raises `InvalidRequest` for wrong fields, and for prompts many times longer than the context.
     """
     text = render(core, chat, check=partial(check_counted, core, param="messages"))
-    if core.tokenizer is None:  # only for the type checker: `render` raises without a tokenizer
-        return 0
-    [ids] = core.tokenizer.encode_batch([text], add_special_tokens=chat.add_special_tokens)
-    if len(text) > LARGE_TEXT_BYTES:
-        give_back_memory()
-    return len(ids)
+    return CountedPrompt(text, media_of(chat.messages), chat.add_special_tokens)
 
 
 def _length_check(core: EngineCore, chat: ChatRequest) -> Callable[[Sequence[str]], None] | None:
@@ -160,8 +173,9 @@ def render(core: EngineCore, chat: ChatRequest, *, check: Callable[[Sequence[str
         raise InvalidRequest("This model's chat template does not support tools.", param="tools")
     form = FORMATS.get(core.plan.tokenizer.tool_call_parser or "")
     shaped_id = None if form is None else form.shaped_id
+    messages = for_template(core, chat.messages)
     return core.tokenizer.template.render(
-        chat.messages if shaped_id is None else _with_ids(chat.messages, shaped_id),
+        messages if shaped_id is None else _with_ids(messages, shaped_id),
         check,
         **({"tools": list(chat.tools or ())} if calls else {}),
         add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,

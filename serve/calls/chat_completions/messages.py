@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -11,17 +11,21 @@ from runtime.request import LogprobParams
 from serve.calls.chat.request import ChatRequest, effort_switch, thinking_switch
 from serve.calls.chat_completions.functions import is_legacy, legacy_choice, legacy_tools, with_tool_calls
 from serve.calls.chat_completions.requests import keep_last_of
-from serve.calls.chat_completions.schema import ChatBody, Message
+from serve.calls.chat_completions.schema import ChatBody, Message, Part
+from serve.calls.media import OBJECT, image_part, native_source
 from serve.calls.prompts import namespaces_of
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
-def chat_of(body: ChatBody) -> ChatRequest:
-    """Return the chat that the body requests. Raises `InvalidRequest` with the name of the wrong key."""
+def chat_of(body: ChatBody, objects: Sequence[Any] = ()) -> ChatRequest:
+    """Return the chat that the body requests. `objects` are images from Python, which URLs refer to.
+
+    Raises `InvalidRequest` with the name of the wrong key.
+    """
     legacy = is_legacy(body)
-    messages = [read_message(message, f"messages.{index}") for index, message in enumerate(body.messages)]
+    messages = [read_message(message, f"messages.{index}", objects) for index, message in enumerate(body.messages)]
     return ChatRequest(
         messages=with_tool_calls(messages),
         sampling=body.sampling,
@@ -49,7 +53,7 @@ def chat_of(body: ChatBody) -> ChatRequest:
     )
 
 
-def read_message(message: Message, path: str) -> dict[str, Any]:
+def read_message(message: Message, path: str, objects: Sequence[Any] = ()) -> dict[str, Any]:
     """Return a message as the chat template reads it. Raises `InvalidRequest` with a path below `path`."""
     role = message.role.lower()
     if role not in ROLES:
@@ -62,7 +66,7 @@ def read_message(message: Message, path: str) -> dict[str, Any]:
     if content is None and role != "assistant":
         raise InvalidRequest(f"{path}.content is required.", param=f"{path}.content")
     if isinstance(content, list):
-        content = [{"type": "text", "text": text} for text in _texts(message, path)]
+        content = _parts(message, path, objects)
     return {
         "role": "system" if role == "developer" else role,  # chat templates use the older name
         "content": content,
@@ -74,22 +78,33 @@ def read_message(message: Message, path: str) -> dict[str, Any]:
     }
 
 
-def _texts(message: Message, path: str) -> list[str]:
-    texts = []
+def _parts(message: Message, path: str, objects: Sequence[Any]) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
     for index, part in enumerate(message.content or ()):
         path_of_part = f"{path}.content.{index}"
         if not isinstance(part, str) and part.type == "refusal" and message.role.lower() == "assistant":
-            texts.append(part.refusal or "")
-            continue
-        if isinstance(part, str) or part.type != "text":
+            parts.append({"type": "text", "text": part.refusal or ""})
+        elif not isinstance(part, str) and part.type in ("image_url", "input_image"):
+            parts.append(_image(part, path_of_part, objects))
+        elif isinstance(part, str) or part.type != "text":
             kind = "" if isinstance(part, str) else f' "{part.type[:40]}"'
             raise InvalidRequest(
-                f"{path_of_part}.type{kind} is not supported yet; only text is.", param=f"{path_of_part}.type"
+                f"{path_of_part}.type{kind} is not supported yet; text and image_url are.", param=f"{path_of_part}.type"
             )
-        if part.text is None:
+        elif part.text is None:
             raise InvalidRequest(f"{path_of_part}.text is required.", param=f"{path_of_part}.text")
-        texts.append(part.text)
-    return texts
+        else:
+            parts.append({"type": "text", "text": part.text})
+    return parts
+
+
+def _image(part: Part, path: str, objects: Sequence[Any]) -> dict[str, Any]:
+    url = part.image_url if isinstance(part.image_url, str | None) else part.image_url.url
+    if url is None:
+        raise InvalidRequest(f"{path}.image_url is required.", param=f"{path}.image_url")
+    if objects and url.startswith(OBJECT):
+        return {"type": "image", "source": native_source(objects[int(url[len(OBJECT) :])], f"{path}.image_url")}
+    return image_part(url, f"{path}.image_url")
 
 
 def _tool_call(call: Any) -> dict[str, Any]:

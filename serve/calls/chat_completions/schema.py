@@ -27,7 +27,7 @@ WITHOUT_EFFECT = frozenset(
         "early_stopping",  # an option of beam search, which is refused, as is length_penalty
         "guided_decoding_backend",
         "length_penalty",
-        "media_io_kwargs",  # an option for images, which are refused
+        "media_io_kwargs",  # an option of vLLM for videos, which are refused
         "metadata",
         "mirostat_eta",  # options of mirostat, which is refused
         "mirostat_tau",
@@ -117,6 +117,13 @@ class CompletionBody(OpenAIBody):
 
 
 @dataclass(slots=True, kw_only=True)
+class ImageUrl:
+    without_effect: ClassVar[frozenset[str]] = frozenset({"detail"})  # the model's processor decides the resolution
+
+    url: str
+
+
+@dataclass(slots=True, kw_only=True)
 class Part:
     """One part of a message's content."""
 
@@ -125,6 +132,8 @@ class Part:
     type: str
     text: str | None = None
     refusal: str | None = None
+    image_url: str | ImageUrl | None = None
+    uuid: str | None = None  # vLLM's name for an image; images are known by their pixels
 
 
 @dataclass(slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
@@ -14,6 +14,7 @@ from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
 from serve.calls.decode import NotBuilt
 from serve.calls.errors import renamed
+from serve.calls.media import images_of
 from serve.calls.prompts import (
     AdapterName,
     Ids,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 class GenerateBody:
     """The body of `/generate`. A list in `text`, or a list of lists in `input_ids`, makes a batch."""
 
-    # Internal fields of SGLang, and fields for images, which are refused.
+    # Internal fields of SGLang, and options of processors that are not used.
     without_effect: ClassVar[frozenset[str]] = frozenset(
         {"conversation_id", "label", "max_dynamic_patch", "min_dynamic_patch", "routing_key", "received_time"}
     )
@@ -60,10 +61,10 @@ class GenerateBody:
     lora_path: AdapterName | list[AdapterName | None] | None = None  # names of adapters
     log_metrics: bool = True  # false: the metrics of requests do not count this call
     input_embeds: NotBuilt = None
-    image_data: NotBuilt = None
+    image_data: Any = None  # an image or a list of images; for a batch, a list with these for each prompt
     video_data: NotBuilt = None
     audio_data: NotBuilt = None
-    modalities: NotBuilt = None
+    modalities: list[Literal["image", "multi-images"]] | Literal["image", "multi-images"] | None = None
     return_hidden_states: NotBuilt = None
     session_params: NotBuilt = None
     custom_logit_processor: str | list[str | None] | None = None  # a sampling parameter in the other APIs
@@ -108,11 +109,13 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
     namespaces = namespaces_of(body.cache_salt, body.extra_key, count)
     priorities = spread(body.priority, count, "priority")
     adapters = spread(body.lora_path, count, "lora_path")
+    images = images_of(body.image_data, count, is_batch=body.is_batch)
     ids_of = partial(prompt_ids, plan=core.plan, cut=cut) if owned else tuple
     return [
         Request(
             text=prompt if isinstance(prompt, str) else None,
             ids=None if isinstance(prompt, str) else ids_of(prompt),
+            media=images[index],
             sampling=sampling[index],
             logprobs=logprobs[index],
             truncate=core.plan.serve.allow_auto_truncate,

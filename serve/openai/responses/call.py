@@ -14,9 +14,10 @@ from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.grammar_spec import Grammar
 from runtime.request import LogprobParams
 from serve.calls.body import report_noted, report_unknown
-from serve.calls.chat.prepare import PreparedChat, count_tokens, prepare, render
+from serve.calls.chat.prepare import CountedPrompt, PreparedChat, counted_prompt, prepare, render
 from serve.calls.chat.request import ChatRequest, effort_switch
 from serve.calls.decode import Noted
+from serve.calls.media import media_of
 from serve.calls.prompts import namespaces_of
 from serve.calls.response_format import grammar_of
 from serve.calls.served_model import ServedModel, choose_model
@@ -80,18 +81,18 @@ def call_of(
     return ResponseCall(body, prepared, head, parts.items, parts.conversation, num_bytes, custom_tools, names)
 
 
-def num_input_tokens(
+def input_prompt(
     core: EngineCore,
     body: InputBody,
     previous: StoredResponse | None,
     find_item: Callable[[str], Item | None],
-) -> int:
-    """Return the number of prompt tokens of a body. Raises `InvalidRequest` for wrong fields, as `call_of` does, and
+) -> CountedPrompt:
+    """Return the prompt of a body, to count its tokens. Raises `InvalidRequest` for wrong fields like `call_of`, and
     for prompts many times longer than the context.
     """
     parts = _read_prompt(core, body, previous, find_item, "/v1/responses/input_tokens")
     chat = fitted(core, parts.chat, parts.num_kept, 1) if body.truncation == "auto" else parts.chat
-    return count_tokens(core, chat)
+    return counted_prompt(core, chat)
 
 
 class _PromptParts(NamedTuple):
@@ -153,6 +154,8 @@ def fitted(core: EngineCore, chat: ChatRequest, num_kept: int, num_output: int) 
     The first `num_kept` messages and the last turn are never removed. A turn begins with a user message.
     """
     messages = chat.messages
+    if media_of(messages):
+        raise InvalidRequest("truncation must be disabled for an input with images.", param="truncation")
     starts = [i for i, m in enumerate(messages) if i >= num_kept and m["role"] == "user"] or [num_kept]
     limit = core.plan.model.context_length - num_output
 

@@ -22,7 +22,7 @@ from serve.http.endpoint import decodes, json_response, list_page, read_all_or_d
 from serve.http.errors import ErrorFormat, openai_body
 from serve.http.sse import EventStream
 from serve.openai.responses.answer import FRAMING, Response, ResponseEvents
-from serve.openai.responses.call import ResponseCall, call_of, num_input_tokens
+from serve.openai.responses.call import ResponseCall, call_of, input_prompt
 from serve.openai.responses.schema import InputBody, ResponsesBody, read_input_body, read_responses_body
 from serve.openai.responses.store import ResponseStore, StoredResponse
 
@@ -95,9 +95,9 @@ async def count_input_tokens(http: HttpRequest, core: EngineCore) -> ASGIApp:
     store, owner = _store(http), CLIENT.get().name
     body = await read_body(http, partial(read_input_body, core))
     previous = _previous(store, owner, body)
-    count = partial(num_input_tokens, core, body, previous, partial(store.find_item, owner=owner))
-    num_tokens = await off_loop(count, small=False)
-    return json_response({"object": "response.input_tokens", "input_tokens": num_tokens})
+    count = partial(input_prompt, core, body, previous, partial(store.find_item, owner=owner))
+    prompt = await off_loop(count, small=False)
+    return json_response({"object": "response.input_tokens", "input_tokens": len(await prompt.ids(core))})
 
 
 def _previous(store: ResponseStore, owner: str, body: InputBody) -> StoredResponse | None:

@@ -14,7 +14,8 @@ from uuid import uuid4
 import orjson
 
 from runtime.errors import InvalidRequest
-from serve.calls.decode import Noted, decode
+from serve.calls.decode import NotBuilt, Noted, decode
+from serve.calls.media import image_part
 from serve.openai.responses.schema import CustomTool, FunctionTool, NamespaceTool
 
 Message = dict[str, Any]
@@ -38,7 +39,17 @@ class _RefusalPart:
     refusal: str
 
 
+@dataclass(slots=True, kw_only=True)
+class _ImagePart:
+    without_effect: ClassVar[frozenset[str]] = frozenset({"detail"})  # the model's processor decides the resolution
+
+    type: Literal["input_image"]
+    image_url: str | None = None
+    file_id: NotBuilt = None
+
+
 _Parts = list[_TextPart | _RefusalPart]
+_InputParts = list[_TextPart | _RefusalPart | _ImagePart]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +57,7 @@ class _MessageItem:
     without_effect: ClassVar[frozenset[str]] = _ITEM | {"phase"}
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | _Parts
+    content: str | _InputParts
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,7 +141,7 @@ def messages_of(items: Sequence[Item], noted: Noted | None = None) -> list[Messa
         path = f"input.{index}"
         match item.get("type"):
             case "message":
-                _add_message(messages, decode(_MessageItem, item, path, noted=noted))
+                _add_message(messages, decode(_MessageItem, item, path, noted=noted), path)
             case "function_call":
                 call = decode(_CallItem, item, path, noted=noted)
                 name = chat_name(call.namespace, call.name)
@@ -157,8 +168,10 @@ def messages_of(items: Sequence[Item], noted: Noted | None = None) -> list[Messa
     return messages
 
 
-def _add_message(messages: list[Message], item: _MessageItem) -> None:
-    text = _text(item.content)
+def _add_message(messages: list[Message], item: _MessageItem, path: str) -> None:
+    text = _content(item.content, f"{path}.content")
+    if item.role != "user" and not isinstance(text, str):
+        raise InvalidRequest(f"{path}.content: only messages of the user may hold images.", param=f"{path}.content")
     if item.role == "assistant":
         message = _assistant(messages, new=bool(messages and messages[-1].get("content")))
         message["content"] = text
@@ -175,6 +188,22 @@ def _assistant(messages: list[Message], *, new: bool = False) -> Message:
     if last is None or last["role"] != "assistant" or (new and has_content):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
+
+
+def _content(content: str | _InputParts, path: str) -> str | list[dict[str, Any]]:
+    """Return the text or, with images, a list of parts."""
+    texts = [content] if isinstance(content, str) else [part for part in content if not isinstance(part, _ImagePart)]
+    if isinstance(content, str) or len(texts) == len(content):
+        return content if isinstance(content, str) else _text([p for p in content if not isinstance(p, _ImagePart)])
+    parts = []
+    for index, part in enumerate(content):
+        if not isinstance(part, _ImagePart):
+            parts.append({"type": "text", "text": part.refusal if isinstance(part, _RefusalPart) else part.text})
+        elif part.image_url is None:
+            raise InvalidRequest(f"{path}.{index}.image_url is required.", param=f"{path}.{index}.image_url")
+        else:
+            parts.append(image_part(part.image_url, f"{path}.{index}.image_url"))
+    return parts
 
 
 def _text(content: str | _Parts) -> str:

@@ -34,6 +34,7 @@ CONFIG = {
     "dtype": "bfloat16",
 }
 HYBRID = {"architectures": ["Qwen3_5ForCausalLM"]}  # a model with recurrent layers
+SEEING = {"vision_config": {"hidden_size": 16}}  # a model with an image encoder
 CPU = replace(Machine.named("cpu"), compiler="/usr/bin/c++")
 H200 = Machine.named("h200")
 FOUR_GPUS = replace(H200, gpus=H200.gpus * 4)
@@ -57,6 +58,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (H200, {}),
     (FOUR_GPUS, {"tp_size": 2}),
     (CPU, {"json_model_override_args": HYBRID}),
+    (CPU, {"json_model_override_args": SEEING}),
     (CPU, {"model_path": str(ROOT)}),  # an existing path
 ]
 # Values of options that do not accept arbitrary values.
@@ -88,6 +90,8 @@ VALUES: dict[str, list[Any]] = {
     "hicache_storage_backend_extra_config": [{"path": "pages"}],
     "lora_target_modules": [["q_proj"]],
     "max_loaded_loras": [9],
+    "enable_multimodal": [False],
+    "limit_mm_per_prompt": [{"image": 3}],
 }
 # Options whose choice the plan also has as text for `explain`; the engine reads `choices`.
 SHOWN = {f"{kind}_backend" for kind in ("attention", "prefill_attention", "decode_attention", "sampling")}
@@ -102,6 +106,7 @@ class Checkpoint:
         (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
         self._folder = str(folder)
         self._asked: list[Any] = []
+        (folder / "preprocessor_config.json").write_text("{}")
         patch.setattr(assemble, "locate", self._locate)
 
     def done(self, machine: Machine, **keywords: Any) -> Any:

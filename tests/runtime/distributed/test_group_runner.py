@@ -74,6 +74,7 @@ VALUES: dict[str, Any] = {
     "drafts": Drafts(ints(1), ints(2)),
     "unknown_starts": np.array([True, False]),
     "position_offsets": ints(*range(12)).reshape(3, 4),
+    "mutual_spans": ints(0, 3, 9, 1, 2, 4).reshape(2, 3),
     "media": (
         MediaSpan(1, np.array([[0.5, -2.0]], np.float32)),
         MediaSpan(2, np.array([[1.0, 3.0], [4.0, 0.25]], np.float32)),

@@ -193,7 +193,7 @@ async def test_tokens_are_counted_without_generating(served: Served) -> None:
         ({"max_tokens": 0}, "max_tokens must be at least 1"),
         ({"messages": []}, "messages must not be empty"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role must be"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages.0.content.0.type"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "messages.0.content.0.text is required",

@@ -236,7 +236,7 @@ async def test_model_is_known_by_name_and_path(served: Served) -> None:
         ({"extra_body": {"continue_final_message": True}}, "continue_final_message"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}]},
             "messages.0.content.0.type",
         ),
         ({"messages": [{"role": "user", "content": "long " * 600}]}, "messages"),

@@ -315,7 +315,7 @@ async def test_truncation_drops_the_oldest_turns(served: Served) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
         ({"input": [{"type": "computer_call"}]}, "input.0.type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0.type"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0.call_id"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.id"),
         ({"tools": [{"type": "file_search"}]}, "tools.0.type"),

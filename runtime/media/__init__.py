@@ -1,0 +1,1 @@
+"""Images in requests: reading, decoding, processing, encoding and caching them."""

@@ -1,0 +1,62 @@
+"""Vectors of images that were encoded lately, limited by their bytes. Does not import torch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class EncodedBlock(NamedTuple):
+    """An image in a form that needs no processor and no encoder any more."""
+
+    digest: bytes  # 256 bits of the pixels and the processor's parameters
+    text: str  # replaces the placeholder in a prompt
+    token_ids: NDArray[np.int64]  # [T], of this text
+    is_media: NDArray[np.bool_]  # [T], tokens whose embeddings are `vectors`
+    vectors: NDArray[np.float32]  # [N, W]
+    grids: Mapping[str, Any]  # tensors with the size of the image, for its positions
+
+    @property
+    def nbytes(self) -> int:
+        return self.vectors.nbytes + self.token_ids.nbytes + len(self.text)
+
+
+class EncoderCache:
+    """Keeps the least recently used blocks out. Vectors of running requests may live longer than here."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.num_bytes = self.num_hits = self.num_misses = 0
+        self._max_bytes = max_bytes
+        self._blocks: OrderedDict[bytes, EncodedBlock] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def get(self, digest: bytes) -> EncodedBlock | None:
+        """Return a block and mark it as used."""
+        block = self._blocks.get(digest)
+        if block is None:
+            self.num_misses += 1
+            return None
+        self.num_hits += 1
+        self._blocks.move_to_end(digest)
+        return block
+
+    def put(self, block: EncodedBlock) -> None:
+        """Keep a block, unless it alone exceeds the limit."""
+        if block.nbytes > self._max_bytes or block.digest in self._blocks:
+            return
+        self._blocks[block.digest] = block
+        self.num_bytes += block.nbytes
+        while self.num_bytes > self._max_bytes:
+            _, oldest = self._blocks.popitem(last=False)
+            self.num_bytes -= oldest.nbytes
+
+    def clear(self) -> None:
+        """Forget all blocks, for example because the encoder has new weights."""
+        self._blocks.clear()
+        self.num_bytes = 0

@@ -1,0 +1,169 @@
+"""Reads images from where clients say they are: base64 text, allowed folders and allowed hosts."""
+
+from __future__ import annotations
+
+import binascii
+import ipaddress
+import os
+import socket
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import httpx
+
+from runtime.config.plan import MediaPlan
+from runtime.errors import InvalidRequest, Overloaded
+from runtime.media_source import MediaSource
+
+PIECE = 2**20  # characters of base64 text decoded by one call
+MAX_FETCHES = 16  # images fetched at once, over all requests
+MAX_WAITING_FETCHES = 1024
+
+
+class Fetcher:
+    """Returns the content of media sources. Nothing outside is read unless the plan allows it."""
+
+    def __init__(self, plan: MediaPlan) -> None:
+        self._plan = plan
+        self._slots = anyio.Semaphore(MAX_FETCHES)
+        self._num_waiting = 0
+        self._client: httpx.AsyncClient | None = None
+
+    async def read(self, source: MediaSource) -> Any:
+        """Return the bytes of a file, or the Python object. Raises `InvalidRequest` with the reason.
+
+        Cancellation closes the connection.
+        """
+        if source.form in ("bytes", "object"):
+            return self._checked(source.content, source.param)
+        if source.form == "base64":
+            return await anyio.to_thread.run_sync(self._decode, source.content, source.param)
+        if source.form == "path":
+            return await anyio.to_thread.run_sync(self._read_file, source.content, source.param)
+        return await self._fetch(source.content, source.param)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._client is not None:
+            await self._client.aclose()
+
+    def _checked(self, content: Any, param: str) -> Any:
+        if isinstance(content, bytes) and len(content) > self._plan.max_bytes:
+            raise self._too_large(param)
+        return content
+
+    def _too_large(self, param: str) -> InvalidRequest:
+        return InvalidRequest(f"{param}: the image has more than {self._plan.max_bytes} bytes.", param=param)
+
+    def _decode(self, text: str, param: str) -> bytes:
+        """Decode base64 piece by piece, because decoding holds the interpreter's lock."""
+        if len(text) > self._plan.max_bytes // 3 * 4 + 1024:
+            raise self._too_large(param)
+        content, rest = bytearray(), ""
+        try:
+            for start in range(0, len(text), PIECE):
+                piece = rest + "".join(text[start : start + PIECE].split())
+                whole = len(piece) // 4 * 4
+                content += binascii.a2b_base64(piece[:whole], strict_mode=True)
+                rest = piece[whole:]
+        except (binascii.Error, ValueError) as error:
+            raise InvalidRequest(f"{param} is not valid base64.", param=param) from error
+        if rest or not content:
+            raise InvalidRequest(f"{param} is not valid base64.", param=param)
+        return bytes(content)
+
+    def _read_file(self, path: str, param: str) -> bytes:
+        folder = self._plan.folder
+        if folder is None:
+            raise InvalidRequest(
+                f"{param}: files are not read; send the image itself, or start the server with "
+                "--allowed-local-media-path FOLDER.",
+                param=param,
+            )
+        refusal = InvalidRequest(f"{param}: there is no such file in the allowed folder.", param=param)
+        try:
+            # Links are resolved before the check, and the file is opened only once.
+            real, allowed = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+            if "\0" in path or not real.is_relative_to(allowed):
+                raise refusal
+            descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+            with open(descriptor, "rb") as file:
+                if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                    raise refusal
+                content = file.read(self._plan.max_bytes + 1)
+        except (OSError, ValueError) as error:
+            raise refusal from error
+        return self._checked(content, param)
+
+    async def _fetch(self, url: str, param: str) -> bytes:
+        if not self._plan.domains:
+            raise InvalidRequest(
+                f"{param}: URLs are not fetched; send the image itself (data:image/png;base64,...), or start the "
+                "server with --allowed-media-domains.",
+                param=param,
+            )
+        if self._num_waiting >= MAX_WAITING_FETCHES:
+            raise Overloaded("Too many images are being fetched.")
+        self._num_waiting += 1
+        try:
+            with anyio.fail_after(self._plan.timeout_s):
+                async with self._slots:
+                    return await self._get(url, param)
+        except TimeoutError:
+            raise InvalidRequest(
+                f"{param}: the image did not arrive within {self._plan.timeout_s:g} s.", param=param
+            ) from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            raise InvalidRequest(
+                f"{param}: the image cannot be fetched ({type(error).__name__}).", param=param
+            ) from error
+        finally:
+            self._num_waiting -= 1
+
+    async def _get(self, url: str, param: str) -> bytes:
+        """Fetch a URL from an address that was checked. Redirects are refused, since they may lead elsewhere."""
+        parsed = httpx.URL(url)
+        host = parsed.host
+        if parsed.scheme not in ("http", "https") or parsed.userinfo or not _is_allowed(host, self._plan.domains):
+            raise InvalidRequest(f"{param}: the server does not fetch from this host.", param=param)
+        port = parsed.port or (443 if parsed.scheme == "https" else 80)
+        found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        addresses = [str(entry[4][0]) for entry in found]
+        named = host.lower() in self._plan.domains  # the operator named this very address
+        if not addresses or not all(ipaddress.ip_address(address).is_global or named for address in addresses):
+            raise InvalidRequest(f"{param}: the server does not fetch from this host.", param=param)
+        if self._client is None:
+            self._client = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=self._plan.timeout_s)
+        # The connection goes to the checked address, so that a second look-up cannot name another one.
+        request = self._client.build_request(
+            "GET",
+            parsed.copy_with(host=addresses[0]),
+            headers={"Host": parsed.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"},
+            extensions={"sni_hostname": host},
+        )
+        response = await self._client.send(request, stream=True)
+        try:
+            if response.status_code != 200:
+                raise InvalidRequest(f"{param}: the host answered {response.status_code}.", param=param)
+            content = bytearray()
+            async for part in response.aiter_raw():
+                content += part
+                if len(content) > self._plan.max_bytes:
+                    raise self._too_large(param)
+            return bytes(content)
+        finally:
+            await response.aclose()
+
+
+def _is_allowed(host: str, domains: Sequence[str]) -> bool:
+    """Whether a host is one of these domains, or below one that begins with a dot or "*."."""
+    host = host.lower().rstrip(".")
+    for domain in domains:
+        suffix = domain.removeprefix("*")
+        if host == domain or (suffix.startswith(".") and host.endswith(suffix)):
+            return True
+    return False

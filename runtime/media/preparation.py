@@ -1,0 +1,237 @@
+"""Turns the images of requests into vectors: reads, decodes, processes and encodes them beside the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import anyio
+import anyio.to_thread
+import numpy as np
+
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import MediaPlan, Plan
+from runtime.errors import CheckpointError, EngineFailure, InvalidRequest
+from runtime.media.encoder_cache import EncodedBlock, EncoderCache
+from runtime.media.fetch import Fetcher
+from runtime.media.images import decode
+from runtime.media.placement import expanded, expanded_ids, place
+from runtime.media_source import MediaSource, PromptMedia
+
+if TYPE_CHECKING:
+    from runtime.media.processing import Processors
+    from runtime.models.by_transformers.tower import MediaTower
+
+logger = logging.getLogger("penstock.media")
+
+
+class MediaPreparer:
+    """Prepares images for one engine. Use it on the event loop; threads do the work.
+
+    At most `plan.num_threads` images are decoded or processed at a time, so memory is bounded, and one image is encoded
+    at a time. Images that were encoded lately are only decoded and hashed.
+    """
+
+    def __init__(self, plan: MediaPlan, facts: ModelFacts, processors: Processors, tower: MediaTower) -> None:
+        self.plan = plan
+        self.cache = EncoderCache(plan.cache_bytes)
+        self.num_images = 0  # images of admitted requests
+        self.encode_s = 0.0  # time in the encoder
+        self._facts = facts
+        self._processors = processors
+        self._tower = tower
+        self._fetcher = Fetcher(plan)
+        self._workers = asyncio.Semaphore(plan.num_threads)
+        self._encoder = anyio.CapacityLimiter(1)
+        self._threads = anyio.CapacityLimiter(plan.num_threads)
+        self._pending: dict[bytes, asyncio.Future[EncodedBlock]] = {}  # images that are encoded now
+
+    @classmethod
+    def load(cls, plan: Plan, facts: ModelFacts) -> Self:
+        """Load processor and encoder, and try them on an image. Blocks. Raises CheckpointError if either is missing."""
+        import torch
+
+        from runtime.media.processing import Processors
+        from runtime.models.by_transformers.facts import auto_class, config_of
+        from runtime.models.by_transformers.tower import load_tower
+
+        media = plan.media
+        loader = auto_class(facts.architecture)
+        if loader is None:
+            raise CheckpointError(f"transformers has no image encoder for {facts.architecture}.")
+        config = config_of(facts.config)
+        processors = Processors(facts.path, str(facts.config.get("model_type")), media.num_threads, fast=media.fast)
+        tower = load_tower(
+            facts.path, loader, config, getattr(torch, plan.model.dtype), torch.device(plan.model.device)
+        )
+        trial = decode(np.full((64, 64, 3), 127, np.uint8), media.max_pixels, "image")
+        tower.try_out(processors.process(trial, "image").inputs, facts.architecture)
+        logger.info(
+            "Images: %s and an encoder of %.2f GiB%s.",
+            processors.name,
+            sum(each.nbytes for each in tower.parameters()) / 2**30,
+            ", whose images are not split between steps" if tower.mutual else "",
+        )
+        return cls(media, facts, processors, tower)
+
+    @property
+    def placeholder(self) -> str:
+        """The text that stands for an image in a prompt."""
+        return self._processors.placeholder
+
+    def check(self, sources: Sequence[MediaSource]) -> None:
+        """Raise `InvalidRequest` if a request has too many images."""
+        most = self.plan.limits["image"]
+        if len(sources) > most:
+            raise InvalidRequest(
+                f"The request has {len(sources)} images; at most {most} are accepted (--limit-mm-per-prompt).",
+                param=sources[most].param,
+            )
+
+    async def encode(self, sources: Sequence[MediaSource], wanted: Callable[[], bool]) -> list[EncodedBlock]:
+        """Return the images' blocks, in order. Work that has not begun is skipped once `wanted` returns False.
+
+        Raises `InvalidRequest` for the first image that cannot be used, and `EngineFailure` if the request is not
+        wanted any more.
+        """
+        blocks: list[EncodedBlock | None] = [None] * len(sources)
+
+        async def encode_one(index: int) -> None:
+            blocks[index] = await self._encoded(sources[index], wanted)
+
+        try:
+            async with anyio.create_task_group() as group:
+                for index in range(len(sources)):
+                    group.start_soon(encode_one, index)
+        except BaseExceptionGroup as failures:
+            raise _first(failures) from None
+        return [block for block in blocks if block is not None]
+
+    async def expand(self, text: str, sources: Sequence[MediaSource]) -> str:
+        """Return the text with its images' tokens, to count them. The images are not encoded."""
+        self.check(sources)
+        texts = [(await self._counted(source)) for source in sources]
+        return expanded(text, self.placeholder, texts)
+
+    def expanded(self, text: str, blocks: Sequence[EncodedBlock]) -> str:
+        """Return the text with the images' tokens."""
+        return expanded(text, self.placeholder, [block.text for block in blocks])
+
+    def expanded_ids(
+        self, ids: Sequence[int], placeholder: int | None, blocks: Sequence[EncodedBlock]
+    ) -> tuple[int, ...]:
+        """Return the ids with the images' tokens in place of the id of the placeholder."""
+        if placeholder is None:
+            raise InvalidRequest(
+                "The placeholder of this model's images is no single token; send text instead of input_ids.",
+                param="input_ids",
+            )
+        return expanded_ids(ids, placeholder, blocks, self.placeholder)
+
+    async def place(self, ids: Sequence[int], blocks: Sequence[EncodedBlock]) -> tuple[tuple[int, ...], PromptMedia]:
+        """Return the prompt's ids and media. Raises `InvalidRequest` if the text has tokens of images itself."""
+        positions = self._positions if self._tower.has_axes else None
+        placed = await anyio.to_thread.run_sync(
+            lambda: place(ids, blocks, positions, self._facts.vocab_size, mutual=self._tower.mutual)
+        )
+        self.num_images += len(blocks)
+        return placed
+
+    async def reload(self, path: str, plan: Plan) -> None:
+        """Read the encoder's weights again, from a checkpoint that replaced the model's. Forgets all vectors."""
+        import torch
+
+        from runtime.models.by_transformers.facts import auto_class, config_of
+        from runtime.models.by_transformers.tower import load_tower
+
+        config, loader = config_of(self._facts.config), auto_class(self._facts.architecture)
+        dtype, device = getattr(torch, plan.model.dtype), torch.device(plan.model.device)
+        tower = await anyio.to_thread.run_sync(load_tower, path, loader, config, dtype, device)
+        tower.mutual = self._tower.mutual
+        self._tower = tower
+        self.cache.clear()
+        self._pending.clear()
+
+    async def close(self) -> None:
+        """Close connections."""
+        await self._fetcher.close()
+
+    async def _encoded(self, source: MediaSource, wanted: Callable[[], bool]) -> EncodedBlock:
+        content = await self._fetcher.read(source)
+        async with self._workers:
+            if not wanted():
+                raise EngineFailure("The request has ended.")
+            image, digest = await self._thread(self._read, content, source)
+            known = self.cache.get(digest)
+            if known is not None:
+                return known
+            pending = self._pending.get(digest)
+            if pending is None:
+                # A task of its own: other requests may wait for the same image.
+                pending = asyncio.ensure_future(self._compute(image, digest, source))
+                self._pending[digest] = pending
+                pending.add_done_callback(lambda done: self._forget(digest, done))
+            return await asyncio.shield(pending)
+
+    def _forget(self, digest: bytes, done: asyncio.Future[EncodedBlock]) -> None:
+        if self._pending.get(digest) is done:
+            del self._pending[digest]
+        if not done.cancelled():
+            done.exception()  # whoever waits for it raises it
+
+    async def _compute(self, image: Any, digest: bytes, source: MediaSource) -> EncodedBlock:
+        tower = self._tower
+        processed = await self._thread(self._processors.process, image, source.param)
+        began = time.monotonic()
+        try:
+            encoded = await anyio.to_thread.run_sync(tower.encode, processed.inputs, limiter=self._encoder)
+        except Exception as error:  # model code may raise any exception
+            logger.exception("encoding an image failed")
+            raise EngineFailure("The image could not be encoded.") from error
+        self.encode_s += time.monotonic() - began
+        block = EncodedBlock(
+            digest,
+            processed.text,
+            processed.inputs["input_ids"][0].numpy().astype(np.int64),
+            encoded.is_media,
+            encoded.vectors,
+            {name: processed.inputs[name] for name in tower.grid_names if name in processed.inputs},
+        )
+        if tower is self._tower:  # else its weights were replaced meanwhile
+            self.cache.put(block)
+        return block
+
+    async def _counted(self, source: MediaSource) -> str:
+        content = await self._fetcher.read(source)
+        async with self._workers:
+            image, _ = await self._thread(self._read, content, source)
+            return (await self._thread(self._processors.process, image, source.param)).text
+
+    def _read(self, content: Any, source: MediaSource) -> tuple[Any, bytes]:
+        """Return the decoded image and its digest."""
+        image = decode(content, self.plan.max_pixels, source.param)
+        return image, self._processors.digest(image)
+
+    async def _thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
+
+    def _positions(self, ids: Any, is_media: Any, grids: Mapping[str, Any]) -> Any:
+        import torch
+
+        return self._tower.positions(ids, is_media, {name: torch.cat(parts) for name, parts in grids.items()})
+
+
+def _first(failures: BaseExceptionGroup) -> BaseException:
+    """Return the first failure, preferring one of the request over others."""
+    flat: list[BaseException] = []
+    stack: list[BaseException] = [failures]
+    while stack:
+        each = stack.pop()
+        if isinstance(each, BaseExceptionGroup):
+            stack += reversed(each.exceptions)
+        else:
+            flat.append(each)
+    return next((each for each in flat if isinstance(each, InvalidRequest)), flat[0])

@@ -1,0 +1,270 @@
+"""The part of a multimodal model before its language model, computed by transformers' modules.
+
+transformers' own forward merges images into the embeddings of a text and then calls the language model. Here a recorder
+stands in place of the language model and keeps what it is called with. This works for every family, whatever its
+encoder, projector and placeholders are.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from runtime.errors import CheckpointError
+from runtime.models.by_transformers.facts import quiet
+
+# Arguments of the language model that carry nothing of a single token.
+_PLAIN = frozenset(
+    {"inputs_embeds", "position_ids", "attention_mask", "use_cache", "cache", "past_key_values", "cache_position",
+     "return_dict", "output_attentions", "output_hidden_states", "logits_to_keep", "labels", "input_ids",
+     "visual_pos_masks", "deepstack_visual_embeds", "token_type_ids", "mm_token_type_ids"}
+)  # fmt: skip
+TEXT, IMAGE = 0, 1  # types of tokens
+
+
+class EncodedImage(NamedTuple):
+    """What the language model gets for an image."""
+
+    is_media: NDArray[np.bool_]  # [T], tokens of the image's block whose embeddings are given
+    vectors: NDArray[np.float32]  # [N, W]: their embeddings, then the vectors added after the first layers
+
+
+class _Recorded(Exception):
+    """Raised by the recorder: the language model would be called now."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments = arguments
+
+
+class _Unknown(nn.Module):
+    """An embedding that is NaN for every token: tokens that images do not replace can be recognised."""
+
+    weight: Tensor
+
+    def __init__(self, real: nn.Module, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.full((1, size), torch.nan, dtype=dtype, device=device), persistent=False)
+        self.embedding_dim = size
+        self.num_embeddings = getattr(real, "num_embeddings", 0)
+        self.padding_idx = None
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.weight[0].expand(*input_ids.shape, self.embedding_dim).clone()
+
+
+class _Recorder(nn.Module):
+    """Stands in place of the language model."""
+
+    def __init__(self, config: Any, embedding: nn.Module) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = embedding
+        self.model = _Inner(embedding)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        weight: Any = self.embed_tokens.weight
+        return weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        weight: Any = self.embed_tokens.weight
+        return weight.device
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, *_: Any, **arguments: Any) -> None:
+        raise _Recorded(arguments)
+
+
+class _Inner(nn.Module):
+    """The model inside a causal language model."""
+
+    def __init__(self, embedding: nn.Module) -> None:
+        super().__init__()
+        self.embed_tokens = embedding
+
+
+class MediaTower(nn.Module):
+    """Encodes one image at a time. Use it on one thread."""
+
+    def __init__(self, model: Any) -> None:
+        """Take a model of transformers, from which the language model is removed.
+
+        Raises CheckpointError if the model has no part that an image passes before the language model.
+        """
+        super().__init__()
+        name = type(model).__name__
+        self.config = model.config
+        decoder = model.get_decoder()
+        body = getattr(model, "model", model)
+        if not isinstance(body, nn.Module) or decoder is body or decoder is model:
+            body = model
+        owners = [(module, child) for module in body.modules() for child, each in module.named_children()
+                  if each is decoder]  # fmt: skip
+        if len(owners) != 1 or owners[0][0] is not body:
+            raise CheckpointError(f"{name}: images are not supported: its language model is not a part of its body.")
+        weight = model.get_input_embeddings().weight
+        embedding = _Unknown(model.get_input_embeddings(), weight.shape[-1], weight.dtype, weight.device)
+        setattr(body, owners[0][1], _Recorder(model.config.get_text_config(), embedding))
+        self.body = body
+        self.size = weight.shape[-1]
+        self.mutual = False  # whether tokens of one image attend to each other; set by `try_out`
+        self._takes = inspect.signature(body.forward).parameters
+        self._rope_index: Any = getattr(body, "get_rope_index", None)
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether positions have three axes."""
+        return self._rope_index is not None
+
+    def encode(self, inputs: Mapping[str, Any]) -> EncodedImage:
+        """Return the vectors of one image. `inputs` is the processor's result for the image's placeholder alone.
+
+        Raises ValueError if the model's code does not accept it.
+        """
+        arguments = self._record(inputs)
+        embeds = arguments["inputs_embeds"][0]  # [T, E]
+        is_media = ~embeds.isnan().any(-1)
+        levels = arguments.get("deepstack_visual_embeds") or ()
+        if isinstance(levels, Mapping):
+            raise ValueError("This model adds images to layers in a way that is not supported.")
+        parts = [embeds[is_media], *(level.to(embeds.dtype) for level in levels)]
+        return EncodedImage(is_media.cpu().numpy(), torch.cat(parts, dim=-1).float().cpu().numpy())
+
+    def try_out(self, inputs: Mapping[str, Any], name: str) -> EncodedImage:
+        """Encode a trial image between two tokens of text, and find out how its tokens attend to each other.
+
+        Raises CheckpointError if the language model needs more than embeddings and positions.
+        """
+        try:
+            arguments = self._record(_between_texts(inputs))
+        except Exception as error:  # model code may raise any exception
+            raise CheckpointError(f"{name}: images are not supported: {error}") from error
+        more = {key for key, value in arguments.items() if value is not None and not _is_setting(value)} - _PLAIN
+        if more:
+            raise CheckpointError(
+                f"{name}: images are not supported: its language model also reads {', '.join(sorted(more))}."
+            )
+        is_media = ~arguments["inputs_embeds"][0].isnan().any(-1)
+        if not bool(is_media.any()):
+            raise CheckpointError(f"{name}: images are not supported: they do not become embeddings.")
+        self.mutual = self._attends_mutually(arguments.get("attention_mask"), is_media, name)
+        return self.encode(inputs)
+
+    def positions(self, token_ids: NDArray[np.int64], is_media: NDArray[np.bool_], grids: Mapping[str, Tensor]) -> Any:
+        """Return the positions of a prompt on three axes, int64 [3, T]. `grids` has the sizes of all images."""
+        ids = torch.from_numpy(token_ids)[None]
+        types = torch.from_numpy(np.where(is_media, IMAGE, TEXT))[None]
+        given = {"input_ids": ids, "mm_token_type_ids": types, "attention_mask": torch.ones_like(ids), **grids}
+        takes = inspect.signature(self._rope_index).parameters
+        axes, _ = self._rope_index(**{name: value for name, value in given.items() if name in takes})
+        return axes[-3:, 0].cpu().numpy()
+
+    @property
+    def grid_names(self) -> tuple[str, ...]:
+        """Names of the processor's results that `positions` reads."""
+        if self._rope_index is None:
+            return ()
+        takes = inspect.signature(self._rope_index).parameters
+        return tuple(name for name in takes if name.endswith(("grid_thw", "grid_hws")) and not name.startswith("video"))
+
+    def _record(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        device, dtype = next(self.body.parameters()).device, next(self.body.parameters()).dtype
+        given = {}
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in self._takes.values())
+        for name, value in inputs.items():
+            if name in self._takes or (takes_all and name in ("pixel_values", "image_sizes")):
+                if isinstance(value, Tensor):
+                    value = value.to(device, dtype) if value.is_floating_point() else value.to(device)
+                given[name] = value
+        given.pop("attention_mask", None)
+        try:
+            with torch.inference_mode():
+                self.body(**given, use_cache=False)
+        except _Recorded as recorded:
+            return recorded.arguments
+        raise ValueError("The language model was not called.")
+
+    def _attends_mutually(self, mask: Any, is_media: Tensor, name: str) -> bool:
+        """Return whether tokens of an image attend to each other, from the mask that the language model gets."""
+        masks = list(mask.values()) if isinstance(mask, Mapping) else [mask]
+        masks = [each[0, 0] for each in masks if isinstance(each, Tensor) and each.dim() == 4]
+        if not masks:
+            return False
+        causal = torch.ones(len(is_media), len(is_media), dtype=torch.bool).tril()
+        starts = is_media & ~torch.cat((is_media.new_zeros(1), is_media[:-1]))
+        block = torch.where(is_media, starts.cumsum(0), 0).cpu()
+        same = (block[:, None] == block[None]) & (block > 0)[:, None]
+        for each in masks:
+            allowed = (each if each.dtype == torch.bool else each == 0).cpu()
+            beyond = allowed & ~causal
+            if not beyond.any():
+                continue
+            if not torch.equal(beyond, same & ~causal):
+                raise CheckpointError(f"{name}: images are not supported: its texts attend to later tokens.")
+            return True
+        return False
+
+
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str)
+
+
+def _between_texts(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the inputs with one token of text before and after the image's block."""
+    longer = dict(inputs)
+    for name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
+        if isinstance(longer.get(name), Tensor):
+            ends = longer[name].new_full((1, 1), 3 if name == "input_ids" else TEXT)
+            longer[name] = torch.cat((ends, longer[name], ends), dim=1)
+    return longer
+
+
+def load_tower(path: str, loader: Any, config: Any, dtype: torch.dtype, device: torch.device) -> MediaTower:
+    """Read the tower of a checkpoint. Only one layer of its language model is read, and dropped.
+
+    Raises CheckpointError if transformers cannot load it.
+    """
+    smaller = copy.deepcopy(config)
+    text = smaller.get_text_config()
+    num_layers = getattr(text, "num_hidden_layers", None)
+    if isinstance(num_layers, int) and num_layers > 1:
+        text.num_hidden_layers = 1
+        for name in ("layer_types", "no_rope_layers", "mlp_layer_types", "moe_layers", "mlp_only_layers"):
+            values = getattr(text, name, None)
+            if isinstance(values, list):
+                setattr(text, name, values[:1] if name != "moe_layers" else [each for each in values if each < 1])
+    error: Exception | None = None
+    for each in (smaller, config):
+        try:
+            with quiet():
+                model = loader.from_pretrained(
+                    path, config=each, dtype=dtype, local_files_only=True, ignore_mismatched_sizes=True,
+                    attn_implementation="sdpa",
+                )  # fmt: skip
+            break
+        except Exception as failure:  # transformers raises errors of many types
+            error = error or failure
+    else:
+        raise CheckpointError(f"transformers cannot load the image encoder of {path}: {error}") from error
+    tower = MediaTower(_with_masks(model))
+    return tower.eval().requires_grad_(False).to(device)
+
+
+def _with_masks(model: Any) -> Any:
+    """Return the model, whose language model makes explicit masks, so that they can be examined."""
+    text = model.config.get_text_config()
+    text._attn_implementation = "eager"
+    return model
