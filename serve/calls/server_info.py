@@ -34,6 +34,7 @@ def info_of(core: EngineCore, version: str) -> dict[str, Any]:
         **by_option(plan),
         **_flattened(plan),
         "status": status.state,
+        "has_image_understanding": core.media is not None,
         "max_total_num_tokens": status.max_total_tokens,
         "max_req_input_len": core.plan.model.context_length - 1,
         "internal_states": [state],

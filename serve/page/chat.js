@@ -26,6 +26,7 @@ let turns = []; // { role: "user" | "tool", message, element } and Answers, in t
 let running = null; // the AbortController of the running answer
 let edited = null; // the turn that the composer's text will replace
 let server = {}; // facts about the server
+let attached = []; // data URLs of the images that the next message will hold
 let follows = true; // the page scrolls along with the growing answer
 
 function exampleTool(name, description) {
@@ -46,9 +47,54 @@ function say(text) {
   const bubble = createElement("div", "text");
   render(bubble, text);
   bubble.dir = "auto";
+  for (const url of attached) bubble.prepend(picture(url));
   element.append(bubble);
-  add({ role: "user", message: { role: "user", content: text }, element });
+  const images = attached.map((url) => ({ type: "image_url", image_url: { url } }));
+  const content = images.length ? [...images, ...(text ? [{ type: "text", text }] : [])] : text;
+  attach([]);
+  add({ role: "user", message: { role: "user", content }, element });
   answer(settings);
+}
+
+// --- images ---
+
+function picture(url) {
+  const image = createElement("img", "picture");
+  image.src = url;
+  image.alt = "Attached image";
+  return image;
+}
+
+/** Show these images above the composer, each with a button that removes it. */
+function attach(urls) {
+  attached = urls;
+  const shown = urls.map((url, index) => {
+    const item = createElement("span", "attachment");
+    const remove = createElement("button", "link", "Remove");
+    remove.type = "button";
+    remove.addEventListener("click", () => attach(attached.toSpliced(index, 1)));
+    item.append(picture(url), remove);
+    return item;
+  });
+  part("attachments").replaceChildren(...shown);
+  part("attachments").hidden = !urls.length;
+}
+
+/** Attach the images among these files, if the model sees. Return whether there was one. */
+function takeFiles(files) {
+  const images = [...files].filter((file) => file.type.startsWith("image/"));
+  if (!images.length) return false;
+  if (!server.has_image_understanding) {
+    part("status").textContent = part("notice").textContent = "This model does not take images.";
+    return true;
+  }
+  part("notice").textContent = "";
+  for (const file of images) {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => attach([...attached, reader.result]));
+    reader.readAsDataURL(file);
+  }
+  return true;
 }
 
 function add(turn) {
@@ -163,7 +209,10 @@ function edit(turn) {
   edited = turn;
   turn.element.classList.add("edited");
   part("editing").hidden = false;
-  prompt.value = turn.message.content;
+  const { content } = turn.message;
+  const parts = typeof content === "string" ? [{ type: "text", text: content }] : content;
+  prompt.value = parts.find((each) => each.type === "text")?.text ?? "";
+  attach(parts.filter((each) => each.type === "image_url").map((each) => each.image_url.url));
   fitPrompt();
   prompt.focus();
 }
@@ -185,6 +234,7 @@ function newChat() {
   stop();
   running = null;
   stopEditing();
+  attach([]);
   turns = [];
   log.replaceChildren();
   part("welcome").hidden = false;
@@ -296,7 +346,7 @@ async function meetServer() {
 composer.addEventListener("submit", (event) => {
   event.preventDefault();
   const text = prompt.value.trim();
-  if (text && !running) say(text);
+  if ((text || attached.length) && !running) say(text);
 });
 prompt.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -304,6 +354,14 @@ prompt.addEventListener("keydown", (event) => {
   composer.requestSubmit();
 });
 prompt.addEventListener("input", fitPrompt);
+prompt.addEventListener("paste", (event) => {
+  if (takeFiles(event.clipboardData.files)) event.preventDefault();
+});
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => {
+  event.preventDefault();
+  takeFiles(event.dataTransfer.files);
+});
 addEventListener("resize", fitPrompt);
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Escape" || event.isComposing) return;
@@ -314,6 +372,7 @@ document.addEventListener("keydown", (event) => {
 
 function cancelEdit() {
   stopEditing();
+  attach([]);
   prompt.focus();
 }
 
