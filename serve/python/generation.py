@@ -389,8 +389,18 @@ class Generation:
                 saved = {}
         if not isinstance(saved, Mapping) or saved.get("format") != FORMAT:
             raise InvalidRequest("This is not a saved generation.", param="path")
-        made = cls(engine, saved["ids"], saved["sampling"], options=saved["options"], logprobs=saved["logprobs"])
-        made.num_prompt, made._branch = saved["num_prompt"], saved["branch"]
+        try:
+            ids = [int(each) for each in saved["ids"]]
+            made = cls(
+                engine,
+                ids,
+                dict(saved["sampling"]),
+                options=dict(saved["options"]),
+                logprobs=bool(saved["logprobs"]),
+            )
+            made.num_prompt, made._branch = int(saved["num_prompt"]), int(saved["branch"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidRequest(f"This is not a saved generation: {error!r}.", param="path") from None
         return made
 
     # --- requests ---

@@ -154,8 +154,9 @@ async def test_saved_generation_goes_on(engine: Engine, tmp_path: Path) -> None:
     loaded = engine.load(tmp_path / "g.json")
     assert await loaded.generate(5) == await g.generate(5)
     assert engine.load(g.save()).ids == g.ids
-    with pytest.raises(InvalidRequest, match="saved"):
-        engine.load({"ids": [1]})
+    for wrong in ({"ids": [1]}, {"format": g.save()["format"]}, {**g.save(), "ids": ["x"]}):
+        with pytest.raises(InvalidRequest, match="saved"):
+            engine.load(wrong)
 
 
 async def test_healing_draws_the_last_token_again(engine: Engine) -> None:
