@@ -6,9 +6,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import orjson
 
+from runtime.errors import ConfigurationError
+from runtime.loading.checkpoint import locate
 from runtime.modeling.entry import Entry
 from runtime.models.encoders import ENCODERS
 from runtime.models.registry import ARCHITECTURES, find
@@ -35,12 +38,17 @@ def main(words: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="penstock models", description="List the supported architectures and their features."
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="an architecture, as config.json names it")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="an architecture, as config.json names it, or a part of its name; a model's folder or Hub repository",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(words)
-    selected = [row(name) for name in options.names] if options.names else rows()
-    unknown = [name for name, each in zip(options.names, selected) if each is None]
-    known = [each for each in selected if each is not None]
+    selected = {name: rows_of(name) for name in options.names}
+    unknown = [name for name, found in selected.items() if not found]
+    known = [each for found in selected.values() for each in found] if options.names else rows()
     if options.json:
         sys.stdout.buffer.write(orjson.dumps([asdict(each) for each in known], option=orjson.OPT_INDENT_2) + b"\n")
     elif known:
@@ -55,14 +63,41 @@ def rows() -> list[Row]:
     return [_of_family(name, entry) for name, entry in sorted({**ARCHITECTURES, **ENCODERS}.items())]
 
 
+def rows_of(name: str) -> list[Row]:
+    """Return the rows of an architecture, of all whose names contain this text, or of a model. Empty: none is known.
+
+    Raises `ConfigurationError` for a model that cannot be read.
+    """
+    if "/" in name or Path(name).is_dir():
+        return [each for architecture in _architectures(name) if (each := row(architecture)) is not None]
+    exact = find(name)
+    if exact is not None:
+        return [_of_family(name, exact)]
+    alike = [each for each in rows() if name.lower() in each.architecture.lower()]
+    if alike:
+        return alike
+    foreign = row(name)
+    return [] if foreign is None else [foreign]
+
+
+def _architectures(model: str) -> list[str]:
+    """Return the architectures that a folder's or a Hub repository's config.json names."""
+    path = Path(locate(model, None, None, weights=False)) / "config.json"
+    try:
+        named = orjson.loads(path.read_bytes()).get("architectures")
+    except (OSError, orjson.JSONDecodeError, AttributeError) as error:
+        raise ConfigurationError(f"{model}: config.json cannot be read: {error}") from None
+    return [each for each in named if isinstance(each, str)] if isinstance(named, list) else []
+
+
 def row(name: str) -> Row | None:
     """Return the row of one architecture, or None if it has no implementation. May import transformers."""
     entry = find(name)
     if entry is not None:
         return _of_family(name, entry)
-    from runtime.models.by_transformers.facts import output_kind
+    from runtime.models.by_transformers.facts import output_kind, usual_name
 
-    output = output_kind(name)
+    output = output_kind(usual_name(name))  # PhiMoEForCausalLM is PhimoeForCausalLM there
     if output is None:
         return None
     return Row(

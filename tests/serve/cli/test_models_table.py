@@ -43,3 +43,18 @@ def test_command_prints_one_or_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert "NoSuchModel" in capsys.readouterr().err
     assert run(["models"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(rows()) + 1
+
+
+def test_names_may_be_parts_models_and_spelt_otherwise(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Qwen3ForCausalLM"]}))
+    assert run(["models", "--json", str(tmp_path)]) == 0
+    [one] = json.loads(capsys.readouterr().out)
+    assert one["architecture"] == "Qwen3ForCausalLM"
+    assert run(["models", "--json", "llama"]) == 0
+    found = {each["architecture"] for each in json.loads(capsys.readouterr().out)}
+    assert "LlamaForCausalLM" in found
+    assert all("llama" in name.lower() for name in found)
+    assert run(["models", "--json", "PhiMoEForCausalLM"]) == 0
+    [foreign] = json.loads(capsys.readouterr().out)
+    assert foreign["computed_by"] == "transformers"
+    assert run(["models", str(tmp_path / "none" / "here")]) == 2
