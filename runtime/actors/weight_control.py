@@ -28,6 +28,7 @@ logger = logging.getLogger("penstock.core")
 TAGS = ("weights", "kv_cache")
 DROPPED = "The old weights stay."
 MAX_NAMED = 20
+UNEVEN = 8  # a stage with the embedding may be this many times as large as another one
 NO_WEIGHTS = "The memory of the weights is released; resume it first."
 
 
@@ -102,7 +103,7 @@ class WeightControl:
         reason; the old weights then stay.
         """
         async with self._changing():
-            answers = await ask(self._actors, "receive_weights", transfer)
+            answers = await ask(self._actors, "receive_weights", {**transfer, "share": self._share})
             if (error := first_error(answers)) is not None:
                 await self._drop(error)
             await self._stage({}, flush=flush, version=version)
@@ -242,6 +243,12 @@ class WeightControl:
             await asleep.aclose()
 
     # --- parts ---
+
+    @property
+    def _share(self) -> int:
+        """Upper bound on the model's bytes as a multiple of any rank's. Stages of a pipeline hold parts of it."""
+        stages = self._parallel.pp_size
+        return 1 if stages == 1 else UNEVEN * stages
 
     @property
     def _actors(self) -> list[SchedulerActor]:

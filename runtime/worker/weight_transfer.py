@@ -111,7 +111,7 @@ def announced(payload: Mapping[str, Any], max_bytes: int) -> list[TensorSpec]:
     total = sum(spec.num_bytes for spec in specs)
     if total > SLACK * max_bytes:
         raise InvalidRequest(
-            f"The tensors have {total} bytes, more than {SLACK} times the model's {max_bytes} in float32.",
+            f"The tensors have {total} bytes, more than {SLACK} times the model's {max_bytes}.",
             param="shapes",
         )
     return specs

@@ -88,7 +88,7 @@ def receive_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[
 
     def receive() -> None:
         try:
-            specs = announced(payload, rank.loaded.staged.num_bytes)
+            specs = announced(payload, rank.loaded.staged.num_bytes * payload["share"])
             rank.received = group.receive(specs, payload["packing"], payload["source"], payload["packed_bytes"])
         except BaseException:
             rank.groups.pop(name, None)
