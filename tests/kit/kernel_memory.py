@@ -29,32 +29,43 @@ class Launch:
     def __init__(self, name: str, tensors: list[Tensor]) -> None:
         self._name = name
         self._begins, self._ends = _spans(tensors)
-        self._loads: list[tuple[int, Addresses]] = []
-        self._stores: list[tuple[int, Addresses]] = []
+        # span of the tensors -> accesses of each program
+        self._loads: dict[int, list[tuple[int, Addresses]]] = {}
+        self._stores: dict[int, list[tuple[int, Addresses]]] = {}
 
     def access(self, kind: str, program: int, addresses: Addresses) -> None:
         """Record the accesses of a program. Raises `MemoryFault` for addresses outside the tensors."""
         if not len(addresses):
             return
+        first, last = (int(np.searchsorted(self._begins, end, side="right")) - 1 for end in _ends(addresses))
+        if first == last >= 0 and addresses.max() < self._ends[first]:  # usual, and fast
+            self._record(kind, program, first, addresses)
+            return
         span = np.searchsorted(self._begins, addresses, side="right").astype(np.int64) - 1
         is_inside = (span >= 0) & (addresses < self._ends[np.maximum(span, 0)])
         if not is_inside.all():
             raise MemoryFault(f"{self._name}: {kind} of {int((~is_inside).sum())} addresses outside its tensors")
+        for number in np.unique(span):
+            self._record(kind, program, int(number), addresses[span == number])
+
+    def _record(self, kind: str, program: int, span: int, addresses: Addresses) -> None:
         if kind != "atomic":
-            (self._loads if kind == "load" else self._stores).append((program, np.unique(addresses)))
+            (self._loads if kind == "load" else self._stores).setdefault(span, []).append((program, addresses))
 
     def finish(self) -> None:
         """Raise `MemoryFault` if programs race."""
-        if not self._stores:
-            return
-        programs = np.concatenate([np.full(len(found), program) for program, found in self._stores])
-        written = np.concatenate([found for _, found in self._stores])
+        for span, stores in self._stores.items():
+            self._check_races(stores, self._loads.get(span, []))
+
+    def _check_races(self, stores: list[tuple[int, Addresses]], loads: list[tuple[int, Addresses]]) -> None:
+        programs = np.concatenate([np.full(len(found), program) for program, found in stores])
+        written = np.concatenate([found for _, found in stores])
         pairs = np.unique(np.stack([written, programs.astype(np.uint64)], axis=1), axis=0)
         addresses, counts = np.unique(pairs[:, 0], return_counts=True)
         if (counts > 1).any():
             raise MemoryFault(f"{self._name}: {int((counts > 1).sum())} addresses are written by several programs")
         writers = pairs[:, 1].astype(np.int64)  # of `addresses`, which are sorted and distinct
-        for program, read in self._loads:
+        for program, read in loads:
             place = np.minimum(np.searchsorted(addresses, read), len(addresses) - 1)
             if ((addresses[place] == read) & (writers[place] != program)).any():
                 raise MemoryFault(f"{self._name}: program {program} reads what another program writes")
@@ -172,6 +183,10 @@ def _spans(tensors: list[Tensor]) -> tuple[Addresses, Addresses]:
             merged.append([begin, end])
     merged = merged or [[0, 0]]
     return tuple(np.array(column, np.uint64) for column in zip(*merged))  # pyright: ignore[reportReturnType]
+
+
+def _ends(addresses: Addresses) -> tuple[np.uint64, np.uint64]:
+    return addresses.min(), addresses.max()
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
