@@ -61,6 +61,16 @@ class Adapter(NamedTuple):
     pinned: bool = False  # whether it keeps its slot on the device and its place in host memory
 
 
+class SessionParams(NamedTuple):
+    """The session of a request, and the earlier request whose tokens it continues."""
+
+    id: str
+    rid: str | None = None  # label of the request to continue; None: begin anew
+    offset: int = 0  # number of its tokens to keep, or to cut from its end if negative; 0: keep all
+    replace: bool = False  # forget the requests after `rid`, or all requests without it
+    drop_previous_output: bool = False  # continue its prompt only
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt with its parameters. `ids` is None until the tokenizer sets it.
@@ -92,6 +102,7 @@ class Request:
     lora: str | None = None  # name of an adapter
     adapter: Adapter | None = None  # the adapter with this name; the engine sets it
     priority: int | None = None  # None: after all requests with a priority
+    session: SessionParams | None = None
     follows: bool = False  # another prompt of the same call was admitted, so the queue admits this one even if full
     shown_special_ids: frozenset[int] = frozenset()  # special tokens that `skip_special_tokens` keeps
     thinking: ThinkingLimit | None = None  # limit of the reasoning block; the constraint enforces it

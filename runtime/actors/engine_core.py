@@ -23,6 +23,7 @@ from runtime.actors.output_stream import OutputStream
 from runtime.actors.request_observers import RequestLog, RequestMetrics, TimeStatsLog
 from runtime.actors.router import Router
 from runtime.actors.scheduler import SchedulerActor
+from runtime.actors.sessions import Sessions
 from runtime.actors.storage import NO_TIER, Attachment, Storage, refuse_unsafe
 from runtime.actors.tokenizer import TokenizerActor
 from runtime.actors.tracing import RequestTraces
@@ -119,7 +120,8 @@ class EngineCore:
         self.metrics = EngineMetrics(plan.observe, plan.parallel.dp_size) if plan.observe.metrics else None
         self.adapters = AdapterRegistry(plan.lora, lambda: self._scheduler.alive)
         observers = [*_observers(plan.observe, self.metrics, traces), *([self.adapters] if plan.lora.enabled else [])]
-        self._requests = requests = LiveRequests(observers)
+        self.sessions = Sessions(facts.bos_id if tokenizer is None else tokenizer.bos_id)
+        self._requests = requests = LiveRequests([*observers, self.sessions])
         self._weights_lock = anyio.Lock()
         self._processor = InputProcessor(plan, facts, tokenizer)
         self._detokenizer = DetokenizerActor(tokenizer, requests, stream_interval=plan.scheduler.stream_interval)
@@ -147,6 +149,7 @@ class EngineCore:
             self._grammars,
             self.adapters,
             media,
+            self.sessions,
             num_threads=plan.tokenizer.encoder_threads,
         )
         self.pause = GenerationPause(lambda: self._scheduler.alive, requests, self._tokenizer.submit)
@@ -261,6 +264,7 @@ class EngineCore:
         request = with_grammar(request)
         if request.lora is not None:
             request = replace(request, adapter=self.adapters.acquire(request.lora))
+        self.sessions.check(request)
         self._processor.check(request)
         self._tokenizer.check_queue_space(request)
         if self.pause.num_held and self.pause.num_held >= self._scheduler.queue_space:

@@ -17,6 +17,7 @@ from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
 from runtime.actors.router import Router
 from runtime.actors.scheduler import SchedulerActor
+from runtime.actors.sessions import Sessions
 from runtime.constraint import Constraint
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PenstockError
 from runtime.grammar.compiler import GrammarCompiler
@@ -47,6 +48,7 @@ class TokenizerActor:
         grammars: GrammarCompiler | None = None,
         adapters: AdapterRegistry | None = None,
         media: MediaPreparer | None = None,
+        sessions: Sessions | None = None,
         *,
         num_threads: int = 2,
     ) -> None:
@@ -60,6 +62,7 @@ class TokenizerActor:
         # The placeholder of an image, if it is a single token.
         self._image_id = None if media is None or tokenizer is None else _single_id(tokenizer, media.placeholder)
         self._media_bytes = 0  # of images that are not encoded yet
+        self._sessions = sessions
         self._num_threads = num_threads  # threads that encode long texts
         # Requests. The bool says whether the constraint is compiled or not needed.
         self._inbox: Mailbox[tuple[LiveRequest, bool]] = Mailbox()
@@ -240,6 +243,8 @@ class TokenizerActor:
         try:
             if isinstance(ids, PenstockError):
                 raise ids
+            if request.session is not None and self._sessions is not None:
+                ids = self._sessions.continued(request, ids)
             live.request, live.sequences = self._processor.prepare(request, ids)
         except PenstockError as error:
             self._requests.fail(request.id, error)

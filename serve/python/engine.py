@@ -488,6 +488,14 @@ class Engine:
         """Abort the requests whose `rid` starts with this text, or all requests; return their number."""
         return self.core.abort_all() if abort_all else self.core.abort_label(rid) if rid else 0
 
+    def open_session(self, capacity_of_str_len: int, session_id: str | None = None) -> str:
+        """Open a session for at most this number of tokens, and return its id for `session_params`."""
+        return self.core.sessions.open(capacity_of_str_len, session_id)
+
+    def close_session(self, session_id: str) -> None:
+        """Close a session and forget its tokens."""
+        self.core.sessions.close(session_id)
+
     async def attach_storage(self, backend: str, config: Mapping[str, Any] | None = None) -> None:
         """Attach a storage to the host tier, as `PUT /hicache/storage-backend` does."""
         await self.core.attach_storage(Attachment(backend, config or {}))

@@ -174,6 +174,8 @@ class SyncEngine:
     score = _blocking(Engine.score)
     abort = _blocking(Engine.abort)
     flush_cache = _blocking(Engine.flush_cache)
+    open_session = _blocking(Engine.open_session)
+    close_session = _blocking(Engine.close_session)
     attach_storage = _blocking(Engine.attach_storage)
     detach_storage = _blocking(Engine.detach_storage)
     clear_storage = _blocking(Engine.clear_storage)

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 # Maps a path to its methods and to the missing feature, with which the error message begins.
 GENERATING = {
     "/generate_from_file": (("POST",), "Input embeddings"),
-    "/open_session": (("GET", "POST"), "Sessions"),
-    "/close_session": (("GET", "POST"), "Sessions"),
     # OpenAI
     "/v1/audio/transcriptions": (("POST",), "Audio"),
     "/v1/audio/translations": (("POST",), "Audio"),

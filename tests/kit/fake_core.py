@@ -21,6 +21,8 @@ from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.engine_core import EngineCore
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.output_stream import OutputStream
+from runtime.actors.sessions import Sessions
+from runtime.actors.storage import NO_TIER, Attachment
 from runtime.config import Args
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import LoraPlan, Plan, TokenizerPlan
@@ -152,6 +154,8 @@ class FakeCore:
         self.facts = facts or make_facts()
         self.media = None
         self.tokenizer: Any = tokenizer
+        self.sessions = Sessions(None)
+        self.attachment = None
         self.state = "ready"
         self.held = held
         self.submitted: list[Request] = []
@@ -227,6 +231,15 @@ class FakeCore:
 
     async def reset_cache(self) -> None:
         self.num_flushes += 1
+
+    async def attach_storage(self, attachment: Attachment) -> None:
+        raise InvalidRequest(NO_TIER)
+
+    async def detach_storage(self) -> None:
+        raise InvalidRequest(NO_TIER)
+
+    async def clear_storage(self) -> None:
+        raise InvalidRequest(NO_TIER)
 
     def flush_cache(self) -> bool:
         if self._requests:

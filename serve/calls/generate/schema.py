@@ -29,6 +29,7 @@ from serve.calls.prompts import (
     spread,
 )
 from serve.calls.sampling import read_sampling, sampling_params
+from serve.calls.sessions import SessionBody
 from serve.calls.work_budget import prompt_ids
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class GenerateBody:
     cache_salt: Salt | list[Salt] | None = None  # only prompts with equal salts share prefixes
     extra_key: Salt | list[Salt] | None = None  # only prompts with equal keys share prefixes
     priority: Priority | list[Priority | None] | None = None  # requires --enable-priority-scheduling
+    session_params: SessionBody | None = None  # the tokens of an earlier request that this one continues
     lora_path: AdapterName | list[AdapterName | None] | None = None  # names of adapters
     log_metrics: bool = True  # false: the metrics of requests do not count this call
     input_embeds: NotBuilt = None
@@ -66,7 +68,6 @@ class GenerateBody:
     audio_data: NotBuilt = None
     modalities: list[Literal["image", "multi-images"]] | Literal["image", "multi-images"] | None = None
     return_hidden_states: NotBuilt = None
-    session_params: NotBuilt = None
     custom_logit_processor: str | list[str | None] | None = None  # a sampling parameter in the other APIs
     bootstrap_host: NotBuilt = None
     bootstrap_port: NotBuilt = None
@@ -110,6 +111,9 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
     priorities = spread(body.priority, count, "priority")
     adapters = spread(body.lora_path, count, "lora_path")
     images = images_of(body.image_data, count, is_batch=body.is_batch)
+    if body.session_params is not None and (body.is_batch or sampling[0].n > 1):
+        raise InvalidRequest("A request of a session has one prompt and one choice.", param="session_params")
+    session = None if body.session_params is None else body.session_params.params()
     ids_of = partial(prompt_ids, plan=core.plan, cut=cut) if owned else tuple
     return [
         Request(
@@ -122,6 +126,7 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
             namespace=namespaces[index],
             priority=priorities[index],
             lora=adapters[index] or None,
+            session=session,
             counted=body.log_metrics,
             label=labels[index],
         )

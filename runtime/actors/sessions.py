@@ -1,0 +1,184 @@
+"""Sessions: requests that continue the tokens of an earlier request, without sending them again.
+
+A session keeps the tokens (prompt and output) of its ended requests by their rid. A new request of the session names
+one of them, and its own tokens follow. The prefix cache then has the pages of the earlier request, as far as they were
+not evicted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from uuid import uuid4
+
+from runtime.actors.live_requests import LiveRequest
+from runtime.errors import InvalidRequest, PenstockError
+from runtime.request import Request, SessionParams
+
+MAX_SESSIONS = 1024
+MAX_TOKENS = 2**24  # tokens of all sessions, which take 4 bytes each
+MAX_NAME = 256
+
+
+class _Turn:
+    """The tokens of an ended request of a session, or of one that still runs (`is_live`)."""
+
+    __slots__ = ("is_live", "num_prompt", "tokens")
+
+    def __init__(self) -> None:
+        self.is_live = True
+        self.num_prompt = 0
+        self.tokens: array[int] = array("i")
+
+
+class _Session:
+    __slots__ = ("capacity", "num_tokens", "owner", "turns")
+
+    def __init__(self, owner: str, capacity: int) -> None:
+        self.owner = owner
+        self.capacity = capacity
+        self.turns: OrderedDict[str, _Turn] = OrderedDict()  # by rid, the oldest first
+        self.num_tokens = 0
+
+
+class Sessions:
+    """The open sessions of an engine. Observes requests to keep their tokens when they end.
+
+    If there are too many sessions or tokens, the sessions that were not used for longest are closed.
+    """
+
+    def __init__(self, bos_id: int | None) -> None:
+        """`bos_id` is the token that the tokenizer puts before each text; it is left out of continuations."""
+        self._bos_id = bos_id
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
+        self._num_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def open(self, capacity: int, name: str | None = None, owner: str = "") -> str:
+        """Open a session for at most `capacity` tokens. Return its name.
+
+        Raises `InvalidRequest` if there is a session of this name.
+        """
+        name = name or uuid4().hex
+        if len(name) > MAX_NAME:
+            raise InvalidRequest(f"session_id may have at most {MAX_NAME} characters.", param="session_id")
+        if name in self._sessions:
+            raise InvalidRequest(f"The session {name!r} is open already.", param="session_id")
+        if capacity < 1:
+            raise InvalidRequest("capacity_of_str_len must be positive.", param="capacity_of_str_len")
+        while len(self._sessions) >= MAX_SESSIONS:
+            self._close_oldest()
+        self._sessions[name] = _Session(owner, capacity)
+        return name
+
+    def close(self, name: str, owner: str | None = None) -> None:
+        """Close a session. Its requests continue. Raises `InvalidRequest` for an unknown one."""
+        session = self._find(name, owner)
+        del self._sessions[name]
+        self._num_tokens -= session.num_tokens
+
+    def check(self, request: Request) -> None:
+        """Raise `InvalidRequest` if the request's session is not open, or lacks the request that it continues."""
+        params = request.session
+        if params is None:
+            return
+        session = self._find(params.id, request.owner)
+        if request.sampling.n > 1 or request.wants_embedding:
+            raise InvalidRequest("A request of a session has one choice.", param="session_params")
+        if request.media or request.prompt_media is not None:
+            raise InvalidRequest("Sessions keep tokens only; send images without session_params.", param="image_data")
+        if params.rid is not None:
+            turn = session.turns.get(params.rid)
+            if turn is None:
+                raise InvalidRequest(f"The session has no request {params.rid[:80]!r}.", param="session_params")
+            if turn.is_live:
+                raise InvalidRequest(f"The request {params.rid[:80]!r} has not ended.", param="session_params")
+
+    def continued(self, request: Request, ids: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of a request: those of the request that it continues, then its own ones.
+
+        Raises `InvalidRequest` if the session was closed, or is too small.
+        """
+        params = request.session
+        if params is None:
+            return tuple(ids)
+        self.check(request)
+        session = self._sessions[params.id]
+        self._sessions.move_to_end(params.id)
+        before = self._before(session, params)
+        if before and ids and ids[0] == self._bos_id:
+            ids = ids[1:]
+        whole = (*before, *ids)
+        if len(whole) > session.capacity:
+            raise InvalidRequest(
+                f"The request has {len(whole)} tokens, and the session {session.capacity}.", param="session_params"
+            )
+        if params.replace:
+            self._forget(session, params.rid)
+        if request.label in session.turns:
+            self._drop(session, request.label)
+        session.turns[request.label] = _Turn()
+        return whole
+
+    def began(self, live: LiveRequest) -> None:
+        return
+
+    def sent(self, live: LiveRequest, chunk: object, now_s: float, before_s: float) -> None:
+        return
+
+    def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
+        """Keep the tokens of an ended request of a session."""
+        params = live.request.session
+        session = None if params is None else self._sessions.get(params.id)
+        turn = None if session is None else session.turns.get(live.request.label)
+        if session is None or turn is None or not turn.is_live:
+            return
+        if error is not None or not live.sequences or not live.ends:
+            del session.turns[live.request.label]
+            return
+        sequence, usage = live.sequences[0], live.ends[0].usage
+        turn.tokens = array("i", sequence.ids[: sequence.num_prompt + usage.output])
+        turn.num_prompt, turn.is_live = sequence.num_prompt, False
+        self._count(session, len(turn.tokens))
+        while session.num_tokens > session.capacity and len(session.turns) > 1:
+            self._drop(session, next(iter(session.turns)))
+        while self._num_tokens > MAX_TOKENS and len(self._sessions) > 1:
+            self._close_oldest()
+
+    @staticmethod
+    def _before(session: _Session, params: SessionParams) -> Sequence[int]:
+        """Return the tokens that a new request continues."""
+        if params.rid is None:
+            return ()
+        turn = session.turns[params.rid]
+        tokens = turn.tokens[: turn.num_prompt] if params.drop_previous_output else turn.tokens
+        return tokens[: params.offset] if params.offset else tokens
+
+    def _forget(self, session: _Session, kept: str | None) -> None:
+        """Forget all ended requests of a session that are later than `kept`; without it, all of them."""
+        for rid in reversed(list(session.turns)):
+            if rid == kept:
+                return
+            if not session.turns[rid].is_live:
+                self._drop(session, rid)
+
+    def _find(self, name: str, owner: str | None) -> _Session:
+        session = self._sessions.get(name)
+        # The same error for a session of another client, whose names must not be found out.
+        if session is None or (owner is not None and session.owner != owner):
+            raise InvalidRequest(f"The session {name[:80]!r} is not open.", param="session_params")
+        return session
+
+    def _drop(self, session: _Session, rid: str) -> None:
+        self._count(session, -len(session.turns.pop(rid).tokens))
+
+    def _count(self, session: _Session, num_tokens: int) -> None:
+        session.num_tokens += num_tokens
+        self._num_tokens += num_tokens
+
+    def _close_oldest(self) -> None:
+        _, session = self._sessions.popitem(last=False)
+        self._num_tokens -= session.num_tokens

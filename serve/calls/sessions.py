@@ -1,0 +1,41 @@
+"""The bodies of `/open_session` and `/close_session`, and of a request's `session_params`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from runtime.request import SessionParams
+from serve.calls.decode import Length, Range
+
+Name = Annotated[str, Length(1, 256)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenSessionBody:
+    """The body of `/open_session`."""
+
+    capacity_of_str_len: Annotated[int, Range(1, 2**31 - 1)]  # maximum number of tokens that the session keeps
+    session_id: Name | None = None  # None: the server chooses a name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CloseSessionBody:
+    """The body of `/close_session`."""
+
+    session_id: Name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SessionBody:
+    """The session of a request, and the request whose tokens it continues."""
+
+    id: Name
+    rid: str | None = None  # of the request to continue; None: begin anew
+    offset: Annotated[int, Range(-(2**31), 2**31 - 1)] | None = None  # keep only this number of its tokens
+    replace: bool = False  # forget the requests after `rid`, or all requests
+    drop_previous_output: bool = False  # continue its prompt only
+
+    def params(self) -> SessionParams:
+        """Return the parameters of the request."""
+        return SessionParams(self.id, self.rid, self.offset or 0, self.replace, self.drop_previous_output)
