@@ -326,6 +326,7 @@ ROUTES: Mapping[str, Route] = {
         idle={
             "spaces_between_special_tokens": SPACES,
             "prompt_cache_retention": "every prefix is cached",
+            "client_metadata": "reported to nobody",
             "speculative": NO_DRAFTS,
         },
     ),
