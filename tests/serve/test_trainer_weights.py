@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
+import lora_adapters
 import quantized_checkpoints
 import tiny_checkpoints
 import trainer_process
@@ -376,6 +377,24 @@ async def test_requests_go_on_through_many_updates() -> None:
         assert all(await asyncio.gather(*clients))
         assert await state(engine) == await fresh_state(old)
         engine.core.check()
+
+
+@pytest.mark.slow
+async def test_adapters_act_on_the_new_weights() -> None:
+    old, new = checkpoint(0), checkpoint(1)
+    options = {**PLAIN, "enable_lora": True, "lora_paths": [f"a={lora_adapters.adapter(old, 3)}"]}
+
+    async def adapted(engine: Engine) -> Any:
+        settings: dict[str, Any] = {"lora_path": "a", "return_logprob": True}
+        found = await engine.generate(input_ids=PROMPT, sampling_params=GREEDY, **settings)
+        return found["meta_info"]["output_token_logprobs"], await scores(engine)
+
+    async with Engine(new, **options) as engine:
+        wanted = await adapted(engine)
+    async with Engine(old, **options) as engine:
+        assert await adapted(engine) != wanted
+        await engine.update_weights_from_tensor(trainer_process.tensors_of(new))
+        assert await adapted(engine) == wanted
 
 
 def test_scripts_update_weights_too() -> None:
