@@ -83,7 +83,7 @@ async def test_fused_projections_take_adapters_as_merged_weights(family: str, tp
     assert found[0] != wanted[0]
 
 
-@pytest.mark.parametrize("count", [30, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [30, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 async def test_many_adapters_share_few_slots(count: int) -> None:
     """Requests arrive at random, some are cancelled, and host memory holds only some of the adapters."""
     base, random = model_path("llama"), Random(count)

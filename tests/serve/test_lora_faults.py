@@ -91,7 +91,7 @@ async def test_faults_change_tokens(
         assert (await answers(engine, asked) == wanted) is (fault is None)
 
 
-@pytest.mark.parametrize("times", [20, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 async def test_loads_under_traffic_leave_nothing_behind(times: int) -> None:
     base, prompt = model_path("llama"), prompts()[17]
     folders = [adapter(base, seed, 4, ("q_proj", "down_proj")) for seed in range(4)]
