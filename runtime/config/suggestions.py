@@ -23,7 +23,7 @@ def closest(wanted: str, known: Iterable[str]) -> str | None:
 
 def _likeness(wanted: str, name: str) -> float:
     """Return 1 for equal names. Typing errors cost less in long names; names of the same words are alike."""
-    whole = 1 - num_edits(wanted, name) / max(len(wanted), len(name))
+    whole = 1 - num_edits(wanted, name) / max(len(wanted), len(name), 1)
     beginning = 1 - num_edits(wanted, name[: len(wanted)]) / max(len(wanted), 1)
     return max(whole, 0.95 * beginning, 0.95 * _shared_words(wanted, name))
 
