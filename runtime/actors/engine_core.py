@@ -270,7 +270,8 @@ class EngineCore:
         if self.pause.num_held and self.pause.num_held >= self._scheduler.queue_space:
             raise Overloaded("The request queue is full.", retry_after_s=self._scheduler.retry_after_s)
         live = self._requests.add(request)
-        self.pause.admit(live)
+        if not self.pause.holds_back(live):
+            self._tokenizer.submit(live)
         return live.output
 
     def abort(self, request_id: int) -> None:

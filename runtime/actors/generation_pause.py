@@ -45,12 +45,11 @@ class GenerationPause:
         """Choices of requests that arrived while earlier ones finish."""
         return sum(live.request.sampling.n for live in self._held)
 
-    def admit(self, live: LiveRequest) -> None:
-        """Pass a new request on, or hold it back while earlier requests finish before a pause."""
+    def holds_back(self, live: LiveRequest) -> bool:
+        """Hold a new request back while earlier requests finish before a pause. Return whether it was held back."""
         if self._finishing:
             self._held.append(live)
-        else:
-            self._submit(live)
+        return self._finishing
 
     async def begin(self, mode: Mode) -> None:
         """Pause. If generation is paused already, only abort or retract as `mode` says.

@@ -82,6 +82,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "hicache_storage_backend": "file",
     "disaggregation_prefill": ("first:8998",),
     "hicache_storage_backend_extra_config": {"path": "pages"},
+    "limit_mm_per_prompt": {"image": 4},
 }
 
 
