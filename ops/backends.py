@@ -95,7 +95,7 @@ class AttentionBackend(Backend):
     page_sizes: tuple[int, ...] = ()
     float8_cache: bool = True  # whether it reads a float8 cache if the model has another dtype
     lacks: frozenset[str] = frozenset()  # the `AttentionShape.features` that it does not support
-    # Whether it needs exact values in `AttentionMetadata.starts_host` for rows of one token, and not upper bounds.
+    # Whether it needs exact values in `AttentionMetadata.starts_host` for rows of one token; else upper bounds suffice.
     exact_starts: bool = False
     decode_settings: Mapping[str, str] = field(default_factory=dict)  # command-line option -> argument of `make_attend`
     uncaptured_with: Mapping[str, str] = field(

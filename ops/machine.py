@@ -57,11 +57,11 @@ class Machine:
     packages: Mapping[str, str] = field(default_factory=dict)  # name -> version, for `PACKAGES`
     compiler: str | None = None  # path of a C++ compiler
     cuda_compiler: str | None = None  # path of CUDA's compiler nvcc
-    prebuilt: bool = False  # whether the installed package carries compiled C++ kernels
+    prebuilt: bool = False  # whether the installed package contains compiled C++ kernels
 
     @property
     def has_cpp(self) -> bool:
-        """Whether there is a way to C++ kernels: compiled ones, or a compiler."""
+        """Whether C++ kernels are available: compiled ones in the package, or a compiler."""
         return self.prebuilt or self.compiler is not None
 
     @classmethod

@@ -215,8 +215,8 @@ class PromptLogprobs(NamedTuple):
 class StepOutput(NamedTuple):
     """The results of a step on the host, for the B rows of its batch."""
 
-    # [B], new ids of each row: one, or the accepted drafts and one more. Empty if it samples none or waits for host
-    # data.
+    # [B], new ids of each row: one, or the accepted drafts and one more. Empty if the row samples no token or waits
+    # for host data.
     tokens: list[list[int]]
     failed: list[int]  # rows whose logits were not finite, or whose constraint failed
     logprobs: list[Logprobs | None] | None = None  # [B], of the new ids; None: not requested

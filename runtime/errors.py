@@ -1,7 +1,7 @@
 """The exceptions of Penstock.
 
     PenstockError
-    ├── ConfigurationError        refused before the start; the message says what to use instead
+    ├── ConfigurationError        the options cannot be followed; the message says what to use instead
     │   └── CheckpointError       the checkpoint's files are missing or invalid
     ├── RequestError              the request is invalid; has an HTTP status and the parameter's path
     │   ├── InvalidRequest        400
@@ -16,7 +16,7 @@
     └── EngineFailure             500, Penstock failed
         ├── StepFailed            the forward fails for this request, which ends; the engine goes on
         │   ├── NotFinite         the model computed non-finite values for this request, which ends
-        │   └── OutOfMemory       too little memory: one request ends, the others are computed again
+        │   └── OutOfMemory       too little memory: one request ends, the others are recomputed
         ├── WorkerFailed          a worker process is gone, and so is its replica
         └── EngineClosed          503, the engine is shut down or shutting down
 

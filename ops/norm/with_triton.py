@@ -101,7 +101,7 @@ def _launch(x: Tensor, residual: Tensor, out: Tensor, kind: Kind, *, added: bool
     )
 
 
-# both vary between steps; a specialised kernel would be compiled for each value
+# Both vary with the number of tokens. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_rows", "num_heads"])
 def _norm_kernel(
     x,  # [T, H, WIDTH]

@@ -77,7 +77,10 @@ class Segments:
 
     @cached_property
     def waves(self) -> tuple[Wave, ...]:
-        """The spans in waves that depend only on earlier waves. Waits for copies to the host and back."""
+        """The spans, grouped into waves. A wave depends only on earlier waves.
+
+        Blocks while data is copied to the host and back.
+        """
         spans, device = [Span(*each) for each in self.spans.tolist()], self.spans.device
         waves: list[list[Span]] = []
         written: dict[int, int] = {}  # slot -> first wave after its last write

@@ -516,7 +516,7 @@ def _token(
 def _search(
     limit,
     by_mass,
-    LISTED: tl.constexpr,  # whether to search the list instead of the logits
+    LISTED: tl.constexpr,  # whether to search the list in `keys` and `weights` instead of the logits in `line`
     line,
     peak,
     temperature,
@@ -530,7 +530,7 @@ def _search(
 ):
     """Return (id, ordered bits) of the last token of the shortest prefix that reaches `limit`, and the prefix's mass.
 
-    Only the entries count, which are in the order of ids.
+    Tokens that are not among the entries are ignored. The entries are in the order of ids.
     """
     lowest, highest = tl.full([BLOCK], 2**31 - 1, tl.int32), tl.full([BLOCK], -(2**31), tl.int32)
     for base in range(0, end, BLOCK):

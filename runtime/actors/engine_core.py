@@ -85,7 +85,7 @@ class Status:
     estimated_wait_s: float = 0.0  # expected time until a new request runs
 
     def __repr__(self) -> str:
-        """The counts that matter at a glance; the fields have the rest."""
+        """Return one line with the most important counts."""
         space = "no limit" if self.queue_space > 2**31 else f"room for {self.queue_space}"
         pages = f"{self.num_used_pages} of {self.num_pages} pages in use, {self.num_cached_pages} kept for prefixes"
         queue = f"{self.num_running} running, {self.num_waiting} waiting ({space})"

@@ -364,7 +364,7 @@ class SchedulerActor:
         """Wait some microseconds for requests that arrive at the same moment. Called when no step is running.
 
         Without this wait, the first request would be computed alone, and the others would wait for that step and, with
-        overlap, for the next one. The wait ends when the waiting prompts fill one step.
+        overlap, for the next one. The wait ends early when the waiting prompts fill one step.
         """
         num_before, num_quiet = 0, 0
         for _ in range(MAX_ARRIVAL_TURNS):

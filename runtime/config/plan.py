@@ -56,7 +56,7 @@ class CachePlan(Section):
     """The KV cache: page size, precision and memory."""
 
     page_size: int
-    prefix_cache: bool  # keep finished prefixes in the radix tree
+    prefix_cache: bool  # share computed prefixes through the radix tree
     kv_dtype: str  # torch's name: the model's dtype, "float8_e5m2" or "float8_e4m3fn"
     # Share of the device's memory that weights and KV cache may use together. If `of_free_memory` is set, it is the
     # share of the memory still free after loading that the KV cache alone may use.
@@ -72,11 +72,11 @@ class CachePlan(Section):
     host_gb: int = 0  # 10^9 bytes of the host tier per rank; 0: `host_ratio` decides
     write_policy: str = "write_through"  # when a page is copied to the host tier; see `kv_cache.host_tier`
     copy_backend: str = "kernel"  # how a GPU copies pages to and from the host: "kernel" or "direct"
-    role: str = "null"  # "prefill" or "decode" if prompts and outputs have servers of their own
+    role: str = "null"  # "prefill" or "decode" if separate servers compute prompts and outputs
     storage: str | None = None  # backend of the storage tier: "file" or "dynamic"; None: no storage at start
     prefetch_policy: str = "timeout"  # how long a request waits for pages from storage
     storage_config: Mapping[str, Any] = field(default_factory=dict)  # settings of the backend
-    host_layout: str = "layer_first"  # order of host pages in memory; otherwise page by page
+    host_layout: str = "layer_first"  # order of host memory: "layer_first", or page by page
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class SchedulerPlan(Section):
     max_queued: int
     max_queued_tokens: int = 2**23  # tokens of all waiting prompts
     chunk_tokens: int | None  # maximum prompt tokens per step and per chunk; None: no chunked prefill
-    max_prefill_tokens: int  # prompt tokens per step that admission allows; one longer prompt may exceed it
+    max_prefill_tokens: int  # maximum prompt tokens per step; a single longer prompt may exceed it
     policy: str  # "fcfs", "lpm", ...
     mixed: bool  # whether a step may hold both prompts and decode rows
     overlap: bool  # launch step n+1 before the tokens of step n are known

@@ -69,7 +69,7 @@ class GroupRunner:
         self._calls: dict[int, VerbCall] = {}  # number of a verb -> verb that some ranks have not answered
         self._call_numbers = count(1)
         info = mesh.rank_info
-        # The other ranks of a pipeline's first stage: they must be told when a step ends. [] without a pipeline.
+        # Ranks of a pipeline's first stage except rank 0, which tells them when a step ends. [] without a pipeline.
         self._first_stage = group.workers[: info.stage_size - 1] if info.pp_size > 1 else []
 
     @property

@@ -22,7 +22,7 @@ class PageEvents:
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self._hashes: dict[int, int] = {}  # page in the tree -> its hash
-        self._events: list[Event] = [["AllBlocksCleared"]]  # a router drops what it knows of a previous server
+        self._events: list[Event] = [["AllBlocksCleared"]]  # tells a router to forget the pages of an earlier server
 
     def stored(self, pages: Sequence[int], ids: Sequence[int], parent_page: int | None, namespace: Hashable) -> None:
         """Record pages that entered the tree with these ids. `parent_page` is the page before the first one."""
@@ -33,7 +33,7 @@ class PageEvents:
         for number, page in enumerate(pages):
             block = tokens[number * size : (number + 1) * size].tobytes()
             digest = blake2b(previous + block, digest_size=8).digest()
-            self._hashes[page] = int.from_bytes(digest, "big") >> 1  # 63 bits: also fits a signed integer
+            self._hashes[page] = int.from_bytes(digest, "big") >> 1  # 63 bits also fit a signed 64-bit integer
             hashes.append(self._hashes[page])
             previous = hashes[-1].to_bytes(8, "big")
         self._events.append(["BlockStored", hashes, parent, list(ids), size, None])

@@ -41,8 +41,8 @@ class KVPool(dict[int, Any]):
         self.page_size = page_size
         self.scratch_page = num_pages
         self.kinds = dict(kinds or {})
-        self.paged: dict[int, PagedKVCache] = {}  # layers that keep all tokens
-        self.host: dict[int, PagedKVCache] = {}  # host pages of these layers
+        self.paged: dict[int, PagedKVCache] = {}  # layer index -> cache, for layers that keep all tokens
+        self.host: dict[int, PagedKVCache] = {}  # layer index -> host pages of the same layers
         self.host_blocks: torch.Tensor | None = None  # [num_host_pages, elements of a page], if pages are blocks
         device = torch.device(device)
         paged_specs: dict[int, KVSpec] = {}

@@ -20,11 +20,11 @@ from runtime.kv_cache.host_tier import Entry, HostTier
 from runtime.kv_cache.page_keys import is_local, page_keys
 from runtime.sequence import Sequence
 
-SAVED_AT_ONCE = 64  # pages of one save
-MAX_READY = 65_536  # pages that wait to be saved; older ones are dropped
+SAVED_AT_ONCE = 64  # maximum number of pages saved at a time
+MAX_READY = 65_536  # maximum number of pages that wait to be saved; the oldest are dropped
 LOADED_SHARE = 0.5  # maximum share of the host tier that one load may take
-GAIN = 0.8  # a load must take at most this share of the time to compute its tokens
-PROBE_EVERY = 16  # one of this number of loads that seem too slow is done, to measure again
+GAIN = 0.8  # loading must take at most this share of the time that computing the same tokens takes
+PROBE_EVERY = 16  # of the loads that seem too slow, one in this number is done, to measure again
 WEIGHT = 0.3  # weight of the newest measurement
 
 
@@ -33,7 +33,7 @@ class StorageCounts(NamedTuple):
 
     num_saved: int = 0
     num_loaded: int = 0
-    num_missed: int = 0  # wanted pages that the store did not have, or had no longer
+    num_missed: int = 0  # requested pages that the store does not have, or has dropped meanwhile
     num_corrupt: int = 0  # pages whose checksum was wrong, on all ranks
     num_failed: int = 0  # pages that the store did not take
     num_too_slow: int = 0  # pages that were computed because this is faster

@@ -19,13 +19,13 @@ ROWS_AT_ONCE = 4096  # vocabulary rows loaded and packed at a time; must be a mu
 
 
 class VocabularyChange(NamedTuple):
-    """What one adapter changes in an embedding or an LM head: the weight [V', E] becomes W + b a, then has new rows.
+    """An adapter's change of an embedding or LM head: its weight W [V', E] becomes W + b a, then gets new rows.
 
-    Of an LM head, `b` and the new rows are those of this rank's part of the vocabulary.
+    For an LM head, `b` and the new rows cover only this rank's part of the vocabulary.
     """
 
     a: Tensor  # [r, E]; r may be 0
-    b: Tensor  # [V', r]; one of both is scaled
+    b: Tensor  # [V', r]; either `a` or `b` already contains the scale
     ids: Tensor  # int64 [n], indices of the new rows
     rows: Tensor  # [n, E]
 

@@ -28,18 +28,17 @@ _UNSUPPORTED: Mapping[str, Any] = {
 class AdapterConfig:
     """The settings of an adapter that decide what it computes."""
 
-    rank: int  # the largest of all layers
+    rank: int  # the largest rank of all layers
     alpha: float
     root_scaled: bool  # whether the scale is alpha / sqrt(rank) (rsLoRA, arXiv 2312.03732) instead of alpha / rank
-    alphas: Mapping[str, float]  # alpha of the layers whose name ends with the key, a regular expression
-    has_magnitudes: bool = (
-        False  # whether rows of adapted weights have the lengths that were trained (DoRA, 2402.09353)
-    )
-    # Tokens whose vectors are replaced: of the layer with this name or, for "", of the embedding.
+    alphas: Mapping[str, float]  # regular expression -> alpha of the layers whose names end with a match
+    # Whether each row of an adapted weight is scaled to a trained length (DoRA, arXiv 2402.09353).
+    has_magnitudes: bool = False
+    # Layer name -> tokens whose vectors the adapter replaces in this layer. The name "" stands for the embedding.
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def scale(self, layer: str, rank: int) -> float:
-        """Return the factor of b a for a layer with this name and rank."""
+        """Return the factor of the product b a for a layer with this name and rank."""
         found = (alpha for key, alpha in self.alphas.items() if re.fullmatch(rf"(.*\.)?({key})", layer))
         return next(found, self.alpha) / (math.sqrt(rank) if self.root_scaled else rank)
 

@@ -19,7 +19,7 @@ from runtime.loading.tensors import TensorFiles
 
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 MAX_NAMED = 5  # maximum number of tensors that an error names
-PREFIX = "base_model.model."  # of all names in peft's files
+PREFIX = "base_model.model."  # all names in peft's files begin with it
 _TENSOR = re.compile(r"(?P<layer>.+)\.lora_(?:embedding_)?(?P<side>[AB])(?:\.default)?(?:\.weight)?")
 _MAGNITUDE = re.compile(r"(?P<layer>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 _ALL_EXPERTS = re.compile(r".+\.experts(\.base_layer)*")  # peft writes one pair for all experts of a mixture
@@ -36,14 +36,14 @@ class LowRankPair(NamedTuple):
 
 
 class TokenVectors(NamedTuple):
-    """Vectors that replace those of some tokens."""
+    """The tokens whose vectors an adapter replaces, and their new vectors."""
 
     ids: tuple[int, ...]
     vectors: Tensor  # [n, E]
 
 
 class AdapterWeights(NamedTuple):
-    """An adapter's tensors by the layer's name, float32, without peft's prefix."""
+    """The tensors of an adapter, float32. The keys are names of layers, without peft's prefix."""
 
     pairs: dict[str, LowRankPair]  # pairs of all experts of a mixture are not scaled: their rank is that of one expert
     tokens: dict[str, TokenVectors]

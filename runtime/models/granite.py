@@ -1,7 +1,7 @@
 """Granite: Llama's layer with multipliers for embeddings, scores, residual additions and logits.
 
-In mixtures one tensor holds the weights of all experts. Granite 4 has Mamba 2 in most layers and attention in the
-others, and an MLP with or without experts.
+In models with experts, one tensor holds the weights of all experts. Granite 4 has Mamba 2 in most layers and attention
+in the others; its MLPs may have experts.
 """
 
 from __future__ import annotations

@@ -62,9 +62,9 @@ class PromptBudget:
         return max((start + budget) // self._page_size * self._page_size - start, 0)
 
     def grant_scored(self, sequence: Sequence, start: int, count: int) -> int:
-        """Return how many of `count` tokens from `start` on leave enough tokens with log-probabilities.
+        """Return how many of `count` tokens from `start` on fit the budget of tokens with log-probabilities.
 
-        Without chunking, only prompts are left out that are not the first one of the step.
+        Without chunking, the first prompt of a step is always granted, and any other prompt in whole or not at all.
         """
         num_scored = self._num_scored(sequence, start, count)
         if num_scored <= self._scored:
@@ -140,8 +140,8 @@ class NewTokenRatio:
     def lift(self, running: Iterable[Sequence]) -> None:
         """Raise the expected output after a retraction.
 
-        The ratio becomes the output that the running sequences have produced, plus `RETRACTION_STEPS` tokens for each,
-        divided by their maximum output.
+        The ratio becomes sum(output so far + `RETRACTION_STEPS`) / sum(maximum output) over the running sequences.
+        For those without max_new_tokens, `open_tokens` becomes at least the mean of output so far + `RETRACTION_STEPS`.
         """
         produced = allowed = 0
         running = list(running)

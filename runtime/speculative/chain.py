@@ -7,17 +7,17 @@ from runtime.speculative.ngram import NgramDrafter
 
 
 class ChainDrafter:
-    """Proposes what prompt lookup finds, and otherwise placeholders for the ids of a draft model.
+    """Proposes the ids that prompt lookup finds. If it finds none, proposes placeholders for ids of the draft model.
 
     While drafts are in flight, only the model proposes, because prompt lookup would have to guess how many of them are
-    accepted. So at most the oldest result is that of prompt lookup.
+    accepted. Therefore only the oldest drafts in flight can come from prompt lookup.
     """
 
     __slots__ = ("_looked_up", "_lookup", "_model")
 
     def __init__(self, lookup: NgramDrafter, model: ModelDrafter) -> None:
         self._lookup, self._model = lookup, model
-        self._looked_up = False  # whether the oldest drafts in flight are those of prompt lookup
+        self._looked_up = False  # whether the oldest drafts in flight come from prompt lookup
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
         """Return up to `limit` ids or placeholders that may follow the known `ids` and `num_pending` tokens."""

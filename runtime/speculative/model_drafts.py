@@ -1,25 +1,25 @@
-"""Drafts by a model (the `STANDALONE` method; Leviathan et al., arXiv 2211.17192): how many ids it proposes."""
+"""The number of ids that a draft model proposes (the `STANDALONE` method; Leviathan et al., arXiv 2211.17192)."""
 
 from __future__ import annotations
 
 DRAFT = -2  # placeholder for an id that the draft model proposes in the step that verifies it
-LEAST_RATE = 0.3  # share of rows whose first draft must be right; with less, drafts cost more than they save
-MEMORY = 8  # rows that the share is an average of
-FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # tokens
+LEAST_RATE = 0.3  # below this share of rows whose first draft is accepted, drafts cost more than they save
+MEMORY = 8  # number of rows over which the share is averaged
+FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # tokens without drafts
 
 
 class ModelDrafter:
     """Says how many ids the draft model proposes for one sequence. Only the device knows the ids.
 
     The number grows by one if all ids are accepted, and falls to one more than the accepted ids if most are rejected.
-    It is 0 for a pause if too often not even the first id is right; each further pause is twice as long.
+    If the first id is rejected too often, it is 0 for a pause. Each further pause is twice as long.
     """
 
     __slots__ = ("_length", "_max_drafts", "_pause", "_rate", "_resume")
 
     def __init__(self, max_drafts: int) -> None:
         self._max_drafts = self._length = max_drafts
-        self._rate = 1.0  # average share of rows whose first id was right
+        self._rate = 1.0  # average share of rows whose first id was accepted
         self._pause = FIRST_PAUSE
         self._resume = 0  # number of known tokens from which it proposes again
 

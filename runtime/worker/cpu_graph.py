@@ -166,7 +166,7 @@ class CpuGraph:
     def states(self, batch: Batch, last_tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute a step like `hidden`, for its sampled positions.
 
-        Also return the vectors of the batch's `embedding_rows`, float32 [M, D], or None without such rows.
+        Also return the vectors of the batch's `embedding_rows`, float32 [M, D], or None if the batch has no such rows.
         """
         positions, rows, pooler = sampled_positions(batch), batch.embedding_rows, self._model.pooler
         if rows is None:
@@ -177,7 +177,8 @@ class CpuGraph:
             return hidden[: len(positions)], pooler.finish(hidden[len(positions) :])
         hidden = self.hidden(batch, last_tokens, positions)
         if self._pools:
-            pooled = torch.from_numpy(self._pooled[rows])  # indexed by NumPy, which does not release the GIL here
+            # NumPy indexes without releasing the GIL. torch would release it and wait to reacquire it.
+            pooled = torch.from_numpy(self._pooled[rows])
             return hidden, pooled if pooler.only_scales else pooler.finish(pooled)
         return hidden, pooler(self._hidden_of_all[: len(batch.token_ids)], batch.counts, rows)
 

@@ -413,7 +413,7 @@ def _first_rows(attention: AttentionMetadata, starts: Sequence[int]) -> Attentio
 
 @contextmanager
 def _profiled(title: str) -> Iterator[None]:
-    """Profile the block, and log the operations that took the most time."""
+    """Profile the body of the `with` statement, and log the operations that took the most time."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]

@@ -82,7 +82,10 @@ def settle(ids: Tensor, arrays: Mapping[str, Tensor], last_tokens: Tensor, lengt
 
 
 def with_exact_starts(batch: Batch, lengths: Tensor) -> Batch:
-    """Return the batch with unknown starts read from `lengths`, int32 by sequence index in host memory."""
+    """Return the batch with exact starts: unknown ones are replaced by values of `lengths`.
+
+    `lengths` is int32, in host memory, indexed by sequence index.
+    """
     if batch.unknown_starts is None:
         return batch
     known = lengths.numpy()[batch.sequence_indices]

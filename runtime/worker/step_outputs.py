@@ -85,7 +85,7 @@ def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None
         prompt_logprobs = prompts.read(list(islice(copies, len(prompts.tensors()))))
     if batch.embedding_rows is not None:
         embeddings = [None for _ in range(num_rows)]
-        # NumPy, because torch releases the GIL for each operation and waits to reacquire it.
+        # With NumPy, because torch would release the GIL for each operation and wait to reacquire it.
         vectors = next(copies).numpy()
         finite = np.logical_and.reduce(np.isfinite(vectors), axis=-1)
         rows = batch.embedding_rows.tolist()

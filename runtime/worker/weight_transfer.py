@@ -82,7 +82,7 @@ class TransferGroup:
         return tensors
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Receive `tensor` from the rank `source`, or send it if this is the rank."""
+        """Receive `tensor` from the rank `source`. On that rank itself, send it to all others."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._group.broadcast([tensor], options).wait()

@@ -249,7 +249,7 @@ class ModelWorker:
         address: str | None = None,
         listening: int = -1,
     ) -> int:
-        """Join the process group of several ranks, and allocate the KV pools. Return the bytes of the pools.
+        """Join the process group of several ranks, and allocate the KV pools. Return the size of the pools in bytes.
 
         Blocks until all ranks have joined. `address` is this machine's address if it is not the rendezvous host;
         `listening` is rank 0's listening socket. Raises RuntimeError if ranks are missing, and torch.OutOfMemoryError

@@ -107,7 +107,7 @@ Answer = Mapping[str, Any]  # text, output_ids, meta_info, as in the native API
 def parse(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Args]:
     """Split a command line into the benchmark's options and the engine's. Both reject invalid options.
 
-    An option that both have (for example --seed) sets the one of the benchmark.
+    If both have an option (for example --seed), it sets only the benchmark's.
     """
     from runtime.config import Args
 

@@ -137,14 +137,14 @@ async def open_group(core: EngineCore, body: UpdateGroupBody) -> Answer:
 
 
 async def close_group(core: EngineCore, body: DestroyGroupBody) -> Answer:
-    """Leave a process group. Raises `InvalidRequest` if there is none of this name."""
+    """Leave a process group. Raises `InvalidRequest` if no group has this name."""
     if not await core.weights.close_group(body.group_name):
         raise InvalidRequest(f"There is no group {body.group_name[:80]}.", param="group_name")
     return {"success": True, "message": f"Left the group {body.group_name}."}
 
 
 async def update_weights_from_group(core: EngineCore, body: WeightsFromGroupBody) -> Answer:
-    """Receive tensors over a group and put them in place. Raises CheckpointError; the old weights then stay."""
+    """Replace weights by tensors received over a process group. Keeps the old weights if it raises CheckpointError."""
     if body.abort_all_requests:
         core.abort_all()
     packing = "none" if body.load_format is None else "bucket"
@@ -165,7 +165,7 @@ def transfer(
 
 
 async def update_weights_from_bytes(core: EngineCore, body: WeightsFromTensorBody) -> Answer:
-    """Put the tensors of a body in place. Raises CheckpointError; the old weights then stay."""
+    """Replace weights by the tensors in the body. Keeps the old weights if it raises CheckpointError."""
     if len(set(body.serialized_named_tensors)) > 1:
         raise InvalidRequest(
             "All items of serialized_named_tensors must be equal: send all tensors whole, each rank takes its part.",
@@ -193,13 +193,13 @@ def _parse(content: str, flattened: bool) -> Mapping[str, Any]:
 async def update_weights_from_tensors(
     core: EngineCore, tensors: Iterable[tuple[str, Any]] | Mapping[str, Any], flush: bool, version: str | None
 ) -> Answer:
-    """Put tensors of this process in place. Raises CheckpointError; the old weights then stay."""
+    """Replace weights by tensors of this process. Keeps the old weights if it raises CheckpointError."""
     await core.weights.update_from_tensors(dict(tensors), flush=flush, version=version)
     return updated(core)
 
 
 def updated(core: EngineCore) -> Answer:
-    """Return the answer after an update. It names the tensors without which a layer keeps its old weights."""
+    """Return the answer after an update. It names tensors that must still arrive before their layer can be updated."""
     waiting = core.weights.waiting
     message = "The weights were replaced."
     if waiting:

@@ -1,4 +1,4 @@
-"""The engine's Python API for async code and notebooks. `serve.python.sync_engine` is the one for scripts."""
+"""The engine's Python API for async code and notebooks. `serve.python.sync_engine` is the API for scripts."""
 
 from __future__ import annotations
 
@@ -665,7 +665,7 @@ class Engine:
     def status(self) -> Status:
         """Return the current counts of requests, pages and tokens, and the chosen `kernels`.
 
-        Its text is short; `vars`-like access by attribute has every count.
+        `print` shows the most important counts. Each count is an attribute, for example `num_running`.
         """
         return self.core.status()
 

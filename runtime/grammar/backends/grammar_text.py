@@ -16,7 +16,7 @@ from runtime.grammar_spec import WHITESPACE, Grammar, InvalidGrammar, check_whit
 
 MAX_SOURCE = 512 * 1024  # maximum characters of a grammar
 MAX_CHOICES = 10_000
-NO_ESCAPES_BY_NUMBER = 'nrbtf\\"'  # without `u`, each name has one spelling: see `json_options`
+NO_ESCAPES_BY_NUMBER = 'nrbtf\\"'  # JSON's escapes without \uXXXX (see `json_options`) and \/
 
 
 def for_llguidance(grammar: Grammar, whitespace: str | None = None, unique: UniqueArrays | None = None) -> str:

@@ -18,9 +18,9 @@ from runtime.grammar_spec import InvalidGrammar
 MAX_TAGS = 256
 MAX_FORMATS = 1024
 MAX_DEPTH = 16
-WriteSchema = Callable[[Any, str], str]  # returns the JSON text of a schema; its second argument is the schema's place
+WriteSchema = Callable[[Any, str], str]  # (schema, its path for error messages) -> its JSON text
 
-_KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {  # of each format: required keys, further keys
+_KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {  # format -> (required keys, optional keys)
     "const_string": (frozenset({"value"}), frozenset()),
     "json_schema": (frozenset({"json_schema"}), frozenset({"style"})),
     "regex": (frozenset({"pattern"}), frozenset()),

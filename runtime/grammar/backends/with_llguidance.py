@@ -97,7 +97,7 @@ class LLGuidanceMatcher:
     ) -> None:
         self.inner = inner
         self.grammar = grammar
-        self.unique = unique  # enforces `uniqueItems`, which the library cannot; None: the schema has none
+        self.unique = unique  # enforces `uniqueItems`, which llguidance cannot; None: not in the schema
         self._consumed = list(consumed)
         self._num_copies = 0
         self._is_lost = False  # whether the output left the grammar

@@ -19,7 +19,7 @@ MAX_DEPTH = 64
 MAX_RULES = 2_000
 MAX_REPEAT = 10_000
 MAX_REGEX = 64 * 1024  # maximum characters of the regular expression
-MAX_LEXEMES = 50_000  # characters and classes, if the grammar becomes no regular expression
+MAX_LEXEMES = 50_000  # maximum characters and classes of a grammar that cannot become one regular expression
 
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r\n]+|\#[^\n]*)
