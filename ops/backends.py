@@ -62,8 +62,8 @@ class Backend:
     kernels: str  # where its kernels come from, for help texts
     needs: GpuWith | None = None  # required hardware and package; None: runs on every machine
     # Whether CUDA graphs can capture it for all kinds of rows. To be captured, a backend must not read data of the rows
-    # on the host, unless it registers a function in `AttentionMetadata.replans`. A sampling backend that cannot be
-    # captured is captured for greedy rows only.
+    # on the host, unless it registers a function in `AttentionMetadata.replans`. If this is False, graphs
+    # capture a sampling backend for greedy rows only.
     captured: bool = False
 
     def unmet(self, machine: Machine, gpu: Gpu | None) -> str:

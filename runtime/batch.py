@@ -93,11 +93,11 @@ class Batch:
     # Row values that layers read, by name, [B] each; 0 is the default. A batch has only names that the model's layers
     # declare (`runtime.layers.batch_reads`).
     row_values: Mapping[str, Ints] = field(default_factory=dict)
-    # Arrays of other cache kinds than pages (`CacheKind.step_arrays`), by kind and name.
+    # Arrays of cache kinds other than pages (`CacheKind.step_arrays`), by kind and name.
     kinds: Mapping[str, Mapping[str, Ints]] = field(default_factory=dict)
     drafts: Drafts | None = None  # None: no row proposes ids
-    # bool [B], rows that follow drafts in flight. Their `starts` are upper bounds, which hold if all drafts are
-    # accepted; the device takes the start from its own array of lengths. None: all starts are exact.
+    # bool [B], rows that follow drafts in flight. Their `starts` are upper bounds, and exact only if all drafts
+    # are accepted. The device takes the exact starts from its own array of lengths. None: all starts are exact.
     unknown_starts: NDArray[np.bool_] | None = None
     # [3, T], offset of each token's position on each axis (time, height, width) from its position in the row; None: all
     # are 0. After an image, the three axes of a row have equal offsets.

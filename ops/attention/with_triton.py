@@ -22,7 +22,8 @@ from torch import Tensor
 
 from ops.attention import Attend, AttentionMetadata, AttentionOptions
 
-MIN_SPLIT_TOKENS = 256  # minimum number of keys per split of long rows; short rows have splits of half as many
+# Minimum number of keys per split. For rows of at most 4 * MIN_SPLIT_TOKENS keys, half of it.
+MIN_SPLIT_TOKENS = 256
 SPLIT_PROGRAMS = 256  # a long row alone has about this number of programs: about two per multiprocessor
 MAX_SPLITS, MAX_SPLIT_BYTES = 64, 5 * 2**19  # of one row's partial results
 # A decode step has more programs, so that long rows do not wait for short ones: at least MIN_PARTS per row and head.

@@ -71,7 +71,7 @@ def _store_kernel(
     v_head_stride,
     k_factor,
     v_factor,
-    LARGEST: tl.constexpr,  # values are clamped to -LARGEST .. LARGEST in a float8 pool; None for other pools
+    LARGEST: tl.constexpr,  # largest value of a float8 pool, to which k and v are clamped; None: other dtypes
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAGE: tl.constexpr,

@@ -15,7 +15,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Add, then normalise. Return the norm and the sum (see `ops.norm`)."""
+    """Add, then normalise. Return the normalised values and the sum (see `ops.norm`)."""
     residual = residual + x
     return rms_norm(residual, weight, eps, unit_offset=unit_offset), residual
 
@@ -28,7 +28,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Add, then centre and normalise. Return the norm and the sum (see `ops.norm`)."""
+    """Add, then centre and normalise. Return the normalised values and the sum (see `ops.norm`)."""
     residual = residual + x
     return layer_norm(residual, weight, bias, eps), residual
 

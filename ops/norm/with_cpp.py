@@ -43,7 +43,10 @@ def add_rms_norm(
     *,
     unit_offset: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Add x to the residual, in place if it is contiguous, then normalise. Return the norm and the sum."""
+    """Add x to the residual, then normalise. Return the normalised values and the sum.
+
+    The sum overwrites `residual` if `residual` is contiguous.
+    """
     return _add_norm(launcher, x, residual, Kind(weight, eps, unit_offset))
 
 
@@ -55,7 +58,10 @@ def layer_norm(launcher: KernelLauncher, x: Tensor, weight: Tensor, bias: Tensor
 def add_layer_norm(
     launcher: KernelLauncher, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Add x to the residual, in place if it is contiguous, then centre and normalise. Return the norm and the sum."""
+    """Add x to the residual, then centre and normalise. Return the normalised values and the sum.
+
+    The sum overwrites `residual` if `residual` is contiguous.
+    """
     return _add_norm(launcher, x, residual, Kind(weight, eps, centred=True, bias=bias))
 
 

@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Add, then normalise. Return the norm and the sum, in the memory of the inputs (see `ops.norm`)."""
+    """Add, then normalise (see `ops.norm`). The normalised values and the sum overwrite the inputs."""
     return _add_norm(x, residual, Kind(weight, eps, unit_offset))
 
 
@@ -58,7 +58,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Add, then centre and normalise. Return the norm and the sum, in the memory of the inputs (see `ops.norm`)."""
+    """Add, then centre and normalise (see `ops.norm`). The normalised values and the sum overwrite the inputs."""
     return _add_norm(x, residual, Kind(weight, eps, centred=True, bias=bias))
 
 

@@ -60,7 +60,7 @@ def native_for_other_limits(
 
 
 def _rows_with(limits: tuple[str, ...], plan: SamplingArrays) -> np.ndarray | None:
-    """Return whether each row uses one of these limits, bool [R], or None if no row does."""
+    """Return which rows use one of `limits` (bool [R]), or None if no row does. Greedy rows use no limit."""
     greedy = plan.greedy.numpy()
     if greedy.all():
         return None

@@ -216,9 +216,9 @@ class EngineCore:
     # --- requests ---
 
     def submit(self, request: Request) -> OutputStream:
-        """Accept a request and return its output.
+        """Accept a request and return its output stream.
 
-        Raises `InvalidRequest`, `Overloaded` or `EngineClosed` immediately. Later errors reach the output.
+        Raises `InvalidRequest`, `Overloaded` or `EngineClosed` immediately. The stream raises later errors.
         """
         return self._counted(self._submit, request)
 

@@ -159,7 +159,7 @@ class _ReplicaLoader:
             await anyio.to_thread.run_sync(worker.memory),
             *(body["memory"] for body in await group.receive()),
         ]
-        # Sets `max_running` of the plan to what fits into the pools.
+        # The returned plan has the `max_running` that fits into the pools.
         self._plan, cache, kinds, reason = size_cache(self._plan, worker, memory, steps)
         plan = self._plan
         num_tier_pages, page_bytes = _size_tier(plan, worker, cache.num_pages)

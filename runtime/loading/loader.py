@@ -147,7 +147,10 @@ def build_model(
     group: TensorParallelGroup | None = None,
     stage: Stage | None = None,
 ) -> Decoder:
-    """Return the model or a rank's shard on the meta device. Raises CheckpointError unless `tensors` fill it."""
+    """Return the model, or this rank's shard of it, on the meta device.
+
+    Raises CheckpointError unless `tensors` are exactly the tensors that the model needs. None: nothing is checked.
+    """
     device, config = torch.device(plan.device), config_of(facts.config)
     build = Build(
         kernels,

@@ -12,7 +12,7 @@ from runtime.errors import InvalidRequest
 from runtime.media.encoder_cache import EncodedBlock
 from runtime.media_source import PlacedMedia, PromptMedia
 
-ABOVE_IDS = 1 << 256  # keys of images are above all token ids
+ABOVE_IDS = 1 << 256  # prefix-cache keys of image tokens begin here, above all token ids
 
 # (token ids [T], tokens of images [T], sizes of all images by name) -> positions [3, T]
 Positions = Callable[[NDArray[np.int64], NDArray[np.bool_], Mapping[str, Any]], NDArray[np.int64]]

@@ -38,7 +38,7 @@ def grouping(config: Config, num_experts: int, best_of_group: int) -> Grouping |
 
 
 def with_shared_experts(at: Layer, num_experts: int, num_shared: int, *, bias: bool = False, **options: Any) -> MoE:
-    """Return the mixture of a layer, with `num_shared` shared experts fused into one MLP.
+    """Return a layer's mixture of experts, with `num_shared` shared experts fused into one MLP.
 
     `options` are further arguments of `MoE`.
     """
@@ -48,7 +48,7 @@ def with_shared_experts(at: Layer, num_experts: int, num_shared: int, *, bias: b
 
 
 def block_sparse(at: Layer, names: ExpertNames, *, shared: nn.Module | None = None) -> MoE:
-    """Return the mixture of a layer as in Mixtral: softmax over the chosen experts only."""
+    """Return a layer's mixture of experts as in Mixtral: softmax over the chosen experts only."""
     num_experts = at.config.integer("num_local_experts")
     routing = Routing(top_k(at.config, num_experts), renormalise=True)
     size, name = at.config.intermediate_size, "block_sparse_moe"

@@ -32,7 +32,10 @@ def deepseek_v2(config: Config, build: Build) -> Decoder:
 
 
 def experts_by_softmax(at: Layer) -> MoE:
-    """Return the mixture of a layer; groups rank by their best expert (arXiv 2405.04434, section 2.2.2)."""
+    """Return a layer's mixture of experts (arXiv 2405.04434, section 2.2.2).
+
+    Groups of experts are ranked by the score of their best expert.
+    """
     config = at.config
     num_experts = config.integer("n_routed_experts")
     if config.flag("norm_topk_prob"):

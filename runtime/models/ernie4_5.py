@@ -1,6 +1,6 @@
-"""Ernie 4.5: Llama's layer with interleaved rotary embedding, and one field for all biases.
+"""Ernie 4.5: Llama's layer with interleaved rotary embedding, and one option for all biases.
 
-Its mixtures select experts by corrected scores and add shared experts.
+MoE layers select experts by scores with a correction bias, and add shared experts.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def has_experts(config: Config, index: int) -> bool:
 
 
 def experts(at: Layer, *, bias: bool) -> MoE:
-    """Return the mixture of a layer."""
+    """Return a layer's mixture of experts."""
     config = at.config
     num_experts = config.integer("num_experts")
     routing = Routing(top_k(config, num_experts), renormalise=True, wide=True)

@@ -1,7 +1,8 @@
-"""Falcon (arXiv 2311.16867): attention and MLP in parallel, with a shared norm, or one norm each since 40B.
+"""Falcon (arXiv 2311.16867): attention and MLP in parallel.
 
-The RefinedWeb models (Falcon-RW) compute them in sequence and use ALiBi (arXiv 2108.12409), added before scores are
-scaled. Transformers rounds the ALiBi bias to bfloat16; this code does not.
+They share one norm, or (in Falcon-40B and 180B) have one norm each. The RefinedWeb models (Falcon-RW) compute attention
+and MLP in sequence and use ALiBi (arXiv 2108.12409): its bias is added before scores are scaled. Transformers rounds
+the bias to bfloat16; this code does not.
 """
 
 from __future__ import annotations

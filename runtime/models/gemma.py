@@ -1,8 +1,8 @@
 """Gemma 1 to 3; Gemma 3's text model only.
 
 Gemma is Llama's layer with norms that scale by 1 + weight, and embeddings scaled by the square root of their size.
-Gemma 2 adds norms after attention and MLP, soft caps on scores and logits, and windows. Gemma 3 normalises q and k per
-head instead of capping scores, and layers with a window have their own rotary embedding.
+Gemma 2 adds norms after attention and MLP, soft-capping of scores and logits, and sliding windows. Gemma 3 normalises
+q and k per head instead of capping scores, and sliding-window layers have their own rotary embedding.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def glm4_moe(config: Config, build: Build) -> Decoder:
 
 
 def experts(at: Layer) -> MoE:
-    """Return the mixture of a layer (arXiv 2412.19437, section 2.1.2)."""
+    """Return a layer's mixture of experts (arXiv 2412.19437, section 2.1.2)."""
     config = at.config
     num_experts = config.integer("n_routed_experts")
     routing = Routing(

@@ -1,6 +1,6 @@
 """LFM2: short convolutions between gates in most layers, Qwen 3's attention in the others.
 
-In LFM2 MoE the first layers have an MLP; mixtures select experts by corrected sigmoid scores.
+In LFM2 MoE, the first layers have an MLP. The other layers select experts by sigmoid scores with a correction bias.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def inner_size(config: Config) -> int:
 
 
 def experts(at: Layer) -> MoE:
-    """Return the mixture of a layer."""
+    """Return a layer's mixture of experts."""
     config = at.config
     num_experts = config.integer("num_experts")
     routing = Routing(

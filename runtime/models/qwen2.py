@@ -1,6 +1,6 @@
 """Qwen 2 and 2.5: Llama's layer with biases on q, k and v, and optional windows in the upper layers.
 
-Its mixtures have a shared expert with a gate.
+MoE layers have a shared expert with a gate.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def has_experts(config: Config, index: int) -> bool:
 
 
 def experts(at: Layer) -> MoE:
-    """Return the mixture of a layer."""
+    """Return a layer's mixture of experts."""
     num_experts = at.config.integer("num_experts")
     return at.experts(
         at.config.integer("moe_intermediate_size"),

@@ -35,7 +35,7 @@ def qwen3_moe(config: Config, build: Build) -> Decoder:
 
 
 def experts(at: Layer) -> MoE:
-    """Return the mixture of a layer."""
+    """Return a layer's mixture of experts."""
     # Published checkpoints use the older of the field's two names.
     num_experts = at.config.optional_integer("num_experts") or at.config.integer("num_local_experts")
     routing = Routing(top_k(at.config, num_experts), at.config.flag("norm_topk_prob"))

@@ -14,8 +14,8 @@ from runtime.sequence import Sequence
 class _Slot:
     adapter: Adapter | None = None  # None: the slot is empty
     num_users: int = 0  # running sequences
-    placed: int = 0  # when the adapter was placed and last used, as numbers of a clock that counts
-    used: int = 0
+    placed: int = 0  # logical time at which the adapter was placed
+    used: int = 0  # logical time at which a sequence last entered
 
 
 class AdapterSlots:
@@ -38,7 +38,7 @@ class AdapterSlots:
         self._closing = None
 
     def can_enter(self, sequence: Sequence) -> bool:
-        """Whether the sequence may run now. If not, and no other sequence waits for a slot, it is given the next."""
+        """Whether the sequence may run now. If not, it gets the next free slot, unless another sequence waits."""
         adapter = sequence.request.adapter
         if adapter is None:
             return True

@@ -112,7 +112,7 @@ class Drafting:
         size = self._cache.page_size
         capacity = len(sequence.pages) * size
         if end > capacity:
-            spare = self._cache.num_available - len(self._running)  # each other row may need a page
+            spare = self._cache.num_available - len(self._running)  # each running sequence may need one more page
             end = min(end, capacity + max(spare, 0) * size)
             self._running.extend(sequence, end)
         return end

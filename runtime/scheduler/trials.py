@@ -20,7 +20,7 @@ class Trials:
 
     def __init__(self) -> None:
         self._groups: deque[list[int]] = deque()  # request ids; the first group is being computed
-        # Choice of the first group -> number of its known tokens when the group began.
+        # Sequence of the first group -> number of its known tokens when the group began.
         self._known: dict[Sequence, int] = {}
         self._num_rounds = 0  # rounds since the last culprit
         self._num_alone = 0

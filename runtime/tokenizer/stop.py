@@ -6,7 +6,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-MAX_PATTERN_CHARS = 1024  # longer texts are not matches of a stop pattern, so that no more text is held back
+# Maximum length of a match of a stop pattern. It bounds the text that a stream holds back.
+MAX_PATTERN_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True)

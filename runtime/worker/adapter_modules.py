@@ -34,7 +34,7 @@ class ModuleChange(NamedTuple):
 
 
 class ModuleSlots:
-    """Gives the linear modules, the embedding and the LM head of a model of transformers slots for adapters."""
+    """Adapter slots of a model that transformers computes: in its linear modules, embedding and LM head."""
 
     nbytes = 0  # placed adapters take as much memory as their files
 
@@ -139,7 +139,7 @@ class ModuleAdapter:
                 slots.changes[module, slot] = ModuleChange(*moved)  # pyright: ignore[reportArgumentType]
 
     def measure(self) -> bool:
-        return False  # the weights are at hand: hooks measure them
+        return False  # hooks compute the norms of DoRA in each step, from the weights of their modules
 
 
 def _shape(module: nn.Module) -> tuple[int, int]:

@@ -38,12 +38,12 @@ class FittedAdapter(Protocol):
         ...
 
     def measure(self) -> bool:
-        """Measure one more layer (DoRA), and return whether any is left."""
+        """Compute the norms of one more layer (DoRA), and return whether any layer is left."""
         ...
 
 
 class LayerSlots:
-    """Gives the layers of a native model slots for adapters: the linear layers, the embedding and the LM head."""
+    """Adapter slots of a native model: in its linear layers, embedding and LM head."""
 
     def __init__(
         self, model: Decoder, plan: LoraPlan, facts: ModelFacts, dtype: torch.dtype, device: torch.device

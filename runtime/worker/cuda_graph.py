@@ -40,9 +40,9 @@ class Choice:
 
     logits: Callable[[Tensor], Tensor]  # hidden [R, E] -> float32 [R, V]
     choose: Callable[..., tuple[Tensor, Tensor]]
-    # Whether `choose` plans on the host: graphs then capture only the plan of greedy rows and sample no other rows.
+    # Whether graphs capture `choose` for greedy rows only, because it reads the parameters of other rows on the host.
     greedy_only: bool
-    limits: frozenset[str]  # limits that `choose` applies even with the plan of greedy rows
+    limits: frozenset[str]  # limits, for example "top_k", that a captured `choose` supports
 
 
 @dataclass(frozen=True, slots=True)

@@ -321,7 +321,7 @@ class StepExecutor:
                 stages.send(self._model.finish(x, residual)[inputs.requested], stages.next)
 
     def close(self) -> None:
-        """End the threads of the CPU graph, after the last step."""
+        """Close the CPU graph, draft model, adapters and process groups. Called after the last step."""
         if self._cpu_graph is not None:
             self._cpu_graph.close()
         if self._draft_model is not None:

@@ -178,8 +178,9 @@ class Client:
             self._idle.pop().close()
 
     async def connect(self, count: int) -> None:
-        """Open connections until `count` are idle, so that the first requests need not wait for connections. Raises
-        `ExchangeError`.
+        """Open connections until `count` are idle, so that the first requests need not wait for connections.
+
+        Raises `ExchangeError`.
         """
         while len(self._idle) < count:
             self._idle.append(await self._connect())

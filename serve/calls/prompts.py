@@ -1,4 +1,4 @@
-"""The prompts of one call: their number, labels, namespaces and client, and requests for their vectors."""
+"""The prompts of one call: their number, request ids (`rid`), cache namespaces and client; and embedding requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_CHOICES_IN_ALL = 4096  # maximum of the number of prompts times n
-MAX_CONTEXTS = 8  # longer texts are not tokenized for a token count; in multiples of the model's context
+MAX_CONTEXTS = 8  # maximum length of a text whose tokens are counted, in multiples of the model's context
 Texts = str | Annotated[list[str], Length(1, MAX_PROMPTS)]
 Ids = list[int] | Annotated[list[list[int]], Length(1, MAX_PROMPTS)]
 Label = Annotated[str, Length(1, 256)]
@@ -92,7 +92,7 @@ def vector_requests(
     prompt_name: str | None = None,
     truncate: bool | None = None,
 ) -> list[Request]:
-    """Return the same requests, but for vectors instead of generated text.
+    """Return the same requests, but for embeddings instead of generated text.
 
     Each text gets the checkpoint's prompt `prompt_name`, or the default prompt, as a prefix; raises `InvalidRequest` if
     the checkpoint has no prompt of that name. `truncate`: whether texts that are too long are cut; None: the server's

@@ -16,7 +16,7 @@ class Ends(NamedTuple):
     """When an output may end."""
 
     model: frozenset[int]  # end-of-sequence ids, which the backend allows where the grammar accepts
-    request: frozenset[int]  # further ids that end this request's output, allowed at the same places
+    request: frozenset[int]  # further ids that end this request's output, allowed where the grammar accepts
     # While the output has fewer than `min_tokens` tokens, or always if `avoid` is set, it ends only if the grammar
     # allows nothing else.
     min_tokens: int

@@ -113,7 +113,7 @@ def _add_integers(derived: Derived, stored: Stored, name: str, stem: str, sizes:
     def make_grouped(read: Read, rows: slice) -> GroupedWeight:
         return GroupedWeight(read_codes(read), read(scale).float()).rows(rows)
 
-    # The second scale only serves kernels that round the dequantised weight to fp8.
+    # The second scale is not read: only kernels that round the dequantised weight to fp8 need it.
     used = [name, scale, *([second] if second in stored.shapes else [])]
     derived.add(name, (out_size, in_size), used, make, make_grouped, GroupForm(in_size // groups, shifted=False))
 

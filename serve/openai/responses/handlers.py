@@ -101,7 +101,10 @@ async def count_input_tokens(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 def _previous(store: ResponseStore, owner: str, body: InputBody) -> StoredResponse | None:
-    """Return the response that this one continues."""
+    """Return the stored response that `previous_response_id` names, or None if the body names none.
+
+    Raises `InvalidRequest` if that response does not exist or is not completed yet.
+    """
     if body.previous_response_id is None:
         return None
     previous = store.find(body.previous_response_id, owner)

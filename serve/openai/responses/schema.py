@@ -204,12 +204,12 @@ _INCLUDES = frozenset(
 
 
 def read_input_body(core: EngineCore, raw: bytes) -> InputBody:
-    """Decode a body. Raises `InvalidRequest` with the name of the wrong field."""
+    """Decode the body of /v1/responses/input_tokens. Raises `InvalidRequest` with the name of the wrong field."""
     return decode_open(InputBody, parse_object(raw), core, "/v1/responses/input_tokens")
 
 
 def read_responses_body(core: EngineCore, raw: bytes) -> ResponsesBody:
-    """Decode a body. Raises `InvalidRequest` with the name of the wrong field."""
+    """Decode the body of /v1/responses. Raises `InvalidRequest` with the name of the wrong field."""
     json = parse_object(raw)
     if "max_tokens" in json:
         raise InvalidRequest("max_tokens is called max_output_tokens in this API.", param="max_output_tokens")

@@ -119,8 +119,9 @@ def names_grammar(
 
 
 def schema_paths(choice: ToolChoice, answer: str) -> dict[str, str]:
-    """Map the rules of `calls_grammar` that contain a schema to the schema's path in the request. `answer` is the path
-    of the answer's schema.
+    """Return the path in the request of each JSON schema, by the grammar rule of `calls_grammar` that enforces it.
+
+    `answer` is the path of the schema of an answer without calls.
     """
     paths = {"start": answer}
     for index, tool in enumerate(choice.tools):

@@ -26,8 +26,10 @@ _QUOTED = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 
 
 def python_calls(*, brackets: bool = True, only_offered: bool = True) -> CallReader:
-    """Return a reader of calls: in a list, whose opening bracket is already consumed, or one after another without
-    brackets.
+    """Return a reader of calls in Python syntax.
+
+    With `brackets`, the calls are in a list whose opening bracket has already been read. Otherwise the brackets and the
+    commas between calls are optional. With `only_offered`, calls of tools that the request does not have are not read.
     """
 
     def read(context: CallContext) -> Reader[bool]:
