@@ -63,10 +63,12 @@ class FixedBuffers(NamedTuple):
 class FlashInfer:
     """Owns FlashInfer's wrappers of one engine.
 
-    `attend` follows the contract of `ops.attention`, without sinks, chunks and slopes (FlashInfer supports ALiBi only
-    with its standard slopes). `kernels` is "auto" or "fa3". FlashAttention 3 computes longer rows, over a cache of
-    the query's dtype. It would read the cache once per query head and not split long rows, so rows of one token use the
-    decode kernels.
+    `attend` follows the contract of `ops.attention`, but supports no sinks, no chunked attention and no slopes
+    (FlashInfer supports ALiBi only with its standard slopes).
+
+    `kernels` is "auto" or "fa3". With "fa3", FlashAttention 3 computes the rows of several tokens, and the cache must
+    have the query's dtype. Rows of one token still use the decode kernels, because FlashAttention 3 would read the
+    cache once per query head and would not split long rows.
     """
 
     def __init__(self, kernels: str = "auto") -> None:

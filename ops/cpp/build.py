@@ -34,7 +34,7 @@ FLAGS = (*COMMON_FLAGS, "-march=native")
 TIMEOUT_S = 300  # seconds per compiled unit
 SCRATCH = "build-"  # prefix of the folders in which units are compiled
 LOCK_POLL_S = 0.1
-# Runs a command, and kills its process group when standard input ends. Ours ends with the lifeline.
+# Runs a command, and kills its process group when standard input ends. Standard input is the lifeline's reading end.
 WATCHED = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -9 0; } >/dev/null 2>&1 & exec "$@" 3<&-'
 DIGEST_BYTES = 32  # the SHA-256 digest at the end of a library's file
 
@@ -179,7 +179,7 @@ def _take(lock: IO[bytes], lifeline: Lifeline) -> None:
 
 
 def _remove_scratch(folder: Path) -> None:
-    """Remove what killed builds left behind. The folder must be locked."""
+    """Delete the temporary folders of builds that were killed. The caller must hold the lock of `folder`."""
     for scratch in folder.glob(f"{SCRATCH}*"):
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -42,9 +42,9 @@ PROGRAMS = 256  # approximate number of programs of all rows: about two per mult
 MAX_PARTS = tl.constexpr(32)
 BINS = tl.constexpr(256)
 MIDDLE = tl.constexpr(HALF_STEP)
-# Exponents above this have a bin of their own, the last one. exp(-34) is about 2**-49.
+# All tokens whose exponent (peak - x) / temperature is above this share the last bin. exp(-34) is about 2**-49.
 MAX_EXPONENT = tl.constexpr(34.0)
-# Bounds on the weights in a bin are widened by this, since the exponents of its edges and exp are rounded.
+# Bounds on the weights in a bin are widened by this factor, because exp and the exponents at its edges are rounded.
 SLACK = tl.constexpr(2.0**-15)
 
 

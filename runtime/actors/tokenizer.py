@@ -61,7 +61,7 @@ class TokenizerActor:
         self._media = media
         # The placeholder of an image, if it is a single token.
         self._image_id = None if media is None or tokenizer is None else _single_id(tokenizer, media.placeholder)
-        self._media_bytes = 0  # of images that are not encoded yet
+        self._media_bytes = 0  # bytes of images that are not encoded yet
         self._sessions = sessions
         self._num_threads = num_threads  # threads that encode long texts
         # Requests. The bool says whether the constraint is compiled or not needed.

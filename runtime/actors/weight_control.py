@@ -62,7 +62,7 @@ class WeightControl:
         self._asleep = AsyncExitStack()  # holds the replicas while memory is released
         self._discarded = False  # whether the weights were released without being kept
         self.updating = False  # whether an update of several parts is open
-        self.waiting: list[str] = []  # tensors that layers still lack to take the tensors that were sent
+        self.waiting: list[str] = []  # missing tensors, without which layers cannot use the tensors received so far
 
     # --- groups with trainers ---
 

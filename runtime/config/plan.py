@@ -111,15 +111,15 @@ class SchedulerPlan(Section):
     forced_share: float = 0.0
     max_drafts: int = 0  # maximum number of draft tokens per row; 0: no speculation
     max_step_drafts: int = 256  # maximum number of draft tokens per step
-    max_lookup_drafts: int = 0  # those of prompt lookup; 0: it proposes none
-    max_model_drafts: int = 0  # those of a draft model or head; 0: there is none
-    # Least quotient of tokens per second with and without drafts for which steps have drafts; None: all steps may.
+    max_lookup_drafts: int = 0  # maximum from prompt lookup per row; 0: no prompt lookup
+    max_model_drafts: int = 0  # maximum from a draft model or head per row; 0: there is none
+    # Steps have drafts only if they speed up decoding (in tokens per second) by at least this factor; None: always.
     min_draft_gain: float | None = None
     overlap_drafts: bool = False  # whether a sequence may enter the next step while the result of its drafts is unknown
-    overlap_draws: bool = False  # the same of sequences whose tokens are drawn by their output position
+    overlap_draws: bool = False  # whether this includes sampled sequences, whose draws depend on the output position
     draft_windows: tuple[int, int] = (2, 8)  # smallest and largest n-gram that prompt lookup compares
     adapter_slots: int = 0  # LoRA adapters that may run in one batch
-    adapters_fifo: bool = False  # evict the adapter that was placed first instead of the one unused for longest
+    adapters_fifo: bool = False  # evict adapters in FIFO order instead of the least recently used first
     target_token_ms: float | None = None  # target for the time between two tokens of a stream; None: no target
     receive_interval: int = 1  # steps between two reads of the inbox while sequences run
     max_micro_batch: int | None = None  # maximum rows per micro-batch; None: no limit
@@ -288,7 +288,7 @@ class ServePlan(Section):
     ssl_keyfile_password: str | None = field(default=None, repr=False)
     ssl_ca_certs: str | None = None  # authorities that sign clients' certificates
     max_open_calls: int | None = None  # per client; None: no limit
-    max_choice_tokens: int = 65_536  # n times max_new_tokens of one prompt, if n is above 1
+    max_choice_tokens: int = 65_536  # limit on n * max_new_tokens of a prompt with n > 1
     max_body_bytes: int | None = None  # for all routes; None: each route's own limit
 
 

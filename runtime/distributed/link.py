@@ -165,7 +165,7 @@ class WorkerLink:
     def __init__(self, end: socket.socket, *, max_bytes: int = MAX_FRAME_BYTES) -> None:
         self._socket = end
         self._max_bytes = max_bytes
-        self._sending = Lock()  # answers of verbs may come from other threads
+        self._sending = Lock()  # other threads may send answers to `Runner.call`
 
     def fileno(self) -> int:
         return self._socket.fileno()

@@ -89,10 +89,10 @@ class Linear(Weighted):
         self.adapters, self.row_values = slots, (ADAPTER,)
 
     def squares(self, a: Tensor, b: Tensor, device: torch.device) -> Tensor:
-        """Return the squared lengths of the rows of W + b a, float32 [O], over the inputs of all ranks.
+        """Return the squared norms of the rows of W + b a (DoRA), float32 [O], summed over the ranks' input shards.
 
-        `a` [P, r, I] and `b` [r, O], in the model's dtype, are the part of an adapter on this rank. All ranks must call
-        it together.
+        `a` [P, r, I] and `b` [r, O] are this rank's shard of an adapter (see `AdapterPart`), in the model's dtype. All
+        ranks must call this method together.
         """
         a, b, dtype = a.to(device).float(), b.to(device).float(), a.dtype
         total = a.new_zeros(b.shape[1])

@@ -19,7 +19,8 @@ class AdapterPart(NamedTuple):
 
     a: Tensor  # [P, r, I], zeros for sub-layers that the adapter leaves alone
     b: Tensor  # [r, O], scaled
-    # float32 [O]. The output without bias is multiplied by it before the product is added, which contains it (DoRA).
+    # For DoRA, float32 [O]. The layer's output without bias is multiplied by these scales; then the product with a and
+    # b is added. `b` already contains the scales.
     scales: Tensor | None = None
 
 

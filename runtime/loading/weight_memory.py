@@ -64,7 +64,7 @@ def distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def release(tensors: Iterable[Tensor]) -> int:
-    """Give the memory of the tensors back to the system, and return the bytes. Their contents are lost.
+    """Give the memory of the tensors back to the system, and return its size in bytes. The contents are lost.
 
     On a CPU their addresses stay valid: the pages come back as zeros when they are written. On a GPU the storages are
     empty until `reserve`. Raises OSError if the system refuses.
@@ -82,7 +82,7 @@ def release(tensors: Iterable[Tensor]) -> int:
 
 
 def reserve(tensors: Iterable[Tensor]) -> None:
-    """Allocate the storages that `release` has emptied on a GPU, filled with zeros. Does nothing on a CPU."""
+    """Allocate the storages that `release` emptied on a GPU, and fill them with zeros. Does nothing on a CPU."""
     for tensor in tensors:
         num_bytes = getattr(tensor, "penstock_nbytes", 0)
         if num_bytes and not tensor.untyped_storage().nbytes():
@@ -104,7 +104,7 @@ def combined(sums: Mapping[str, str]) -> str:
 
 
 def fill_random(model: nn.Module) -> None:
-    """Overwrite all parameters with random bytes' worth of small numbers, so that a later check finds stale weights."""
+    """Overwrite each byte of all parameters with a random number below 16. A later check then finds stale weights."""
     for tensor in distinct(parameter.data for parameter in model.parameters()):
         content = _content(tensor)
         content.random_(0, 16)

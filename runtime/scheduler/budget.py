@@ -8,7 +8,8 @@ from runtime.config.plan import SchedulerPlan
 from runtime.sequence import Sequence
 
 RESERVED_OUTPUT_TOKENS = 4096  # pages are reserved for at most this many further tokens of a sequence
-# Prompt tokens with log-probabilities in a prefill-only step, and in a mixed step, before such steps were measured.
+# Limits on the prompt tokens with log-probabilities in a prefill-only step, and in a mixed step. They apply until such
+# steps have been measured.
 SCORED_TOKENS: tuple[int, int] = (256, 32)
 OPEN_ENDED_WEIGHT = 1 / 16  # weight of the newest output in the average length of outputs without max_new_tokens
 RETRACTION_STEPS = 20  # after a retraction, pages are reserved for this many further tokens of each sequence
@@ -18,10 +19,12 @@ class PromptBudget:
     """The number of prompt tokens that one step may still compute, limited by `chunk_tokens` and `max_prefill_tokens`.
 
     With chunking, a prompt is cut at a page boundary to fit both limits. Without chunking, the first prompt of a step
-    is always granted, and later prompts if they fit. After `token_limit` tokens the step takes no further prompt, so
-    that first tokens do not wait for later prompts; this limit cuts no prompt. `hard_limit` does, down to a page, so
-    that prompts always continue. `scored_limit` limits the prompt tokens
-    with log-probabilities, which take longer than others.
+    is always granted, and later prompts only if they fit.
+
+    `token_limit` never cuts a prompt: after so many tokens, the step takes no further prompt, so that first tokens do
+    not wait for later prompts. `hard_limit` also limits the size of a chunk, but a chunk may always have one page, so
+    that prompts always advance. `scored_limit` limits the prompt tokens with log-probabilities, which take longer than
+    other tokens.
     """
 
     __slots__ = ("_chunk", "_page_size", "_scored", "_soft_limit", "_step", "_untouched")
@@ -76,7 +79,7 @@ class PromptBudget:
 
     @staticmethod
     def _num_scored(sequence: Sequence, start: int, count: int) -> int:
-        """Number of these tokens whose log-probabilities the request wants."""
+        """Return the number of these tokens whose log-probabilities the request wants."""
         return max(min(start + count, sequence.num_prompt - 1) - max(sequence.next_logprob, start), 0)
 
     def spend_scored(self, sequence: Sequence, start: int, count: int) -> None:

@@ -24,11 +24,14 @@ _PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.|transformer\.)?")
 
 
 class ModuleChange(NamedTuple):
-    """What an adapter changes in one module: W + b a, for an embedding [V, E], and new rows of it."""
+    """What an adapter changes in one module: W [O, I] becomes W + b a, and `rows` replace the vectors of some tokens.
+
+    For an embedding, W is the transpose of its weight [V, E].
+    """
 
     a: Tensor  # [r, I]
     b: Tensor  # [O, r], scaled
-    magnitude: Tensor | None = None  # float32 [O], lengths of the rows of W + b a (DoRA)
+    magnitude: Tensor | None = None  # float32 [O], norms of the rows of the new weight (DoRA)
     ids: Tensor | None = None
     rows: Tensor | None = None  # [n, E], vectors of the tokens `ids`
 
@@ -150,7 +153,7 @@ def _shape(module: nn.Module) -> tuple[int, int]:
 
 
 def _changed(module: nn.Module, change: ModuleChange, x: Tensor, y: Tensor) -> Tensor:
-    """Return the outputs [n, O] of a module with an adapter, from its inputs and outputs without."""
+    """Return the outputs [n, O] of a module with an adapter. `x` and `y` are its inputs and its outputs without one."""
     if isinstance(module, nn.Embedding):
         scale: Any = getattr(module, "embed_scale", 1.0)
         y = y.float() + scale * (F.embedding(x, change.a.T).float() @ change.b.T.float())

@@ -39,9 +39,9 @@ def choose_model(core: EngineCore, model: str | None) -> ServedModel:
 
 
 def adapters_of(model: ServedModel, lora_path: str | list[str | None] | None, count: int) -> list[str | None]:
-    """Return the adapter of each of `count` prompts. `lora_path` names adapters too; "" is like null.
+    """Return the adapter of each of `count` prompts. The request's `model` or `lora_path` names it; "" is like null.
 
-    Raises `InvalidRequest` if both name an adapter and not the same one.
+    Raises `InvalidRequest` if `model` and `lora_path` name different adapters.
     """
     adapters = [name or model.adapter for name in spread(lora_path, count, "lora_path")]
     if model.adapter is not None and any(name != model.adapter for name in adapters):

@@ -161,7 +161,7 @@ async def weight_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(CheckerBody)
 async def checker(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the checksums of all weights, compare them with earlier ones, or overwrite the weights (reset)."""
+    """Return checksums of the weights, compare them with earlier ones, or fill the weights with random bytes."""
     body = await read_body(http, lambda raw: decode(CheckerBody, parse_object(raw)))
     if body.action == "reset":
         await core.weights.check("reset_tensors")

@@ -59,9 +59,9 @@ def text(value: str) -> Html:
 
 
 def tokens(pieces: Iterable[tuple[str, float | None]]) -> Html:
-    """Return tokens (text, log-probability), coloured by their probabilities: red is unlikely, green is likely.
+    """Return the tokens as HTML, coloured by probability: red is unlikely, green is likely.
 
-    The probability is the tooltip of its token.
+    Each of the `pieces` is a token's text and log-probability. The tooltip of a token shows its probability.
     """
     spans = []
     for piece, logprob in pieces:

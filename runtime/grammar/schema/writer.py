@@ -47,7 +47,7 @@ MAX_ALTERNATIVES = 256  # maximum number of schemas in `oneOf`
 NODES_BETWEEN_PAUSES = 64
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-# Keywords that limit values in any draft and are refused; the values say what to use instead.
+# Refused keyword -> what to use instead. Each keyword limits JSON values in at least one draft of JSON Schema.
 UNSUPPORTED: Mapping[str, str] = {
     "contains": "use prefixItems",
     "unevaluatedProperties": "use additionalProperties false",
