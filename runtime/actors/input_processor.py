@@ -117,7 +117,7 @@ class InputProcessor:
         """Raise `InvalidRequest` if this engine takes no images, or not so many."""
         param, most = request.media[0].param, self._media.limits["image"]
         if not self._media.enabled:
-            raise InvalidRequest(f"Images are not accepted: {self._media.refusal}.", param=param)
+            raise InvalidRequest(f"No images are accepted: {self._media.refusal}.", param=param)
         if len(request.media) > most:
             raise InvalidRequest(
                 f"The request has {len(request.media)} images; at most {most} are accepted (--limit-mm-per-prompt).",

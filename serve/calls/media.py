@@ -41,7 +41,7 @@ def for_template(core: EngineCore, messages: Sequence[Message]) -> Sequence[Mess
     if not media:
         return messages
     if core.media is None:
-        raise InvalidRequest(f"Images are not accepted: {core.plan.media.refusal}.", param=media[0].param)
+        raise InvalidRequest(f"No images are accepted: {core.plan.media.refusal}.", param=media[0].param)
     core.media.check(media)
     place = {"type": "image", "placeholder": core.media.placeholder}
     return [

@@ -291,8 +291,12 @@ ROUTES: Mapping[str, Route] = {
         {"text": PROMPT, "sampling_params": {"max_new_tokens": 48, "temperature": 0}},
         GENERATE,
         declared(GenerateBody),
-        refused={"priority": 3, "lora_path": "none"},
-        idle={"custom_logit_processor": "asked in test_logits_processors.py", "log_metrics": "seen in /metrics"},
+        refused={"priority": 3, "lora_path": "none", "image_data": "aGk=", "session_params": {"id": "none"}},
+        idle={
+            "custom_logit_processor": "asked in test_logits_processors.py",
+            "log_metrics": "seen in /metrics",
+            "modalities": "says what image_data has, as in SGLang",
+        },
     ),
     "/generate of sampling_params": Route(
         {"text": PROMPT, "sampling_params": {"max_new_tokens": 48, "temperature": 0}},
@@ -362,7 +366,7 @@ ROUTES: Mapping[str, Route] = {
         },
         {**OLLAMA, "prompt": "Hello", "system": "Be brief.", "raw": True},
         declared(ollama.GenerateBody),
-        refused={"model": "other"},
+        refused={"model": "other", "images": ["aGk="]},
         idle={"keep_alive": "the model stays loaded"},
     ),
     "/api/chat of options": Route(

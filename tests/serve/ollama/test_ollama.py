@@ -159,7 +159,7 @@ async def test_model_is_listed_and_described(served: Served) -> None:
         ({"top_logprobs": 2}, "top_logprobs requires logprobs"),
         (
             {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]},
-            "Images are not accepted",
+            "No images are accepted",
         ),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role must be"),
         ({"messages": [{"role": "user", "content": "long " * 600}]}, "too long"),
