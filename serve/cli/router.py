@@ -10,8 +10,9 @@ import argparse
 import asyncio
 import itertools
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 import httpx
 import orjson
@@ -21,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from serve.background import background_tasks
 from serve.http.access import PREFILLED
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -29,6 +31,8 @@ GENERATING = frozenset(
     ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages", "/v1/responses", "/api/chat")
 )
 HOP_HEADERS = frozenset(("host", "content-length", "connection", "transfer-encoding", "keep-alive", PREFILLED))
+# Servers then do not take the requests of a router on their machine for local ones, for which admin routes need no key.
+VIA = ("via", "1.1 penstock-router")
 METHODS = ["GET", "POST", "PUT", "DELETE"]
 
 
@@ -81,13 +85,14 @@ class Router:
             if len(body) > MAX_BODY_BYTES:
                 return _failure(413, f"The body has more than {MAX_BODY_BYTES} bytes.")
         headers = [(name, value) for name, value in request.headers.items() if name not in HOP_HEADERS]
-        path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
+        path = request.scope["raw_path"].decode("latin-1") + (f"?{request.url.query}" if request.url.query else "")
+        headers.append(VIA)
         if request.method == "POST" and request.url.path in GENERATING:
             task = asyncio.create_task(self._prefill_prompt(path, headers, bytes(body)))
             self._prefilling.add(task)
             task.add_done_callback(self._prefilling.discard)
             headers.append((PREFILLED, "1"))
-        return await self._forward(request.method, path, headers, bytes(body))
+        return await self._forward(request, path, headers, bytes(body))
 
     async def _prefill_prompt(self, path: str, headers: Sequence[tuple[str, str]], body: bytes) -> None:
         """Let a prefill server compute the prompt. If it fails, the decode server computes the prompt itself."""
@@ -99,18 +104,26 @@ class Router:
             fields.pop("stream_options", None)
             async with self._prefill.server() as url:
                 await self._client.post(url + path, headers=list(headers), content=orjson.dumps(fields))
-        except (orjson.JSONDecodeError, httpx.HTTPError) as error:
+        except (orjson.JSONDecodeError, orjson.JSONEncodeError, httpx.HTTPError, httpx.InvalidURL) as error:
             sys.stderr.write(f"A prompt was not prefilled: {type(error).__name__}: {error}\n")
 
-    async def _forward(self, method: str, path: str, headers: Sequence[tuple[str, str]], body: bytes) -> Response:
+    async def _forward(self, request: Request, path: str, headers: Sequence[tuple[str, str]], body: bytes) -> Response:
+        """Send a request to a decode server. If the client leaves before the answer begins, the request ends."""
         server = self._decode.server()
         url = await server.__aenter__()
+        answer = None
         try:
-            sent = self._client.build_request(method, url + path, headers=list(headers), content=body)
-            answer = await self._client.send(sent, stream=True)
+            sent = self._client.build_request(request.method, url + path, headers=list(headers), content=body)
+            answer = await _unless_left(request, self._client.send(sent, stream=True))
         except httpx.HTTPError as error:
-            await server.__aexit__(None, None, None)
             return _failure(502, f"The decode server {url} cannot be reached: {type(error).__name__}.")
+        except httpx.InvalidURL:
+            return _failure(400, "The path is not valid.")
+        finally:
+            if answer is None:
+                await server.__aexit__(None, None, None)
+        if answer is None:
+            return Response(status_code=499)
 
         async def parts() -> AsyncIterator[bytes]:
             try:
@@ -143,6 +156,17 @@ def router_app(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
         return await request.app.state.router.handle(request)
 
     return Starlette(routes=[Route("/{path:path}", handle, methods=METHODS)], lifespan=lifespan)
+
+
+async def _unless_left(request: Request, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response | None:
+    """Return the answer; None if the client leaves first. The body has been read, so only its end can arrive."""
+
+    async def leave() -> None:
+        await request.receive()
+
+    async with background_tasks(sending, leave()) as (answering, leaving):
+        await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return answering.result() if answering.done() else None
 
 
 def _failure(status: int, message: str) -> Response:

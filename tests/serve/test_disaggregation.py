@@ -12,6 +12,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 import greedy
 from http_server import serving as app_serving
@@ -139,6 +143,51 @@ async def test_combinations_that_cannot_work_are_refused(options: dict[str, Any]
     with pytest.raises(ConfigurationError, match=word):
         async with Engine(**options):
             pass
+
+
+async def test_admin_routes_behind_the_router_need_the_key_and_bad_paths_are_refused() -> None:
+    async with (
+        Engine(random_seed=1) as engine,
+        app_serving(build_app(engine.core)) as url,
+        app_serving(router_app([url], [url]), lifespan="on") as router,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        assert (await client.post(f"{url}/flush_cache")).status_code == 200
+        assert (await client.post(f"{router}/flush_cache")).status_code == 403
+        assert (
+            (await client.get(f"{router}/v1/models/a%2Fb%3Fc"))
+            .json()["error"]["message"]
+            .startswith("The model 'a/b?c'")
+        )
+        for path in ("%00", "%ff"):
+            assert (await client.get(f"{router}/v1/models/{path}")).status_code == 404
+        deep = b'{"text": "x", "sampling_params": {"max_new_tokens": 1}, "a": ' + b"[" * 400 + b"]" * 400 + b"}"
+        answer = await client.post(f"{router}/generate", content=deep, headers={"content-type": "application/json"})
+        assert answer.status_code == 200
+
+
+async def test_a_client_that_leaves_before_the_answer_ends_its_request() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def compute(request: Request) -> Response:
+        await request.body()
+        began.set()
+        message = await request.receive()
+        assert message["type"] == "http.disconnect"
+        ended.set()
+        return Response()
+
+    decode = Starlette(routes=[Route("/v1/embeddings", compute, methods=["POST"])])
+    async with (
+        app_serving(decode) as url,
+        app_serving(router_app([url], [url]), lifespan="on") as router,
+        httpx.AsyncClient(trust_env=False) as client,
+    ):
+        asking = asyncio.create_task(client.post(f"{router}/v1/embeddings", json={"input": "x"}, timeout=60))
+        async with asyncio.timeout(10):
+            await began.wait()
+            asking.cancel()
+            await ended.wait()
 
 
 @pytest.mark.slow
