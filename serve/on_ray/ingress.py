@@ -21,6 +21,8 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 ATTEMPTS = 3  # replicas that a request which has not begun is sent to
 SCOPE_FIELDS = ("type", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
 ADMIN_PATHS = frozenset(spec.path for spec in ROUTES if spec.scope is RouteScope.ADMIN)
+# A replica then does not take requests with a loopback Host for requests of its machine.
+VIA = (b"via", b"1.1 penstock-ray")
 LOST = "The replica that computed this answer has ended."
 
 logger = logging.getLogger("penstock.server")
@@ -43,6 +45,7 @@ class Ingress:
         if body is None:
             return failure(413, f"The body has more than {MAX_BODY_BYTES} bytes.")
         scope = {name: request.scope[name] for name in SCOPE_FIELDS} | {"path": path, "raw_path": path.encode()}
+        scope["headers"] = [*scope["headers"], VIA]
         key = prompt_key(body, dict(request.scope["headers"]))
         for attempt in range(ATTEMPTS):
             parts: Any = self._replicas.remote(key, scope, body)

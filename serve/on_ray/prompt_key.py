@@ -18,14 +18,17 @@ SESSION_HEADERS = (b"x-session-id", b"session-id")
 def prompt_key(body: bytes, headers: Mapping[bytes, bytes]) -> list[int]:
     """Return a hash for each block of the prompt, which includes all blocks before it and the model's name.
 
-    The requests of a session have the session as their first block. A body without a prompt has an empty key.
+    The requests of a session have the session as their first block. A body without a prompt, or with one that is nested
+    too deeply for JSON, has an empty key.
     """
     try:
         fields = orjson.loads(body)
-    except orjson.JSONDecodeError:
+        return _key(fields, headers) if isinstance(fields, dict) else []
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         return []
-    if not isinstance(fields, dict):
-        return []
+
+
+def _key(fields: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> list[int]:
     session = next((headers[name] for name in SESSION_HEADERS if name in headers), None)
     session = session or next((_bytes(fields[name]) for name in SESSIONS if fields.get(name)), b"")
     prompt = next((_bytes(fields[name]) for name in PROMPTS if fields.get(name)), b"")

@@ -40,7 +40,10 @@ def test_models_adapters_and_sessions_have_keys_of_their_own() -> None:
     assert key({b"x-session-id": b"s"}, prompt="Hello")[0] == key({b"x-session-id": b"s"}, prompt="Bye")[0]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"prompt": ""}'])
+DEEP = b'{"prompt": ' + b"[" * 400 + b"]" * 400 + b"}"
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"{}", b'{"prompt": ""}', DEEP])
 def test_other_bodies_have_no_key(body: bytes) -> None:
     assert prompt_key(body, {}) == []
 
