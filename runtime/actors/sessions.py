@@ -8,8 +8,8 @@ not evicted.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
 from uuid import uuid4
 
 from runtime.actors.live_requests import LiveRequest
@@ -45,7 +45,8 @@ class _Session:
 class Sessions:
     """The open sessions of an engine. Observes requests to keep their tokens when they end.
 
-    If there are too many sessions or tokens, the sessions that were not used for longest are closed.
+    If there are too many sessions or tokens, the client that has most of them loses its least recently used session.
+    Therefore no client closes the sessions of others by opening more.
     """
 
     def __init__(self, bos_id: int | None) -> None:
@@ -70,7 +71,7 @@ class Sessions:
         if capacity < 1:
             raise InvalidRequest("capacity_of_str_len must be positive.", param="capacity_of_str_len")
         while len(self._sessions) >= MAX_SESSIONS:
-            self._close_oldest()
+            self._close_oldest(lambda session: 1)
         self._sessions[name] = _Session(owner, capacity)
         return name
 
@@ -146,7 +147,7 @@ class Sessions:
         while session.num_tokens > session.capacity and len(session.turns) > 1:
             self._drop(session, next(iter(session.turns)))
         while self._num_tokens > MAX_TOKENS and len(self._sessions) > 1:
-            self._close_oldest()
+            self._close_oldest(lambda session: session.num_tokens)
 
     @staticmethod
     def _before(session: _Session, params: SessionParams) -> Sequence[int]:
@@ -179,6 +180,12 @@ class Sessions:
         session.num_tokens += num_tokens
         self._num_tokens += num_tokens
 
-    def _close_oldest(self) -> None:
-        _, session = self._sessions.popitem(last=False)
+    def _close_oldest(self, weight: Callable[[_Session], int]) -> None:
+        """Close the least recently used session of the owner whose sessions weigh most."""
+        weights: Counter[str] = Counter()
+        for session in self._sessions.values():
+            weights[session.owner] += weight(session)
+        owner = max(weights, key=weights.__getitem__)
+        name, session = next(each for each in self._sessions.items() if each[1].owner == owner)
+        del self._sessions[name]
         self._num_tokens -= session.num_tokens

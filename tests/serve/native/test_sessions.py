@@ -107,3 +107,16 @@ def test_other_clients_cannot_use_a_session_and_limits_close_the_oldest(monkeypa
     assert len(table) == 2
     with pytest.raises(InvalidRequest, match="is not open"):
         table.close("a", "ada")
+
+
+def test_a_client_with_many_sessions_or_tokens_closes_its_own_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
+    table = Sessions(None)
+    table.open(10, "a", "ada")
+    for number in range(5):
+        table.open(10, f"b{number}", "bob")
+    with pytest.raises(InvalidRequest, match="is not open"):
+        table.close("b2", "bob")
+    for name, owner in (("a", "ada"), ("b3", "bob"), ("b4", "bob")):
+        table.close(name, owner)
+    assert not len(table)
