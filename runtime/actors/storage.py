@@ -220,13 +220,15 @@ class Storage:
     async def _found(self, store: PageStore, wanted: Wanted) -> int:
         """Return how many of the wanted pages the store has.
 
-        If a prefill server computes the prompt, wait for all of them as long as their number grows.
+        If a prefill server computes the prompt, wait for all of them as long as their number grows. With another store,
+        a client's header has no effect.
         """
         keys = wanted.keys[wanted.first :]
         number = await anyio.to_thread.run_sync(store.exists, keys)
         grown_s = time.monotonic()
         while (
             number < len(keys)
+            and self._plan.cache.storage == "decode"
             and any(sequence.request.caller.prefilled for sequence in wanted.sequences)
             and self._tier.attached
         ):

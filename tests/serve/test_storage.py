@@ -16,9 +16,11 @@ import pytest
 
 from greedy import GREEDY, model_path, prompts, reference
 from runtime.actors.engine_core import Status
-from runtime.actors.storage import Attachment
+from runtime.actors.storage import STALL_S, Attachment
 from runtime.errors import ConfigurationError, InvalidRequest, NotSupported
 from runtime.kv_cache import storage_tier
+from runtime.request import Caller, Request
+from runtime.sampling_params import SamplingParams
 from serve import Engine
 from serve.server.app import build_app
 
@@ -313,3 +315,13 @@ async def test_storage_over_http(tmp_path: Path, monkeypatch: Any):
                 ({}, 400),
             ):
                 assert (await http.put(backend, json=body)).status_code == status, body
+
+
+async def test_a_client_cannot_make_lookups_wait_for_a_prefill_server(tmp_path: Path) -> None:
+    async with Engine(model_path("llama"), **options(tmp_path)) as engine:
+        await attached(engine)
+        request = Request(
+            ids=tuple(range(5, 45)), sampling=SamplingParams(max_new_tokens=1), caller=Caller(prefilled=True)
+        )
+        with anyio.fail_after(STALL_S / 2):
+            await engine.core.submit(request).whole()
