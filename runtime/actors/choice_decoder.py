@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from runtime.actors.output_stream import join_logprobs
-from runtime.grammar.patterns.stop_patterns import stop_pattern
 from runtime.request import Chunk, Delta, Finish, Logprobs, Request, Usage
 from runtime.scheduler.apply import first_logprobs
 from runtime.tokenizer.incremental import IncrementalDecoder
-from runtime.tokenizer.stop import StopMatcher
+from runtime.tokenizer.stop import StopMatcher, StopPattern
 from runtime.tokenizer.tokenizer import Tokenizer
 
 
@@ -29,7 +30,13 @@ class ChoiceDecoder:
         "sent_s",
     )
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, stream_interval: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        stream_interval: int,
+        patterns: Sequence[StopPattern] = (),  # of the request's `stop_regex`
+    ) -> None:
         sampling = request.sampling
         self.ended = False
         self.sent_s = 0.0  # time of the last chunk (`time.monotonic`), written by the detokenizer
@@ -50,8 +57,7 @@ class ChoiceDecoder:
                 request.shown_special_ids,
             )
         self._matcher: StopMatcher | None = None
-        if sampling.stop or sampling.stop_regex:
-            patterns = [stop_pattern(text) for text in sampling.stop_regex]  # cached: the tokenizer actor checked them
+        if sampling.stop or patterns:
             self._matcher = StopMatcher(sampling.stop, sampling.no_stop_trim, patterns)
 
     def push(self, delta: Delta) -> Chunk | None:

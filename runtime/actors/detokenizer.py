@@ -77,7 +77,8 @@ class DetokenizerActor:
     def _start(self, live: LiveRequest) -> list[ChoiceDecoder]:
         request = live.request
         live.decoders = [
-            ChoiceDecoder(request, self._tokenizer, self._stream_interval) for _ in range(request.sampling.n)
+            ChoiceDecoder(request, self._tokenizer, self._stream_interval, live.stop_patterns)
+            for _ in range(request.sampling.n)
         ]
         return live.decoders
 

@@ -103,7 +103,7 @@ class InputProcessor:
             )
 
     def breaker_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """Return the tokens that end DRY's repetitions. Takes 0.1 s for new texts: call it on a thread first."""
+        """Return the tokens that end DRY's repetitions. Takes 0.1 s for new texts: call it on a thread."""
         if not sampling.dry_multiplier or not sampling.dry_sequence_breakers:
             return NO_IDS
         if self._breakers is None:
@@ -153,9 +153,12 @@ class InputProcessor:
                 param="query",
             )
 
-    def prepare(self, request: Request, ids: tuple[int, ...]) -> tuple[Request, list[Sequence]]:
+    def prepare(
+        self, request: Request, ids: tuple[int, ...], breaker_ids: frozenset[int] = NO_IDS
+    ) -> tuple[Request, list[Sequence]]:
         """Return the request with these ids, and its sequences. The ids are truncated if the request allows it.
 
+        `breaker_ids` are those of its sampling parameters, which `breaker_ids` returned on a thread.
         Raises `ContextOverflow` or `InvalidRequest`.
         """
         if request.sampling.allowed_token_ids is not None:
@@ -165,7 +168,6 @@ class InputProcessor:
             function, params = self._processors[request.sampling.custom_logit_processor], request.sampling.custom_params
             request = replace(request, constraint=ProcessedLogits(function, params or {}, request.constraint))
         if request.sampling.dry_multiplier:
-            breaker_ids = self.breaker_ids(request.sampling)
             request = replace(request, constraint=DryPenalties(request.sampling, breaker_ids, request.constraint))
         if request.on_logits is not None:
             request = replace(request, constraint=LogitsHook(request.on_logits, request.constraint))

@@ -15,6 +15,7 @@ from runtime.actors.request_times import RequestTimes
 from runtime.errors import InvalidRequest, PenstockError
 from runtime.request import Chunk, Finish, Request, Usage
 from runtime.sequence import Sequence
+from runtime.tokenizer.stop import StopPattern
 
 NUM_RECENT = 64  # ended requests whose timelines are kept
 ABORTED = Finish("abort", message="Aborted by the user.")
@@ -38,12 +39,14 @@ class LiveRequest:
 
     __slots__ = (
         "aborting",
+        "breaker_ids",
         "decoders",
         "ends",
         "output",
         "request",
         "scheduler",
         "sequences",
+        "stop_patterns",
         "times",
     )
 
@@ -53,6 +56,10 @@ class LiveRequest:
         self.times = output.times = RequestTimes()
         self.ends: list[Chunk] = []  # last chunk of each choice, written by the part that puts it into the output
         self.sequences: list[Sequence] = []  # one for each choice, written by the tokenizer
+        # What a thread made of the texts of sampling parameters, written by the tokenizer. It is kept here because the
+        # caches of these texts may forget it before it is used on the event loop.
+        self.stop_patterns: Seq[StopPattern] = ()
+        self.breaker_ids: frozenset[int] = frozenset()
         # Written by the scheduler actor or the router. None before admission and while no replica is alive.
         self.scheduler: SchedulerHandle | None = None
         self.decoders: list[ChoiceDecoder] = []  # written by the detokenizer, with the first output

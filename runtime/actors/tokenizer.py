@@ -21,7 +21,7 @@ from runtime.actors.sessions import Sessions
 from runtime.constraint import Constraint
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PenstockError
 from runtime.grammar.compiler import GrammarCompiler
-from runtime.grammar.patterns.stop_patterns import stop_pattern
+from runtime.grammar.patterns.stop_patterns import stop_patterns
 from runtime.media.preparation import MediaPreparer
 from runtime.request import Request
 from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
@@ -134,20 +134,23 @@ class TokenizerActor:
             if live.request.grammar is not None or live.request.thinking is not None:
                 constraint = await self._constraint(live.request)
             if _needs_thread(live.request):
-                await anyio.to_thread.run_sync(self._read_texts, live.request)
+                await anyio.to_thread.run_sync(self._read_texts, live)
             if live.request.adapter is not None and self._adapters is not None:
                 await self._adapters.ready(live.request.adapter)
         except PenstockError as error:
             self._admit(live, error)
+        except Exception:  # code of a library, or of transformers' model, failed: only this request fails
+            logger.exception("preparing request %s failed", live.request.label)
+            self._admit(live, EngineFailure("The request could not be prepared."))
         else:
             live.request = replace(live.request, constraint=constraint)
             self._inbox.put((live, True))
 
-    def _read_texts(self, request: Request) -> None:
-        """Compile and cache the texts of sampling parameters. Raises `InvalidRequest`."""
-        self._processor.breaker_ids(request.sampling)
-        for pattern in request.sampling.stop_regex:
-            stop_pattern(pattern)
+    def _read_texts(self, live: LiveRequest) -> None:
+        """Compile the texts of sampling parameters. Raises `InvalidRequest`."""
+        sampling = live.request.sampling
+        live.breaker_ids = self._processor.breaker_ids(sampling)
+        live.stop_patterns = stop_patterns(sampling.stop_regex)
 
     async def _prepare_media(self, live: LiveRequest) -> None:
         """Encode the request's images, and set its ids and `prompt_media`."""
@@ -245,7 +248,7 @@ class TokenizerActor:
                 raise ids
             if request.session is not None and self._sessions is not None:
                 ids = self._sessions.continued(request, ids)
-            live.request, live.sequences = self._processor.prepare(request, ids)
+            live.request, live.sequences = self._processor.prepare(request, ids, live.breaker_ids)
         except PenstockError as error:
             self._requests.fail(request.id, error)
         else:

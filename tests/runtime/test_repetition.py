@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import numpy as np
@@ -91,6 +92,20 @@ async def test_engine_breaks_a_loop_alone_and_in_a_batch(engine: Engine) -> None
     ]
     assert set(text) | set(plain_text) <= {"a", "b"}
     assert text != plain_text
+
+
+async def test_the_event_loop_does_not_look_for_breakers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    ids = Breakers.ids
+
+    def noted(self: Breakers, texts: tuple[str, ...]) -> frozenset[int]:
+        threads.append(threading.get_ident())
+        return ids(self, texts)
+
+    monkeypatch.setattr(Breakers, "ids", noted)
+    await engine.generate("x", {"max_new_tokens": 2, "dry_multiplier": 1})
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 import tiny_seeing
+from runtime.errors import EngineFailure
 from runtime.media_source import MediaSource
 from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
@@ -137,4 +138,20 @@ async def test_abort_while_an_image_is_prepared_leaves_nothing() -> None:
         stream.close()
         assert (await answer(engine, family, (0,)))[0].agrees(expected(family, (0,)))
         await engine.core.drain()
+        engine.core.check()
+
+
+async def test_a_failure_of_the_models_code_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = "llava"
+
+    async def fail(*arguments: Any) -> Any:
+        raise TypeError("the model's code")
+
+    async with Engine(tiny_seeing.cached(family), **PLAIN) as engine:
+        assert engine.core.media is not None
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.core.media, "place", fail)
+            with pytest.raises(EngineFailure, match="could not be prepared"):
+                await answer(engine, family, (0,))
+        assert (await answer(engine, family, (0,)))[0].agrees(expected(family, (0,)))
         engine.core.check()

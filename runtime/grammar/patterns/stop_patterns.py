@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 from runtime.errors import InvalidRequest
@@ -9,7 +10,23 @@ from runtime.grammar.patterns.automata import TooComplexError, exact_automaton
 from runtime.grammar.patterns.expressions import PatternError, rows
 from runtime.tokenizer.stop import StopPattern
 
-MAX_STATES = 256  # of one automaton: each may be live for each character of a text
+MAX_STATES = 256  # of all automata of a request: each may be live for each character of a text
+
+
+def stop_patterns(patterns: Iterable[str]) -> tuple[StopPattern, ...]:
+    """Return the automata of a request's patterns. Call it on a thread, like `stop_pattern`.
+
+    Raises `InvalidRequest` for a pattern that cannot be used, or if they are too complex together.
+    """
+    automata = tuple(map(stop_pattern, patterns))
+    num_states = sum(len(each.accepts) for each in automata)
+    if num_states > MAX_STATES:
+        raise InvalidRequest(
+            f"The patterns of stop_regex are too complex: they have {num_states} states, up to {MAX_STATES} are "
+            "allowed together.",
+            param="stop_regex",
+        )
+    return automata
 
 
 @lru_cache(256)

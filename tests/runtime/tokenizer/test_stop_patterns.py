@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import random
 import re
+import threading
 import time
+from typing import Any
 
 import pytest
 
+from runtime.actors.tokenizer import TokenizerActor
 from runtime.errors import InvalidRequest
-from runtime.grammar.patterns.stop_patterns import stop_pattern
+from runtime.grammar.patterns import stop_patterns as compiling
+from runtime.grammar.patterns.automata import exact_automaton
+from runtime.grammar.patterns.stop_patterns import stop_pattern, stop_patterns
 from runtime.tokenizer.stop import StopMatcher
 from serve import Engine
 
@@ -89,3 +94,31 @@ async def test_engine_stops_at_a_pattern() -> None:
         with pytest.raises(InvalidRequest, match="anchor") as refused:
             await engine.generate("Hello", {**params, "stop_regex": "^a"})
         assert refused.value.param in ("stop_regex", "sampling_params.stop_regex")
+
+
+def test_the_patterns_of_a_request_have_a_limit_together() -> None:
+    pattern = r"\w{100}"
+    assert len(stop_patterns([pattern] * 2)) == 2
+    with pytest.raises(InvalidRequest, match="306 states, up to 256 are allowed together"):
+        stop_patterns([pattern] * 3)
+
+
+async def test_the_event_loop_compiles_no_pattern_that_the_cache_forgot(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+    admit = TokenizerActor._admit
+
+    def noted(pattern: str) -> Any:
+        threads.append(threading.get_ident())
+        return exact_automaton(pattern)
+
+    def forgetting(self: TokenizerActor, live: Any, ids: Any) -> None:
+        stop_pattern.cache_clear()
+        admit(self, live, ids)
+
+    monkeypatch.setattr(compiling, "exact_automaton", noted)
+    monkeypatch.setattr(TokenizerActor, "_admit", forgetting)
+    stop_pattern.cache_clear()
+    async with Engine(random_seed=1) as engine:
+        await engine.generate("Hello", {"max_new_tokens": 4, "stop_regex": "q[0-9]q"})
+    assert threads
+    assert threading.get_ident() not in threads
