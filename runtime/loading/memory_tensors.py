@@ -57,7 +57,7 @@ def parse_safetensors(content: bytes, *, flattened: bool = False) -> dict[str, T
         raise InvalidRequest(PICKLE, param="serialized_named_tensors")
     try:
         header, tensors = _parse(content)
-    except (ValueError, KeyError, TypeError, RuntimeError, struct.error, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error, RecursionError) as error:
         raise InvalidRequest(
             "The tensors are not valid safetensors bytes.", param="serialized_named_tensors"
         ) from error

@@ -140,6 +140,7 @@ async def test_damaged_and_pickled_tensors_are_refused() -> None:
         base64.b64encode(good[:-1]).decode(): "not valid safetensors",
         base64.b64encode(b"\xff" * 64).decode(): "not valid safetensors",
         base64.b64encode(b"").decode(): "not valid safetensors",
+        base64.b64encode(b"\x02" + b"\0" * 7 + b"[]").decode(): "not valid safetensors",
         base64.b64encode(good).decode(): "no tensors a",
     }
     async with serving(old) as (engine, http):
