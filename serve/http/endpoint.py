@@ -21,6 +21,7 @@ from runtime.actors.output_stream import OutputStream, close_all, read_all
 from runtime.errors import (
     ContextOverflow,
     InvalidRequest,
+    Overloaded,
     PayloadTooLarge,
     RequestError,
     TooManyRequests,
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 MAX_BODY_BYTES = "penstock.max_body_bytes"  # key in the scope of every request; the value is the limit of its route
+LARGE_BODIES = "penstock.large_bodies"  # key in the scope of every request; the value is the server's `LargeBodies`
+MAX_LARGE_BYTES = 2**30  # memory of all large bodies that are being received and decoded
+LARGE_BYTES = 2**20  # smaller bodies are received whatever others do
 PLAIN_ID = re.compile(rb"[!-~]{1,128}")  # an x-request-id that is sent back
 CLIENT_GONE = 499  # status for access logs; the client has disconnected
 
@@ -76,6 +80,26 @@ class ClientGoneError(Exception):
     """The client disconnected before its answer was ready."""
 
 
+class LargeBodies:
+    """Limits the memory of the bodies that are being received and decoded, over all calls of a server.
+
+    Without the limit, a few connections that each send a body of the largest size would fill the memory.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int, body_bytes: int) -> None:
+        """Count bytes that arrived. Raises `Overloaded` if the body has `body_bytes` so far and there is no room."""
+        self.num_bytes += num_bytes
+        if self.num_bytes > self.max_bytes and body_bytes > LARGE_BYTES:
+            raise Overloaded("Too many large bodies are being received.")
+
+
+UNLIMITED = LargeBodies(2**63)  # for admin routes, whose bodies may hold weights
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """The ASGI application of one route. Every error of its handler becomes a response in the route's format."""
@@ -88,9 +112,11 @@ class Endpoint:
     path: str  # pattern of the route's path
     max_body_bytes: int
     open_calls: OpenCalls
+    large_bodies: LargeBodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope[MAX_BODY_BYTES] = self.max_body_bytes
+        scope[LARGE_BODIES] = self.large_bodies if self.route_scope is RouteScope.USER else UNLIMITED
         try:
             client = self.access.admit(scope, self.route_scope)
         except RequestError as refused:
@@ -156,8 +182,8 @@ async def read_body(
     """Return `decode(body)`. A large or slow body is decoded in a thread, so `decode` must have no side effects.
 
     A route whose small bodies can take long passes `inline_bytes` 0 and always decodes in a thread. Raises
-    the errors of `decode`, `InvalidRequest` unless the body is declared as JSON (or `any_type`), and `PayloadTooLarge`
-    as soon as the announced or received size exceeds the limit.
+    the errors of `decode`, `InvalidRequest` unless the body is declared as JSON (or `any_type`), `PayloadTooLarge` as
+    soon as the announced or received size exceeds the limit, and `Overloaded` if large bodies take too much memory.
     """
     require_json(request, any_type=any_type)
     limit: int = request.scope[MAX_BODY_BYTES]
@@ -165,13 +191,17 @@ async def read_body(
     if content_length.isdecimal() and int(content_length) > limit:
         raise _too_large(limit)
     parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise _too_large(limit)
-        parts.append(part)
-    return await off_loop(lambda: decode(b"".join(parts)), small=size <= inline_bytes)
+    size, bodies = 0, request.scope[LARGE_BODIES]
+    try:
+        async for part in request.stream():
+            size += len(part)
+            bodies.add(len(part), size)
+            if size > limit:
+                raise _too_large(limit)
+            parts.append(part)
+        return await off_loop(lambda: decode(b"".join(parts)), small=size <= inline_bytes)
+    finally:
+        bodies.num_bytes -= size
 
 
 async def read_call(

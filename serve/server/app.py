@@ -19,7 +19,7 @@ from runtime.errors import ConfigurationError, RequestError
 from serve.anthropic import messages
 from serve.calls.body import max_body_bytes
 from serve.http.access import Access, OpenCalls, RouteScope
-from serve.http.endpoint import Endpoint, RouteSpec
+from serve.http.endpoint import MAX_LARGE_BYTES, Endpoint, LargeBodies, RouteSpec
 from serve.http.errors import OPENAI, refusal_response
 from serve.native import (
     adapters,
@@ -205,6 +205,7 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
     """
     plan = core.plan.serve
     access, open_calls = Access.of(plan), OpenCalls(plan.max_open_calls)
+    large_bodies = LargeBodies(max(MAX_LARGE_BYTES, plan.max_body_bytes or 0))
 
     async def refusal(request: HttpRequest, error: Exception) -> Response:
         """Answer unknown paths and methods. Clients without a key get the same refusal as for known paths."""
@@ -227,6 +228,7 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
                 spec.path,
                 max_body_bytes(core.plan, takes_ids=spec.takes_ids, takes_tensors=spec.takes_tensors),
                 open_calls,
+                large_bodies,
             ),
             methods=list(spec.methods),
         )

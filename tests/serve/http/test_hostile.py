@@ -18,6 +18,7 @@ from runtime.errors import EngineClosed, Overloaded
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve.calls.body import IDS_BYTES, TEXT_BYTES, max_body_bytes
 from serve.calls.json_pieces import MAX_CONTAINERS, MAX_STRINGS
+from serve.server import app
 from served_core import Serve, Served
 
 JSON = {"content-type": "application/json"}
@@ -193,6 +194,29 @@ async def test_limit_of_bodies_is_an_option_and_grows_with_the_context(serve: Se
     large = replace(plan, model=replace(plan.model, context_length=500_000))
     assert max_body_bytes(large, takes_ids=False) == 4_000_000
     assert max_body_bytes(large, takes_ids=True) == IDS_BYTES
+
+
+async def test_large_bodies_have_a_limit_together(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "MAX_LARGE_BYTES", 2_000_000)
+    served = await serve()
+    body, ended = b'{"text": "a"}'.ljust(1_500_000), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield body[:-1]
+        await ended.wait()
+        yield body[-1:]
+
+    async def send(content: Any) -> int:
+        return (await served.http.post(GENERATE, content=content, headers=JSON)).status_code
+
+    first = asyncio.create_task(send(slow()))
+    async with asyncio.timeout(10):
+        while await send(body) != 503:
+            await asyncio.sleep(0.01)
+        assert await send(b'{"text": "a"}') == 200
+        ended.set()
+        assert await first == 200
+        assert await send(body) == 200
 
 
 @pytest.mark.parametrize("piece", [b"[],", b'{"a":1},', b'{"":[]},'])
