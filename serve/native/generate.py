@@ -27,7 +27,11 @@ if TYPE_CHECKING:
 
 ERROR_FORMAT = ErrorFormat(
     native_body,
-    {name: f"sampling_params.{name}" for name in SamplingParams.__dataclass_fields__},
+    {
+        name: f"sampling_params.{name}"
+        for name in SamplingParams.__dataclass_fields__
+        if name not in GenerateBody.__dataclass_fields__
+    },
 )
 
 
