@@ -63,6 +63,8 @@ class TokenizerActor:
         self._image_id = None if media is None or tokenizer is None else _single_id(tokenizer, media.placeholder)
         self._media_bytes = 0  # bytes of images that are not encoded yet
         self._sessions = sessions
+        # One thread reads the texts of sampling parameters, in Python: the event loop would wait for each of several.
+        self._reading = anyio.CapacityLimiter(1)
         self._num_threads = num_threads  # threads that encode long texts
         # Requests. The bool says whether the constraint is compiled or not needed.
         self._inbox: Mailbox[tuple[LiveRequest, bool]] = Mailbox()
@@ -134,7 +136,7 @@ class TokenizerActor:
             if live.request.grammar is not None or live.request.thinking is not None:
                 constraint = await self._constraint(live.request)
             if _needs_thread(live.request):
-                await anyio.to_thread.run_sync(self._read_texts, live)
+                await anyio.to_thread.run_sync(self._read_texts, live, limiter=self._reading)
             if live.request.adapter is not None and self._adapters is not None:
                 await self._adapters.ready(live.request.adapter)
         except PenstockError as error:

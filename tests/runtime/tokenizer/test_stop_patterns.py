@@ -122,3 +122,19 @@ async def test_the_event_loop_compiles_no_pattern_that_the_cache_forgot(monkeypa
         await engine.generate("Hello", {"max_new_tokens": 4, "stop_regex": "q[0-9]q"})
     assert threads
     assert threading.get_ident() not in threads
+
+
+async def test_one_thread_reads_the_patterns_of_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most = 0, 0
+
+    def slow(self: TokenizerActor, live: Any) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.02)
+        running -= 1
+
+    monkeypatch.setattr(TokenizerActor, "_read_texts", slow)
+    async with Engine(random_seed=1) as engine:
+        await engine.generate(["a"] * 4, {"max_new_tokens": 1, "stop_regex": "q"})
+    assert most == 1
