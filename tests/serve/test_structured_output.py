@@ -120,6 +120,7 @@ async def test_native_parameters_in_one_batch_with_free_ones(tokens: dict[str, A
         assert answers[-1] == {
             **await engine.generate("Say it:", free),
             "meta_info": answers[-1]["meta_info"],
+            "index": len(params),
         }
 
 

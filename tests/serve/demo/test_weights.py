@@ -33,9 +33,12 @@ def said(demo: Transformers, *messages: Message, thinking: bool = False, offered
 
 
 def test_all_files_together_are_small() -> None:
-    files = {path.name: path.stat().st_size for path in WEIGHTS.iterdir()}
+    paths = (path for path in WEIGHTS.rglob("*") if path.is_file())
+    files = {str(path.relative_to(WEIGHTS)): path.stat().st_size for path in paths}
     wanted = {
         "config.json",
+        "draft_head/config.json",
+        "draft_head/model.safetensors",
         "generation_config.json",
         "model.safetensors",
         "tokenizer.json",

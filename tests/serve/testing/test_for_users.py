@@ -83,8 +83,6 @@ def test_pytest_plugin_gives_fixtures(tmp_path: Path) -> None:
         "-m",
         "pytest",
         "-q",
-        "-p",
-        "serve.testing.plugin",
         "-o",
         "asyncio_mode=auto",
         str(tmp_path),
