@@ -1,8 +1,8 @@
 """Tests marked `interpreter` run in a child process, in which Triton kernels are interpreted on the CPU.
 
 Triton reads TRITON_INTERPRET when it is imported, so one process either interprets kernels or compiles them. The
-tests are collected as usual and run in one child; its reports arrive one by one through a pipe, and each test fails,
-passes and takes its time where it was collected. The child checks every memory access (`kernel_memory`).
+tests are collected as usual and run in a child for each file. Its reports arrive one by one through a pipe, and each
+test fails, passes and takes its time where it was collected. The child checks every memory access (`kernel_memory`).
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ def is_interpreting() -> bool:
 
 
 class InterpreterSession:
-    """The child process. It starts immediately, and its tests are awaited one by one."""
+    """The child process for one file. It starts immediately, and its tests are awaited one by one."""
 
-    def __init__(self, root: Path, nodeids: Sequence[str]) -> None:
+    def __init__(self, file: Path, root: Path, nodeids: Sequence[str]) -> None:
+        self.file = file
         reading, writing = os.pipe()
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed with the session
         self._child = subprocess.Popen(
@@ -94,7 +95,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    word, text = _child(pyfuncitem.session).outcome(pyfuncitem.nodeid)
+    word, text = _child(pyfuncitem).outcome(pyfuncitem.nodeid)
     if word == "failed":
         pytest.fail(text, pytrace=False)
     if word == "skipped":
@@ -102,11 +103,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def _child(session: pytest.Session) -> InterpreterSession:
-    if _CHILD not in session.stash:
-        nodeids = [item.nodeid for item in session.items if item.get_closest_marker("interpreter")]
-        session.stash[_CHILD] = InterpreterSession(session.config.rootpath, nodeids)
-    return session.stash[_CHILD]
+def _child(item: pytest.Function) -> InterpreterSession:
+    """Return the child for the item's file. In several processes, each then runs only the files that it was given."""
+    session = item.session
+    child = session.stash.get(_CHILD, None)
+    if child is None or child.file != item.path:
+        if child is not None:
+            child.close()
+        marked = (each for each in session.items if each.get_closest_marker("interpreter"))
+        nodeids = [each.nodeid for each in marked if each.path == item.path]
+        child = session.stash[_CHILD] = InterpreterSession(item.path, session.config.rootpath, nodeids)
+    return child
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
