@@ -22,7 +22,7 @@ COMMANDS: Mapping[str, str] = {  # commands other than serve: module and functio
     "quantize": "serve.cli.checkpoints:quantize",
     "shard": "serve.cli.checkpoints:shard",
     "router": "serve.cli.router:main",
-    "ray": "serve.cli.ray:main",
+    "ray": "serve.cli.replicas:main",
     "models": "serve.cli.models_table:main",
     "top": "serve.cli.top:main",
 }

@@ -1,5 +1,8 @@
 """Builds the application of Ray Serve from options."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# (Ray is an extra.)
+
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -1,5 +1,8 @@
 """The deployment that receives HTTP requests and hands each to a replica."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# (Ray is an extra.)
+
 from __future__ import annotations
 
 import logging

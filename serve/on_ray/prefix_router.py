@@ -1,5 +1,8 @@
 """Ray Serve's request router of the replicas: the longest known prefix first, then the least busy replica."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# (Ray is an extra.)
+
 from __future__ import annotations
 
 from typing import Any

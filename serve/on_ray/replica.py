@@ -1,5 +1,8 @@
 """One replica: an engine, and the server's own application in front of it."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# (Ray is an extra.)
+
 from __future__ import annotations
 
 import asyncio

@@ -151,7 +151,7 @@ class AlternatingRunner(ScriptedRunner):
         series = actor._series
 
         def switch(on: bool) -> None:
-            core._requests.observers = observers if on else ()
+            core._requests.observers = observers if on else []
             actor._series = series if on else None
 
         self._switch = switch

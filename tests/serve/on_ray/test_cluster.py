@@ -1,5 +1,8 @@
 """Two replicas of the demo model under a real Ray, through the openai client."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# (Ray is an extra.)
+
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,8 @@
 """`penstock ray`: serve a model with several replicas on a Ray cluster."""
 
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# (Ray is an extra.)
+
 from __future__ import annotations
 
 import argparse
