@@ -10,7 +10,7 @@ import tiny_checkpoints
 from ops.backends import GPU_OPERATIONS, SMALL_OPERATIONS
 from ops.select import select
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.interpreter, pytest.mark.timeout(400)]  # a model takes minutes on a busy machine
 
 CHOICES: dict[str, str] = dict.fromkeys(("attention", *SMALL_OPERATIONS, *GPU_OPERATIONS), "with_triton")
 IDS = [[5, 9, 2, 30, 7, 7, 1, 12, 3, 40, 8, 11, 6, 19, 33, 2, 5, 9], [4, 4, 17, 23, 3, 1, 2]]
