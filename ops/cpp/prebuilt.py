@@ -8,7 +8,7 @@ sources, so a library of other sources is never loaded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,19 +50,21 @@ TARGETS = (  # the best of a machine first
 
 def best_target(machine: str, cpu_flags: Collection[str]) -> Target | None:
     """Return the best target that a processor supports, or None."""
-    supported = (target for target in TARGETS if target.machine == machine and target.needs <= set(cpu_flags))
-    return next(supported, None)
+    return next(_supported(machine, cpu_flags), None)
 
 
 def find(machine: str, cpu_flags: Collection[str], folder: Path = PREBUILT) -> Path | None:
     """Return the path of the best library in the folder that a processor supports, or None."""
     if not folder.is_dir():
         return None
-    for target in TARGETS:
-        path = folder / target.file_name()
-        if target.machine == machine and target.needs <= set(cpu_flags) and is_whole(path):
-            return path
-    return None
+    paths = (folder / target.file_name() for target in _supported(machine, cpu_flags))
+    return next(filter(is_whole, paths), None)
+
+
+def _supported(machine: str, cpu_flags: Collection[str]) -> Iterator[Target]:
+    """Yield the targets that a processor supports, the best first."""
+    flags = set(cpu_flags)
+    return (target for target in TARGETS if target.machine == machine and target.needs <= flags)
 
 
 def compile_target(target: Target, compiler: str, folder: Path) -> Path:
