@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,7 @@ class QuantizationEntry:
     file: str  # module in runtime/layers/quantization
     on_gpu: str | None = None  # module in ops/matmul for GPUs; None: not supported on GPUs
     matmul: str | None = None  # module in ops/matmul for CPUs; None: the module for unquantised weights
+    only_unquantized: bool = False  # a quantised checkpoint is not rounded again; its format must agree with the name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,8 @@ METHODS: Mapping[str, QuantizationEntry] = {  # keys are values of `--quantizati
     "w4a16": QuantizationEntry(file="rounded", on_gpu="with_triton"),
     "w4a8": QuantizationEntry(file="rounded"),
     "w8a8_int8": QuantizationEntry(file="rounded", matmul="int8"),
+    "fp8": QuantizationEntry(file="rounded", on_gpu="native", only_unquantized=True),
+    "w8a8_fp8": QuantizationEntry(file="rounded", on_gpu="native", only_unquantized=True),
 }
 
 # Maps a value of `--torchao-config` to a quantisation method: one of the module `torchao`, or a key of METHODS.
@@ -44,7 +48,7 @@ TORCHAO: Mapping[str, str] = {
 FORMATS: Mapping[str, FormatEntry] = {
     "awq": FormatEntry(file="awq", asked=("awq_marlin", "moe_wna16")),
     "bitsandbytes": FormatEntry(file="bitsandbytes"),
-    "compressed-tensors": FormatEntry(file="scaled", asked=("w8a8_int8", "w8a8_fp8")),
+    "compressed-tensors": FormatEntry(file="scaled", asked=("w8a8_int8", "fp8", "w8a8_fp8")),
     "fbgemm_fp8": FormatEntry(file="scaled", asked=("fp8",)),
     "fp8": FormatEntry(file="scaled"),
     "gguf": FormatEntry(file="gguf"),
@@ -66,12 +70,8 @@ UNREADABLE: Mapping[str, str] = {
     "or AWQ format",
 }
 
-_FP8 = ", which `penstock quantize --method fp8` writes"
-
 # Maps a value of `--quantization` to the end of an error message that names a tool for writing such a checkpoint.
 WRITERS: Mapping[str, str] = {
-    "fp8": _FP8,
-    "w8a8_fp8": _FP8,
     "bitsandbytes": ", which transformers writes (BitsAndBytesConfig)",
     "gguf": ", which llama.cpp writes",
 }
@@ -85,6 +85,18 @@ def spellings() -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def agrees(asked: str, stored: str) -> bool:
-    """Whether a value of `--quantization` names the format of the checkpoint."""
+def agrees(asked: str, stored: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a value of `--quantization` names the checkpoint's format. `settings` is its `quantization_config`."""
+    if stored == "compressed-tensors" and asked in ("fp8", "w8a8_fp8") and not _has_float8(settings):
+        return False
     return asked == stored or asked in FORMATS[stored].asked
+
+
+def _has_float8(settings: Mapping[str, Any]) -> bool:
+    """Whether all weights of a compressed-tensors checkpoint are 8-bit floats, as far as its settings tell."""
+    groups = settings.get("config_groups")
+    stated = groups.values() if isinstance(groups, Mapping) else ()
+    weights = [group.get("weights") for group in stated if isinstance(group, Mapping)]
+    return all(
+        each.get("type") == "float" and each.get("num_bits") == 8 for each in weights if isinstance(each, Mapping)
+    )

@@ -35,11 +35,23 @@ class ModelArgs:
         "Format of the weights. auto: safetensors files if there are any, else .bin and .pt files, else a .gguf "
         "file; gguf: a .gguf file, which also holds configuration and tokenizer; npcache: .bin and .pt files, which "
         "the first start copies into the subfolder np and later starts read from there; sharded_state: files that "
-        "penstock shard wrote for each rank; layered: layer by layer, which auto also does; "
+        "penstock shard wrote for each rank; layered: layer by layer, which auto also does; bitsandbytes: weights in "
+        "nf4, fp4 or int8 as transformers saves them, which auto also reads; "
         "remote: a URL (s3://..., gs://..., https://...), which auto also accepts; "
         "dummy: random weights, for measurements without a download.",
         choices=_LOAD_FORMATS,
-        built=("auto", "safetensors", "pt", "dummy", "gguf", "npcache", "sharded_state", "layered", "remote"),
+        built=(
+            "auto",
+            "safetensors",
+            "pt",
+            "dummy",
+            "gguf",
+            "npcache",
+            "sharded_state",
+            "layered",
+            "bitsandbytes",
+            "remote",
+        ),
         plan="model.load_format",
     )
     model_loader_extra_config: Json = option(
@@ -155,8 +167,9 @@ class QuantArgs:
         "Quantisation of the weights. A quantised checkpoint does not need this option, because its configuration "
         "names its format; if the option is set, it must agree. w4a16 rounds the weights of any checkpoint to 4 bits, "
         "in groups of 32, while it loads. w4a8 does the same with 8-bit activations; w8a8_int8 uses 8 bits for both. "
-        "w4a8 and w8a8_int8 run on a CPU only so far. qoq and w4afp8 are refused. Default: the checkpoint's "
-        "format.",
+        "fp8 and w8a8_fp8 round the weights of an unquantised checkpoint to e4m3 with a scale per output; activations "
+        "are not rounded, and the weights take as much memory as before. w4a8 and w8a8_int8 run on a CPU only so far. "
+        "qoq and w4afp8 are refused. Default: the checkpoint's format.",
         choices=tuple(dict.fromkeys((*_QUANTIZATIONS, *METHODS))),
         built=(*spellings(), *UNREADABLE),
     )

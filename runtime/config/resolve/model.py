@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 
 from ops.machine import GIB, Gpu, Machine
@@ -85,7 +86,15 @@ def _load_format(builder: PlanBuilder, facts: ModelFacts) -> Decision[str]:
         builder.refuse(
             "load_format", f"--load-format sharded_state does not support quantised checkpoints ({facts.quantization})."
         )
+    if asked == "bitsandbytes" and facts.architecture and facts.quantization != "bitsandbytes":
+        builder.refuse(
+            "load_format",
+            "--load-format bitsandbytes needs a checkpoint that bitsandbytes quantised, which transformers writes "
+            f"(BitsAndBytesConfig); this one is {facts.quantization or 'not quantised'}. To round its weights to 4 "
+            "bits while they load, use --quantization w4a16.",
+        )
     usual = {
+        "bitsandbytes": "bitsandbytes weights are dequantised while they load",
         "layered": "layers are always loaded one after the other",
         "remote": "the local copy of the remote folder",
     }
@@ -252,23 +261,31 @@ def _quantization(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> D
         builder.refuse("quantization", f"--quantization {asked} is not possible: {UNREADABLE[asked]}.")
         return Decision(None, "the requested value cannot be used")
     method = METHODS.get(asked or "")
+    if method is not None and stored is not None and method.only_unquantized:
+        method = None
     if method is not None and gpu is not None and method.on_gpu is None:
         builder.refuse("quantization", f"--quantization {asked} is supported on a CPU only so far; set --device cpu.")
     if asked is not None and method is None and facts.architecture:
-        if stored is None:
-            builder.refuse(
-                "quantization",
-                f"--quantization {asked}: the checkpoint is not quantised; use {' or '.join(METHODS)}, which quantise "
-                f"weights while they load, or a checkpoint in this format{WRITERS.get(asked, '')}.",
-            )
-        elif not agrees(asked, stored):
-            builder.refuse(
-                "quantization",
-                f"--quantization {asked}: the checkpoint's format is {stored}; leave the option out.",
-            )
+        _check_format(builder, asked, facts)
     if stored is not None and method is None:
         return Decision(None, f"the checkpoint's {stored} weights are kept if a kernel supports them, else dequantised")
     return Decision(asked if method is not None else None, builder.follow("quantization").reason)
+
+
+def _check_format(builder: PlanBuilder, asked: str, facts: ModelFacts) -> None:
+    """Refuse a value of `--quantization` that names another format than the checkpoint's."""
+    stored, settings = facts.quantization, facts.config.get("quantization_config")
+    if stored is None:
+        builder.refuse(
+            "quantization",
+            f"--quantization {asked}: the checkpoint is not quantised; use {' or '.join(METHODS)}, which quantise "
+            f"weights while they load, or a checkpoint in this format{WRITERS.get(asked, '')}.",
+        )
+    elif not agrees(asked, stored, settings if isinstance(settings, Mapping) else {}):
+        builder.refuse(
+            "quantization",
+            f"--quantization {asked}: the checkpoint's format is {stored}; leave the option out.",
+        )
 
 
 def _torchao(builder: PlanBuilder, gpu: Gpu | None, stored: str | None) -> Decision[str | None]:

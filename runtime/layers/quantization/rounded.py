@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from ops.matmul.grouped import round_experts, round_to_groups
 from ops.moe import GroupedMixture, Mixture
 from ops.select import Kernels
 from runtime.layers.quantization.method import Unquantized
+from runtime.layers.weight import frozen
 
 GROUP = 32
+FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class W8A8Int8(Unquantized):
@@ -56,4 +59,26 @@ class W4A8(W4A16):
     rounded_rows = True
 
 
-METHODS = {"w4a16": W4A16, "w4a8": W4A8, "w8a8_int8": W8A8Int8}
+class Fp8(Unquantized):
+    """Rounds the weights of linear layers and experts to e4m3, as `penstock quantize --method fp8` does.
+
+    Each output has a scale in the model's dtype. The weights are dequantised at once, because no kernel multiplies
+    8-bit floats; LM heads and activations are not rounded.
+    """
+
+    def prepare(self, layer: nn.Module, kernels: Kernels) -> None:
+        layer.weight = frozen(kernels.prepare(_float8(layer.get_parameter("weight").detach())))
+
+    def prepare_experts(self, mixture: Mixture, kernels: Kernels) -> Mixture:
+        gate_up, down, *biases = mixture
+        return kernels.prepare_experts(Mixture(_float8(gate_up), _float8(down), *biases))
+
+
+def _float8(weight: Tensor) -> Tensor:
+    """Round a weight [..., O, I] to e4m3 with a scale per output, and dequantise it."""
+    scale = (weight.float().abs().amax(-1, keepdim=True) / FLOAT8_MAX).clamp_min(1e-12).to(weight.dtype).float()
+    numbers = (weight.float() / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
+    return (numbers.float() * scale).to(weight.dtype)
+
+
+METHODS = {"w4a16": W4A16, "w4a8": W4A8, "w8a8_int8": W8A8Int8, "fp8": Fp8, "w8a8_fp8": Fp8}

@@ -46,8 +46,6 @@ def test_another_form_than_the_checkpoints_is_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        ("fp8", "penstock quantize --method fp8"),
-        ("w8a8_fp8", "penstock quantize --method fp8"),
         ("bitsandbytes", "BitsAndBytesConfig"),
         ("gguf", "llama.cpp"),
     ],
@@ -63,6 +61,32 @@ def test_whoever_asks_for_a_form_that_is_not_there_learns_how_to_get_it(name: st
 def test_what_nothing_reads_is_refused_with_its_reason(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"--quantization {name} is not possible: its weights"):
         model(quantization=name)
+
+
+@pytest.mark.parametrize("name", ["fp8", "w8a8_fp8"])
+def test_fp8_rounds_unquantised_checkpoints_only(name: str) -> None:
+    assert model(quantization=name).quantization == name
+    settings = {"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float"}}}}
+    stored = replace(FACTS, quantization="compressed-tensors", config={"quantization_config": settings})
+    assert model(stored, quantization=name).quantization is None
+    settings["config_groups"]["group_0"]["weights"]["type"] = "int"
+    with pytest.raises(ConfigurationError, match="the checkpoint's format is compressed-tensors"):
+        model(stored, quantization=name)
+    with pytest.raises(ConfigurationError, match="the checkpoint's format is gptq"):
+        model(replace(FACTS, quantization="gptq"), quantization=name)
+
+
+def test_load_format_bitsandbytes_needs_such_a_checkpoint() -> None:
+    stored = replace(FACTS, quantization="bitsandbytes")
+    for name in (None, "bitsandbytes"):
+        made = model(stored, load_format="bitsandbytes", quantization=name)
+        assert (made.load_format, made.quantization) == ("auto", None)
+    with pytest.raises(
+        ConfigurationError, match="needs a checkpoint that bitsandbytes quantised.*this one is not quan"
+    ):
+        model(load_format="bitsandbytes")
+    with pytest.raises(ConfigurationError, match="this one is awq"):
+        model(replace(FACTS, quantization="awq"), load_format="bitsandbytes")
 
 
 def test_any_checkpoint_may_be_rounded_to_8_bits() -> None:

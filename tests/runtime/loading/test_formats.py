@@ -150,6 +150,17 @@ async def test_a_quantised_checkpoint_is_served_as_the_ordinary_one(
     assert answers[0] == answers[1]
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+async def test_load_format_bitsandbytes_serves_such_checkpoints(kind: str, tmp_path: Path) -> None:
+    quantized, plain = quantized_checkpoints.write(tmp_path, "bitsandbytes", kind=kind)
+    answers = []
+    for path, options in ((quantized, {"load_format": "bitsandbytes", "quantization": "bitsandbytes"}), (plain, {})):
+        async with Engine(path, skip_tokenizer_init=True, **options) as engine:
+            made = await engine.generate(input_ids=IDS, sampling_params={"temperature": 0, "max_new_tokens": 12})
+            answers.append([each["output_ids"] for each in made])
+    assert answers[0] == answers[1]
+
+
 def changed(directory: Path, source: str, config: dict[str, Any], tensors: dict[str, Any] | None = None) -> str:
     """Copy a checkpoint with changed fields of its quantization_config (None removes a field) and changed tensors."""
     directory.mkdir()

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import paged_forward
 import tiny_checkpoints
 from quantized_checkpoints import MOE_SHAPE, SHAPE
 from runtime.loading.facts import read_facts
+from serve import Engine
 from serve.cli.checkpoints import METHODS
 from serve.cli.main import REFUSED, run
 
@@ -22,6 +25,15 @@ IDS = torch.randint(3, 128, (1, 30), generator=torch.Generator().manual_seed(0))
 def quantize(method: str, source: str, output: Path) -> str:
     assert run(["quantize", "--model-path", source, "--method", method, "--output", str(output)]) == 0
     return str(output)
+
+
+def in_bfloat16(source: str, target: Path) -> str:
+    shutil.copytree(source, target)
+    file = target / "model.safetensors"
+    save_file({name: each.bfloat16() for name, each in load_file(file).items()}, file, {"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    return str(target)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -43,6 +55,31 @@ def test_transformers_reads_the_weights_that_we_read(
     assert float((ours - theirs).abs().mean()) < share * spread
     most = {"w4a16": 0.4, "w8a8": 0.1, "fp8": 0.25}[method]
     assert 1e-4 * spread < float((ours - plain).abs().mean()) < most * spread
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+async def test_fp8_rounds_while_loading_as_quantize_does(family: str, tmp_path: Path) -> None:
+    """Logits of `--quantization fp8` equal those of a checkpoint that `penstock quantize` writes."""
+    source = in_bfloat16(
+        tiny_checkpoints.cached(family, **(SHAPE if family == "llama" else MOE_SHAPE)), tmp_path / "bfloat16"
+    )
+    made = quantize("fp8", source, tmp_path / "made")
+    answers = []
+    for path, name in ((source, "fp8"), (source, "w8a8_fp8"), (made, "fp8"), (made, "w8a8_fp8"), (made, None)):
+        async with Engine(path, quantization=name, skip_tokenizer_init=True) as engine:
+            result = await engine.generate(
+                input_ids=IDS[0],
+                sampling_params={"temperature": 0, "max_new_tokens": 12},
+                return_logprob=True,
+            )
+            meta = result["meta_info"]
+            answers.append((result["output_ids"], [each[0] for each in meta["output_token_logprobs"]]))
+    assert all(each == answers[0] for each in answers[1:])
+    async with Engine(source, skip_tokenizer_init=True) as engine:
+        result = await engine.generate(
+            input_ids=IDS[0], sampling_params={"temperature": 0, "max_new_tokens": 12}, return_logprob=True
+        )
+        assert [each[0] for each in result["meta_info"]["output_token_logprobs"]] != answers[0][1]
 
 
 def test_experts_are_rounded_and_routers_are_not(tmp_path: Path) -> None:
