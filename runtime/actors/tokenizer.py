@@ -22,6 +22,7 @@ from runtime.constraint import Constraint
 from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PenstockError
 from runtime.grammar.compiler import GrammarCompiler
 from runtime.grammar.patterns.stop_patterns import stop_patterns
+from runtime.media.fair_slots import Asker
 from runtime.media.preparation import MediaPreparer
 from runtime.request import Request
 from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
@@ -32,7 +33,6 @@ logger = logging.getLogger("penstock.tokenizer")
 # texts up to this length are encoded on the event loop, which takes at most 0.5 ms; a thread would cost as much
 INLINE_CHARS = 2048
 NO_GRAMMARS = "This server cannot constrain outputs: it has no tokenizer or runs with --grammar-backend none."
-MAX_WAITING_MEDIA_BYTES = 512 * 1024 * 1024
 MAX_WAITING_BYTES = 64 * 1024 * 1024  # maximum memory of the waiting texts, which take about 20 s to encode
 
 
@@ -61,7 +61,6 @@ class TokenizerActor:
         self._media = media
         # The placeholder of an image, if it is a single token.
         self._image_id = None if media is None or tokenizer is None else _single_id(tokenizer, media.placeholder)
-        self._media_bytes = 0  # bytes of images that are not encoded yet
         self._sessions = sessions
         # One thread reads the texts of sampling parameters, in Python: the event loop would wait for each of several.
         self._reading = anyio.CapacityLimiter(1)
@@ -82,8 +81,8 @@ class TokenizerActor:
             raise Overloaded("The request queue is full.", retry_after_s=self._scheduler.retry_after_s)
         if request is None:
             return
-        if request.media and self._media_bytes + num_media_bytes(request) > MAX_WAITING_MEDIA_BYTES:
-            raise Overloaded("Too many images are waiting.", retry_after_s=self._scheduler.retry_after_s)
+        if request.media and self._media is not None:
+            self._media.check_space(num_media_bytes(request), self._scheduler.retry_after_s)
         if not self._waiting_bytes:
             return
         if self._waiting_bytes + num_text_bytes(request) > MAX_WAITING_BYTES:
@@ -94,7 +93,8 @@ class TokenizerActor:
         """Tokenize and schedule a request that has a text or ids. Returns immediately."""
         self._num_waiting += live.request.sampling.n
         self._waiting_bytes += num_text_bytes(live.request)
-        self._media_bytes += num_media_bytes(live.request)
+        if live.request.media and self._media is not None:
+            self._media.hold(num_media_bytes(live.request))
         request = live.request
         needs_compiling = request.grammar is not None or request.thinking is not None or _needs_thread(request)
         is_ready = not (needs_compiling or request.media) and self._has_adapter(request)
@@ -161,7 +161,8 @@ class TokenizerActor:
             if media is None:
                 raise InvalidRequest("Images are not accepted by this engine.", param=request.media[0].param)
             live.times.tokenizing = monotonic()
-            blocks = await media.encode(request.media, lambda: not live.output.finished)
+            asker = Asker(request.owner, request.id)
+            blocks = await media.encode(request.media, lambda: not live.output.finished, asker)
             if request.ids is not None:
                 ids: tuple[int, ...] | PenstockError = media.expanded_ids(request.ids, self._image_id, blocks)
             else:
@@ -173,7 +174,8 @@ class TokenizerActor:
             live.request = replace(request, ids=ids, media=(), prompt_media=prompt_media)
         finally:
             live.times.tokenized = monotonic()
-            self._media_bytes -= num_media_bytes(request)
+            if media is not None:
+                media.let_go(num_media_bytes(request))
 
     async def _constraint(self, request: Request) -> Constraint | None:
         grammar, limit = request.grammar, request.thinking

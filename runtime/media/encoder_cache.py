@@ -46,6 +46,10 @@ class EncoderCache:
         self._blocks.move_to_end(digest)
         return block
 
+    def peek(self, digest: bytes) -> EncodedBlock | None:
+        """Return a block without counting a hit or a miss."""
+        return self._blocks.get(digest)
+
     def put(self, block: EncodedBlock) -> None:
         """Keep a block, unless it alone exceeds the limit."""
         if block.nbytes > self._max_bytes or block.digest in self._blocks:

@@ -16,12 +16,10 @@ import anyio.to_thread
 import httpx
 
 from runtime.config.plan import MediaPlan
-from runtime.errors import InvalidRequest, Overloaded
+from runtime.errors import InvalidRequest
 from runtime.media_source import MediaSource
 
 PIECE = 2**20  # characters of base64 text decoded by one call
-MAX_FETCHES = 16  # images fetched at once, over all requests
-MAX_WAITING_FETCHES = 1024
 
 
 class Fetcher:
@@ -29,8 +27,6 @@ class Fetcher:
 
     def __init__(self, plan: MediaPlan) -> None:
         self._plan = plan
-        self._slots = anyio.Semaphore(MAX_FETCHES)
-        self._num_waiting = 0
         self._client: httpx.AsyncClient | None = None
 
     async def read(self, source: MediaSource) -> Any:
@@ -106,13 +102,9 @@ class Fetcher:
                 "server with --allowed-media-domains.",
                 param=param,
             )
-        if self._num_waiting >= MAX_WAITING_FETCHES:
-            raise Overloaded("Too many images are being fetched.")
-        self._num_waiting += 1
         try:
             with anyio.fail_after(self._plan.timeout_s):
-                async with self._slots:
-                    return await self._get(url, param)
+                return await self._get(url, param)
         except TimeoutError:
             raise InvalidRequest(
                 f"{param}: the image did not arrive within {self._plan.timeout_s:g} s.", param=param
@@ -121,8 +113,6 @@ class Fetcher:
             raise InvalidRequest(
                 f"{param}: the image cannot be fetched ({type(error).__name__}).", param=param
             ) from error
-        finally:
-            self._num_waiting -= 1
 
     async def _get(self, url: str, param: str) -> bytes:
         """Fetch a URL from an address that was checked. Redirects are refused, since they may lead elsewhere."""

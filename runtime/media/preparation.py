@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
@@ -14,8 +16,9 @@ import numpy as np
 
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import MediaPlan, Plan
-from runtime.errors import CheckpointError, EngineFailure, InvalidRequest
+from runtime.errors import CheckpointError, EngineFailure, InvalidRequest, Overloaded
 from runtime.media.encoder_cache import EncodedBlock, EncoderCache
+from runtime.media.fair_slots import Asker, FairSlots
 from runtime.media.fetch import Fetcher
 from runtime.media.images import decode
 from runtime.media.placement import expanded, expanded_ids, place
@@ -27,12 +30,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.media")
 
+MAX_HELD_BYTES = 512 * 2**20  # files of images in memory: those that requests contain, and those that were fetched
+MAX_FETCHES = 16  # images that are fetched at once, or were fetched and are not decoded yet
+MAX_COUNTED = 256  # calls at once that only count tokens
+
 
 class MediaPreparer:
     """Prepares images for one engine. Use it on the event loop; threads do the work.
 
     At most `plan.num_threads` images are decoded or processed at a time, so memory is bounded, and one image is encoded
-    at a time. Images that were encoded lately are only decoded and hashed.
+    at a time. Clients take turns, then the requests of one client. Images that were encoded lately are only decoded and
+    hashed.
     """
 
     def __init__(self, plan: MediaPlan, facts: ModelFacts, processors: Processors, tower: MediaTower) -> None:
@@ -44,7 +52,12 @@ class MediaPreparer:
         self._processors = processors
         self._tower = tower
         self._fetcher = Fetcher(plan)
-        self._workers = asyncio.Semaphore(plan.num_threads)
+        self._workers = FairSlots(plan.num_threads)
+        # A slot is held until the fetched image is decoded, which bounds the bytes that were fetched.
+        self._fetches = FairSlots(max(1, min(MAX_FETCHES, MAX_HELD_BYTES // plan.max_bytes)))
+        self._held_bytes = 0  # of images that requests contain and that are not encoded yet
+        self._num_counted = 0  # calls that count tokens now
+        self._calls = itertools.count(1)  # numbers of these calls, to let them take turns
         self._encoder = anyio.CapacityLimiter(1)
         self._threads = anyio.CapacityLimiter(plan.num_threads)
         self._pending: dict[bytes, asyncio.Future[EncodedBlock]] = {}  # images that are encoded now
@@ -91,7 +104,22 @@ class MediaPreparer:
                 param=sources[most].param,
             )
 
-    async def encode(self, sources: Sequence[MediaSource], wanted: Callable[[], bool]) -> list[EncodedBlock]:
+    def check_space(self, num_bytes: int, retry_after_s: int = 1) -> None:
+        """Raise `Overloaded` if images of this size do not fit beside those that wait."""
+        if num_bytes and self._held_bytes + num_bytes > MAX_HELD_BYTES:
+            raise Overloaded("Too many images are waiting.", retry_after_s=retry_after_s)
+
+    def hold(self, num_bytes: int) -> None:
+        """Count the bytes of a request's images as waiting, until `let_go` is called with the same number."""
+        self._held_bytes += num_bytes
+
+    def let_go(self, num_bytes: int) -> None:
+        """Count these bytes as waiting no more."""
+        self._held_bytes -= num_bytes
+
+    async def encode(
+        self, sources: Sequence[MediaSource], wanted: Callable[[], bool], asker: Asker
+    ) -> list[EncodedBlock]:
         """Return the images' blocks, in order. Work that has not begun is skipped once `wanted` returns False.
 
         Raises `InvalidRequest` for the first image that cannot be used, and `EngineFailure` if the request is not
@@ -100,7 +128,7 @@ class MediaPreparer:
         blocks: list[EncodedBlock | None] = [None] * len(sources)
 
         async def encode_one(index: int) -> None:
-            blocks[index] = await self._encoded(sources[index], wanted)
+            blocks[index] = await self._encoded(sources[index], wanted, asker)
 
         try:
             async with anyio.create_task_group() as group:
@@ -110,10 +138,24 @@ class MediaPreparer:
             raise _first(failures) from None
         return [block for block in blocks if block is not None]
 
-    async def expand(self, text: str, sources: Sequence[MediaSource]) -> str:
-        """Return the text with its images' tokens, to count them. The images are not encoded."""
+    async def expand(self, text: str, sources: Sequence[MediaSource], client: str) -> str:
+        """Return the text with its images' tokens, to count them. The images are not encoded.
+
+        Raises `Overloaded` if too many images or calls wait.
+        """
         self.check(sources)
-        texts = [(await self._counted(source)) for source in sources]
+        num_bytes = sum(source.num_bytes for source in sources)
+        self.check_space(num_bytes)
+        if self._num_counted >= MAX_COUNTED:
+            raise Overloaded("Too many calls count the tokens of images.")
+        self.hold(num_bytes)
+        self._num_counted += 1
+        try:
+            asker = Asker(client, -next(self._calls))
+            texts = [await self._counted(source, asker) for source in sources]
+        finally:
+            self._num_counted -= 1
+            self.let_go(num_bytes)
         return expanded(text, self.placeholder, texts)
 
     def expanded(self, text: str, blocks: Sequence[EncodedBlock]) -> str:
@@ -159,12 +201,21 @@ class MediaPreparer:
         """Close connections."""
         await self._fetcher.close()
 
-    async def _encoded(self, source: MediaSource, wanted: Callable[[], bool]) -> EncodedBlock:
-        content = await self._fetcher.read(source)
-        async with self._workers:
-            if not wanted():
-                raise EngineFailure("The request has ended.")
-            image, digest = await self._thread(self._read, content, source)
+    @asynccontextmanager
+    async def _decoded(
+        self, source: MediaSource, asker: Asker, wanted: Callable[[], bool] = lambda: True
+    ) -> AsyncIterator[tuple[Any, bytes]]:
+        """Read and decode an image, and keep a worker's slot for its further work."""
+        fetched = source.form == "url"
+        async with self._fetches.slot(asker) if fetched else nullcontext():
+            content = await self._fetcher.read(source) if fetched else None
+            async with self._workers.slot(asker):
+                if not wanted():
+                    raise EngineFailure("The request has ended.")
+                yield await self._thread(self._read, content if fetched else await self._fetcher.read(source), source)
+
+    async def _encoded(self, source: MediaSource, wanted: Callable[[], bool], asker: Asker) -> EncodedBlock:
+        async with self._decoded(source, asker, wanted) as (image, digest):
             known = self.cache.get(digest)
             if known is not None:
                 return known
@@ -204,10 +255,11 @@ class MediaPreparer:
             self.cache.put(block)
         return block
 
-    async def _counted(self, source: MediaSource) -> str:
-        content = await self._fetcher.read(source)
-        async with self._workers:
-            image, _ = await self._thread(self._read, content, source)
+    async def _counted(self, source: MediaSource, asker: Asker) -> str:
+        async with self._decoded(source, asker) as (image, digest):
+            known = self.cache.peek(digest)
+            if known is not None:
+                return known.text
             return (await self._thread(self._processors.process, image, source.param)).text
 
     def _read(self, content: Any, source: MediaSource) -> tuple[Any, bytes]:

@@ -12,6 +12,7 @@ import anyio.to_thread
 
 from runtime.errors import InvalidRequest
 from runtime.media_source import MediaSource, source_of
+from serve.calls.client import CLIENT
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -59,7 +60,7 @@ async def num_tokens(
     if core.tokenizer is None:
         raise InvalidRequest("This server has no tokenizer.")
     if media and core.media is not None:
-        text = await core.media.expand(text, media)
+        text = await core.media.expand(text, media, CLIENT.get().name)
     encode = core.tokenizer.encode_batch
     [ids] = await anyio.to_thread.run_sync(lambda: encode([text], add_special_tokens=add_special_tokens))
     return ids

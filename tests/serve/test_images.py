@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 import tiny_seeing
-from runtime.errors import EngineFailure
+from runtime.errors import EngineFailure, Overloaded
+from runtime.media import preparation
 from runtime.media_source import MediaSource
 from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
@@ -155,3 +156,38 @@ async def test_a_failure_of_the_models_code_ends_only_its_request(monkeypatch: p
                 await answer(engine, family, (0,))
         assert (await answer(engine, family, (0,)))[0].agrees(expected(family, (0,)))
         engine.core.check()
+
+
+async def test_a_client_with_many_images_does_not_delay_another() -> None:
+    family = "llava"
+    async with Engine(tiny_seeing.cached(family), mm_threads=1, **PLAIN) as engine:
+        media = engine.core.media
+        assert media is not None
+        many = tuple(MediaSource("object", picture(16, 16, seed)) for seed in range(10, 40))
+        text = prompt(family, " ".join("a" * 31), len(many))
+        greedy = engine.core.submit(Request(text=text, media=many, sampling=SAMPLING, owner="many"))
+        modest = answer(engine, family, (0,), owner="modest")
+        assert (await modest)[0].agrees(expected(family, (0,)))
+        assert media.cache.num_misses < len(many), "the other client's images took turns with it"
+        await greedy.whole()
+        engine.core.check()
+
+
+async def test_waiting_images_are_limited_in_bytes_also_where_tokens_are_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    family = "llava"
+    file = tiny_seeing.png(pictures()[0])
+    monkeypatch.setattr(preparation, "MAX_HELD_BYTES", len(file))
+    async with Engine(tiny_seeing.cached(family), **PLAIN) as engine:
+        media = engine.core.media
+        assert media is not None
+        text, source = prompt(family, TEXT, 2), MediaSource("bytes", file)
+        with pytest.raises(Overloaded, match="images are waiting"):
+            await engine.core.submit(Request(text=text, media=(source, source), sampling=SAMPLING)).whole()
+        with pytest.raises(Overloaded, match="images are waiting"):
+            await media.expand(text, [source, source], "")
+        one = prompt(family, TEXT, 1)
+        for _ in range(2):  # what was counted is let go
+            assert len(await media.expand(one, [source], "")) > len(one)
+            await engine.core.submit(Request(text=one, media=(source,), sampling=SAMPLING)).whole()
