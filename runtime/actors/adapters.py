@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -15,10 +14,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from runtime.actors.adapter_folder import AdapterFolder
 from runtime.config import buckets
 from runtime.config.plan import LoraPlan
 from runtime.errors import CheckpointError, EngineClosed, InvalidRequest
-from runtime.loading.adapter_config import CONFIG
 from runtime.metrics.series import Histogram
 from runtime.request import Adapter
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.core")
 T = TypeVar("T")
 
-_NAME_IN_FOLDER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 UNLOAD_TIMEOUT_S = 60.0  # an unloaded adapter that is still in use after this time is freed when its requests end
 MAX_NAME = 256  # characters
 MAX_LISTED = 100  # adapters in metrics, each of which is a line of every scrape
@@ -68,9 +66,11 @@ class AdapterRegistry:
         self._retired: set[_Entry] = set()  # without a name, freed when no request uses them
         self._ids, self._clock = count(1), count(1)
         self._lock = asyncio.Lock()  # held while ranks load or free adapters
+        self._fetching = asyncio.Lock()  # held while an adapter of a store is copied
         self._tasks: set[asyncio.Task[Any]] = set()
         self._freed = asyncio.Event()  # set when an adapter loses its last user
         self._folders: TemporaryDirectory[str] | None = None  # of adapters that came from memory
+        self._on_demand = None if plan.folder is None else AdapterFolder(plan.folder, plan.download_dir)
         self.num_evictions = 0  # adapters that left host memory for others, since the start
         self.load_s = Histogram(buckets.SHORT)
 
@@ -93,10 +93,12 @@ class AdapterRegistry:
 
     def knows(self, name: str) -> bool:
         """Whether requests may name this adapter: it is loaded, or in the folder of --lora-dir."""
-        return name in self._names or self._path_in_folder(name) is not None
+        return name in self._names or self._path_on_demand(name) is not None
 
     async def start(self) -> None:
         """Load the adapters of the plan. Raises CheckpointError if one does not fit the model."""
+        if self._on_demand is not None:
+            await self._on_demand.start()
         for source in self._plan.sources:
             try:
                 await self.load(source.name, source.path, pinned=source.pinned)
@@ -176,19 +178,14 @@ class AdapterRegistry:
 
     def _found(self, name: str) -> _Entry | None:
         """Return the adapter in the folder of --lora-dir that has this name, not loaded yet; None if there is none."""
-        path = self._path_in_folder(name)
+        path = self._path_on_demand(name)
         if path is None:
             return None
-        entry = self._names[name] = _Entry(Adapter(next(self._ids), name, str(path)))
+        entry = self._names[name] = _Entry(Adapter(next(self._ids), name, path))
         return entry
 
-    def _path_in_folder(self, name: str) -> Path | None:
-        """Return the adapter of --lora-dir with this name, or None. Names and links cannot leave the folder."""
-        folder = self._plan.folder
-        if folder is None or not _NAME_IN_FOLDER.fullmatch(name):
-            return None
-        path = Path(folder, name)
-        return None if path.is_symlink() or not (path / CONFIG).is_file() else path
+    def _path_on_demand(self, name: str) -> str | None:
+        return None if self._on_demand is None else self._on_demand.find(name)
 
     def is_ready(self, adapter: Adapter) -> bool:
         """Whether an acquired adapter is in host memory."""
@@ -200,10 +197,25 @@ class AdapterRegistry:
 
         Raises `InvalidRequest` if its files no longer fit.
         """
+        await self._fetch(adapter)
         while not self.is_ready(adapter):
             self._freed.clear()
             if not await self._alone(self._bring_back(adapter)):
                 await self._freed.wait()
+
+    async def _fetch(self, adapter: Adapter) -> None:
+        """Copy an adapter of a store to this machine. Raises `InvalidRequest` if this fails."""
+        if self._on_demand is None:
+            return
+        async with self._fetching:  # one at a time: requests for the same adapter wait for the first one's copy
+            entry = self._entry(adapter)
+            if entry is None:
+                return
+            try:
+                path = await self._on_demand.fetched(entry.adapter.path)
+            except CheckpointError as error:
+                raise InvalidRequest(str(error), param="lora_path") from error
+            entry.adapter = entry.adapter._replace(path=path)
 
     async def _bring_back(self, adapter: Adapter) -> bool:
         """Load an adapter that has a name. Return False if there is no room for it."""

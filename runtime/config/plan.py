@@ -171,7 +171,8 @@ class LoraPlan(Section):
     targets: tuple[str, ...] | None = None  # last parts of the names of layers that adapters may change; None: all
     max_slots: int = 0  # adapters in one batch
     max_loaded: int | None = None  # adapters in host memory; None: no limit
-    folder: str | None = None  # folder of adapters that are loaded when a request names them
+    folder: str | None = None  # folder, or URL of one, with adapters that are loaded when a request names them
+    download_dir: str | None = None  # folder for copies of adapters from a store; None: the user's cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,11 +57,12 @@ def read_config(folder: Path) -> AdapterConfig:
     if not isinstance(values, dict):
         raise CheckpointError(f"{path} is not a JSON object.")
     _check_supported(values, path)
-    fields = Fields(values, str(path))
+    fields = Fields(values, f"{path}: ")
     ranks, alphas = (values.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
     if not isinstance(ranks, dict) or not isinstance(alphas, dict):
         raise CheckpointError(f"{path}: rank_pattern and alpha_pattern must be JSON objects.")
-    named_ranks, named_alphas = Fields(ranks, f"{path}, rank_pattern"), Fields(alphas, f"{path}, alpha_pattern")
+    named_ranks = Fields(ranks, f"{path}, rank_pattern, ")
+    named_alphas = Fields(alphas, f"{path}, alpha_pattern, ")
     for key in alphas:
         try:
             re.compile(key)

@@ -87,6 +87,8 @@ def read_weights(folder: Path, config: AdapterConfig) -> AdapterWeights:
     pairs = {layer: _pair(folder, layer, sides, magnitudes.get(layer), config) for layer, sides in halves.items()}
     if not copies.keys() <= pairs.keys():
         raise CheckpointError(f"{folder}: {listed([*copies.keys() - pairs.keys()])} has a base_layer, but no change.")
+    if not pairs and not tokens:
+        raise CheckpointError(f"{folder} changes no layer: its file of weights has no tensors.")
     return AdapterWeights(pairs, tokens, copies, config)
 
 

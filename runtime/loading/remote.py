@@ -44,21 +44,12 @@ def download(url: str, download_dir: str | None, descriptions: tuple[str, ...], 
     Subfolders are only copied for configuration files and the weights of sentence-transformers' modules. Raises
     CheckpointError if the store is not supported, its library is missing, or it does not respond.
     """
-    store = url.partition("://")[0]
-    if store not in STORES:
-        raise CheckpointError(f"{url}: {store} is not a supported store. Supported are: {', '.join(STORES)}.")
-    try:
-        import fsspec
-
-        files, root = fsspec.core.url_to_fs(url)
-        listed = files.find(root, maxdepth=2, detail=True)
-    except ImportError as error:
-        raise CheckpointError(f"{url} needs a library. Run pip install 'penstock[remote]' ({error}).") from error
-    except Exception as error:  # the stores' libraries raise errors of many types
-        raise CheckpointError(f"{url} cannot be read: {error!r}.") from error
+    files, root, listed = _listed(url)
     available = {path[len(root) :].lstrip("/"): info for path, info in listed.items()}
     selected = _selected(available, descriptions, weights)
-    if "config.json" not in selected and not any(name.endswith(".gguf") for name in selected):
+    if not {"config.json", "adapter_config.json"} & {*selected} and not any(
+        each.endswith(".gguf") for each in selected
+    ):
         raise CheckpointError(f"{url} contains no model: it has no config.json.")
     base = cache_folder("remote") if download_dir is None else Path(download_dir)
     folder = base / _folder_name(url)
@@ -74,6 +65,32 @@ def download(url: str, download_dir: str | None, descriptions: tuple[str, ...], 
     except Exception as error:
         raise CheckpointError(f"{url} cannot be copied to {folder}: {error!r}.") from error
     return str(folder)
+
+
+def folders_with(url: str, file: str) -> list[str]:
+    """Return the names of the folders in a folder of a store that have this file. Raises CheckpointError."""
+    _, root, listed = _listed(url)
+    names = (path[len(root) :].lstrip("/").split("/") for path in listed)
+    return [each[0] for each in names if len(each) == 2 and each[1] == file]
+
+
+def _listed(url: str) -> tuple[Any, str, dict[str, Any]]:
+    """Return a store's file system, the path of the URL in it, and the files there, up to one level deep.
+
+    Raises CheckpointError if the store is not supported, its library is missing, or it does not respond.
+    """
+    store = url.partition("://")[0]
+    if store not in STORES:
+        raise CheckpointError(f"{url}: {store} is not a supported store. Supported are: {', '.join(STORES)}.")
+    try:
+        import fsspec
+
+        files, root = fsspec.core.url_to_fs(url)
+        return files, root, files.find(root, maxdepth=2, detail=True)
+    except ImportError as error:
+        raise CheckpointError(f"{url} needs a library. Run pip install 'penstock[remote]' ({error}).") from error
+    except Exception as error:  # the stores' libraries raise errors of many types
+        raise CheckpointError(f"{url} cannot be read: {error!r}.") from error
 
 
 def _copy(files: Any, root: str, names: list[str], available: dict[str, Any], folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 
 from greedy import FAMILIES, model_path, prompts
 from lora_adapters import adapted, adapter, linear_layers, merged_pair
-from lora_engine import PLAIN, answers, expected, ids_of
+from lora_engine import PLAIN, SAMPLING, answers, expected, ids_of
 from runtime.errors import InvalidRequest
+from runtime.request import Request
 from serve import Engine
 
 SETTINGS = [
@@ -44,6 +46,48 @@ async def test_tokens_are_those_of_peft(settings: dict[str, Any]) -> None:
         for _ in range(2):  # the second time with cached prefixes, separate for each adapter
             assert await answers(engine, asked) == wanted
         engine.core.check()
+
+
+async def test_eight_adapters_share_a_batch_that_is_retracted() -> None:
+    base = model_path("llama")
+    folders = {str(seed): adapter(base, seed, 4 + seed, ("q_proj", "down_proj")) for seed in range(8)}
+    paths = [f"{name}={folder}" for name, folder in folders.items()]
+    asked = [(name, number) for number in (5, 17) for name in (None, *folders)]
+    options = {"max_total_tokens": 320, "schedule_conservativeness": 0.0, "page_size": 1}
+    async with Engine(base, lora_paths=paths, **PLAIN, **options) as engine:
+        wanted = expected(base, folders, asked)
+        assert await answers(engine, asked) == wanted
+        assert engine.core.status().num_retracted
+        engine.core.check()
+
+
+async def test_no_adapter_waits_for_ever_for_a_slot() -> None:
+    """With one slot and two busy adapters, another one runs after the longest request that started before it."""
+    base = model_path("llama")
+    folders = {str(seed): adapter(base, seed, 4, ("q_proj", "down_proj")) for seed in range(3)}
+    paths = [f"{name}={folder}" for name, folder in folders.items()]
+    long = replace(SAMPLING, max_new_tokens=40)
+    async with Engine(base, lora_paths=paths, max_loras_per_batch=1, **PLAIN) as engine:
+        ends: list[str] = []
+
+        async def ask(name: str) -> None:
+            request = Request(ids=tuple(prompts()[5]), sampling=long, lora=name)
+            async for _ in engine.core.submit(request).chunks():
+                pass
+            ends.append(name)
+
+        async def busy(name: str) -> None:
+            while "2" not in ends:
+                await asyncio.gather(*(ask(name) for _ in range(3)))
+
+        crowds = [asyncio.create_task(busy(name)) for name in "01"]
+        while len(ends) < 6:
+            await asyncio.sleep(0.001)
+        begun = len(ends)
+        await ask("2")
+        # The requests that ran and waited before it: at most three of each crowd, and those that one of these brought.
+        assert len(ends) - begun <= 10
+        await asyncio.gather(*crowds)
 
 
 TYPICAL = ("bloom", "deepseek_v3", "falcon", "gpt_oss", "granitemoehybrid", "lfm2", "phi3", "qwen3_next")

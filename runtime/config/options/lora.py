@@ -30,7 +30,8 @@ class LoraArgs:
     )
     lora_dir: str | None = option(
         None,
-        "Folder of adapters that are loaded on demand: a request that names a folder in it gets this adapter. "
+        "Folder of adapters, or its URL (s3://bucket/folder), that are loaded on demand: a request that names a folder "
+        "in it gets this adapter. "
         "Default: only loaded adapters can be named.",
         plan="lora.folder",
     )

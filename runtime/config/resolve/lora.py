@@ -34,6 +34,8 @@ def lora_plan(builder: PlanBuilder, kernels: KernelPlan) -> LoraPlan:
             f"--max-loaded-loras {args.max_loaded_loras} is less than the {args.max_loras_per_batch} adapters of a "
             "batch (--max-loras-per-batch).",
         )
+    if args.lora_dir is not None and "://" in args.lora_dir and builder.args.parallel.nnodes > 1:
+        builder.refuse("lora_dir", "--lora-dir must be a folder that all machines have, not a URL, with --nnodes.")
     return builder.build(
         LoraPlan,
         enabled=Decision(
@@ -41,6 +43,7 @@ def lora_plan(builder: PlanBuilder, kernels: KernelPlan) -> LoraPlan:
         ),
         sources=Decision(_sources(builder), "as asked"),
         max_rank=builder.follow_or("max_lora_rank", 0, "that of the adapters"),
+        download_dir=builder.follow_or("download_dir", None, "the user's cache"),
         targets=Decision(_targets(builder), "as asked" if args.lora_target_modules else "all layers that can"),
     )
 

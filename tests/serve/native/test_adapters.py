@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import httpx
 import pytest
 import torch
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 import http_server
 from greedy import NUM_NEW, model_path, prompts
 from lora_adapters import adapted, adapter
+from runtime.actors import adapter_folder
 from serve import Engine
 from serve.server.app import build_app
 
@@ -95,18 +97,47 @@ async def test_names_cannot_leave_the_folder(http: httpx.AsyncClient, name: str)
     assert len(answer.text) < 1000
 
 
+async def test_adapters_of_a_store_are_copied_when_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_folder, "REFRESH_S", 0.0)
+    store = fsspec.filesystem("memory")
+
+    def put(name: str, seed: int) -> None:
+        for file in Path(adapter(BASE, seed)).iterdir():
+            store.pipe(f"/adapters/{name}/{file.name}", file.read_bytes())
+
+    put("early", 1)
+    options: dict[str, Any] = {"lora_dir": "memory://adapters", "download_dir": str(tmp_path)}
+    async with (
+        Engine(BASE, skip_tokenizer_init=True, **options) as engine,
+        http_server.serving(build_app(engine.core)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        assert not [*tmp_path.iterdir()]
+        answers = await asyncio.gather(*(tokens(http, "early") for _ in range(3)))
+        assert answers == [adapted(BASE, adapter(BASE, 1), PROMPT)] * 3
+        put("late", 2)
+        body = {"input_ids": PROMPT, "lora_path": "late", "sampling_params": SAMPLING}
+        while (answer := await http.post("/generate", json=body)).status_code == 400:
+            await asyncio.sleep(0.01)
+        assert answer.json()["output_ids"] == adapted(BASE, adapter(BASE, 2), PROMPT)
+        assert (await http.post("/generate", json={**body, "lora_path": "../early"})).status_code == 400
+        assert len([*tmp_path.iterdir()]) == 2
+
+
 async def test_adapter_that_does_not_fit_is_refused_by_name(http: httpx.AsyncClient, tmp_path: Path) -> None:
     damages: dict[str, Any] = {
         "extra": lambda tensors: {**tensors, "base_model.model.extra": torch.ones(2)},
         "half": lambda tensors: dict(list(tensors.items())[1:]),
+        "empty": lambda tensors: {},
     }
+    reasons = {"extra": "extra", "half": "has no lora_A", "empty": "has no tensors"}
     for name, damage in damages.items():
         folder = shutil.copytree(adapter(BASE, 1), tmp_path / name)
         path = folder / "adapter_model.safetensors"
         save_file(damage(load_file(path)), path)
         answer = await http.post("/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)})
         assert answer.status_code == 400
-        assert ("extra" if name == "extra" else "has no lora_A") in answer.text
+        assert reasons[name] in answer.text
         assert name not in answer.json()["loaded_adapters"]
     cut = shutil.copytree(adapter(BASE, 1), tmp_path / "cut")
     os.truncate(cut / "adapter_model.safetensors", 1000)
