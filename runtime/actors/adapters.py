@@ -142,7 +142,7 @@ class AdapterRegistry:
         name = entry.adapter.name
         known = self._names.get(name)
         if known is not None and not replace:
-            raise InvalidRequest(f"An adapter named {name} is loaded already.", param="lora_name")
+            raise InvalidRequest(f"An adapter named {name} is already loaded.", param="lora_name")
         if entry.adapter.pinned:
             self._check_pins(known)
         await self._make_room(entry)
@@ -162,7 +162,7 @@ class AdapterRegistry:
         self._check_on()
         entry = self._names.pop(name, None)
         if entry is None:
-            raise InvalidRequest(f"No adapter is named {name}.", param="lora_name")
+            raise InvalidRequest(f"The adapter {name} is not loaded.", param="lora_name")
         freeing = self._retire(entry)
         done, _ = await asyncio.wait({freeing}, timeout=timeout_s)
         return bool(done)
@@ -172,7 +172,7 @@ class AdapterRegistry:
         self._check_on()
         entry = self._names.get(name) or self._found(name)
         if entry is None:
-            raise InvalidRequest(f"No adapter is named {name}; see GET /v1/models.", param="lora_path")
+            raise InvalidRequest(f"The adapter {name} is not loaded; see GET /v1/models.", param="lora_path")
         entry.used = next(self._clock)
         return entry.adapter
 

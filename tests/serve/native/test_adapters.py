@@ -67,7 +67,7 @@ async def test_adapters_are_chosen_loaded_and_unloaded(http: httpx.AsyncClient) 
     assert await tokens(http, "b") == second
     answer = await http.post("/load_lora_adapter", json=loading)
     assert (answer.status_code, answer.json()["success"]) == (400, False)
-    assert "loaded already" in answer.json()["error_message"]
+    assert "already loaded" in answer.json()["error_message"]
 
     replacing = {"lora_name": "b", "lora_path": adapter(BASE, 1), "load_inplace": True}
     answer = await http.post("/v1/load_lora_adapter", json=replacing)
