@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.constraint import HostData
+from runtime.constraint import DraftData, HostData
 from runtime.request import LogprobParams, Logprobs
 
 if TYPE_CHECKING:
@@ -150,6 +150,8 @@ class Sampling:
     logprobs: tuple[LogprobParams | None, ...] | None = None  # [N]; None: no row requested log-probabilities
     # Host data of positions with a constraint, by index into [N], ascending. Sampling waits for it.
     host_data: Mapping[int, HostData] = field(default_factory=dict)
+    # The host data after drafts, by row; `host_data` has it too. The worker sets the ids that a draft model proposes.
+    draft_data: Mapping[int, DraftData] = field(default_factory=dict)
     draws: Draws | None = None  # for rows with unknown starts, whose `uniform` is not final. None: all are final
 
 

@@ -8,13 +8,17 @@ data is late yields no token in that step and is computed again once the data is
                gets the result of step n   -> Constraint.host_data_after(its tokens); any thread fills the data
     sampler:   enqueued forward n+1        -> waits for the data until the forward is done, and a moment longer
                applies the data            -> a token; without data: no token, and the scheduler rewinds by one
+
+A row with drafts needs data after each draft too (`DraftData`). It is computed when both the output before the row and
+the drafts are known, and is dropped with the row: the constraint advances only by tokens of the output.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from threading import Lock
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +42,7 @@ class HostData:
 
     is_there = False
     failed = False  # the constraint failed or allows no token; the choice ends with an error
+    skipped = False  # after a draft: no token is chosen with this data
     # Changes the row's logits (float32 [V]) in place; it must not wait for a device. May be set before `is_there`.
     process: Callable[[Any], None] | None = None
     # (int64 [n], float32 [n]): token ids, and what is added to their logits. Set before `is_there`.
@@ -71,6 +76,12 @@ class HostData:
             self.failed, self.forced = True, ()
             self._tell()
 
+    def skip(self) -> None:
+        """Let no token be chosen with this data. Only for data after drafts."""
+        if not self.is_there:
+            self.skipped = True
+            self._tell()
+
     def when_there(self, call: Callable[[], object]) -> None:
         """Call `call`, on any thread, when the data is there. `call` may be called twice."""
         self._calls.append(call)
@@ -81,6 +92,46 @@ class HostData:
         self.is_there = True
         for call in self._calls:
             call()
+
+
+class DraftData:
+    """The host data of the tokens after each draft of a row, computed as if the drafts before it were accepted.
+
+    Drafts are accepted only as far as their data has arrived, so late data costs drafts and no token. The ids are set
+    once, by the scheduler or on the device thread.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.after = tuple(HostData() for _ in range(count))  # [i]: data of the token after draft i
+        self.ids: tuple[int, ...] | None = None  # None: not proposed yet
+        self._calls: list[Callable[[], object]] = []
+        self._lock = Lock()
+
+    def propose(self, ids: Iterable[int]) -> None:
+        """Set the ids of the drafts, on any thread."""
+        with self._lock:
+            self.ids = tuple(ids)
+            calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def when_proposed(self, call: Callable[[], object]) -> None:
+        """Call `call` once, on any thread, when the ids are set."""
+        with self._lock:
+            if self.ids is None:
+                self._calls.append(call)
+                return
+        call()
+
+    def skip_from(self, index: int) -> None:
+        """Let the row end before the token after draft `index`, unless an earlier draft is rejected."""
+        for data in self.after[index:]:
+            data.skip()
+
+    def release(self) -> None:
+        """Fill all open data without masks, so that no step waits for it."""
+        for data in self.after:
+            data.give()
 
 
 def allow(bitmask: NDArray[np.int32], token_ids: Iterable[int]) -> None:
@@ -192,13 +243,31 @@ class Constraint(Protocol):
         ...
 
 
+@runtime_checkable
+class DraftedConstraint(Constraint, Protocol):
+    """A constraint that also computes the data of tokens after drafts. Outputs of other constraints have no drafts."""
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether outputs may have drafts; constraints around others ask them."""
+        ...
+
+    def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
+        """Fill `drafts` for a row that continues this output of the choice with drafts.
+
+        The event loop calls it after `host_data_after` with the same output, whose data is `first`. The ids of the
+        drafts may be set later. The data after a draft that its mask forbids is not read, and may be skipped.
+        """
+        ...
+
+
 class SequenceConstraint:
     """The constraint of one sequence, with the host data of its next tokens.
 
     The scheduler owns it. It may hand out host data before the tokens that the data depends on are known.
     """
 
-    __slots__ = ("_choice", "_constraint", "_later", "_num_told", "next")
+    __slots__ = ("_choice", "_constraint", "_drafts", "_later", "_num_told", "next")
 
     def __init__(self, constraint: Constraint, choice: int) -> None:
         self._constraint = constraint
@@ -207,6 +276,13 @@ class SequenceConstraint:
         self.next = HostData()  # data for the token after the output of the last call
         # Data for tokens after longer outputs, not all of whose tokens are known.
         self._later: dict[int, HostData] = {}
+        # The newest drafts, and the output length before them.
+        self._drafts: tuple[int, DraftData] | None = None
+
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether rows of the sequence may have drafts."""
+        return isinstance(self._constraint, DraftedConstraint) and self._constraint.takes_drafts
 
     def data_after(self, num_output: int, ids: list[int], num_prompt: int) -> HostData:
         """Return the host data for the token after `num_output` output tokens.
@@ -221,6 +297,30 @@ class SequenceConstraint:
         if data is None:
             data = self._later[num_output] = HostData()
         return data
+
+    def drafts_after(self, num_output: int, ids: list[int], num_prompt: int, count: int) -> DraftData:
+        """Return the data for a row with `count` drafts after `num_output` output tokens.
+
+        A sequence has at most one such row in flight. Not all of the output need be known.
+        """
+        drafts = DraftData(count)
+        self.data_after(num_output, ids, num_prompt)
+        self._drafts = num_output, drafts
+        if num_output == self._num_told:
+            self._begin_drafts(Output(ids, num_prompt, num_output, num_output))
+        return drafts
+
+    def _begin_drafts(self, output: Output) -> None:
+        """Ask the constraint for the data of the drafts that follow this output, if there are such drafts."""
+        if self._drafts is None or self._drafts[0] != output.num_output:
+            return
+        drafts = self._drafts[1]
+        try:
+            if isinstance(self._constraint, DraftedConstraint):
+                self._constraint.draft_data_after(self._choice, output, self.next, drafts)
+        except Exception as error:
+            logger.error("a constraint failed", exc_info=error)
+            drafts.skip_from(0)
 
     def forced_after(self, num_output: int) -> tuple[int, ...]:
         """Return the known forced tokens after `num_output` output tokens."""
@@ -246,11 +346,14 @@ class SequenceConstraint:
         except Exception as error:  # user code: a failure ends its own request only
             logger.error("a constraint failed", exc_info=error)
             data.fail()
+        self._begin_drafts(Output(ids, num_prompt, num_output, num_output))
 
     def release(self) -> None:
         """Fill all open host data without a mask, so that no step waits for it. Called when the sequence has ended."""
         for data in (self.next, *self._later.values()):
             data.give()
+        if self._drafts is not None:
+            self._drafts[1].release()
 
 
 class AllowedTokens:
@@ -262,6 +365,16 @@ class AllowedTokens:
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
         """Set the constant mask."""
         data.give(self._bitmask)
+
+    @property
+    def takes_drafts(self) -> bool:
+        """True: the mask is known for every token."""
+        return True
+
+    def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
+        """Set the constant mask after each draft."""
+        for data in drafts.after:
+            data.give(self._bitmask)
 
 
 class LogitsHook:

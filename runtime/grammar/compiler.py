@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from runtime.constraint import Constraint, HostData, Output
+from runtime.constraint import Constraint, DraftData, HostData, Output
 from runtime.errors import InvalidRequest, Overloaded
 from runtime.grammar.backends.backend import Backend, Matcher
 from runtime.grammar.matching.marker import MAX_BYTES, Marker
@@ -189,6 +189,15 @@ class GrammarConstraint:
                 self._compiled, self.ends, self.marker, self.opened_by, self.must_begin
             )
         self._thread.submit(position, output, data)
+
+    @property
+    def takes_drafts(self) -> bool:
+        """True: masks after drafts are computed on a copy of the choice's position."""
+        return True
+
+    def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
+        """Request the masks after drafts that follow this output."""
+        self._thread.submit_drafts(self._positions[choice], output, first, drafts)
 
 
 class _Cache:

@@ -69,6 +69,8 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
                     retire(sequence, finish, row not in failed)
                     deltas.append(final_delta(sequence, finish, _embedding(output, row, finish)))
                 elif sequence.constraint is not None and _is_sampled(batch, row):
+                    if row in drafted:
+                        _settle_drafts(sequence, drafted[row], None, effects)
                     sequence.num_pending -= 1
                     effects.stall(sequence)
                 continue
@@ -84,12 +86,16 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
     return deltas
 
 
-def _settle_drafts(sequence: Sequence, num_drafts: int, num_accepted: int, effects: Effects) -> None:
-    """Make `num_pending` and `num_computed` exact after a row with drafts: rejected drafts are rewound."""
+def _settle_drafts(sequence: Sequence, num_drafts: int, num_accepted: int | None, effects: Effects) -> None:
+    """Make `num_pending` and `num_computed` exact after a row with drafts: rejected drafts are rewound.
+
+    `num_accepted` is None if the row yielded no token, which says nothing about the drafts.
+    """
     sequence.num_drafted -= num_drafts
     sequence.num_pending -= num_drafts
-    effects.rewind(sequence, num_drafts - num_accepted)
-    effects.note_drafts(sequence, num_drafts, num_accepted)
+    effects.rewind(sequence, num_drafts - (num_accepted or 0))
+    if num_accepted is not None:
+        effects.note_drafts(sequence, num_drafts, num_accepted)
 
 
 def _apply_tokens(

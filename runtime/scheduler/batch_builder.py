@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from runtime.batch import UNKNOWN, Batch, Drafts, Ints, MediaSpan, PromptLogprobs, StepStats
 from runtime.config.plan import SchedulerPlan
+from runtime.constraint import DraftData
 from runtime.kv_cache.prefix_cache import NONE_HELD, Duplicates, PrefixCache, reusable_tokens
 from runtime.media_source import PromptMedia
 from runtime.scheduler.adapter_slots import AdapterSlots
@@ -28,6 +29,7 @@ from runtime.scheduler.fast_forward import FastForward
 from runtime.scheduler.queue import WaitingQueue
 from runtime.scheduler.request_tables import RequestTables, Running
 from runtime.sequence import Sequence
+from runtime.speculative.model_drafts import DRAFT
 
 MAX_DEFERRED = 16  # waiting sequences that one step may look up and defer
 MAX_WITHOUT_SLOT = 256  # waiting sequences that one step may pass over because their adapters have no slot
@@ -385,6 +387,7 @@ class _StepRows:
 
     __slots__ = (
         "_counts",
+        "_draft_data",
         "_drafts",
         "_embedded",
         "_max_forced",
@@ -417,6 +420,7 @@ class _StepRows:
         self._token_ids: list[int] = []
         self._sampled: list[int] = []
         self._drafts: dict[int, int] = {}  # number of proposed ids, by row
+        self._draft_data: dict[int, DraftData] = {}  # of rows with a constraint and drafts, by row
         self._unknown_starts: list[int] = []  # rows whose first position only the device knows
         self._embedded: list[int] = []
         self._prompt_logprobs: list[PromptLogprobs] = []
@@ -470,6 +474,13 @@ class _StepRows:
             self._token_ids += ids
             self._sampled.append(row)
             self._drafts[row] = len(ids)
+            constraint = sequence.constraint
+            if constraint is not None:
+                num_output = start + 1 - sequence.num_prompt
+                data = constraint.drafts_after(num_output, sequence.ids, sequence.num_prompt, len(ids))
+                if DRAFT not in ids:  # otherwise the worker proposes them
+                    data.propose(ids)
+                self._draft_data[row] = data
             sequence.num_drafted += len(ids)
             sequence.num_computed = start + 1 + len(ids)
             sequence.num_pending += 1 + len(ids)
@@ -543,7 +554,12 @@ class _StepRows:
                 new_positions = ends[row_of] - before_last
             ends_known = not self._unknown_starts
             sampling = tables.sampling.gather(
-                positions, row_of, indices[row_of], new_positions.astype(np.int64), ends_known=ends_known
+                positions,
+                row_of,
+                indices[row_of],
+                new_positions.astype(np.int64),
+                ends_known=ends_known,
+                draft_data=self._draft_data,
             )
         return Batch(
             number=number,

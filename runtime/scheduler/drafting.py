@@ -20,10 +20,11 @@ from runtime.speculative.ngram import NgramDrafter
 class Drafting:
     """Collects drafts from the drafters of running sequences, and allocates pages for them.
 
-    A sequence with a constraint has no drafter, because its masks depend on tokens that only the device knows. While
-    drafts are in flight, a sequence is in at most one further step, because only the device knows where that row
+    While drafts are in flight, a sequence is in at most one further step, because only the device knows where that row
     begins (`may_follow`). Steps of other sequences overlap as usual. That further row has drafts only if a draft model
-    proposes them on the device.
+    proposes them on the device. A sequence with a constraint waits for its drafts, because the next mask depends on
+    them. It has no drafts if its constraint cannot compute masks after drafts (a logits processor), or if late masks
+    would take back more tokens than a cache kind can.
     """
 
     def __init__(self, plan: SchedulerPlan, cache: PrefixCache, running: Running) -> None:
@@ -36,6 +37,7 @@ class Drafting:
         # A row after drafts in flight begins at an unknown position, but recurrent layers need exact positions.
         self._follows = plan.overlap_drafts and all(kind.steps_back is None for kind in cache.kinds)
         self._follows_draws = plan.overlap_draws
+        self._may_stall = all(kind.steps_back is None for kind in cache.kinds)
         # None: drafts are proposed whether or not they make steps faster.
         self._gain = DraftGain(plan.min_draft_gain) if plan.min_draft_gain is not None else None
         self._cache = cache
@@ -43,7 +45,9 @@ class Drafting:
 
     def start(self, sequence: Sequence) -> None:
         """Give a new sequence its drafter, if its rows may have drafts."""
-        if not self.enabled or sequence.constraint is not None or sequence.request.wants_embedding:
+        if not self.enabled or sequence.request.wants_embedding:
+            return
+        if sequence.constraint is not None and not (self._may_stall and sequence.constraint.takes_drafts):
             return
         asked = sequence.sampling.speculative
         lookup, model = (most if asked is None else min(asked, most) for most in (self._max_lookup, self._max_model))
@@ -92,14 +96,15 @@ class Drafting:
     def may_follow(self, sequence: Sequence) -> bool:
         """Return whether a sequence with drafts in flight may be in the next step, with a row that follows the drafts.
 
-        The sequence must wait in three cases: the choice of a token depends on its output position (seeded draws) and
-        the device cannot compute it (`min_new_tokens` is such a choice, too), the drafts may end the output, or an
-        earlier token or another such row is in flight.
+        The sequence must wait in four cases: the choice of a token depends on its output position (seeded draws) and
+        the device cannot compute it (`min_new_tokens` is such a choice, too), it has a constraint, the drafts may end
+        the output, or an earlier token or another such row is in flight.
         """
         return (
             self._follows
             and (self._follows_draws or sequence.sampling.greedy)
             and not forbids_ends(sequence)
+            and sequence.constraint is None
             and sequence.num_pending == 1 + sequence.num_drafted
             and sequence.num_computed + 1 < sequence.max_tokens
         )

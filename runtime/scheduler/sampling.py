@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import numpy as np
 
 from runtime.batch import Bias, Draws, FreshSequence, Ints, Longs, Penalties, Sampling, uniform_numbers
-from runtime.constraint import HostData
+from runtime.constraint import DraftData, HostData
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.sequence import Sequence
+
+NO_DRAFT_DATA: Mapping[int, DraftData] = MappingProxyType({})
 
 
 class SamplingTables:
@@ -62,11 +67,21 @@ class SamplingTables:
         if sequence.sequence_index in self._special and is_penalised(sequence):
             self._fresh.add(sequence.sequence_index)
 
-    def gather(self, positions: Ints, row_of: Ints, indices: Ints, ends: Longs, *, ends_known: bool = True) -> Sampling:
+    def gather(
+        self,
+        positions: Ints,
+        row_of: Ints,
+        indices: Ints,
+        ends: Longs,
+        *,
+        ends_known: bool = True,
+        draft_data: Mapping[int, DraftData] = NO_DRAFT_DATA,
+    ) -> Sampling:
         """Build the arrays for the N sampled positions of a batch.
 
         `indices` [N] are the positions' sequence indices; `ends` [N] is the position that each new token will have
-        in its sequence, an upper bound if not `ends_known`.
+        in its sequence, an upper bound if not `ends_known`. `draft_data` is that of the rows with a constraint and
+        drafts, by row.
         """
         output_positions = ends - self._num_prompt[indices]
         bias = penalties = logprobs = None
@@ -88,17 +103,31 @@ class SamplingTables:
             bias=bias,
             penalties=penalties,
             logprobs=logprobs,
-            host_data=self._gather_host_data(indices, output_positions) if self._constrained else {},
+            host_data=(
+                self._gather_host_data(row_of, indices, output_positions, draft_data) if self._constrained else {}
+            ),
+            draft_data=draft_data,
         )
 
-    def _gather_host_data(self, indices: Ints, positions: Longs) -> dict[int, HostData]:
-        """Return the host data of rows with a constraint, by row."""
-        rows = np.flatnonzero(self._is_constrained[indices])
+    def _gather_host_data(
+        self, row_of: Ints, indices: Ints, positions: Longs, draft_data: Mapping[int, DraftData]
+    ) -> dict[int, HostData]:
+        """Return the host data of positions with a constraint, by index into the sampled positions."""
+        found = np.flatnonzero(self._is_constrained[indices])
+        rows, after_drafts = row_of[found].tolist() if draft_data else (), iter(())
         host_data = {}
-        for row, index, num_output in zip(rows.tolist(), indices[rows].tolist(), positions[rows].tolist()):
+        previous = -1
+        constrained = zip(found.tolist(), indices[found].tolist(), positions[found].tolist())
+        for number, (place, index, num_output) in enumerate(constrained):
+            if rows and rows[number] in draft_data:
+                if rows[number] == previous:
+                    host_data[place] = next(after_drafts)
+                    continue
+                previous = rows[number]
+                after_drafts = iter(draft_data[previous].after)
             sequence = self._constrained[index]
             if sequence.constraint is not None:
-                host_data[row] = sequence.constraint.data_after(num_output, sequence.ids, sequence.num_prompt)
+                host_data[place] = sequence.constraint.data_after(num_output, sequence.ids, sequence.num_prompt)
         return host_data
 
     def _gather_penalties(self, special_rows: list[tuple[int, Sequence]]) -> Penalties | None:

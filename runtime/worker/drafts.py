@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from runtime.batch import Batch, Drafts, Sampling, uniform_numbers
+from ops.sampling.native import to_device
+from runtime.batch import UNKNOWN, Batch, Drafts, Sampling, uniform_numbers
 
 DRAFT_ARRAYS = ("draft_sequences", "draft_firsts", "draft_owners", "draft_ids", "draft_lengths")
 
@@ -55,26 +56,70 @@ def drafts_before(batch: Batch, drafts: Drafts, sampling: Sampling, rows: np.nda
     }
 
 
-def last_choices(ids: Tensor, arrays: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def with_proposals(batch: Batch, proposed: Batch) -> Batch:
+    """Return the batch with the ids that the draft model proposes in place of `DRAFT`.
+
+    `proposed` is the draft model's batch, which has ids in place of UNKNOWN too. They stay UNKNOWN here, because a row
+    whose last token is not valid is recognised by it. Constraints get the ids, to compute the masks after them.
+    """
+    ids = np.where(batch.token_ids == UNKNOWN, np.int32(UNKNOWN), proposed.token_ids)
+    sampling = batch.sampling
+    if sampling is not None and sampling.draft_data:
+        ends = batch.counts.cumsum()
+        for row, data in sampling.draft_data.items():
+            if data.ids is None:
+                data.propose(ids[ends[row] - len(data.after) : ends[row]].tolist())
+    return replace(batch, token_ids=ids)
+
+
+def accept_limits(batch: Batch, late: Collection[int]) -> np.ndarray | None:
+    """Return the most drafts that each row with drafts may accept, int64 [D]; None: no row has a limit.
+
+    `late` are the sampled positions (of N) without host data. The last token of a row comes from a position with data.
+    """
+    sampling, drafts = batch.sampling, batch.drafts
+    if sampling is None or drafts is None:
+        return None
+    limits = drafts.counts.astype(np.int64)
+    firsts = np.searchsorted(sampling.row_of, drafts.rows)
+    owners = {row: owner for owner, row in enumerate(drafts.rows.tolist())}
+    for index in late:
+        owner = owners.get(int(sampling.row_of[index]))
+        if owner is not None:
+            limits[owner] = min(limits[owner], max(index - int(firsts[owner]) - 1, 0))
+    return limits
+
+
+def last_choices(ids: Tensor, arrays: Mapping[str, Tensor], limits: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
     """Return the number of accepted drafts [D], and the index into [N] of each row's last output token [R].
 
     `ids` int64 [N] are the sampled tokens. A draft is accepted if it equals the token sampled at the position before it
-    and all earlier drafts of its row are accepted.
+    and all earlier drafts of its row are accepted, up to `limits` [D].
     """
     firsts, owners, drafted = arrays["draft_firsts"], arrays["draft_owners"], arrays["draft_ids"]
     index = firsts[owners, None] + torch.arange(drafted.shape[1], device=ids.device)
     matches = ids[index.clamp(max=len(ids) - 1)] == drafted
     accepted = matches.long().cumprod(1).sum(1)
+    if limits is not None:
+        accepted = torch.minimum(accepted, to_device(torch.from_numpy(limits), ids.device))
     return accepted, firsts.index_add(0, owners, accepted)
 
 
-def settle(ids: Tensor, arrays: Mapping[str, Tensor], last_tokens: Tensor, lengths: Tensor) -> Tensor:
+def settle(
+    ids: Tensor,
+    arrays: Mapping[str, Tensor],
+    last_tokens: Tensor,
+    lengths: Tensor,
+    limits: np.ndarray | None = None,
+) -> Tensor:
     """Verify drafts with the sampled tokens `ids` int64 [N]. Return the number of accepted drafts of each row [D].
+
+    `limits` [D] are the most drafts that rows may accept; None: all.
 
     Writes by sequence index: the last token of every row that samples to `last_tokens`, and the number of computed
     tokens of rows with drafts to `lengths`.
     """
-    accepted, last = last_choices(ids, arrays)
+    accepted, last = last_choices(ids, arrays, limits)
     sequences = arrays["draft_sequences"]
     last_tokens[sequences] = ids[last]
     lengths[sequences[arrays["draft_owners"]]] = arrays["draft_lengths"] + accepted.to(lengths.dtype)

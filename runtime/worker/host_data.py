@@ -76,6 +76,9 @@ class HostDataGate:
                 without_token.add(row)
                 self._without_last_token.add(int(batch.sequence_indices[sampling.row_of[row]]))
                 continue
+            if data.skipped:
+                without_token.add(row)
+                continue
             bitmask, process = data.bitmask, data.process  # read only now, since they are valid only after `is_there`
             if data.failed or not (bitmask is None or self._is_valid(bitmask)):
                 failed.add(row)
@@ -95,7 +98,8 @@ class HostDataGate:
         index = int(batch.sequence_indices[row])
         if index not in self._without_last_token:
             return False
-        if batch.token_ids[int(batch.counts[: row + 1].sum()) - 1] == UNKNOWN:
+        # The first token of a row is the last known one of its sequence; further tokens may be drafts.
+        if batch.token_ids[int(batch.counts[:row].sum())] == UNKNOWN:
             return True
         self._without_last_token.discard(index)
         return False

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read, retrieve
 from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel
-from runtime.worker.drafts import settle, with_exact_starts
+from runtime.worker.drafts import accept_limits, settle, with_exact_starts, with_proposals
 from runtime.worker.graph_capture import BackgroundCapture
 from runtime.worker.logprobs import CHUNK, prompt_indices
 from runtime.worker.non_finite import NonFiniteSearch
@@ -244,8 +245,10 @@ class StepExecutor:
                 self._logged_drafts = True
                 logger.info("Steps with drafts are computed operation by operation.")
             batch = self._with_starts(batch)
+            proposed = batch
             if self._draft_model is not None:
-                batch = self._draft_model.propose(batch, self.last_tokens)
+                proposed = self._draft_model.propose(batch, self.last_tokens)
+                batch = with_proposals(batch, proposed)
             search, graph = self._search, self._cpu_graph
             before = self.last_tokens.clone() if search is not None else None
             if graph is not None and graph.takes(batch) and not self._by_operations(batch):
@@ -254,7 +257,7 @@ class StepExecutor:
                 begun = self._begin(batch)
             read = self._end(begun)
             if isinstance(self._draft_model, HeadDrafter):
-                self._draft_model.observe(batch, self._states(begun, graph))
+                self._draft_model.observe(proposed, self._states(begun, graph))
             if search is None or before is None:
                 return read
             output = read()
@@ -443,7 +446,9 @@ class StepExecutor:
             logits = self._model.logits(hidden[samples.index], self._adapted(batch, samples.index))
             sampled = self._sampler.sample(logits, batch, samples.more)
         if sampled is not None:
-            sampled = replace(sampled, accepted=self._keep(samples, sampled.ids))
+            late = sampled.host_data.without_token
+            limits = accept_limits(batch, late) if late else None
+            sampled = replace(sampled, accepted=self._keep(samples, sampled.ids, limits))
             if sampled.uncounted is not None and sampled.accepted is not None:
                 self._sampler.count(sampled, sampled.accepted)
         if batch.prompt_logprobs:
@@ -468,9 +473,11 @@ class StepExecutor:
             hidden[begun.requested] = stages.recv(sent, stages.previous)
         return hidden
 
-    def _keep(self, samples: SampleInputs, ids: Tensor) -> Tensor | None:
+    def _keep(self, samples: SampleInputs, ids: Tensor, limits: np.ndarray | None = None) -> Tensor | None:
         """Store the last of each row's sampled `ids` [N] as its sequence's last token, on every rank that embeds.
 
+        `limits` [D] are the most drafts that rows may accept, on rank 0; None: all. Other ranks do not know them, but a
+        row with a limit has a constraint, so the batch with its next row has its last token and its exact start.
         Return the number of accepted drafts of each row [D], or None without drafts. Does nothing in a pipeline: there
         a sequence is in one step at a time, so its tokens are known.
         """
@@ -479,7 +486,7 @@ class StepExecutor:
         if self.mesh is not None:
             ids = self.mesh.axis("tp").broadcast(ids)
         if samples.drafts is not None:
-            return settle(ids, samples.drafts, self.last_tokens, self.lengths)
+            return settle(ids, samples.drafts, self.last_tokens, self.lengths, limits)
         if samples.sequences is not None:
             self.last_tokens[samples.sequences] = ids
         return None

@@ -8,7 +8,7 @@ page, a stale page, a page that is shared too early or a token that is not recom
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import replace
 from typing import Any
 from zlib import crc32
@@ -29,6 +29,7 @@ from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
 from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.device import CpuDevice
+from runtime.worker.drafts import with_proposals
 from runtime.worker.host_data import HostDataGate
 
 _MASK = 2**61 - 1
@@ -142,7 +143,8 @@ class FakeRunner:
             self._copy(copy)
         self._check_adapters(batch)
         bounds = batch.starts + batch.counts
-        batch = self._with_proposals(self._with_exact_starts(batch))
+        batch = self._with_exact_starts(batch)
+        batch = with_proposals(batch, self._with_proposals(batch))
         slots = [self._slots(batch, row, int(bounds[row])) for row in range(len(batch.sequences))]
         self._store(batch, slots)
         states = [self._attend(batch, row, slots[row]) for row in range(len(batch.sequences))]
@@ -295,7 +297,7 @@ class FakeRunner:
             drafted: dict[int, int] = {}
             if batch.drafts is not None:
                 drafted = dict(zip(batch.drafts.rows.tolist(), batch.drafts.counts.tolist(), strict=True))
-                self._verify(batch, states, drafted, tokens)
+                self._verify(batch, states, drafted, tokens, late)
             for index, row in enumerate(batch.sampling.row_of.tolist()):
                 if row in drafted:
                     continue
@@ -312,8 +314,18 @@ class FakeRunner:
         prompts = [(asked.row, _logprobs(asked.targets.tolist(), asked.params)) for asked in batch.prompt_logprobs]
         return StepOutput(tokens, failed, logprobs, prompts, self._embed(batch, states))
 
-    def _verify(self, batch: Batch, states: list[list[int]], drafted: dict[int, int], tokens: list[list[int]]) -> None:
-        """Choose a token at each position of rows with drafts, and keep the tokens after accepted drafts."""
+    def _verify(
+        self,
+        batch: Batch,
+        states: list[list[int]],
+        drafted: dict[int, int],
+        tokens: list[list[int]],
+        late: Collection[int],
+    ) -> None:
+        """Choose a token at each position of rows with drafts, and keep the tokens after accepted drafts.
+
+        The row ends before a position whose host data is late.
+        """
         ends = np.cumsum(batch.counts).tolist()
         for row, count in drafted.items():
             assert batch.sampling is not None
@@ -321,12 +333,15 @@ class FakeRunner:
             assert positions == list(range(ends[row] - count - 1, ends[row])), "all positions choose"
             sequence = batch.sequences[row]
             drafts = batch.token_ids[ends[row] - count : ends[row]].tolist()
-            for state, draft in zip(states[row][-1 - count :], [*drafts, UNKNOWN], strict=True):
+            first = int(np.searchsorted(batch.sampling.row_of, row))
+            for place, (state, draft) in enumerate(zip(states[row][-1 - count :], [*drafts, UNKNOWN], strict=True)):
+                if first + place in late:
+                    break
                 tokens[row].append(next_token(state, sequence.seed, self.vocab_size))
                 if tokens[row][-1] != draft:
                     break
             index = int(batch.sequence_indices[row])
-            self._last[index] = tokens[row][-1]
+            self._last[index] = tokens[row][-1] if tokens[row] else 0
             self._lengths[index] = int(batch.starts[row]) + len(tokens[row])
 
     def _embed(self, batch: Batch, states: list[list[int]]) -> list[list[float] | None] | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from runtime.constraint import HostData, Output
+from runtime.constraint import DraftData, HostData, Output
 
 Allowed = Callable[[tuple[int, ...]], list[int]]
 Forced = Callable[[int, Output], tuple[int, ...]]  # (choice, output) -> the forced tokens that follow
@@ -54,6 +54,26 @@ class LateHostData:
         mask = None if self._allowed is None else bitmask(self._allowed(output_ids), self._vocab_size)
         data.give(mask, forced)
 
+    @property
+    def takes_drafts(self) -> bool:
+        return True
+
+    def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
+        """Hold the data after each draft back like other data. Data after a draft that is not allowed is skipped."""
+
+        def hold() -> None:
+            known = output.output_ids
+            for number, (token_id, data) in enumerate(zip(drafts.ids or (), drafts.after, strict=True)):
+                if self._allowed is not None and token_id not in self._allowed(known):
+                    drafts.skip_from(number)
+                    return
+                known = (*known, token_id)
+                self._held.append((known, (), data))
+                if not self.is_held(known):
+                    self.deliver(-1)
+
+        drafts.when_proposed(hold)
+
     def deliver_all(self) -> None:
         """Deliver all data that is held back, and from now on deliver immediately."""
         self.is_held = lambda output_ids: False
@@ -70,3 +90,10 @@ class LateForcedTokens:
 
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
         self._late.host_data_after(choice, output, data, self._forced(choice, output))
+
+    @property
+    def takes_drafts(self) -> bool:
+        return True
+
+    def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
+        self._late.draft_data_after(choice, output, first, drafts)

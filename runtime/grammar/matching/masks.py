@@ -8,14 +8,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.constraint import HostData, Output, only_tokens, places_of, rows_that_allow
+from runtime.constraint import DraftData, HostData, Output, only_tokens, places_of, rows_that_allow
 from runtime.grammar.backends.backend import Backend, Matcher
+from runtime.grammar.matching.draft_walk import DraftWalk
 from runtime.grammar.matching.position import Position
 
 logger = logging.getLogger("penstock.grammar")
@@ -32,6 +34,16 @@ class MaskRequest(NamedTuple):
     data: HostData  # receives the mask
 
 
+class DraftRequest(NamedTuple):
+    position: Position
+    output: Output  # the output before the row with drafts
+    first: HostData  # the data of the token after `output`
+    drafts: DraftData  # receives the masks after the drafts
+
+
+Request: TypeAlias = "MaskRequest | DraftRequest"
+
+
 class MaskThread:
     """Computes the masks of a step together, on two threads.
 
@@ -46,18 +58,29 @@ class MaskThread:
         self._ends = places_of(eos_ids)  # the backend allows these tokens where an output may end
         self._max_forced = max_forced
         self._num_words = backend.num_words
-        self._slow = _Lane("penstock-masks-slow", self._compute_each)
-        self._fast = _Lane("penstock-masks", self._compute)
+        self._slow = _Lane("penstock-masks-slow", self._compute_each, self._compute_each_draft)
+        self._fast = _Lane("penstock-masks", self._compute, self._compute_drafts)
 
     def submit(self, position: Position, output: Output, data: HostData) -> None:
         """Request the mask of the token after `output`. Returns at once.
 
         Call it on the event loop: all requests of one turn of the loop form one batch.
         """
+        self._submit(MaskRequest(position, output, data))
+
+    def submit_drafts(self, position: Position, output: Output, first: HostData, drafts: DraftData) -> None:
+        """Request the masks after drafts that follow `output`, as soon as their ids are known. Returns at once.
+
+        Call it on the event loop, after `submit` with the same output and `first`.
+        """
+        self._submit(DraftRequest(position, output, first, drafts))
+
+    def _submit(self, request: Request) -> None:
+        position = request.position
         if position.num_submitted == position.num_done:  # with pending requests, the same thread must go on
             position.on_slow_thread = position.slow
         position.num_submitted += 1
-        (self._slow if position.on_slow_thread else self._fast).submit(MaskRequest(position, output, data))
+        (self._slow if position.on_slow_thread else self._fast).submit(request)
 
     def close(self) -> None:
         """End the threads after their current work."""
@@ -83,6 +106,54 @@ class MaskThread:
             if self._advance(request):
                 self._fill([request])
             request.position.slow = time.perf_counter() - began_s > SLOW_S
+
+    def _compute_each_draft(self, requests: Sequence[DraftRequest]) -> None:
+        for request in requests:
+            began_s = time.perf_counter()
+            self._compute_drafts([request])
+            request.position.slow = time.perf_counter() - began_s > SLOW_S
+
+    def _compute_drafts(self, requests: Sequence[DraftRequest]) -> None:
+        """Compute the masks after the drafts of these rows, for all rows after their first drafts, and so on."""
+        began_s = time.perf_counter()
+        walks = []
+        for position, output, first, drafts in requests:
+            # If the position is elsewhere, the row yielded no token or fewer, so no step waits for this data.
+            if position.num_seen == output.num_output and first.is_there:
+                walks.append(DraftWalk(position, first, drafts))
+            else:
+                drafts.skip_from(0)
+        while walks:
+            walks = [walk for walk in walks if _goes_on(walk, self._num_words)]
+            self._fill_after_drafts(walks)
+        if time.perf_counter() - began_s > BATCH_SLOW_S + ROW_SLOW_S * len(requests):
+            for request in requests:
+                request.position.slow = True
+
+    def _fill_after_drafts(self, walks: Sequence[DraftWalk]) -> None:
+        """Compute one mask for each of these walks."""
+        try:
+            for walk, mask in zip(walks, self._masks([walk.position for walk in walks])):
+                walk.give(mask)
+        except Exception as error:
+            if len(walks) > 1:
+                for walk in walks:
+                    self._fill_after_drafts([walk])
+            else:
+                logger.info("A grammar cannot continue after drafts: %.300s", error)
+                walks[0].stop()
+
+    def _masks(self, positions: Sequence[Position]) -> NDArray[np.int32]:
+        """Return the masks of the next tokens, int32 [n, words]."""
+        masks = np.zeros((len(positions), self._num_words), np.int32)
+        if not positions:
+            return masks
+        self._backend.fill_masks([_matcher(position) for position in positions], masks)
+        ending = rows_that_allow(masks, self._ends)
+        for row, position in enumerate(positions):
+            if row in ending or position.opened_by is not None:
+                position.finish_mask(masks[row], row in ending)
+        return masks
 
     def _advance(self, request: MaskRequest) -> bool:
         """Advance the position. Returns whether the backend must compute a mask; if not, the request is complete."""
@@ -111,13 +182,8 @@ class MaskThread:
 
         Returns the requests whose matcher has consumed a forced token and needs another mask. The others are complete.
         """
-        masks = np.zeros((len(requests), self._num_words), np.int32)
         try:
-            self._backend.fill_masks([_matcher(request) for request in requests], masks)
-            ending = rows_that_allow(masks, self._ends)
-            for row, request in enumerate(requests):
-                if row in ending or request.position.opened_by is not None:
-                    request.position.finish_mask(masks[row], row in ending)
+            masks = self._masks([request.position for request in requests])
         except Exception as error:
             if len(requests) > 1:  # find the failing row; the remaining rows must not fail with it
                 return [further for request in requests for further in self._fill_once([request])]
@@ -153,14 +219,19 @@ class _Lane:
     would compete with the event loop for the GIL and see only a part of the step's requests.
     """
 
-    def __init__(self, name: str, compute: Callable[[Sequence[MaskRequest]], None]) -> None:
-        self._submitted: list[MaskRequest] = []  # requests of the current turn of the event loop
-        self._inbox: SimpleQueue[list[MaskRequest] | None] = SimpleQueue()
-        self._compute = compute
+    def __init__(
+        self,
+        name: str,
+        compute: Callable[[Sequence[MaskRequest]], None],
+        compute_drafts: Callable[[Sequence[DraftRequest]], None],
+    ) -> None:
+        self._submitted: list[Request] = []  # requests of the current turn of the event loop
+        self._inbox: SimpleQueue[Sequence[Request] | None] = SimpleQueue()
+        self._compute, self._compute_drafts = compute, compute_drafts
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, request: MaskRequest) -> None:
+    def submit(self, request: Request) -> None:
         self._submitted.append(request)
         if len(self._submitted) > 1:
             return
@@ -185,19 +256,42 @@ class _Lane:
                 parts.append(self._inbox.get())
             is_open = None not in parts
             requests = [request for part in parts if part is not None for request in part]
+            masks = [request for request in requests if isinstance(request, MaskRequest)]
+            drafts: list[DraftRequest] = []
+            for request in requests:
+                if isinstance(request, DraftRequest):
+                    if request.drafts.ids is not None:
+                        drafts.append(request)
+                    else:  # it comes back when the draft model has proposed the ids, and counts as pending until then
+                        request.drafts.when_proposed(partial(self._inbox.put, [request]))
             try:
-                self._compute(requests)
+                if masks:
+                    self._compute(masks)
+                if drafts:
+                    self._compute_drafts(drafts)
             except Exception:  # an internal error: these outputs fail, but the thread continues
                 logger.exception("Grammar masks could not be computed.")
-                for request in requests:
+                for request in masks:
                     request.data.fail()
-            for request in requests:
+                for request in drafts:
+                    request.drafts.skip_from(0)
+            for request in (*masks, *drafts):
                 request.position.num_done += 1
 
 
-def _matcher(request: MaskRequest) -> Matcher:
-    """Return the request's matcher. Raises RuntimeError if it has none: leaving it out would shift the rows."""
-    matcher = request.position.matcher
+def _goes_on(walk: DraftWalk, num_words: int) -> bool:
+    """Advance a walk. Return whether a mask must be computed for it; a grammar that fails ends it."""
+    try:
+        return walk.go_on(num_words)
+    except Exception as error:
+        logger.info("A grammar cannot continue after drafts: %.300s", error)
+        walk.stop()
+        return False
+
+
+def _matcher(position: Position) -> Matcher:
+    """Return a position's matcher. Raises RuntimeError if it has none: leaving it out would shift the rows."""
+    matcher = position.matcher
     if matcher is None:
         raise RuntimeError("A mask is computed for an output whose constraint has not begun.")
     return matcher

@@ -75,6 +75,14 @@ class Position:
             self._start()
             self._num_seen, self._is_free = len(new), True
             new = new[1:]
+        return self._follow(new)
+
+    def follow(self, new: list[int]) -> bool:
+        """Advance by further tokens, like `advance`."""
+        self._num_seen += len(new)
+        return self._follow(new)
+
+    def _follow(self, new: list[int]) -> bool:
         if self.matcher is None:
             new = self._after_marker(new)
         if self.matcher is None:
@@ -90,6 +98,25 @@ class Position:
             if not self.matcher.consume(new):
                 raise ValueError(f"The grammar does not allow its own output: {self.matcher.error:.200}")
         return True
+
+    @property
+    def num_seen(self) -> int:
+        """Number of output tokens."""
+        return self._num_seen
+
+    @property
+    def known_mask(self) -> NDArray[np.int32] | None:
+        """The mask of the next token if it was computed already, else None."""
+        return self.forced_masks[0] if self.forced else self.next_mask
+
+    def copy(self) -> Position:
+        """Return an independent position of the same output."""
+        found = Position(self._compiled, self._ends, self._marker, self.opened_by, self._must_begin)
+        found.matcher = None if self.matcher is None else self.matcher.copy()
+        found.forced, found.forced_masks = list(self.forced), list(self.forced_masks)
+        found.next_mask = self.next_mask
+        found._num_seen, found._num_matched, found._is_free = self._num_seen, self._num_matched, self._is_free
+        return found
 
     def ends_by(self, token_id: int) -> bool:
         """Whether this token ends the output."""

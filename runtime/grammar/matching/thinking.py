@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from runtime.constraint import Constraint, HostData, Output, allowing_only
+from copy import copy
+
+from runtime.constraint import Constraint, DraftData, DraftedConstraint, HostData, Output, allowing_only
 from runtime.grammar.matching.marker import Marker
 from runtime.grammar_spec import ThinkingLimit
 
@@ -49,6 +51,27 @@ class LimitedThinking:
             block.num_passed_on = output.num_output
             self._inner.host_data_after(choice, output, data)
 
+    @property
+    def takes_drafts(self) -> bool:
+        """Whether the inner constraint takes drafts."""
+        return self._inner is None or (isinstance(self._inner, DraftedConstraint) and self._inner.takes_drafts)
+
+    def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
+        """Set the masks after drafts at which the block must be closed; the inner constraint sets the others."""
+        block = self._blocks[choice].copy()
+
+        def follow() -> None:
+            for token_id, data in zip(drafts.ids or (), drafts.after):
+                over = block.advance([token_id]) - self._limit.max_tokens
+                if 0 <= over < len(self._close_ids):
+                    data.give(allowing_only(self._close_ids[over : over + 1], self._num_words))
+                elif self._inner is None:
+                    data.give()
+
+        drafts.when_proposed(follow)
+        if isinstance(self._inner, DraftedConstraint):
+            self._inner.draft_data_after(choice, output, first, drafts)
+
 
 class _Block:
     """The state of one choice's block of reasoning."""
@@ -71,6 +94,10 @@ class _Block:
         self._num_tokens = 0  # tokens within the block
         self._num_seen = 0
         self.num_passed_on = 0  # tokens that the inner constraint has seen
+
+    def copy(self) -> _Block:
+        """Return an independent block in the same state."""
+        return copy(self)  # its lists and markers are replaced, never changed
 
     def advance(self, new_ids: list[int]) -> int:
         """Read new tokens. Returns the number of tokens in the block, or -1 if no block is open now."""

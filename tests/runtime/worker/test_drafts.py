@@ -7,7 +7,8 @@ import torch
 
 from runtime.batch import UNKNOWN, Batch, Drafts, Ints, Sampling
 from runtime.worker.device import CpuDevice
-from runtime.worker.drafts import draft_arrays, last_choices
+from runtime.worker.drafts import accept_limits, draft_arrays, last_choices
+from runtime.worker.host_data import NO_HOST_DATA
 from runtime.worker.sampler import Sampled
 from runtime.worker.step_outputs import copy_out
 
@@ -72,6 +73,26 @@ def test_rows_bring_what_plain_decoding_would():
         lasts = dict(zip(arrays["draft_sequences"].tolist(), ids[last].tolist(), strict=True))
         indices = batch.sequence_indices.tolist()
         assert lasts == {indices[row]: tokens[-1] for row, tokens in enumerate(expected) if tokens}
+
+
+def test_a_row_ends_before_late_host_data():
+    rng = np.random.default_rng(2)
+    for _ in range(300):
+        batch, ids, expected = random_step(rng)
+        assert batch.sampling is not None
+        row_of, late = batch.sampling.row_of.tolist(), {index for index in range(len(ids)) if rng.random() < 0.2}
+        for row, tokens in enumerate(expected):
+            places = [index for index, owner in enumerate(row_of) if owner == row]
+            first_late = next((count for count, index in enumerate(places) if index in late), len(places))
+            del tokens[first_late:]
+        arrays = {name: torch.from_numpy(array) for name, array in draft_arrays(batch).items()}
+        accepted, last = last_choices(ids, arrays, accept_limits(batch, late))
+        arrived = NO_HOST_DATA._replace(without_token=late)
+        sampled = Sampled(ids, torch.ones(len(ids), dtype=torch.bool), host_data=arrived, accepted=accepted)
+        assert copy_out(CpuDevice(), batch, sampled)().tokens == expected
+        lasts = dict(zip(arrays["draft_sequences"].tolist(), ids[last].tolist(), strict=True))
+        indices = batch.sequence_indices.tolist()
+        assert {indices[row]: tokens[-1] for row, tokens in enumerate(expected) if tokens}.items() <= lasts.items()
 
 
 def test_values_that_are_not_finite_count_only_where_they_are_used():
