@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
+from threading import RLock
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ UNBOUNDED = 8192  # context length if the configuration has none
 TEXT, SCORES, VECTORS = "text", "scores", "vectors"  # kinds of output
 
 logger = logging.getLogger("penstock.core")
+
+CREATING = RLock()  # held by the thread that creates a model by transformers; see `quiet`
 
 
 class UnsupportedModel(CheckpointError):
@@ -349,13 +352,19 @@ def _refusal(name: str, feature: str) -> CheckpointError:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Disable transformers' progress bars and warnings inside the context, for the whole process."""
-    bars, level = transformers_log.is_progress_bar_enabled(), transformers_log.get_verbosity()
-    transformers_log.disable_progress_bar()
-    transformers_log.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_log.set_verbosity(level)
-        if bars:
-            transformers_log.enable_progress_bar()
+    """Create models by transformers without progress bars and warnings, in one thread at a time.
+
+    While it creates a model, transformers replaces functions of its classes and of torch for the whole process
+    (`tie_weights`, `torch.linspace`). A model that another thread creates meanwhile would keep tied weights on the meta
+    device. The log level is of the whole process, too.
+    """
+    with CREATING:
+        bars, level = transformers_log.is_progress_bar_enabled(), transformers_log.get_verbosity()
+        transformers_log.disable_progress_bar()
+        transformers_log.set_verbosity_error()
+        try:
+            yield
+        finally:
+            transformers_log.set_verbosity(level)
+            if bars:
+                transformers_log.enable_progress_bar()
