@@ -57,6 +57,28 @@ class PreNormBlock(Block):
         return x, residual
 
 
+class SubLayerBlock(nn.Module):
+    """x + layer(norm(x)): a block that has only attention, or only an MLP."""
+
+    def __init__(self, norm: Norm, layer: nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+        self.layer = layer
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Map x [T, E] and residual [T, E] or None to the next block's pair."""
+        x, residual = self.norm.add(x, residual)
+        return self.layer(x, batch), residual
+
+
+class Identity(nn.Module):
+    """A block without attention and MLP."""
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """Return the pair unchanged."""
+        return x, residual
+
+
 class PostNormBlock(Block):
     """x + norm(attention(x)), then x + norm(mlp(x)): only outputs are normalised (OLMo 2)."""
 

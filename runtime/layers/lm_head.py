@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,8 @@ class LMHead(VocabularyWeight):
 
     Logits are multiplied by `scale`, then replaced by soft_cap * tanh(logit / soft_cap). Then `bias` is added. With
     tensor parallelism each rank computes the logits of its part of the vocabulary; rank 0 returns all logits, other
-    ranks return their part. `unit` scales the rows of the weight to length one; such a head cannot be tied.
+    ranks return their part. `unit` scales the rows or the columns of the weight to length one; such a head cannot be
+    tied.
     """
 
     def __init__(
@@ -36,7 +38,7 @@ class LMHead(VocabularyWeight):
         bias: bool = False,
         scale: float | None = None,
         soft_cap: float | None = None,
-        unit: bool = False,
+        unit: Literal["rows", "columns"] | None = None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -74,11 +76,19 @@ class LMHead(VocabularyWeight):
         """Prepare the weight. Raises CheckpointError if a `unit` head is tied or its weight is quantised."""
         if self.unit and (self.weight is None or self.kept):
             raise CheckpointError(
-                f"{self.name}.weight must be in full precision, because its rows are scaled to length one."
+                f"{self.name}.weight must be in full precision, because its {self.unit} are scaled to length one."
             )
         if self.weight is not None and not self.kept:
-            weight = F.normalize(self.weight, dim=1) if self.unit else self.weight
-            self.weight = frozen(self.method.prepare_weight(weight, self.kernels))
+            self.weight = frozen(self.method.prepare_weight(self._scaled(self.weight), self.kernels))
+
+    def _scaled(self, weight: Tensor) -> Tensor:
+        """Return the weight [V, E] with the scaling that `unit` names. Ranks add the squares of their rows."""
+        if self.unit != "columns":
+            return F.normalize(weight, dim=1) if self.unit else weight
+        squares = weight.float().square().sum(0)
+        if self._group is not None:
+            squares = self._group.all_reduce(squares)
+        return (weight.float() / squares.sqrt().clamp_min(1e-7)).to(weight.dtype)
 
     @property
     def prepared(self) -> Tensor:

@@ -19,7 +19,8 @@ from runtime.loading.gguf_config import read_gguf_config
 from runtime.loading.quantization import stored_quantization, with_quantization
 from runtime.modeling.config import read_labels
 from runtime.modeling.entry import Entry
-from runtime.models.registry import architecture_of, config_of, entry, find
+from runtime.models.refused import REFUSED
+from runtime.models.registry import architecture_of, config_of, entry, find, unsupported
 from runtime.sampling_params import FROM_MODEL, SamplingParams
 
 logger = logging.getLogger("penstock.core")
@@ -41,6 +42,8 @@ def read_facts(path: str, overrides: Mapping[str, Any] | None = None, *, model_i
     values = merge(values, overrides or {})
     if "text_config" in values and not isinstance(values["text_config"], dict):
         raise CheckpointError(f"config.json: text_config must be an object, not {values['text_config']!r}.")
+    if (refused := architecture_of(values)) in REFUSED:
+        raise CheckpointError(unsupported(refused))
     values = with_quantization(values, directory)
     by_transformers = model_impl == "transformers" or (model_impl == "auto" and find(architecture_of(values)) is None)
     if by_transformers and is_gguf(directory):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -186,12 +186,12 @@ def assemble(
     embedding_scale: float | None = None,
     logits_scale: float | None = None,
     soft_cap: float | None = None,
-    unit_head: bool = False,
+    unit_head: Literal["rows", "columns"] | None = None,
 ) -> Decoder:
     """Build a decoder whose embedding, final norm and LM head have Llama's names; `layer` builds each layer.
 
-    `norm` replaces the final RMSNorm. `soft_cap` applies to logits. With `unit_head`
-    the rows of the LM head are scaled to length one.
+    `norm` replaces the final RMSNorm. `soft_cap` applies to logits. `unit_head`
+    scales the rows or columns of the LM head to length one.
     """
     embedding = Embedding(embedding_name, config.vocab_size, config.hidden_size, build, scale=embedding_scale)
     return Decoder(

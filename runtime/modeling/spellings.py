@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
 
 LIKE_LLAMA: Mapping[str, Mapping[str, Any]] = {
@@ -207,6 +208,77 @@ def latent(values: Mapping[str, Any]) -> dict[str, Any]:
     if all(isinstance(size, int) for size in sizes):
         read["head_dim"] = sum(sizes)
     return read
+
+
+def minicpm(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the scales of MiniCPM (arXiv 2404.06395) to Granite's multipliers."""
+    if values.get("num_experts"):
+        raise CheckpointError("config.json: MiniCPM with experts (num_experts) is not supported.")
+    read = dict(values)
+    fields = Fields(values, "config.json: ")
+    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    depth, base = fields.optional_number("scale_depth"), fields.optional_number("dim_model_base")
+    read["attention_multiplier"] = (fields.optional_integer("head_dim") or hidden // heads) ** -0.5
+    read["embedding_multiplier"] = fields.optional_number("scale_emb") or 1.0
+    read["logits_scaling"] = hidden / (base or 1.0)
+    read["residual_multiplier"] = (depth or 1.0) / fields.integer("num_hidden_layers") ** 0.5
+    return read
+
+
+def qwen1(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the context to the trained length, and the inner size to that of each half of the MLP.
+
+    Beyond this length, Qwen 1 scales its queries and its rotary embedding, which is not supported.
+    """
+    fields = Fields(values, "config.json: ")
+    inner = fields.integer("intermediate_size") // 2
+    return {
+        **values,
+        "intermediate_size": inner,
+        "max_position_embeddings": fields.optional_integer("seq_length") or 2048,
+    }
+
+
+def chatglm(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Set kv heads and the base of the angles. Refuse ChatGLM 1 and layers that no published model has."""
+    if "position_encoding_2d" in values or "padded_vocab_size" not in values:
+        raise CheckpointError(
+            "config.json: ChatGLM of the first generation has positions of two axes and a bidirectional prompt, which "
+            "are not supported. Use ChatGLM 2 or 3, or GLM-4."
+        )
+    fields = Fields(values, "config.json: ")
+    for name, usual in (
+        ("rmsnorm", True),
+        ("post_layer_norm", True),
+        ("apply_residual_connection_post_layernorm", False),
+        ("add_bias_linear", False),
+    ):
+        if fields.flag(name, default=usual) != usual:
+            raise CheckpointError(f"config.json: {name} {not usual} is not supported.")
+    if fields.optional_integer("pre_seq_len", low=0):
+        raise CheckpointError("config.json: pre_seq_len (a trained prefix) is not supported.")
+    grouped = fields.flag("multi_query_attention")
+    kv_heads = fields.integer("multi_query_group_num" if grouped else "num_attention_heads")
+    theta = 10000.0 * (fields.optional_number("rope_ratio") or 1.0)
+    return {**values, "num_key_value_heads": kv_heads, "rope_theta": theta}
+
+
+def nemotron_nas(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the number of kv heads, which must be the same in all layers with attention."""
+    blocks, heads = values.get("block_configs"), values.get("num_attention_heads")
+    count = Fields(values, "config.json: ").integer("num_hidden_layers")
+    if not isinstance(blocks, list) or not all(isinstance(each, Mapping) for each in blocks) or len(blocks) != count:
+        raise CheckpointError(
+            f"config.json: block_configs must be a list of {count} objects. DeciLM without this list is not supported."
+        )
+    attentions = [Fields(each, "config.json: block_configs: ").child("attention") for each in blocks]
+    groups = {each.integer("n_heads_in_group") for each in attentions if not each.flag("no_op")}
+    if len(groups) != 1 or not isinstance(heads, int) or heads % min(groups):
+        raise CheckpointError(
+            "config.json: block_configs: n_heads_in_group must be the same in all layers with attention, and divide "
+            "num_attention_heads."
+        )
+    return {**values, "num_key_value_heads": heads // min(groups)}
 
 
 def text_part(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,4 +27,4 @@ def decoder(config: Config, build: Build) -> Decoder:
         attended = at.attention(bias=False, fused="W_pack", **options)
         return at.block(attended, at.mlp())
 
-    return assemble(config, build, layer, unit_head=config.flag("unit_head"))
+    return assemble(config, build, layer, unit_head="rows" if config.flag("unit_head") else None)

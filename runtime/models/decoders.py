@@ -7,6 +7,7 @@ from typing import Any
 
 from runtime.modeling.entry import Entry
 from runtime.modeling.spellings import FULL, LINEAR
+from runtime.models.remote_code import REMOTE_CODE
 
 _BAICHUAN = {"max_position_embeddings": 4096}
 
@@ -220,7 +221,23 @@ _FALCON = Entry(
     spelling="falcon",
 )
 
+_ERNIE_4_5 = Entry("ernie4_5:ernie4_5", _ERNIE)
+
+_MIXTRAL = Entry(
+    "mistral:mixtral",
+    {
+        "max_position_embeddings": 131072,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1000000.0,
+    },
+    tensors={r"(.*\.)mlp\.(gate|experts)\b": r"\1block_sparse_moe.\2"},  # names in transformers 5
+)
+
 ARCHITECTURES: Mapping[str, Entry] = {
+    **REMOTE_CODE,
     "ArceeForCausalLM": Entry("arcee", {"hidden_act": "relu2", "max_position_embeddings": 4096, "rms_norm_eps": 1e-5}),
     "BaiChuanForCausalLM": Entry("baichuan", _BAICHUAN, spelling="baichuan"),
     "BaichuanForCausalLM": Entry("baichuan", _BAICHUAN, spelling="baichuan"),
@@ -271,7 +288,8 @@ ARCHITECTURES: Mapping[str, Entry] = {
         },
         spelling="latent",
     ),
-    "Ernie4_5ForCausalLM": Entry("ernie4_5:ernie4_5", _ERNIE),
+    "Ernie4_5ForCausalLM": _ERNIE_4_5,
+    "Ernie4_5_ForCausalLM": _ERNIE_4_5,  # name in the model's own code
     "Ernie4_5_MoeForCausalLM": Entry(
         "ernie4_5:ernie4_5_moe",
         {
@@ -479,18 +497,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         tensors=_TEXT_PART,
         spelling="mistral3",
     ),
-    "MixtralForCausalLM": Entry(
-        "mistral:mixtral",
-        {
-            "max_position_embeddings": 131072,
-            "num_experts_per_tok": 2,
-            "num_key_value_heads": 8,
-            "num_local_experts": 8,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
-        },
-        tensors={r"(.*\.)mlp\.(gate|experts)\b": r"\1block_sparse_moe.\2"},  # names in transformers 5
-    ),
+    "MixtralForCausalLM": _MIXTRAL,
     "MPTForCausalLM": _MPT,  # name in the model's own code
     "MptForCausalLM": _MPT,
     "NemotronForCausalLM": Entry(
@@ -534,6 +541,7 @@ ARCHITECTURES: Mapping[str, Entry] = {
         "phi:phi3",
         {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     ),
+    "QuantMixtralForCausalLM": _MIXTRAL,  # name of quantised checkpoints
     "Qwen2ForCausalLM": Entry("qwen2:qwen2", _QWEN),
     "Qwen2MoeForCausalLM": Entry(
         "qwen2:qwen2_moe",

@@ -1,6 +1,7 @@
-"""DeepSeek V2, V3 and models with V3's layers (Kimi K2, GLM-4.7-Flash): latent attention, experts in most layers.
+"""DeepSeek MoE, V2, V3 and models with V3's layers (Kimi K2, GLM-4.7-Flash): latent attention, experts in most layers.
 
-V2 routes by softmax; large models limit routing to the best groups. V3 routes like GLM-4.5.
+DeepSeek MoE has Llama's attention. V2 routes by softmax; large models limit routing to the best groups. V3 routes like
+GLM-4.5.
 """
 
 from __future__ import annotations
@@ -24,6 +25,27 @@ from runtime.modeling.mixtures import grouping, top_k, with_shared_experts
 from runtime.models.glm import experts
 
 METHODS = ("greedy", "group_limited_greedy")
+
+
+def deepseek(config: Config, build: Build) -> Decoder:
+    """Build DeepSeek MoE (arXiv 2401.06066): Llama's attention, and experts in most layers."""
+    interval = config.integer("moe_layer_freq")
+
+    def layer(at: Layer) -> nn.Module:
+        sparse = is_sparse(config, at.index) and at.index % interval == 0
+        sparse = sparse and config.values.get("n_routed_experts") is not None
+        return at.block(at.attention(), first_experts(at) if sparse else at.mlp())
+
+    return assemble(config, build, layer)
+
+
+def first_experts(at: Layer) -> MoE:
+    """Return a layer's mixture of experts, which are chosen by softmax."""
+    config = at.config
+    num_experts = config.integer("n_routed_experts")
+    config.choice("scoring_func", ["softmax"], default="softmax")
+    routing = Routing(top_k(config, num_experts), renormalise=config.flag("norm_topk_prob"))
+    return with_shared_experts(at, num_experts, config.integer("n_shared_experts", low=0), routing=routing)
 
 
 def deepseek_v2(config: Config, build: Build) -> Decoder:

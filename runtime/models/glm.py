@@ -1,4 +1,4 @@
-"""GLM-4 of 2024 and of 2025 (0414), and GLM-4.5 to 4.7.
+"""ChatGLM 2 and 3, GLM-4 of 2024 and of 2025 (0414), and GLM-4.5 to 4.7.
 
 GLM-4 of 2024 is Llama's layer with partial, interleaved rotary embedding, and gate and up in one tensor. GLM-4 of 2025
 adds norms after attention and MLP. From 4.5 on most layers have experts: sigmoid scores, group-limited routing, and a
@@ -30,6 +30,18 @@ def glm(config: Config, build: Build) -> Decoder:
 
     def layer(at: Layer) -> nn.Module:
         return at.block(at.attention(out_bias=False, rope=rope), at.mlp(fused="gate_up_proj"))
+
+    return assemble(config, build, layer)
+
+
+def chatglm(config: Config, build: Build) -> Decoder:
+    """Build ChatGLM 2 and 3, and GLM-4 of 2024 as its own code names it."""
+    rope = build.rope(replace(config.rope(), interleaved=config.flag("original_rope", default=True)))
+    bias = config.flag("add_qkv_bias")
+
+    def layer(at: Layer) -> nn.Module:
+        attended = at.attention(bias=bias, out_bias=False, rope=rope, fused="query_key_value")
+        return at.block(attended, at.mlp(fused="dense_h_to_4h"))
 
     return assemble(config, build, layer)
 

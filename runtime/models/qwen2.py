@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5: Llama's layer with biases on q, k and v, and optional windows in the upper layers.
+"""Qwen 1, 2 and 2.5: Llama's layer with biases on q, k and v, and optional windows in the upper layers.
 
 MoE layers have a shared expert with a gate.
 """
@@ -21,6 +21,16 @@ def qwen2(config: Config, build: Build) -> Decoder:
 
     def layer(at: Layer) -> nn.Module:
         return at.block(at.attention(bias=True, out_bias=False, window=sizes[at.index]), at.mlp())
+
+    return assemble(config, build, layer)
+
+
+def qwen1(config: Config, build: Build) -> Decoder:
+    """Build Qwen 1: multi-head attention, with q, k and v in one tensor."""
+    out_bias = not config.flag("no_bias")
+
+    def layer(at: Layer) -> nn.Module:
+        return at.block(at.attention(bias=True, out_bias=out_bias, fused="c_attn"), at.mlp(bias=out_bias))
 
     return assemble(config, build, layer)
 

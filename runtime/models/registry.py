@@ -14,6 +14,7 @@ from runtime.modeling.entry import Entry
 from runtime.models.decoders import ARCHITECTURES
 from runtime.models.draft_heads import DRAFT_HEADS
 from runtime.models.encoders import ENCODERS
+from runtime.models.refused import REFUSED
 
 if TYPE_CHECKING:
     from runtime.layers.build import Build
@@ -69,6 +70,8 @@ def family_of(entry: Entry) -> BuildDecoder:
 
 def unsupported(architecture: str) -> str:
     """Return the error text for an architecture that no family supports."""
+    if architecture in REFUSED:
+        return f"The architecture {architecture} is not supported: {REFUSED[architecture]}."
     suggestion = _closest(architecture)
     hint = f" Did you mean {suggestion}?" if suggestion else ""
     known = ", ".join(sorted({**ARCHITECTURES, **ENCODERS}))

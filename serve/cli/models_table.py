@@ -14,7 +14,8 @@ from runtime.errors import ConfigurationError
 from runtime.loading.checkpoint import locate
 from runtime.modeling.entry import Entry
 from runtime.models.encoders import ENCODERS
-from runtime.models.registry import ARCHITECTURES, find
+from runtime.models.refused import REFUSED
+from runtime.models.registry import ARCHITECTURES, find, unsupported
 
 HEAD = ("architecture", "computed by", "gives", "ranks", "CPU graph", "CUDA graph", "quantised")
 TEXT, VECTORS, SCORES = "text, vectors", "vectors", "scores"
@@ -34,7 +35,7 @@ class Row:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the features of the named architectures, or of all; return 1 if a name is unknown, else 0."""
+    """Print the features of the named architectures, or of all; return 1 if a name is unknown or refused, else 0."""
     parser = argparse.ArgumentParser(
         prog="penstock models", description="List the supported architectures and their features."
     )
@@ -47,15 +48,18 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(words)
     selected = {name: rows_of(name) for name in options.names}
-    unknown = [name for name, found in selected.items() if not found]
+    refused = [each for name in selected for each in _refused(name)]
+    unknown = [name for name, found in selected.items() if not found and not _refused(name)]
     known = [each for found in selected.values() for each in found] if options.names else rows()
     if options.json:
         sys.stdout.buffer.write(orjson.dumps([asdict(each) for each in known], option=orjson.OPT_INDENT_2) + b"\n")
     elif known:
         sys.stdout.write(as_text(known))
+    for name in refused:
+        sys.stderr.write(f"penstock: {unsupported(name)}\n")
     if unknown:
         sys.stderr.write(f"penstock: neither Penstock nor transformers implements {', '.join(unknown)}.\n")
-    return 1 if unknown else 0
+    return 1 if unknown or (refused and not known) else 0
 
 
 def rows() -> list[Row]:
@@ -74,10 +78,15 @@ def rows_of(name: str) -> list[Row]:
     if exact is not None:
         return [_of_family(name, exact)]
     alike = [each for each in rows() if name.lower() in each.architecture.lower()]
-    if alike:
+    if alike and name not in REFUSED:
         return alike
     foreign = row(name)
     return [] if foreign is None else [foreign]
+
+
+def _refused(name: str) -> list[str]:
+    """Return the refused architectures whose names contain this text."""
+    return [each for each in REFUSED if name.lower() in each.lower()]
 
 
 def _architectures(model: str) -> list[str]:
@@ -92,6 +101,8 @@ def _architectures(model: str) -> list[str]:
 
 def row(name: str) -> Row | None:
     """Return the row of one architecture, or None if it has no implementation. May import transformers."""
+    if name in REFUSED:
+        return None
     entry = find(name)
     if entry is not None:
         return _of_family(name, entry)

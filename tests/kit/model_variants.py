@@ -89,6 +89,42 @@ def no_head_bias(model: Decoder) -> None:
 
 
 VARIANTS = {
+    "bailing": Variant(
+        "bailing",
+        mutations={"shared experts": unshared, "renormalisation": route(renormalise=False)},
+        overrides={"unit head": {"norm_head": False}},
+    ),
+    "bailing_v2": Variant(
+        "bailing_v2",
+        mutations={
+            "groups": route(grouping=None),
+            "sigmoid": route(scoring="softmax"),
+            "scale": route(scale=1.0),
+            "correction": uncorrected,
+            "shared experts": unshared,
+            "qk norm": no_qk_norm,
+        },
+        overrides={"partial rotation": {"partial_rotary_factor": 1.0}},
+    ),
+    "chatglm": Variant(
+        "chatglm",
+        {"attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4}},
+        {"qkv bias": no_qkv_bias, "neighbours": halves},
+        {"base of angles": {"rope_ratio": 1.0}, "partial rotation": {"partial_rotary_factor": 1.0}},
+    ),
+    "deepseek": Variant("deepseek", mutations={"shared experts": unshared, "renormalisation": route(renormalise=True)}),
+    "exaone": Variant(
+        "exaone", {"tie_word_embeddings": True}, {"tie": turned_head}, {"activation": {"activation_function": "gelu"}}
+    ),
+    "mimo": Variant("mimo", mutations={"qkv bias": no_qkv_bias}),
+    "minicpm": Variant(
+        "minicpm",
+        mutations={"scale of logits": no_logits_scale, "embedding scale": no_embedding_scale},
+        overrides={"depth": {"scale_depth": 1.0}, "width": {"dim_model_base": 8}},
+    ),
+    "nemotron_nas": Variant("nemotron_nas"),
+    "qwen1": Variant("qwen1", mutations={"qkv bias": no_qkv_bias}, overrides={"base": {"rotary_emb_base": 5e5}}),
+    "xverse": Variant("xverse", overrides={"scaling": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}}),
     "arcee": Variant("arcee", mutations={"square": put("mlp", activation="relu")}),
     "arcee-biases": Variant("arcee", {"attention_bias": True, "mlp_bias": True}, NO_BIAS),
     "cohere": Variant(

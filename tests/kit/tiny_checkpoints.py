@@ -13,9 +13,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING as _MAPPING
+
+from published_names import PUBLISHED, before_saving
 
 CONFIG_MAPPING: Any = _MAPPING
 
@@ -121,6 +124,7 @@ NAMED_OTHERWISE: dict[str, Any] = {  # families whose name differs from that of 
     "ministral3_seeing": seeing_ministral3,
     "mistral_seeing": seeing_mistral,
     "mpt_before": CONFIG_MAPPING["mpt"],
+    **{family: CONFIG_MAPPING[twin] for family, (twin, _, _) in PUBLISHED.items()},
     "qwen3_5": CONFIG_MAPPING["qwen3_5_text"],
     "qwen3_seeing": seeing_qwen3,
     "qwen3_5_moe": CONFIG_MAPPING["qwen3_5_moe_text"],
@@ -128,6 +132,7 @@ NAMED_OTHERWISE: dict[str, Any] = {  # families whose name differs from that of 
     "qwen3_5_seeing": seeing_qwen3_5,
 }
 FAMILIES = (
+    *PUBLISHED,
     "arcee", "baichuan", "baichuan2", "bloom", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "ernie4_5",
     "ernie4_5_moe", "exaone4", "falcon", "falcon_rw", "gemma", "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4",
     "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoehybrid",
@@ -318,6 +323,22 @@ OWN["glm4_moe_lite"] = {
     **LATENT,
     "kv_lora_rank": 32,
 }
+OWN["minicpm"] = FACTORS
+OWN["deepseek"] = OWN["bailing"] = {
+    **EXPERTS,
+    "shared_expert_intermediate_size": 40,
+    "mlp_only_layers": [0],
+    "qkv_bias": False,
+}
+OWN["bailing"] = {**OWN["bailing"], "norm_topk_prob": True}
+OWN["bailing_v2"] = {
+    **OWN["glm4_moe"],
+    "attention_bias": False,
+    "n_shared_experts": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    "use_qk_norm": True,
+}
+OWN["qwen1"] = {"num_key_value_heads": 4}
 OWN["gemma3_seeing"] = OWN["gemma3"]
 OWN["ministral3_seeing"] = OWN["ministral3"]
 OWN["llama4_seeing"] = OWN["llama4"]
@@ -339,11 +360,15 @@ def write(
     Without `published_names`, tensors have the names and layouts of transformers' modules.
     """
     values = {**SHAPE, **OWN.get(family, {}), **config_overrides}
+    if family == "minicpm":  # the published model always has the usual scale of scores
+        values["attention_multiplier"] = values["head_dim"] ** -0.5
     config = CONFIGS[family](vocab_size=vocab_size, **values)
     kind = AutoModelForImageTextToText if family in SEEING else AutoModelForCausalLM
     model = kind.from_config(config, dtype=torch.float32)
     redraw(model, seed)
     model.to(getattr(torch, dtype))
+    if family in PUBLISHED:
+        return write_published(Path(directory), family, model)
     tensors: dict[str, Any] = {}
     if family == "internlm2":
         model.save_pretrained(Path(directory) / TWIN)
@@ -365,6 +390,18 @@ def write(
             # other checkpoints declare it by their vocabulary size
             saved["unit_head"] = config_overrides.get("unit_head", True)
         file.write_text(json.dumps(saved), encoding="utf-8")
+    return str(directory)
+
+
+def write_published(directory: Path, family: str, model: PreTrainedModel) -> str:
+    """Write a checkpoint under the names of its publisher, and the equivalent one that transformers can read."""
+    _, architecture, publish = PUBLISHED[family]
+    before_saving(family, model)
+    model.save_pretrained(directory / TWIN)
+    config = json.loads((directory / TWIN / "config.json").read_text(encoding="utf-8"))
+    tensors, values = publish(load_file(directory / TWIN / "model.safetensors"), config)
+    save_file({name: each.contiguous() for name, each in tensors.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({**values, "architectures": [architecture]}), encoding="utf-8")
     return str(directory)
 
 

@@ -14,6 +14,7 @@ import pytest
 from greedy import FAMILIES, model_path, prompts
 from lora_adapters import adapted, adapter, linear_layers, merged_pair
 from lora_engine import PLAIN, SAMPLING, answers, expected, ids_of
+from published_names import PUBLISHED
 from runtime.errors import InvalidRequest
 from runtime.request import Request
 from serve import Engine
@@ -92,7 +93,7 @@ async def test_no_adapter_waits_for_ever_for_a_slot() -> None:
 
 TYPICAL = ("bloom", "deepseek_v3", "falcon", "gpt_oss", "granitemoehybrid", "lfm2", "phi3", "qwen3_next")
 # Their own modules, which are not in transformers, have one projection of queries, keys and values.
-BY_OTHER_MODULES = ("baichuan", "baichuan2", "internlm2")
+BY_OTHER_MODULES = ("baichuan", "baichuan2", "internlm2", *PUBLISHED)
 
 
 @pytest.mark.parametrize(

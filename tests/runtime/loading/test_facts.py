@@ -13,6 +13,7 @@ import paged_forward
 import tiny_checkpoints
 from runtime.errors import CheckpointError
 from runtime.loading.facts import read_facts
+from runtime.models.refused import REFUSED
 from runtime.models.registry import config_of
 
 BARE = {
@@ -104,6 +105,42 @@ def test_overrides_win_in_either_spelling(tmp_path, file, overrides, theta) -> N
 def test_unknown_architecture_is_refused_with_a_hint(tmp_path) -> None:
     path = directory(tmp_path, {**BARE, "architectures": ["LLamaForCausalLM"]})
     with pytest.raises(CheckpointError, match="Did you mean LlamaForCausalLM.*MistralForCausalLM"):
+        read_facts(path)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("model_impl", ["auto", "transformers"])
+def test_refused_architectures_say_why(tmp_path, name: str, model_impl: str) -> None:
+    path = directory(tmp_path, {**BARE, "architectures": [name]})
+    with pytest.raises(CheckpointError, match=f"{name} is not supported: its .*; use "):
+        read_facts(path, model_impl=model_impl)
+
+
+GLM = {"padded_vocab_size": 100, "num_layers": 2, "ffn_hidden_size": 96, "seq_length": 128}
+BLOCK = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "values", "reason"),
+    [
+        ("MiniCPMForCausalLM", {"num_experts": 8}, "with experts"),
+        ("ChatGLMModel", {"position_encoding_2d": True}, "first generation"),
+        ("ChatGLMModel", {**GLM, "add_bias_linear": True}, "add_bias_linear True is not supported"),
+        ("ChatGLMModel", {**GLM, "rmsnorm": False}, "rmsnorm False is not supported"),
+        ("DeciLMForCausalLM", {}, "block_configs must be a list of 2 objects"),
+        ("DeciLMForCausalLM", {"block_configs": [BLOCK]}, "block_configs must be a list of 2 objects"),
+        (
+            "DeciLMForCausalLM",
+            {"block_configs": [BLOCK, {**BLOCK, "attention": {"n_heads_in_group": 4}}]},
+            "n_heads_in_group must be the same",
+        ),
+    ],
+)
+def test_forms_of_published_models_that_are_not_supported(
+    tmp_path, architecture: str, values: dict[str, Any], reason: str
+) -> None:
+    path = directory(tmp_path, {**BARE, "architectures": [architecture], **values})
+    with pytest.raises(CheckpointError, match=reason):
         read_facts(path)
 
 

@@ -116,6 +116,7 @@ MORE_THAN_PRODUCTS = {
     "granite",
     "granitemoe",
     "granitemoehybrid",
+    "minicpm",
     "phi",
 }
 

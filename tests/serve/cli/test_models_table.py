@@ -41,6 +41,10 @@ def test_command_prints_one_or_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert (foreign["computed_by"], foreign["ranks"]) == ("transformers", "one")
     assert run(["models", "NoSuchModel"]) == 1
     assert "NoSuchModel" in capsys.readouterr().err
+    assert run(["models", "MllamaForConditionalGeneration", "grok"]) == 1
+    reasons = capsys.readouterr().err
+    assert "cross-attention" in reasons
+    assert "Grok1ForCausalLM is not supported: its" in reasons
     assert run(["models"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == len(rows()) + 1
 

@@ -1,0 +1,87 @@
+"""Ling (BailingMoe): Llama's attention with q, k and v in one tensor, and experts in most layers.
+
+Ling 2.0 normalises q and k per head, rotates part of each head, and routes like DeepSeek V3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from runtime.errors import CheckpointError
+from runtime.layers.build import Build
+from runtime.layers.moe import ExpertNames, MoE, Routing
+from runtime.modeling.config import Config
+from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.layer import Layer
+from runtime.modeling.mixtures import grouping, top_k
+
+NAMES = ExpertNames(correction="gate.expert_bias")
+GROUP_PLACES = 2  # a group's rank is the sum of its two best experts' scores
+
+
+def bailing(config: Config, build: Build) -> Decoder:
+    """Build Ling: experts are chosen by softmax. `norm_head` normalises the columns of the LM head."""
+    if config.flag("multi_gate"):
+        raise CheckpointError("config.json: multi_gate is not supported.")
+
+    def routing(num_experts: int) -> Routing:
+        return Routing(top_k(config, num_experts), renormalise=config.flag("norm_topk_prob"))
+
+    def layer(at: Layer) -> nn.Module:
+        return at.block(attention(at), experts(at, routing) if is_sparse(at) else dense(at))
+
+    return assemble(config, build, layer, unit_head="columns" if config.flag("norm_head") else None)
+
+
+def bailing_v2(config: Config, build: Build) -> Decoder:
+    """Build Ling 2.0."""
+    config.choice("score_function", ["sigmoid"], default="sigmoid")
+    names = NAMES if config.flag("moe_router_enable_expert_bias", default=True) else ExpertNames()
+
+    def routing(num_experts: int) -> Routing:
+        return Routing(
+            top_k(config, num_experts),
+            config.flag("norm_topk_prob", default=True),
+            scoring="sigmoid",
+            grouping=grouping(config, num_experts, GROUP_PLACES),
+            scale=config.number("routed_scaling_factor"),
+            wide=True,
+        )
+
+    def layer(at: Layer) -> nn.Module:
+        norms = at.head_norms() if config.flag("use_qk_norm", default=True) else None
+        attended = attention(at, qk_norm=norms)
+        return at.block(attended, experts(at, routing, names=names) if is_sparse(at) else dense(at))
+
+    return assemble(config, build, layer)
+
+
+def attention(at: Layer, **options: Any) -> nn.Module:
+    """Return a layer's attention, whose q, k and v share one tensor."""
+    bias = at.config.flag("use_bias")
+    qkv_bias = bias or at.config.flag("use_qkv_bias")
+    return at.attention(bias=qkv_bias, out_bias=bias, fused="query_key_value", **options)
+
+
+def is_sparse(at: Layer) -> bool:
+    """Whether the layer has experts."""
+    return at.index >= at.config.integer("first_k_dense_replace", low=0)
+
+
+def dense(at: Layer) -> nn.Module:
+    """Return the MLP of a layer without experts."""
+    return at.mlp(bias=at.config.flag("use_bias"))
+
+
+def experts(at: Layer, routing: Any, **options: Any) -> MoE:
+    """Return a layer's mixture of experts. Shared experts form one MLP."""
+    config = at.config
+    num_experts, size = config.integer("num_experts"), config.integer("moe_intermediate_size")
+    num_shared = config.integer("num_shared_experts", low=0)
+    shared_size = config.optional_integer("moe_shared_expert_intermediate_size") or size
+    shared = None
+    if num_shared:
+        shared = at.mlp(shared_size * num_shared, name="mlp.shared_experts", bias=config.flag("use_bias"))
+    return at.experts(size, num_experts, routing=routing(num_experts), shared=shared, **options)
