@@ -386,9 +386,10 @@ class EngineCore:
 
     @property
     def attachment(self) -> Attachment | None:
-        """The attached page store, or None."""
+        """The page store that is attached to all replicas, or None."""
         storages = [actor.storage for actor in self._scheduler.alive]
-        return next((storage.attachment for storage in storages if storage is not None), None)
+        attachments = [None if storage is None else storage.attachment for storage in storages]
+        return attachments[0] if attachments and None not in attachments else None
 
     def _storages(self) -> list[Storage]:
         storages = [actor.storage for actor in self._scheduler.alive]

@@ -38,6 +38,7 @@ MAX_LOADS = 4  # loads at a time
 FIRST_WAIT_S = 1.0  # longest wait for pages before the speed of prompts is known
 STALL_S = 5.0  # a prefill server that sends no page for this long is not waited for
 PEER_POLL_S = 0.005
+BACKENDS = ("file",)  # backends that a client may attach without naming a folder or a class
 LAYOUT = "1"  # changes whenever pages of equal tokens get other bytes
 
 NO_TIER = "Storage needs --enable-hierarchical-cache, and --hicache-mem-layout page_first if it is attached later."
@@ -304,8 +305,16 @@ class Storage:
 
 
 def refuse_unsafe(attachment: Attachment, plan: Plan) -> None:
-    """Raise `NotSupported` if a client asks for a folder or a class that the command line does not name."""
-    if attachment == Attachment(plan.cache.storage or "", plan.cache.storage_config):
+    """Raise `NotSupported` if a client asks for a folder or a class that the command line does not name.
+
+    Raises `InvalidRequest` for a backend that does not exist.
+    """
+    if plan.cache.storage is not None and attachment == Attachment(plan.cache.storage, plan.cache.storage_config):
         return
+    if attachment.backend not in (*BACKENDS, "dynamic"):
+        raise InvalidRequest(
+            f"The storage backend {attachment.backend[:40]!r} is unknown; use one of {', '.join(BACKENDS)}.",
+            param="hicache_storage_backend",
+        )
     if attachment.backend != "file" or attachment.config.keys() & {"path", "module_path", "class_name"}:
         raise NotSupported("A folder or a class for storage can only be named when the server starts.")

@@ -19,6 +19,7 @@ from runtime.actors.engine_core import Status
 from runtime.actors.storage import STALL_S, Attachment
 from runtime.errors import ConfigurationError, InvalidRequest, NotSupported
 from runtime.kv_cache import storage_tier
+from runtime.kv_cache.host_tier import HostTier
 from runtime.request import Caller, Request
 from runtime.sampling_params import SamplingParams
 from serve import Engine
@@ -38,8 +39,9 @@ SMALL: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Load pages even if computing them would be faster, as it is with tiny models."""
+    """Load and copy pages even if computing them would be faster, as it is with tiny models."""
     monkeypatch.setattr(storage_tier, "GAIN", 1e9)
+    monkeypatch.setattr(HostTier, "_pays", True)
 
 
 def options(folder: Path, **more: Any) -> dict[str, Any]:
@@ -162,6 +164,9 @@ async def test_storage_is_attached_detached_and_cleared_while_requests_run(tmp_p
         await core.attach_storage(file)
         with pytest.raises(InvalidRequest, match="attached already"):
             await core.attach_storage(file)
+        for unknown in ("", "redis"):
+            with pytest.raises(InvalidRequest, match="is unknown; use one of file"):
+                await core.attach_storage(Attachment(unknown, {}))
         for elsewhere in (Attachment("file", {"path": "/tmp/x"}), Attachment("dynamic", {"module_path": "os"})):
             with pytest.raises(NotSupported, match="when the server starts"):
                 await core.attach_storage(elsewhere)
