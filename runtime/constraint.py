@@ -326,6 +326,10 @@ class SequenceConstraint:
         """Return the known forced tokens after `num_output` output tokens."""
         return self.next.forced[num_output - self._num_told :]
 
+    def force(self, num_output: int, ids: tuple[int, ...]) -> None:
+        """Set the forced tokens after `num_output` output tokens. Replays set the tokens of a record."""
+        self.next.forced = (0,) * (num_output - self._num_told) + ids
+
     def advance(self, ids: list[int], num_prompt: int, wants_forced: bool = True) -> None:
         """Ask the constraint for the data of the token after `ids` (prompt and known output), unless already asked.
 

@@ -39,6 +39,7 @@ from runtime.kv_cache.sizing import (
 )
 from runtime.kv_cache.storage_tier import StorageTier
 from runtime.loading.draft_facts import read_draft_facts
+from runtime.replay.recorder import RecordedScheduler, RecordWriter
 from runtime.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ class _ReplicaLoader:
             num_host_pages=cache.num_host_pages - num_tier_pages,
             num_tier_pages=num_tier_pages,
             write_policy=plan.cache.write_policy,
-            step_pages=max(1, STEP_BYTES // max(1, page_bytes)),
+            step_pages=_step_pages(page_bytes),
         )
         if prefixes.tier is not None:
             prefixes.tier.copy_s = await anyio.to_thread.run_sync(worker.restore_s)
@@ -191,12 +192,7 @@ class _ReplicaLoader:
                     saves=plan.cache.storage != "decode",
                     loads=plan.cache.storage != "prefill",
                 )
-        scheduler = Scheduler(
-            plan.scheduler,
-            prefixes,
-            vocab_size=self._facts.vocab_size,
-            context_length=plan.model.context_length,
-        )
+        scheduler = self._make_scheduler(prefixes, cache.num_host_pages - num_tier_pages, num_tier_pages, page_bytes)
         executor = await self._lead(worker)
         runner = ModelRunner(executor, kernels_description=worker.kernels_description)
         self._runner = GroupRunner(runner, group, worker.mesh) if group.workers else runner
@@ -205,6 +201,31 @@ class _ReplicaLoader:
             layout = _layout(plan, worker)
             storage = Storage(plan, self._facts.path, layout, scheduler.storage, scheduler, self._runner)
         return Replica(plan, scheduler, self._runner, self._kv_events, storage)
+
+    def _make_scheduler(
+        self, prefixes: PrefixCache, num_host_pages: int, num_tier_pages: int, page_bytes: int
+    ) -> Scheduler:
+        """Create the scheduler, with a record of its decisions if the plan names a file."""
+        plan = self._plan
+        sizes = {"vocab_size": self._facts.vocab_size, "context_length": plan.model.context_length}
+        if plan.scheduler.record_file is None:
+            return Scheduler(plan.scheduler, prefixes, **sizes)
+        several = plan.parallel.dp_size > 1
+        try:
+            writer = RecordWriter(plan.scheduler.record_file + (f".{self._index}" if several else ""))
+        except OSError as error:
+            raise ConfigurationError(f"--record: {error}.") from error
+        logger.info("The schedule is recorded to %s, with the token ids of all requests.", writer.path)
+        return RecordedScheduler(
+            plan.scheduler,
+            prefixes,
+            writer,
+            num_host_pages=num_host_pages,
+            num_tier_pages=num_tier_pages,
+            write_policy=plan.cache.write_policy,
+            step_pages=_step_pages(page_bytes),
+            **sizes,
+        )
 
     async def close(self) -> None:
         """Release everything that was started so far."""
@@ -244,6 +265,11 @@ class _ReplicaLoader:
                 preparing.start_soon(group.receive)
                 executor = await anyio.to_thread.run_sync(worker.lead, plan, TARGET, abandon_on_cancel=True)
         return executor
+
+
+def _step_pages(page_bytes: int) -> int:
+    """Return the number of pages that one step may copy to the host tier without becoming slow."""
+    return max(1, STEP_BYTES // max(1, page_bytes))
 
 
 def _size_swap_space(plan: Plan, specs: Sequence[Specs]) -> int:

@@ -99,6 +99,7 @@ class SchedulerPlan(Section):
     log_interval_steps: int
     watchdog_timeout_s: float
     crash_folder: str | None = None  # folder for a record of a hanging step
+    record_file: str | None = None  # file for a record of the schedule; None: no record
     max_queue_time_s: float | None = None  # longest wait of a request; None: no limit
     micro_batches: int = 1  # batches in flight with disjoint sequences: one per pipeline stage
     priorities: bool = False  # priorities order the queue, displace waiting requests and interrupt running ones

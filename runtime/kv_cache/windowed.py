@@ -71,8 +71,8 @@ class WindowedPages(CacheKind):
 
     def __init__(self, specs: Specs, num_units: int, num_pages: int, page_size: int) -> None:
         super().__init__(specs, num_units, num_pages, page_size)
-        self._window, self._size = _window(specs), page_size
-        self._pages_held = pages_held(self._window, page_size)
+        self.window, self._size = _window(specs), page_size
+        self._pages_held = pages_held(self.window, page_size)
         self._num_pages = num_pages
         self.reset()
 
@@ -162,7 +162,7 @@ class WindowedPages(CacheKind):
 
     def _first_used(self, position: int) -> int:
         """Return the index of the first page to which a token at this position attends."""
-        return max(0, position - self._window + 1) // self._size
+        return max(0, position - self.window + 1) // self._size
 
     def _use(self, pages: Iterable[int]) -> None:
         for page in pages:

@@ -13,6 +13,8 @@ longer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from runtime.config.plan import SchedulerPlan
 from runtime.constraint import HostData, SequenceConstraint
 from runtime.kv_cache.prefix_cache import PrefixCache
@@ -31,6 +33,8 @@ class FastForward:
     def __init__(self, plan: SchedulerPlan, cache: PrefixCache, running: Running, vocab_size: int) -> None:
         self.num_saved = 0  # forced tokens that needed no step of their own, since the start
         self.step_s: float | None = None  # average time of a decode step; None before one was measured
+        # Called with the runs of forced tokens that save enough steps, before they are appended.
+        self.on_runs: Callable[[list[tuple[Sequence, tuple[int, ...]]]], object] | None = None
         self._enabled = plan.max_forced > 0
         self._share = plan.forced_share
         self._max_rows = plan.max_micro_batch
@@ -61,6 +65,8 @@ class FastForward:
         num_saved = sum(len(ids) - sequence.num_pending for sequence, ids in runs)
         if not runs or num_saved < self._share * len(running):
             return
+        if self.on_runs is not None:
+            self.on_runs(runs)
         num_pages = self._cache.num_available - len(running)  # each other row may need a page
         for sequence, ids in runs:
             num_pages -= -(-len(ids) // self._cache.page_size) + 1

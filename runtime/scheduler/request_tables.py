@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,6 +133,7 @@ class Running:
         self._vocab_size = vocab_size
         self.full = False
         self.stalled: set[Sequence] = set()  # sequences that no step computes until their host data arrives
+        self.on_resume: Callable[[Sequence], object] | None = None  # called with each resumed sequence
         # Sequences with a constraint, in order of admission.
         self.constrained: dict[Sequence, SequenceConstraint] = {}
         self._sequences: dict[Sequence, None] = {}  # an ordered set
@@ -203,6 +204,8 @@ class Running:
         for sequence in list(self.stalled):
             if not sequence.num_pending and sequence.next_host_data.is_there:
                 self.stalled.discard(sequence)
+                if self.on_resume is not None:
+                    self.on_resume(sequence)
 
     def reset(self) -> list[Sequence]:
         """Take rows and pages from all sequences and empty the cache. Return the sequences that ran, in order."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from runtime.batch import Batch, PageCopy, StepOutput
 from runtime.config.plan import SchedulerPlan
-from runtime.constraint import HostData
+from runtime.constraint import HostData, SequenceConstraint
 from runtime.errors import ContextOverflow, EngineFailure, Overloaded
 from runtime.kv_cache.host_tier import TierCounts
 from runtime.kv_cache.page_events import Event
@@ -176,6 +176,11 @@ class Scheduler:
     def awaited(self) -> list[HostData]:
         """The host data for which stalled sequences wait."""
         return [sequence.next_host_data for sequence in self._running.stalled]
+
+    @property
+    def constraints(self) -> Iterable[SequenceConstraint]:
+        """The constraints of the running sequences."""
+        return self._running.constrained.values()
 
     @property
     def awaited_masks(self) -> HostData | None:

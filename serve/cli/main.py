@@ -25,6 +25,7 @@ COMMANDS: Mapping[str, str] = {  # commands other than serve: module and functio
     "ray": "serve.cli.replicas:main",
     "models": "serve.cli.models_table:main",
     "top": "serve.cli.top:main",
+    "replay": "serve.cli.replay:main",
 }
 
 

@@ -22,6 +22,7 @@ usage: penstock [serve MODEL] [options]  serve a model over HTTP (also: python -
        penstock quantize [options]       write a checkpoint with quantised weights
        penstock shard [options]          write a checkpoint with separate files per rank
        penstock top [--url URL]          watch a running server
+       penstock replay FILE [options]    repeat a recorded schedule, with or without the model
        penstock models [NAME ...]        list the supported architectures and their features
        penstock --version
 

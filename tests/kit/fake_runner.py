@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -23,6 +24,7 @@ from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.states import StateKind
 from runtime.kv_cache.windowed import WindowedPages, pages_held
 from runtime.layers.forward_batch import KVSpec
+from runtime.replay.recorder import RecordedScheduler, RecordWriter
 from runtime.request import Adapter, Delta, LogprobParams, Logprobs, Request
 from runtime.sampling_params import SamplingParams
 from runtime.scheduler.scheduler import Scheduler
@@ -448,6 +450,7 @@ class Drive:
         num_tier_pages: int = 0,
         write_policy: str = "write_through",
         step_pages: int = 64,
+        record: Path | None = None,
     ) -> None:
         """With a `window`, some layers keep only their window, in this number of pages; the default is little more
         than one sequence needs.
@@ -473,7 +476,20 @@ class Drive:
             write_policy=write_policy,
             step_pages=step_pages,
         )
-        self.scheduler = Scheduler(plan, self.cache, vocab_size=vocab_size, context_length=context_length)
+        sizes = {"vocab_size": vocab_size, "context_length": context_length}
+        if record is None:
+            self.scheduler = Scheduler(plan, self.cache, **sizes)
+        else:
+            self.scheduler = RecordedScheduler(
+                plan,
+                self.cache,
+                RecordWriter(record),
+                num_host_pages=num_host_pages,
+                num_tier_pages=num_tier_pages,
+                write_policy=write_policy,
+                step_pages=step_pages,
+                **sizes,
+            )
         self.runner = runner or FakeRunner(
             num_pages, page_size, plan.max_running, vocab_size, num_host_pages=num_host_pages + num_tier_pages
         )

@@ -133,6 +133,13 @@ class DebugArgs:
         "requests without their texts.",
         plan="scheduler.crash_folder",
     )
+    record: str | None = option(
+        None,
+        "File for a record of the schedule: the token ids of requests, and each step's decision in about 100 bytes. "
+        "penstock replay repeats it, and penstock simulate takes its requests and step times. If the file exists, a "
+        "number is added to its name. It holds prompts and outputs as token ids, so protect it like them.",
+        plan="scheduler.record_file",
+    )
     debug_tensor_dump_output_folder: str | None = option(
         None,
         "Folder for the logits of every step that samples. Each step writes a file step-N.npz with logits, positions "

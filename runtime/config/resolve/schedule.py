@@ -35,6 +35,7 @@ def schedule_plan(
         max_prefill_tokens=_max_prefill_tokens(builder, gpu, facts),
         policy=_policy(builder, cache),
         target_token_ms=_target(builder, facts),
+        record_file=_record(builder, cache),
         overlap=overlap,
         new_token_ratio=Decision(ratio, f"0.7 x --schedule-conservativeness {conservativeness:g}, at most 1"),
         min_new_token_ratio=Decision(ratio_min, "0.14 x the initial value"),
@@ -67,6 +68,16 @@ def _target(builder: PlanBuilder, facts: ModelFacts) -> Decision[float | None]:
         if reason is not None:
             builder.refuse("target_inter_token_latency", f"{flag}: {reason}.")
     return builder.follow("target_inter_token_latency")
+
+
+def _record(builder: PlanBuilder, cache: CachePlan) -> Decision[str | None]:
+    if builder.args.debug.record is not None and cache.host_layout != "layer_first":
+        builder.refuse(
+            "record",
+            "--record: when pages arrive from storage is not recorded; leave storage, --hicache-mem-layout and "
+            "--disaggregation-mode out.",
+        )
+    return builder.follow("record")
 
 
 def _forced_share(builder: PlanBuilder, gpu: Gpu | None) -> Decision[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from late_host_data import LateForcedTokens, LateHostData
 from runtime.constraint import Output
 from runtime.errors import ContextOverflow
 from runtime.kv_cache.host_tier import POLICIES
+from runtime.replay.player import replay
 from runtime.request import Adapter, Delta, Finish, LogprobParams, Request
 from runtime.scheduler import budget
 from runtime.sequence import Sequence
@@ -24,6 +27,8 @@ VOCAB = 5  # small, so that prompts share prefixes by chance and outputs contain
 
 class AnyOrder(RuleBasedStateMachine):
     drive: Drive
+    records = False  # whether a record of the schedule is written and replayed
+    record: Path | None = None
 
     @initialize(
         page_size=st.sampled_from([1, 4]),
@@ -82,6 +87,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.patch.setattr(budget, "RESERVED_OUTPUT_TOKENS", reserved)
         # recurrent states can go back by one token only
         self.max_drafts = min(max_drafts, 1) if num_states else max_drafts
+        if self.records:
+            self.max_drafts = 0  # the record does not have the test's own drafts
+            self.folder = TemporaryDirectory()
+            self.record = Path(self.folder.name) / "record"
         plan |= {"new_token_ratio": ratio, "min_new_token_ratio": 0.0, "max_drafts": self.max_drafts}
         self.drive = Drive(
             make_plan(**plan),
@@ -97,6 +106,7 @@ class AnyOrder(RuleBasedStateMachine):
             num_tier_pages=0 if window is not None or num_states else num_tier_pages,
             write_policy=write_policy,
             step_pages=step_pages,
+            record=self.record,
         )
         if not depth:  # a sequence must not have another step in flight if a step may bring several tokens
             self.drive.runner.tokens_per_step = tokens_per_step
@@ -255,6 +265,10 @@ class AnyOrder(RuleBasedStateMachine):
         work = sum(sequence.max_tokens for sequence in self.added)
         try:
             self.drive.run(max_steps=100 + 4 * work)
+            if self.record is not None:
+                counts = replay(self.record)
+                assert counts.tokens == sum(len(delta.ids) for delta in self.drive.deltas)
+                assert counts.failures == []
         finally:
             self.patch.undo()
         for sequence in self.added:
@@ -300,3 +314,13 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(max_examples=200, stateful_step_count=50)
 TestAnyOrder = AnyOrder.TestCase
+
+
+class RecordedOrder(AnyOrder):
+    """The same with a record, whose replay makes the same decisions."""
+
+    records = True
+
+
+RecordedOrder.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestRecordedOrder = RecordedOrder.TestCase

@@ -1,0 +1,1 @@
+"""Records of a scheduler's decisions, and their replay."""

@@ -1,0 +1,231 @@
+"""The format of a record: one JSON value per line.
+
+The first line is an object with the settings of the scheduler. Each further line is an array that begins with a letter:
+
+    a  a request was added: microseconds since the start, and its fields
+    f  a batch was built: microseconds, digest, rows, tokens, prompt rows as [sequence, start, count], host data
+    n  no batch could be built
+    t  a step was applied: microseconds, the new tokens of each row, and what else the scheduler read of the output
+    s  the time of the step in microseconds, and its number of new tokens
+    i  a measured value that the scheduler uses: its name and value
+    x  abort    e  end of a choice    w  withdrawal    b  rebuilt tables    d  failed steps    o  out of memory
+    r  recomputation    c  empty cache    h  touched prefix    u  forgotten adapter    !  an exception of the scheduler
+
+A sequence is named by the id of its request, or by [id, index of the choice] for further choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields
+from hashlib import blake2b
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.batch import Batch
+from runtime.config.plan import SchedulerPlan
+from runtime.constraint import HostData, Output
+from runtime.kv_cache.kinds import CacheKind
+from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.kv_cache.states import StateKind
+from runtime.kv_cache.windowed import WindowedPages
+from runtime.media_source import PlacedMedia, PromptMedia
+from runtime.request import Adapter, LogprobParams, Request
+from runtime.sampling_params import SamplingParams
+from runtime.sequence import Sequence
+
+VERSION = 1
+KEY_LIMIT = 2**61 - 1  # keys of images are recorded modulo this number
+SAMPLING_DEFAULTS = SamplingParams()
+# Parameters that only other parts of the engine read: the detokenizer, grammars and processors.
+UNRECORDED = frozenset({"stop", "stop_regex", "custom_params", "custom_logit_processor", "bad_words"})
+
+
+def header(plan: SchedulerPlan, cache: PrefixCache, **settings: Any) -> dict[str, Any]:
+    """Return the first line of a record. `settings` has the remaining arguments of `make_cache` and `Scheduler`."""
+    values = {field.name: getattr(plan, field.name) for field in fields(plan) if field.name != "reasons"}
+    return {
+        "penstock_record": VERSION,
+        "scheduler": values,
+        "num_pages": cache.num_pages,
+        "page_size": cache.page_size,
+        "prefix_cache": cache.enabled,
+        "kinds": [[kind.name, kind.count, getattr(kind, "window", None)] for kind in cache.kinds],
+        "copy_s": None if cache.tier is None else cache.tier.copy_s,
+        **settings,
+    }
+
+
+def make_plan(first: Mapping[str, Any]) -> SchedulerPlan:
+    """Return the scheduler's plan of a record. Raises `TypeError` if another version of Penstock wrote it."""
+    values = dict(first["scheduler"])
+    values["draft_windows"] = tuple(values["draft_windows"])
+    return SchedulerPlan(**values)
+
+
+def make_cache(first: Mapping[str, Any]) -> PrefixCache:
+    """Return an empty cache with the settings of a record."""
+    num_pages, page_size = int(first["num_pages"]), int(first["page_size"])
+    kinds: list[CacheKind] = []
+    for name, count, window in first["kinds"]:
+        if name == WindowedPages.name:
+            kinds.append(WindowedPages({0: SimpleNamespace(window=window)}, count, num_pages, page_size))
+        else:
+            kinds.append(StateKind({}, count, num_pages, page_size))
+    cache = PrefixCache(
+        num_pages,
+        page_size,
+        enabled=first["prefix_cache"],
+        kinds=kinds,
+        num_host_pages=first["num_host_pages"],
+        num_tier_pages=first["num_tier_pages"],
+        write_policy=first["write_policy"],
+        step_pages=first["step_pages"],
+    )
+    if cache.tier is not None:
+        cache.tier.copy_s = first["copy_s"]
+    return cache
+
+
+def name_of(sequence: Sequence) -> int | list[int]:
+    """Return the name of a sequence in records."""
+    return sequence.request.id if not sequence.index else [sequence.request.id, sequence.index]
+
+
+def digest(batch: Batch) -> str:
+    """Return 8 hexadecimal digits that differ if any decision of the batch differs."""
+    found = blake2b(digest_size=4)
+    arrays: list[NDArray[Any]] = [batch.starts, batch.counts, batch.sequence_indices, batch.token_ids, batch.page_table]
+    if batch.sampling is not None:
+        arrays += [batch.sampling.positions, batch.sampling.row_of, batch.sampling.greedy, batch.sampling.uniform]
+    if batch.drafts is not None:
+        arrays += [batch.drafts.rows, batch.drafts.counts]
+    if batch.unknown_starts is not None:
+        arrays.append(batch.unknown_starts)
+    for copy in batch.copies:
+        found.update(f"{copy.source}>{copy.target}".encode())
+        arrays += [copy.source_pages, copy.target_pages]
+    for array in arrays:
+        found.update(array.tobytes())
+    found.update(repr(batch.adapters).encode())
+    for kind in batch.kinds.values():
+        for array in kind.values():
+            found.update(array.tobytes())
+    return found.hexdigest()
+
+
+def request_fields(sequences: tuple[Sequence, ...]) -> dict[str, Any]:
+    """Return what a replay needs of a request. Texts are not recorded, but the ids of the prompt are."""
+    first = sequences[0]
+    request, media = first.request, first.media
+    values: dict[str, Any] = {
+        "id": request.id,
+        "ids": first.ids[: first.num_prompt],
+        "choices": [[each.index, each.max_tokens, each.seed] for each in sequences],
+        "stop": sorted(first.stop_ids),
+        "sampling": _sampling_fields(first.sampling),
+    }
+    optional = {
+        "output": len(first.ids) - first.num_prompt and first.ids[first.num_prompt :],
+        "banned": sorted(first.banned_ids),
+        "urgency": first.urgency,
+        "namespace": None if first.namespace is None else repr(first.namespace),
+        "logprobs": None if request.logprobs is None else asdict(request.logprobs),
+        "embedding": request.wants_embedding,
+        "adapter": None if request.adapter is None else request.adapter.id,
+        "values": dict(request.row_values),
+        "follows": request.follows,
+        "owner": request.owner and blake2b(request.owner.encode(), digest_size=6).hexdigest(),
+        "constrained": first.constraint is not None,
+        "media": None if media is None else _media_fields(media, first.ids),
+    }
+    return {**values, **{name: value for name, value in optional.items() if value}}
+
+
+def make_sequences(values: Mapping[str, Any]) -> list[Sequence]:
+    """Return the sequences of a recorded request."""
+    adapter, logprobs = values.get("adapter"), values.get("logprobs")
+    if logprobs is not None:
+        logprobs = LogprobParams(**{**logprobs, "token_ids": tuple(logprobs["token_ids"])})
+    request = Request(
+        id=values["id"],
+        label="",
+        ids=tuple(values["ids"]),
+        sampling=_sampling(values["sampling"]),
+        logprobs=logprobs,
+        wants_embedding=values.get("embedding", False),
+        adapter=None if adapter is None else Adapter(adapter, str(adapter), ""),
+        row_values=values.get("values", {}),
+        follows=values.get("follows", False),
+        owner=values.get("owner", ""),
+        constraint=RecordedConstraint() if values.get("constrained") else None,
+        prompt_media=_media(values["media"], values["ids"]) if "media" in values else None,
+    )
+    sequences = []
+    for index, max_tokens, seed in values["choices"]:
+        sequence = Sequence(
+            request,
+            index,
+            request.ids or (),
+            max_tokens=max_tokens,
+            stop_ids=frozenset(values["stop"]),
+            seed=seed,
+            namespace=values.get("namespace"),
+            banned_ids=frozenset(values.get("banned", ())),
+            urgency=values.get("urgency", 0),
+        )
+        sequence.ids += values.get("output", ())
+        sequences.append(sequence)
+    return sequences
+
+
+class RecordedConstraint:
+    """A `Constraint` whose host data the replay sets, as it arrived in the recorded run."""
+
+    def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
+        """Do nothing: the replay sets the data."""
+
+
+def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the parameters that differ from their defaults, as JSON."""
+    found: dict[str, Any] = {}
+    for field in fields(params):
+        value = getattr(params, field.name)
+        if field.name in UNRECORDED or value == getattr(SAMPLING_DEFAULTS, field.name):
+            continue
+        if isinstance(value, frozenset):
+            value = sorted(value)
+        elif isinstance(value, Mapping):
+            value = [[key, each] for key, each in value.items()]
+        found[field.name] = value
+    return found
+
+
+def _sampling(values: Mapping[str, Any]) -> SamplingParams:
+    made: dict[str, Any] = dict(values)
+    for name, value in values.items():
+        default = getattr(SAMPLING_DEFAULTS, name)
+        if isinstance(default, frozenset) or name == "allowed_token_ids":
+            made[name] = frozenset(value)
+        elif isinstance(default, Mapping):
+            made[name] = dict(value)
+        elif isinstance(value, list):
+            made[name] = tuple(value)
+    return SamplingParams(**made)
+
+
+def _media_fields(media: PromptMedia, ids: list[int]) -> dict[str, Any]:
+    keys = [[at, key % KEY_LIMIT] for at, (key, token_id) in enumerate(zip(media.keys, ids)) if key != token_id]
+    spans = [[span.start, span.end] for span in media.spans]
+    return {"spans": spans, "keys": keys, "mutual": media.mutual, "images": media.num_images}
+
+
+def _media(values: Mapping[str, Any], ids: list[int]) -> PromptMedia:
+    keys = list(ids)
+    for at, key in values["keys"]:
+        keys[at] = key
+    spans = [PlacedMedia(start, np.zeros((end - start, 0), np.float32)) for start, end in values["spans"]]
+    return PromptMedia(tuple(spans), keys, values["images"], mutual=values["mutual"])
