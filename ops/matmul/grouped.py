@@ -1,4 +1,7 @@
-"""Weights with 4 to 8 bits and scales per group, from a checkpoint or from rounding, before a backend packs them."""
+"""Weights with 4 to 8 bits and scales per group, from a checkpoint or from rounding, before a backend packs them.
+
+Codes are integers, or numbers of float8 (e4m3).
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 # Values of the 4-bit codes 0 .. 15 if they represent integers.
 WHOLE = tuple(float(number) for number in range(-8, 8))
 CODE_BITS = (4, 5, 6, 8)  # supported numbers of bits of a code
+SMALLEST_SCALE = 1e-12  # of a row of zeros in float8
 ROWS_AT_ONCE = 256  # number of rows that are rounded at a time, so that they stay in the cache
 
 
@@ -21,6 +25,7 @@ class GroupForm(NamedTuple):
     bits: int = 4  # 4, 5, 6 or 8; more than 4 bits represent integers, and the middle code is 0
     table: tuple[float, ...] = WHOLE
     shifted: bool = True  # whether groups have shifts
+    floating: bool = False  # whether the codes, of 8 bits, are numbers of float8 (e4m3) instead of integers
 
     @property
     def fits(self) -> bool:
@@ -34,9 +39,11 @@ def common_form(forms: Collection[GroupForm]) -> GroupForm | None:
     if all(form == first for form in others):
         return first if first.fits else None
     group, bits = min(form.group for form in forms), max(form.bits for form in forms)
+    if first.floating and all(form.floating for form in others) and not any(form.group % group for form in forms):
+        return first._replace(group=group)
     if len({form.table for form in forms}) > 1:
         bits = 8
-    if any(form.group % group or not is_whole(form.table) for form in forms):
+    if any(form.group % group or form.floating or not is_whole(form.table) for form in forms):
         return None
     shifted = any(form.shifted for form in forms)
     fitting = (GroupForm(group, each, WHOLE, shifted) for each in CODE_BITS if each >= bits)
@@ -58,8 +65,8 @@ class GroupedWeight(NamedTuple):
 
     weight[o, i] = table[codes[o, i]] * scales[o, i // group] + shifts[o, i // group]
 
-    With more than 4 bits, codes[o, i] - 2 ** (bits - 1) replaces table[codes[o, i]]. Tensors of experts have an
-    additional first dimension.
+    With more than 4 bits, codes[o, i] - 2 ** (bits - 1) replaces table[codes[o, i]], or the number whose bits in float8
+    (e4m3) are codes[o, i] if the weight is `floating`. Tensors of experts have an additional first dimension.
     """
 
     codes: Tensor  # uint8 [O, I], from 0 to 2 ** bits - 1
@@ -68,6 +75,7 @@ class GroupedWeight(NamedTuple):
     table: tuple[float, ...] = WHOLE  # 16 values
     rounded_rows: bool = False  # whether products may round each row of x to 8 bits with one scale; only for 4 bits
     bits: int = 4
+    floating: bool = False
 
     @property
     def group(self) -> int:
@@ -81,6 +89,8 @@ class GroupedWeight(NamedTuple):
             for each in (self.scales, self.shifts)
         )
         codes = self.codes
+        if form.floating != self.floating:
+            raise ValueError("Numbers of float8 cannot become integers.")
         if form.bits != self.bits:
             middle = 1 << form.bits >> 1
             numbers = self.table if self.bits == 4 else range(-(1 << self.bits >> 1), 1 << self.bits >> 1)
@@ -109,6 +119,8 @@ class GroupedWeight(NamedTuple):
         """Return the weight in float32 [O, I]."""
         if self.bits == 4:
             numbers = torch.tensor(self.table, device=self.codes.device)[self.codes.int()]
+        elif self.floating:
+            numbers = self.codes.view(torch.float8_e4m3fn).float()
         else:
             numbers = self.codes.float() - (1 << self.bits >> 1)
         weight = numbers.unflatten(-1, (-1, self.group)) * self.scales.unsqueeze(-1)
@@ -139,6 +151,19 @@ def round_to_groups(weight: Tensor, group: int) -> GroupedWeight:
         codes[rows] = (numbers + 8).flatten(1).to(torch.uint8)
         scales[rows] = scale.squeeze(-1)
     return GroupedWeight(codes, scales)
+
+
+def round_to_float8(weight: Tensor) -> GroupedWeight:
+    """Return a weight [..., O, I] rounded to float8 (e4m3), with one scale per output: its largest magnitude / 448.
+
+    Scales are rounded to the weight's dtype.
+    """
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    wide = weight.detach().float()
+    scales = (wide.abs().amax(-1, keepdim=True) / largest).clamp_min(SMALLEST_SCALE)
+    scales = scales.to(weight.dtype).float()
+    numbers = (wide / scales).clamp_(-largest, largest).to(torch.float8_e4m3fn)
+    return GroupedWeight(numbers.view(torch.uint8), scales, bits=8, floating=True)
 
 
 def round_experts(weight: Tensor, group: int) -> GroupedWeight:

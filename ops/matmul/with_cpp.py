@@ -162,7 +162,7 @@ def prepare_grouped(
     rows, in_size = weight.codes.shape
     form = GroupForm(weight.group, weight.bits, weight.table, weight.shifts is not None)
     width = launcher.library.panel_width
-    if into is None and (dtype not in TYPES or not form.fits):
+    if into is None and (dtype not in TYPES or not form.fits or weight.floating):
         return prepare(launcher, weight.dequantised().to(dtype))
     if into is None:
         into = _grouped_memory(launcher, form, out_size or rows, in_size, dtype, weight.rounded_rows)

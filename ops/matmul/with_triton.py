@@ -1,8 +1,8 @@
-"""Matrix products in Triton with 8-bit and 4-bit weights, which the main loop converts to x's dtype.
+"""Matrix products in Triton with weights in 8 and 4 bits, which the main loop converts to x's dtype.
 
 4-bit weights are integers in groups (`ops/matmul/grouped.py`). A byte has two of them, the first in its lower half. The
 sum of a group's products is scaled once, in float32. 8-bit weights are integers with one scale per output. Rows of x
-are never rounded. torch computes products with other weights.
+are never rounded. Weights in float8 are in `triton_float8.py`. torch computes products with other weights.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.matmul import triton_float8
 from ops.matmul.grouped import WHOLE, GroupedWeight
 
 GROUPS = (16, 32, 64, 128)  # supported numbers of inputs per group; multiples of the last one are supported as well
@@ -27,13 +28,13 @@ ALIGNMENT = 256  # alignment of the parts in bytes
 class Parts(NamedTuple):
     """Tensors of a packed weight."""
 
-    codes: Tensor  # uint8 [O, I / 2] or int8 [O, I]
+    codes: Tensor  # uint8 [O, I / 2], int8 [O, I] or float8 (e4m3) [O, I]; experts have one more dimension before
     scales: Tensor  # float32 [O, G] or [O, 1]
     shifts: Tensor | None = None  # float32 [O, G]
 
 
 class Packed(Tensor):
-    """A packed weight. The tensor has its shape [O, I], but strides of 0. Its data is in `parts`."""
+    """A packed weight. The tensor has its shape [..., O, I], but strides of 0. Its data is in `parts`."""
 
     parts: Parts
 
@@ -47,7 +48,7 @@ class Packed(Tensor):
         return self.untyped_storage().nbytes()
 
 
-def _packed(parts: Parts) -> Any:
+def pack(parts: Parts) -> Any:
     """Copy the parts into one block of memory, so that new weights can overwrite it. Return the packed weight."""
     sizes = [0 if part is None else -(-part.nbytes // ALIGNMENT) * ALIGNMENT for part in parts]
     memory, first, views = torch.empty(sum(sizes), dtype=torch.uint8, device=parts.codes.device), 0, []
@@ -62,8 +63,8 @@ def _packed(parts: Parts) -> Any:
 
 def _view(parts: Parts) -> Any:
     codes = parts.codes
-    in_size = codes.shape[1] * (2 if codes.dtype == torch.uint8 else 1)
-    packed = codes.view(torch.uint8).as_strided((len(codes), in_size), (0, 0)).as_subclass(Packed)
+    shape = (*codes.shape[:-1], codes.shape[-1] * (2 if codes.dtype == torch.uint8 else 1))
+    packed = codes.view(torch.uint8).as_strided(shape, (0,) * len(shape)).as_subclass(Packed)
     packed.parts = parts
     return packed
 
@@ -76,16 +77,18 @@ def prepare(weight: Tensor, *, bits: int | None = None) -> Tensor:
         raise ValueError(f"Weights can be rounded to 8 bits, not to {bits}.")
     wide = weight.detach().float()
     scales = (wide.abs().amax(1, keepdim=True) / LARGEST_8).clamp_min(torch.finfo(torch.float32).tiny)
-    return _packed(Parts((wide / scales).round_().to(torch.int8), scales))
+    return pack(Parts((wide / scales).round_().to(torch.int8), scales))
 
 
 def prepare_grouped(weight: GroupedWeight, dtype: torch.dtype) -> Tensor:
     """Return the packed weight, or the dequantised one if the kernel does not support it (see `ops.matmul`)."""
-    if weight.table != WHOLE or not (weight.group in GROUPS or weight.group % GROUPS[-1] == 0):
+    if weight.floating:
+        return pack(Parts(weight.codes.view(torch.float8_e4m3fn), weight.scales.float()))
+    if weight.bits != 4 or weight.table != WHOLE or not (weight.group in GROUPS or weight.group % GROUPS[-1] == 0):
         return weight.dequantised().to(dtype)
     codes = weight.codes[:, ::2] | (weight.codes[:, 1::2] << 4)
     shifts = None if weight.shifts is None else weight.shifts.float().contiguous()
-    return _packed(Parts(codes, weight.scales.float().contiguous(), shifts))
+    return pack(Parts(codes, weight.scales.float().contiguous(), shifts))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -106,6 +109,10 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
     (codes, scales, shifts), (out_size, in_size) = weight.parts, weight.shape
     rows = x.reshape(-1, in_size)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    if codes.dtype == torch.float8_e4m3fn:
+        rounded = triton_float8.multiplies_float8(x.device)
+        out = triton_float8.product(rows, codes, scales, bias, dtype, rounded_rows=rounded)
+        return out.view(*x.shape[:-1], out_size)
     out = torch.empty((len(rows), out_size), dtype=dtype, device=x.device)
     group = in_size // scales.shape[1]
     tile = _tile(len(rows), group if codes.dtype == torch.uint8 else 128, x.dtype)

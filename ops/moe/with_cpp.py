@@ -110,7 +110,7 @@ def prepare_grouped_experts(launcher: KernelLauncher, mixture: GroupedMixture, d
     gate_up, down, gate_up_bias, down_bias = mixture
     num_experts, twice, size = gate_up.codes.shape
     width, padding = launcher.library.panel_width, -(twice // 2) % DEPTH
-    supported = dtype in TYPES and num_experts <= MAX_EXPERTS
+    supported = dtype in TYPES and num_experts <= MAX_EXPERTS and not gate_up.floating
     if not supported or gate_up.group % 8 or down.group % 8 or padding % down.group:
         return prepare_experts(launcher, native.prepare_grouped_experts(mixture, dtype))
 

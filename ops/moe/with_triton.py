@@ -16,13 +16,30 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.activation.with_triton import gate
-from ops.moe import Grouping, Mixture, native
-from ops.moe.native import one_expert, prepare_experts, prepare_grouped_experts
+from ops.matmul.triton_float8 import from_float8, inputs_per_step, multiplies_float8, round_rows
+from ops.matmul.with_triton import Packed, prepare_grouped
+from ops.moe import GroupedMixture, Grouping, Mixture, native
+from ops.moe.native import prepare_experts
 
 __all__ = ["mix", "one_expert", "prepare_experts", "prepare_grouped_experts", "route"]
 
 SORT_BLOCK = 1024  # pairs per iteration of a sort program
 COMBINE_BLOCK = 1024
+
+
+def prepare_grouped_experts(mixture: GroupedMixture, dtype: torch.dtype) -> Mixture:
+    """Return packed weights if they are in float8, else dequantised ones (see `ops.moe`)."""
+    gate_up, down, *biases = mixture
+    if not (gate_up.floating and down.floating):
+        return native.prepare_grouped_experts(mixture, dtype)
+    return Mixture(prepare_grouped(gate_up, dtype), prepare_grouped(down, dtype), *biases)
+
+
+def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mixture:
+    """Return the plain weights of one expert (see `ops.moe`)."""
+    if isinstance(mixture.gate_up, Packed):
+        raise ValueError("The weights of experts in float8 are not readable one by one.")
+    return native.one_expert(mixture, expert, size, inner_size)
 
 
 class Sorted(NamedTuple):
@@ -112,7 +129,15 @@ def _grouped(x: Tensor, weight: Tensor, pairs: Sorted, top_k: int, *, from_token
     """
     num_pairs, (num_experts, out_size, in_size) = len(pairs.order), weight.shape
     out = torch.empty((num_pairs, out_size), dtype=x.dtype, device=x.device)
-    tile = _tile(num_pairs, num_experts, x.dtype)
+    scales = row_scales = None
+    step = in_size
+    if isinstance(weight, Packed):
+        codes, scales, _ = weight.parts
+        weight, groups = codes.view(torch.uint8), scales.shape[-1]
+        step = inputs_per_step(in_size, groups)
+        if multiplies_float8(x.device):
+            x, row_scales = round_rows(x, in_size // groups)
+    tile = _tile(num_pairs, num_experts, x.dtype, step)
     # Upper bound on the number of tiles: each expert's last tile may be partial.
     num_tiles = min(num_pairs, num_experts) + num_pairs // tile["PAIRS_BLOCK"]
     _grouped_kernel[(num_tiles, triton.cdiv(out_size, tile["OUT_BLOCK"]))](
@@ -120,6 +145,9 @@ def _grouped(x: Tensor, weight: Tensor, pairs: Sorted, top_k: int, *, from_token
         weight,
         out,
         *pairs,
+        scales,
+        row_scales,
+        GROUP=in_size if scales is None else in_size // scales.shape[-1],
         EXPERTS=num_experts,
         EXPERTS_BLOCK=triton.next_power_of_2(num_experts),
         TOP_K=top_k,
@@ -132,16 +160,20 @@ def _grouped(x: Tensor, weight: Tensor, pairs: Sorted, top_k: int, *, from_token
     return out
 
 
-def _tile(num_pairs: int, num_experts: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the tile sizes. A tile has about the average number of pairs per expert, at most 128."""
+def _tile(num_pairs: int, num_experts: int, dtype: torch.dtype, step: int) -> dict[str, Any]:
+    """Return the tile sizes. A tile has about the average number of pairs per expert, at most 128.
+
+    An iteration of the main loop reads at most `step` inputs, a power of two or the whole row.
+    """
+    step = triton.next_power_of_2(step)
     if dtype.itemsize == 4:
-        return {"PAIRS_BLOCK": 16, "OUT_BLOCK": 64, "IN_BLOCK": 32, "num_warps": 4, "num_stages": 2}
+        return {"PAIRS_BLOCK": 16, "OUT_BLOCK": 64, "IN_BLOCK": min(step, 32), "num_warps": 4, "num_stages": 2}
     pairs = min(128, max(16, triton.next_power_of_2(triton.cdiv(num_pairs, num_experts))))
     few = pairs <= 32  # with few pairs, reading weights dominates: use wide loads
     return {
         "PAIRS_BLOCK": pairs,
         "OUT_BLOCK": 64 if few else 128,
-        "IN_BLOCK": 128 if few else 64,
+        "IN_BLOCK": min(step, 128 if few or dtype.itemsize == 1 else 64),
         "num_warps": 8 if pairs == 128 else 4,
         "num_stages": 3,
     }
@@ -217,10 +249,13 @@ def _sort_kernel(
 @triton.jit
 def _grouped_kernel(
     x,  # [T, IN] or [T * TOP_K, IN]
-    weight,  # [EXPERTS, OUT, IN]
+    weight,  # [EXPERTS, OUT, IN], codes of float8 (uint8) if there are scales
     out,  # [T * TOP_K, OUT]
     order,  # [T * TOP_K]
     starts,  # [EXPERTS + 1]
+    scales,  # [EXPERTS, OUT, IN / GROUP], or None
+    row_scales,  # of x in float8: [T, IN / GROUP] or [T * TOP_K, IN / GROUP], else None
+    GROUP: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -251,13 +286,31 @@ def _grouped_kernel(
 
     columns, inner = tl.program_id(1) * OUT_BLOCK + tl.arange(0, OUT_BLOCK), tl.arange(0, IN_BLOCK)
     rows = x + sources.to(tl.int64)[:, None] * IN + inner[None, :]  # [PAIRS, IN]
-    weight_rows = weight + (expert.to(tl.int64) * OUT + columns)[:, None] * IN + inner[None, :]  # [OUT, IN]
+    lines = expert.to(tl.int64) * OUT + columns
+    weight_rows = weight + lines[:, None] * IN + inner[None, :]  # [OUT, IN]
     total = tl.zeros([PAIRS_BLOCK, OUT_BLOCK], tl.float32)
+    scale_lines = scales + lines * (IN // GROUP) if scales is not None else None
+    row_lines = row_scales + sources.to(tl.int64) * (IN // GROUP) if row_scales is not None else None
     for base in range(0, IN, IN_BLOCK):
         is_in = (base + inner < IN)[None, :]
         a = tl.load(rows + base, mask=is_pair[:, None] & is_in, other=0.0)
-        b = tl.load(weight_rows + base, mask=(columns < OUT)[:, None] & is_in, other=0.0)
-        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+        b = tl.load(weight_rows + base, mask=(columns < OUT)[:, None] & is_in, other=0)
+        if row_scales is not None:
+            b = b.to(tl.float8e4nv, bitcast=True)
+        elif scales is not None:
+            b = from_float8(b, a)
+        if GROUP == IN:
+            total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+        else:
+            part = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+            part *= tl.load(scale_lines + base // GROUP, mask=columns < OUT, other=0.0)[None, :]
+            if row_scales is not None:
+                part *= tl.load(row_lines + base // GROUP, mask=is_pair, other=0.0)[:, None]
+            total += part
+    if scales is not None and GROUP == IN:
+        total *= tl.load(scale_lines, mask=columns < OUT, other=0.0)[None, :]
+        if row_scales is not None:
+            total *= tl.load(row_lines, mask=is_pair, other=0.0)[:, None]
     position = targets.to(tl.int64)[:, None] * OUT + columns[None, :]
     tl.store(out + position, total.to(out.dtype.element_ty), mask=is_pair[:, None] & (columns < OUT)[None, :])
 

@@ -32,8 +32,8 @@ METHODS: Mapping[str, QuantizationEntry] = {  # keys are values of `--quantizati
     "w4a16": QuantizationEntry(file="rounded", on_gpu="with_triton"),
     "w4a8": QuantizationEntry(file="rounded"),
     "w8a8_int8": QuantizationEntry(file="rounded", matmul="int8"),
-    "fp8": QuantizationEntry(file="rounded", on_gpu="native", only_unquantized=True),
-    "w8a8_fp8": QuantizationEntry(file="rounded", on_gpu="native", only_unquantized=True),
+    "fp8": QuantizationEntry(file="rounded", on_gpu="with_triton", only_unquantized=True),
+    "w8a8_fp8": QuantizationEntry(file="rounded", on_gpu="with_triton", only_unquantized=True),
 }
 
 # Maps a value of `--torchao-config` to a quantisation method: one of the module `torchao`, or a key of METHODS.
@@ -59,8 +59,8 @@ FORMATS: Mapping[str, FormatEntry] = {
     "torchao": FormatEntry(file="torchao"),
 }
 
-# Formats whose 4-bit weights may stay as groups of 4-bit numbers with scales, instead of being converted.
-GROUPED = ("awq", "compressed-tensors", "gguf", "gptq", "modelopt", "quark", "torchao")
+# Formats whose weights in 4 bits or float8 may stay as numbers with scales on a GPU, instead of being dequantised.
+GROUPED = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "modelopt", "quark", "torchao")
 
 # Values of `--quantization` that Penstock refuses, and why.
 UNREADABLE: Mapping[str, str] = {

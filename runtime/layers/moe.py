@@ -180,7 +180,7 @@ class MoE(Weighted):
             LinearLayout(gates, (inner,) * len(gates), outer, None),
             LinearLayout(downs, (outer,) * len(downs), inner, "mlp"),
         ]
-        return layouts if all(map(self.method.keeps, layouts)) else []
+        return layouts if all(map(self.method.keeps_experts, layouts)) else []
 
     def shards(self) -> Iterator[Shard]:
         names, outer = self.names, whole_range(self.size)

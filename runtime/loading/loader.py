@@ -250,7 +250,11 @@ def _method(plan: ModelPlan, kernels: Kernels, tensors: Tensors | None) -> Quant
         return method
     if not in_cpp and kernels.backends["matmul"] != "with_triton":
         return method
-    low_bit = {name: form for name, form in tensors.forms.items() if requested is None or form.bits == 4}
+    low_bit = {
+        name: form
+        for name, form in tensors.forms.items()
+        if (requested is None and not (in_cpp and form.floating)) or form.bits == 4
+    }
     if not low_bit:
         return method
     return KeptGroups(low_bit, dtype, rest=method, rounded_rows=requested == "w4a8", in_cpp=in_cpp)

@@ -18,7 +18,7 @@ from kernel_cases.sampling import rows
 from ops.attention import AttentionMetadata, AttentionOptions
 from ops.low_rank import LowRank
 from ops.matmul.grouped import GroupedWeight
-from ops.moe import Mixture
+from ops.moe import GroupedMixture, Mixture
 
 # 8B-like shapes, in the dtypes that a served model has.
 HEADS, KV_HEADS, DIM, WIDTH, PAGE = 32, 8, 128, 4096, 16
@@ -159,6 +159,28 @@ def _product(rows: int, *, bits: int = 4, dtype: torch.dtype = BF16) -> None:
     backend.linear(x, packed, x.new_empty(1024))
 
 
+def _float8(rows: int, group: int, *, rounded_rows: bool = True) -> None:
+    """A product that torch does not compute: its output has a width that torch does not take."""
+    from ops.matmul import triton_float8
+
+    codes, scales = torch.empty(1032, WIDTH, dtype=torch.float8_e4m3fn), torch.empty(1032, WIDTH // group)
+    x = torch.empty(rows, WIDTH, dtype=BF16)
+    triton_float8.product(x, codes, scales, x.new_empty(1032), BF16, rounded_rows=rounded_rows)
+
+
+def _mix_float8(num_tokens: int, group: int | None) -> None:
+    """Experts of the shape of Qwen3-30B-A3B in float8."""
+    x, chosen = torch.empty(num_tokens, 2048, dtype=BF16), torch.zeros(num_tokens, 8, dtype=torch.int32)
+
+    def weight(out_size: int, in_size: int) -> GroupedWeight:
+        codes, groups = torch.empty(128, out_size, in_size, dtype=torch.uint8), in_size // (group or in_size)
+        return GroupedWeight(codes, torch.empty(128, out_size, groups), bits=8, floating=True)
+
+    mixture = GroupedMixture(weight(2 * 768, 2048), weight(2048, 768))
+    packed = _backend("moe").prepare_grouped_experts(mixture, BF16)
+    _backend("moe").mix(x, packed, torch.empty(num_tokens, 8), chosen, "silu")
+
+
 def _add_low_rank(
     num_tokens: int, rank: int, sizes: tuple[int, ...] = (WIDTH, 1024, 1024), *, dtype: torch.dtype = BF16
 ) -> None:
@@ -184,6 +206,9 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "logits": _logits,
     "product of 4 bits": lambda: _product(4),
     "product of 8 bits": lambda: _product(4, bits=8),
+    "product of few rows in float8 e4m3": lambda: _float8(4, WIDTH),
+    "product of many rows and blocks in float8 e4m3": lambda: _float8(512, 128),
+    "experts of few tokens in float8 e4m3": lambda: _mix_float8(4, 128),
     "experts of few tokens": lambda: _mix(4),
     "experts of many tokens": lambda: _mix(4096),
     "low-rank additions": lambda: _add_low_rank(16, 16),
@@ -218,6 +243,9 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "product of many rows and 4 bits": lambda: _product(512),
     "product of many rows and 8 bits in fp16": lambda: _product(512, bits=8, dtype=torch.float16),
     "product of 4 bits in fp32": lambda: _product(4, dtype=torch.float32),
+    "product of few rows and blocks in float8 e4m3": lambda: _float8(20, 128),
+    "product of some rows in float8 e4m3": lambda: _float8(48, WIDTH),
+    "experts of many tokens in float8 e4m3": lambda: _mix_float8(4096, None),
     "experts of some tokens in fp16": lambda: _mix(1024, torch.float16, "sigmoid"),
     "experts in fp32": lambda: _mix(64, torch.float32),
     "low-rank additions of rank 64": lambda: _add_low_rank(16, 64, (WIDTH,)),
@@ -290,6 +318,8 @@ def test_kernels_compile_within_their_limits(name: str, capability: int, tmp_pat
 @pytest.mark.parametrize("capability", SHARED_BYTES)
 @pytest.mark.parametrize("name", MORE_CALLS)
 def test_further_types_and_shapes_compile_within_their_limits(name: str, capability: int, tmp_path: Path) -> None:
+    if not runs_on(name, capability):
+        pytest.skip("this GPU has no such type")
     check(MORE_CALLS[name], capability, tmp_path)
 
 
@@ -333,6 +363,35 @@ def test_prefill_multiplies_on_hopper_units_from_several_buffers(tmp_path: Path)
         CALLS["prefill"]()
     assert buffers(kernels[0], "64x128xbf16") >= 2
     assert any(line.lstrip().startswith("HGMMA") for line in machine_code(kernels[0], tmp_path))
+
+
+def test_few_rows_in_float8_are_multiplied_while_the_next_codes_arrive(tmp_path: Path) -> None:
+    with compiling_for(90) as kernels:
+        _float8(4, WIDTH)
+    product = next(each for each in kernels if each.metadata.name == "_product_kernel")
+    found = inspect(product, tmp_path)
+    assert buffers(product, "32x256xi8") >= 2
+    assert 4 * found.shared_bytes <= SHARED_BYTES[90]  # four blocks fit into a multiprocessor
+    assert any("LDGSTS" in line and "128" in line for line in machine_code(product, tmp_path))
+
+
+def test_many_rows_in_float8_are_multiplied_by_hopper_units_of_8_bits(tmp_path: Path) -> None:
+    with compiling_for(90) as kernels:
+        _float8(512, 128)
+        _mix_float8(4096, 128)
+    products = [each for each in kernels if each.metadata.name in ("_product_kernel", "_grouped_kernel")]
+    assert len(products) == 3
+    for product in products:
+        assert any(line.lstrip().startswith("QGMMA") for line in machine_code(product, tmp_path))
+
+
+@pytest.mark.parametrize("capability", [80, 86])
+def test_older_gpus_convert_float8_without_having_that_type(capability: int, tmp_path: Path) -> None:
+    with compiling_for(capability) as kernels:
+        _float8(4, 128, rounded_rows=False)
+        _float8(512, WIDTH, rounded_rows=False)
+    for kernel in kernels:
+        assert inspect(kernel, tmp_path).spilled_bytes == 0
 
 
 def test_sampling_spends_few_instructions_on_a_logit(tmp_path: Path) -> None:

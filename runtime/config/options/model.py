@@ -167,9 +167,9 @@ class QuantArgs:
         "Quantisation of the weights. A quantised checkpoint does not need this option, because its configuration "
         "names its format; if the option is set, it must agree. w4a16 rounds the weights of any checkpoint to 4 bits, "
         "in groups of 32, while it loads. w4a8 does the same with 8-bit activations; w8a8_int8 uses 8 bits for both. "
-        "fp8 and w8a8_fp8 round the weights of an unquantised checkpoint to e4m3 with a scale per output; activations "
-        "are not rounded, and the weights take as much memory as before. w4a8 and w8a8_int8 run on a CPU only so far. "
-        "qoq and w4afp8 are refused. Default: the checkpoint's format.",
+        "fp8 and w8a8_fp8 round the linear layers and experts of an unquantised checkpoint to e4m3 with a scale per "
+        "output; GPUs with float8 products keep them in 8 bits and round activations too, a CPU saves no memory. "
+        "w4a8 and w8a8_int8 run on a CPU only so far. qoq and w4afp8 are refused. Default: the checkpoint's format.",
         choices=tuple(dict.fromkeys((*_QUANTIZATIONS, *METHODS))),
         built=(*spellings(), *UNREADABLE),
     )

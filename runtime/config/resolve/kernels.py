@@ -56,10 +56,10 @@ def kernel_plan(
     quant = builder.args.quant
     asked = quant.quantization or TORCHAO.get(quant.torchao_config)
     quantized = METHODS.get(asked or "")
-    if gpu is not None and choices.get("moe") == "with_triton" and not compiled and _of_4_bits(asked, facts):
+    if gpu is not None and choices.get("moe") == "with_triton" and not compiled and _kept_on_gpu(asked, facts):
         choices["matmul"], reason = (
             "with_triton",
-            "Triton kernels multiply 4-bit weights without dequantising them first",
+            "Triton kernels multiply weights in 4 bits and float8 without dequantising them first",
         )
     elif quantized is not None and quantized.matmul is not None:
         choices["matmul"] = quantized.matmul
@@ -221,10 +221,11 @@ def _attends_by_products(builder: PlanBuilder, machine: Machine, dtype: str) -> 
     return True, "decode attention: batched products, which are faster than plain torch on a processor without AMX"
 
 
-def _of_4_bits(asked: str | None, facts: ModelFacts) -> bool:
-    """Whether linear layers have, or may have, 4-bit weights."""
-    if asked is None:
-        return facts.quantization in GROUPED
+def _kept_on_gpu(asked: str | None, facts: ModelFacts) -> bool:
+    """Whether linear layers have, or may have, weights that the Triton kernels read: in 4 bits or float8."""
+    stored = facts.quantization
+    if asked is None or (stored is not None and asked in METHODS and METHODS[asked].only_unquantized):
+        return stored in GROUPED
     return asked.startswith("int4wo") or (asked in METHODS and METHODS[asked].on_gpu == "with_triton")
 
 

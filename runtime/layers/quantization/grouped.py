@@ -12,7 +12,7 @@ from ops.matmul.grouped import GroupedWeight, GroupForm, common_form
 from ops.moe import Mixture
 from ops.select import Kernels
 from runtime.layers.quantization.method import LinearLayout, QuantizationMethod, Unquantized
-from runtime.layers.sharding import ShardRange
+from runtime.layers.sharding import ShardRange, whole_range
 from runtime.layers.weight import Shard, frozen, parameter
 
 SCALE_BITS = 16  # bits of a packed scale or shift
@@ -22,7 +22,8 @@ class KeptGroups(Unquantized):
     """Keeps a layer's weights in low bits if `forms` lists all of them with a common form.
 
     Other layers are dequantised and left to the method `rest`, and so are layers whose groups a rank would have to
-    divide. Products are computed in `dtype`. With `in_cpp` (the C++ kernels) mixtures and vocabularies are kept too.
+    divide. Products are computed in `dtype`. With `in_cpp` (the C++ kernels) mixtures and vocabularies are kept too;
+    the Triton kernels keep mixtures in float8.
     With `rounded_rows` activations are rounded to 8 bits. `kept` maps the names of kept weights to their forms.
     """
 
@@ -52,7 +53,7 @@ class KeptGroups(Unquantized):
         if form is None:
             return super().allocate(layer, layout)
         self.kept |= {f"{each.name}.weight": form for each in layout.sub_layers}
-        groups = (layout.out_size, layout.in_size // form.group)
+        groups = (layout.out_size, _groups(layout.columns, form).size)
         layer.codes = parameter(layout.out_size, layout.in_size, dtype=torch.uint8, bits=form.bits)
         layer.scales = parameter(*groups, dtype=torch.float32, bits=SCALE_BITS)
         if form.shifted:
@@ -65,8 +66,7 @@ class KeptGroups(Unquantized):
         if form is None:
             yield from super().shards(layer, layout)
             return
-        columns, row = layout.columns, 0
-        groups = ShardRange(*(each // form.group for each in columns))
+        columns, groups, row = layout.columns, _groups(layout.columns, form), 0
         for each, rows in zip(layout.sub_layers, layout.rows, strict=True):
             axes = (each.axis, layout.in_axis)
             for part, target, inner in (
@@ -95,6 +95,10 @@ class KeptGroups(Unquantized):
     def keeps(self, layout: LinearLayout) -> bool:
         return self._in_cpp and self._form(layout) is not None
 
+    def keeps_experts(self, layout: LinearLayout) -> bool:
+        form = self._form(layout)
+        return form is not None and (self._in_cpp or form.floating)
+
     def take(self, layer: nn.Module) -> GroupedWeight:
         untyped: Any = layer
         form = untyped.form
@@ -103,7 +107,7 @@ class KeptGroups(Unquantized):
         shifts = untyped.shifts.detach() if shifted else None
         codes, scales = untyped.codes.detach(), untyped.scales.detach()
         untyped.codes = untyped.scales = untyped.shifts = None
-        return GroupedWeight(codes, scales, shifts, form.table, self._rounded_rows, form.bits)
+        return GroupedWeight(codes, scales, shifts, form.table, self._rounded_rows, form.bits, form.floating)
 
     def _form(self, layout: LinearLayout) -> GroupForm | None:
         """Return the sub-layers' common form, or None if they have no common form or the layer cannot be kept."""
@@ -112,9 +116,19 @@ class KeptGroups(Unquantized):
         ]
         known = [form for form in forms if form is not None]
         form, columns = common_form(known) if len(known) == len(forms) else None, layout.columns
-        if form is None or columns.start % form.group or columns.size % form.group:
+        if form is None:
             return None
-        return form if self._in_cpp or form.bits == 4 else None
+        one_group = form.floating and form.group == columns.full
+        if not one_group and (columns.start % form.group or columns.size % form.group):
+            return None
+        return form if self._in_cpp or form.bits == 4 or form.floating else None
+
+
+def _groups(columns: ShardRange, form: GroupForm) -> ShardRange:
+    """Return the range of groups of these columns. Every rank has the scales of weights in float8 with one group."""
+    if form.floating and form.group == columns.full:
+        return whole_range(1)
+    return ShardRange(*(each // form.group for each in columns))
 
 
 def _untyped(layer: nn.Module) -> Any:

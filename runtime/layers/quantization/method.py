@@ -64,7 +64,11 @@ class QuantizationMethod(Protocol):
         ...
 
     def keeps(self, layout: LinearLayout) -> bool:
-        """Whether a weight of this layout stays in the checkpoint's groups. If not, `take` must not be called."""
+        """Whether a vocabulary's weight of this layout stays in the checkpoint's groups."""
+        ...
+
+    def keeps_experts(self, layout: LinearLayout) -> bool:
+        """Whether a weight of experts stays in the checkpoint's groups, so that `take` returns it."""
         ...
 
     def take(self, layer: nn.Module) -> GroupedWeight:
@@ -100,6 +104,9 @@ class Unquantized:
         return kernels.prepare_experts(mixture)
 
     def keeps(self, layout: LinearLayout) -> bool:
+        return False
+
+    def keeps_experts(self, layout: LinearLayout) -> bool:
         return False
 
     def take(self, layer: nn.Module) -> GroupedWeight:

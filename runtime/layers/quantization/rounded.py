@@ -1,18 +1,16 @@
-"""Methods that round an unquantised checkpoint to 8 or 4 bits while it is loaded."""
+"""Methods that round weights to 8 or 4 bits while they are loaded."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from ops.matmul.grouped import round_experts, round_to_groups
+from ops.matmul.grouped import round_experts, round_to_float8, round_to_groups
 from ops.moe import GroupedMixture, Mixture
 from ops.select import Kernels
 from runtime.layers.quantization.method import Unquantized
 from runtime.layers.weight import frozen
 
 GROUP = 32
-FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class W8A8Int8(Unquantized):
@@ -59,26 +57,21 @@ class W4A8(W4A16):
     rounded_rows = True
 
 
-class Fp8(Unquantized):
+class Float8(Unquantized):
     """Rounds the weights of linear layers and experts to e4m3, as `penstock quantize --method fp8` does.
 
-    Each output has a scale in the model's dtype. The weights are dequantised at once, because no kernel multiplies
-    8-bit floats; LM heads and activations are not rounded.
+    Each output has a scale in the model's dtype. The LM head stays unquantised. GPUs with float8 products also round
+    each token's activations. Kernels that cannot read float8 dequantise the rounded weights.
     """
 
     def prepare(self, layer: nn.Module, kernels: Kernels) -> None:
-        layer.weight = frozen(kernels.prepare(_float8(layer.get_parameter("weight").detach())))
+        weight = layer.get_parameter("weight")
+        layer.weight = frozen(kernels.prepare_grouped(round_to_float8(weight), weight.dtype))
 
     def prepare_experts(self, mixture: Mixture, kernels: Kernels) -> Mixture:
         gate_up, down, *biases = mixture
-        return kernels.prepare_experts(Mixture(_float8(gate_up), _float8(down), *biases))
+        rounded = GroupedMixture(round_to_float8(gate_up), round_to_float8(down), *biases)
+        return kernels.prepare_grouped_experts(rounded, gate_up.dtype)
 
 
-def _float8(weight: Tensor) -> Tensor:
-    """Round a weight [..., O, I] to e4m3 with a scale per output, and dequantise it."""
-    scale = (weight.float().abs().amax(-1, keepdim=True) / FLOAT8_MAX).clamp_min(1e-12).to(weight.dtype).float()
-    numbers = (weight.float() / scale).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
-    return (numbers.float() * scale).to(weight.dtype)
-
-
-METHODS = {"w4a16": W4A16, "w4a8": W4A8, "w8a8_int8": W8A8Int8, "fp8": Fp8, "w8a8_fp8": Fp8}
+METHODS = {"w4a16": W4A16, "w4a8": W4A8, "w8a8_int8": W8A8Int8, "fp8": Float8, "w8a8_fp8": Float8}

@@ -31,6 +31,7 @@ from runtime.loading.formats.stored import Derived, Read, Stored, first_of, requ
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NARROW = (*FLOAT8, torch.int8)
+FLOAT8_UNIT = 32  # products of float8 multiply so many inputs at a time
 IN_WEIGHTS = ("weight_input", "weight_output")  # locations of rotations that stored weights already contain
 PACKED_FORMATS = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")  # other layouts, not supported
 
@@ -175,11 +176,18 @@ def _add_scaled(derived: Derived, stored: Stored, name: str, schemes: Schemes) -
         return numbers * _spread(_scales(read(scale)), shape, schemes, scale)
 
     def make_grouped(read: Read, rows: slice) -> GroupedWeight:
+        if form is not None and form.floating:
+            columns = shape[1] // form.group
+            scales = _spread(_scales(read(scale)), shape, schemes, scale).expand(shape)[rows, :: form.group]
+            return GroupedWeight(read(name)[rows].view(torch.uint8), scales[:, :columns], bits=8, floating=True)
         codes = (read(name)[rows].to(torch.int16) + 128).to(torch.uint8)
         return GroupedWeight(codes, _scales(read(scale))[rows], bits=8)
 
-    whole = stored.dtypes[name] == torch.int8 and zero is None
-    form = _form(stored, shape, scale, 8, shifted=False) if whole else None
+    form = None
+    if stored.dtypes[name] == torch.int8 and zero is None:
+        form = _form(stored, shape, scale, 8, shifted=False)
+    elif stored.dtypes[name] == torch.float8_e4m3fn and zero is None:
+        form = _float8_form(stored.shapes[scale], shape, schemes)
     used = [name, scale, *([zero] if zero else [])]
     derived.add(name, shape, used, make, make_grouped if form else None, form)
 
@@ -242,6 +250,18 @@ def _form(stored: Stored, shape: Sequence[int], scale: str, bits: int, *, shifte
     if len(shape) != 2 or len(grid) != 2 or grid[0] != shape[0] or not grid[1] or shape[1] % grid[1]:
         return None
     return GroupForm(shape[1] // grid[1], bits, shifted=shifted)
+
+
+def _float8_form(grid: tuple[int, ...], shape: tuple[int, ...], schemes: Schemes) -> GroupForm | None:
+    """Return the group form of a weight in float8: one group, or groups of a multiple of 32 inputs."""
+    if len(shape) != 2:
+        return None
+    columns = grid[2] if len(grid) == 4 else grid[1] if len(grid) == 2 else 1  # ModelOpt's blocks are [a, 1, b, 1]
+    groups = {inputs for _, inputs in schemes.blocks if -(-shape[1] // inputs) == columns}
+    groups |= {shape[1] // columns} if columns and shape[1] % columns == 0 and not groups else set()
+    group = shape[1] if columns == 1 else min(groups, default=0)
+    fits = columns == 1 or (group and group % FLOAT8_UNIT == 0 and group * columns == shape[1])
+    return GroupForm(group, 8, shifted=False, floating=True) if fits and group % 8 == 0 else None
 
 
 def _packing(candidates: Sequence[int], words: int, count: int) -> tuple[int, bool]:

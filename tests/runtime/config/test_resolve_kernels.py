@@ -39,14 +39,19 @@ def test_a_cpu_runs_plain_torch_and_says_why() -> None:
     [
         ({}, None, "native"),
         ({}, "gptq", "with_triton"),
-        ({}, "fp8", "native"),
+        ({}, "fp8", "with_triton"),
+        ({}, "mxfp4", "native"),
+        ({"quantization": "fp8"}, None, "with_triton"),
+        ({"quantization": "fp8"}, "compressed-tensors", "with_triton"),
         ({"quantization": "w4a16"}, None, "with_triton"),
         ({"torchao_config": "int4wo-128"}, None, "with_triton"),
         ({"torchao_config": "int8wo"}, None, "native"),
         ({"enable_torch_compile": True}, "gptq", "native"),
     ],
 )
-def test_a_gpu_multiplies_weights_of_4_bits_in_triton(asked: dict[str, Any], stored: str | None, file: str) -> None:
+def test_a_gpu_multiplies_weights_of_4_bits_and_float8_in_triton(
+    asked: dict[str, Any], stored: str | None, file: str
+) -> None:
     facts = replace(ANY_MODEL, quantization=stored)
     plan, builder = decide(Args.of(model_path="/models/small", **asked), H200, facts)
     assert plan.kernels.choices["matmul"] == file
