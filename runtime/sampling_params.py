@@ -106,6 +106,11 @@ def _max_drafts(value: int | bool) -> int | None:
     return (None if value else 0) if isinstance(value, bool) else value
 
 
+def _top_k(value: int) -> int:
+    """Return a number of tokens; 0 means all, as in vLLM and transformers."""
+    return value or -1
+
+
 def _schema_text(value: str | Mapping[str, Any]) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -179,9 +184,11 @@ class SamplingParams:
     )
     top_k: int = param(
         -1,
-        "Keep so many of the likeliest tokens; -1: all.",
+        "Keep so many of the likeliest tokens; -1 or 0: all.",
         low=-1,
         high=MAX_INT32,
+        json=int,
+        read=_top_k,
         from_model=True,
         row_array=RowArray("int32", TOP_K_OFF),
     )

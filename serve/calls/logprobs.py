@@ -50,7 +50,8 @@ def with_top(logprobs: Logprobs, num_top: int) -> Logprobs:
 
 def prompt_logprobs(logprobs: Logprobs, tokenizer: Tokenizer, num_top: int) -> list[dict[str, Any] | None]:
     """Return vLLM's `prompt_logprobs`: per token None (the first one), or a mapping from ids of tokens, as text, to
-    `{logprob, rank, decoded_token}`. The prompt's token comes first; its rank is None if it is not among the best.
+    `{logprob, rank, decoded_token}`. The prompt's token comes first. If it is not among the best tokens, its rank is
+    one more than their number, a lower bound.
     """
     found: list[dict[str, Any] | None] = []
     for index, (value, token_id) in enumerate(logprobs.chosen):
@@ -64,7 +65,7 @@ def prompt_logprobs(logprobs: Logprobs, tokenizer: Tokenizer, num_top: int) -> l
             {
                 str(each): {
                     "logprob": _finite(logprob),
-                    "rank": ranks.get(each),
+                    "rank": ranks.get(each, len(best) + 1),
                     "decoded_token": tokenizer.token_text(each),
                 }
                 for each, logprob in pairs.items()

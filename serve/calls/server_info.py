@@ -42,6 +42,26 @@ def info_of(core: EngineCore, version: str) -> dict[str, Any]:
     }
 
 
+def vllm_config(core: EngineCore) -> dict[str, Any]:
+    """Return the parts of vLLM's configuration that its clients read: the model, its ranks, the transfer of weights."""
+    model, parallel = core.plan.model, core.plan.parallel
+    return {
+        "model_config": {
+            "model": model.path,
+            "dtype": model.dtype,
+            "max_model_len": model.context_length,
+            "quantization": model.quantization,
+            "seed": model.random_seed,
+        },
+        "parallel_config": {
+            "tensor_parallel_size": parallel.tp_size,
+            "pipeline_parallel_size": parallel.pp_size,
+            "data_parallel_size": parallel.dp_size,
+        },
+        "weight_transfer_config": {"backend": "gloo" if model.device == "cpu" else "nccl"},
+    }
+
+
 def by_option(plan: Plan) -> dict[str, Any]:
     """Return the plan's values by option name, for example `max_running_requests`, as SGLang's clients
     expect.

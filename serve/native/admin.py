@@ -23,7 +23,7 @@ from serve.calls.body import parse_object
 from serve.calls.client import CLIENT
 from serve.calls.decode import decode
 from serve.calls.profile import ProfileBody, profile_options
-from serve.calls.server_info import info_of
+from serve.calls.server_info import info_of, vllm_config
 from serve.http.endpoint import compute, decodes, json_response, read_body
 
 if TYPE_CHECKING:
@@ -113,8 +113,18 @@ async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def server_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the whole plan, flattened, and the state of the engine, without secrets."""
-    return json_response(info_of(core, serve.__version__))
+    """Return the whole plan, flattened, and the state of the engine, without secrets.
+
+    With `config_format` (json or text, as of vLLM), `vllm_config` has the parts that vLLM's clients read.
+    """
+    info = info_of(core, serve.__version__)
+    form = http.query_params.get("config_format")
+    if form not in (None, "json", "text"):
+        raise InvalidRequest("config_format must be json or text.", param="config_format")
+    if form is not None:
+        config = vllm_config(core)
+        info["vllm_config"] = config if form == "json" else orjson.dumps(config).decode()
+    return json_response(info)
 
 
 async def version(http: HttpRequest, core: EngineCore) -> ASGIApp:

@@ -178,7 +178,7 @@ async def checker(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def reset_prefix_cache(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Empty the prefix cache. Running requests are computed again and continue."""
     await core.reset_cache()
-    return json_response({"status": "reset"})
+    return json_response({"status": "reset", "success": True})
 
 
 # --- pause, sleep ---

@@ -90,34 +90,42 @@ async def trainer(world_size: int) -> AsyncIterator[Trainer]:
         await process.wait()
 
 
-def main(port: int, world_size: int) -> None:
+def trainer_group(port: int, world_size: int, name: str) -> Any:
+    """Open a group as the frameworks do, with this process as rank 0. Returns when all members have joined."""
     from datetime import timedelta
 
-    import torch.distributed as dist
     from torch.distributed import distributed_c10d
     from torch.distributed.rendezvous import rendezvous
 
     torch_group: Any = distributed_c10d
     timeout = timedelta(seconds=60)
     store, rank, size = next(rendezvous(f"tcp://127.0.0.1:{port}", 0, world_size, timeout=timeout))
-    prefixed = torch_group.PrefixStore(GROUP, store)
+    prefixed = torch_group.PrefixStore(name, store)
     made: Any = torch_group._new_process_group_helper(
-        size, rank, [], "gloo", prefixed, group_name=GROUP, timeout=timeout
+        size, rank, [], "gloo", prefixed, group_name=name, timeout=timeout
     )
     group = made[0]
     torch_group._world.pg_group_ranks[group] = {each: each for each in range(world_size)}
+    return group
+
+
+def main(port: int, world_size: int) -> None:
+    import torch.distributed as dist
+
+    group = trainer_group(port, world_size, GROUP)
     print("joined", flush=True)
     for line in sys.stdin:
         path, packing, packed_bytes, count = json.loads(line)
         tensors = list(tensors_of(path).values())
-        for number, tensor in enumerate(_packed(tensors, packing, packed_bytes)):
+        for number, tensor in enumerate(packed(tensors, packing, packed_bytes)):
             if number == count:
                 os._exit(1)
             dist.broadcast(tensor, 0, group=group)
         print("sent", flush=True)
 
 
-def _packed(tensors: list[Any], packing: str, packed_bytes: int) -> list[Any]:
+def packed(tensors: list[Any], packing: str, packed_bytes: int) -> list[Any]:
+    """Return the tensors that are broadcast: the given ones ("none"), one ("bucket"), or one a buffer ("packed")."""
     import torch
 
     if packing == "none":

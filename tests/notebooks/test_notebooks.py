@@ -14,6 +14,7 @@ QUICK = ("quickstart",)  # the others run in the slow pass
 
 
 @pytest.mark.notebook
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "path",
     [pytest.param(path, id=path.stem, marks=[] if path.stem in QUICK else [pytest.mark.slow]) for path in NOTEBOOKS],

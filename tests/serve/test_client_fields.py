@@ -101,7 +101,7 @@ async def test_prompt_logprobs_are_those_of_transformers(client: httpx.AsyncClie
             for token, entry in entries.items():
                 assert entry["logprob"] == pytest.approx(float(logprobs[position, int(token)]), abs=2e-3)
                 assert entry["decoded_token"] == tokenizer.decode([int(token)])
-                assert entry["rank"] == (best.index(int(token)) + 1 if int(token) in best else None)
+                assert entry["rank"] == (best.index(int(token)) if int(token) in best else len(best)) + 1
 
 
 async def test_prompt_logprobs_change_no_other_logprobs(client: httpx.AsyncClient) -> None:

@@ -24,6 +24,7 @@ import trainer_process
 from runtime.errors import CheckpointError, InvalidRequest
 from runtime.loading import staged_weights
 from serve import Engine, SyncEngine
+from serve.demo import WEIGHTS
 from weights_server import GREEDY, PLAIN, PROMPT, checkpoint, fresh_state, greedy, ids, post, scores, serving, state
 
 
@@ -80,6 +81,31 @@ async def test_vllms_contract_puts_all_weights_in_place_at_the_end() -> None:
         await post(http, "/finish_weight_update", {"weight_version": "9"})
         assert (await http.get("/weight_info")).json() == {"weight_version": "9"}
         assert await state(engine) == await fresh_state(new)
+
+
+async def test_the_calls_of_trls_client() -> None:
+    """The bodies and queries as TRL 1.16 sends them; its own client runs in tests/serve/clients/test_trainers.py."""
+    sampling = {"repetition_penalty": 1.0, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "max_tokens": 4}
+    as_ids = {"model": "default", "return_token_ids": True, "return_tokens_as_token_ids": True, "ignore_eos": True}
+    async with serving(str(WEIGHTS), skip_tokenizer_init=False) as (_, http):
+        told = (await http.get("/server_info", params={"config_format": "json"})).json()["vllm_config"]
+        assert told["weight_transfer_config"] == {"backend": "gloo"}
+        assert (await http.get("/get_world_size")).json() == {"world_size": 1}
+        body = {**as_ids, **sampling, "prompt": [[5, 6, 7], [8, 9]], "n": 2, "logprobs": 0}
+        choices = (await post(http, "/v1/completions", body))["choices"]
+        assert [each["prompt_token_ids"] for each in choices[::2]] == [[5, 6, 7], [8, 9]]
+        for each in choices:
+            assert [int(name.removeprefix("token_id:")) for name in each["logprobs"]["tokens"]] == each["token_ids"]
+        ids = [5, 6, 7, *choices[0]["token_ids"]]
+        scored = {"model": "default", "prompt": [ids], "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 3}
+        [choice] = (await post(http, "/v1/completions", scored))["choices"]
+        for token, entry in zip(ids[1:], choice["prompt_logprobs"][1:], strict=True):
+            assert str(token) in entry
+            assert sorted(each["rank"] for each in entry.values())[:3] == [1, 2, 3]
+        chat = {**as_ids, **sampling, "messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
+        answer = await post(http, "/v1/chat/completions", {**chat, "top_logprobs": 0, "n": 1})
+        assert len(answer["choices"][0]["logprobs"]["content"]) == 4
+        assert (await post(http, "/reset_prefix_cache"))["success"]
 
 
 async def test_a_trainer_that_dies_in_the_middle_leaves_the_old_weights() -> None:

@@ -196,7 +196,7 @@ async def test_rid_names_the_answer(served: Served) -> None:
         ({"logprobs": 1000}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
         ({"extra_body": {"rid": ["a", "b"]}}, "rid"),
-        ({"extra_body": {"top_k": 0}}, "top_k"),
+        ({"extra_body": {"top_k": -2}}, "top_k"),
         ({"extra_body": {"json_schema": 3}}, "json_schema"),
         ({"extra_body": {"response_format": {"type": "xml"}}}, "response_format.type"),
         ({"extra_body": {"structured_outputs": {"json": {}, "regex": "a"}}}, "structured_outputs"),
