@@ -31,15 +31,15 @@ for each in ("sglang", "sglang.srt"):
     module(each)
 module("sglang.srt.server_args", ServerArgs=object)
 module("sglang.srt.utils", kill_process_tree=print)
-[slime] = importlib.util.find_spec("slime").submodule_search_locations  # pyright: ignore[reportOptionalMemberAccess]
+[slime] = getattr(importlib.util.find_spec("slime"), "submodule_search_locations", None) or [""]
 folder = types.ModuleType("slime.backends.sglang_utils")  # without the set-up of GPUs in its __init__
 folder.__path__ = [f"{slime}/backends/sglang_utils"]
 sys.modules[folder.__name__] = folder
 module("slime.utils.accelerator", resolve_visible_device_id=int)
 
-from slime.backends.sglang_utils.external import discover_external_engines  # noqa: E402
-from slime.backends.sglang_utils.server_control import num_requests_from_load  # noqa: E402
-from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402
+from slime.backends.sglang_utils.external import discover_external_engines  # noqa: E402  # pyright: ignore[reportMissingImports]
+from slime.backends.sglang_utils.server_control import num_requests_from_load  # noqa: E402  # pyright: ignore[reportMissingImports]
+from slime.backends.sglang_utils.sglang_engine import SGLangEngine  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 CHECKED = {"dp_size": 1, "disaggregation_mode": "null", "enable_memory_saver": False}
 EXTERNAL = {"rollout_external": True, "sglang_router_ip": None, "sglang_router_port": None}

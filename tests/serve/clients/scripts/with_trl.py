@@ -49,12 +49,12 @@ module(
     NCCLWeightTransferEngine=Sender,
     NCCLTrainerSendWeightsArgs=lambda **fields: types.SimpleNamespace(**fields),
 )
-[trl] = importlib.util.find_spec("trl").submodule_search_locations  # pyright: ignore[reportOptionalMemberAccess]
+[trl] = getattr(importlib.util.find_spec("trl"), "submodule_search_locations", None) or [""]
 folder = types.ModuleType("trl.generation")  # without the trainers that its __init__ imports
 folder.__path__ = [f"{trl}/generation"]
 sys.modules[folder.__name__] = folder
 
-from trl.generation.vllm_client import VLLMClient  # noqa: E402
+from trl.generation.vllm_client import VLLMClient  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 
 def check(holds: bool, what: str) -> None:
