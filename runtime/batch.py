@@ -214,6 +214,27 @@ class PromptLogprobs(NamedTuple):
     params: LogprobParams
 
 
+class StepShare(NamedTuple):
+    """Numbers of positions of a batch that other attention groups must know in a common step."""
+
+    tokens: int = 0
+    sampled: int = 0
+    embedded: int = 0  # rows
+    scored: int = 0  # positions of prompts whose log-probabilities are computed
+
+    @classmethod
+    def of(cls, batch: Batch | None) -> StepShare:
+        """Return the share of a batch; zeros for None."""
+        if batch is None:
+            return cls()
+        return cls(
+            len(batch.token_ids),
+            0 if batch.sampling is None else len(batch.sampling.positions),
+            0 if batch.embedding_rows is None else len(batch.embedding_rows),
+            sum(len(each.targets) for each in batch.prompt_logprobs),
+        )
+
+
 class StepOutput(NamedTuple):
     """The results of a step on the host, for the B rows of its batch."""
 

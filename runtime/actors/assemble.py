@@ -141,7 +141,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     )
     if plan.model.delete_after_loading:
         await anyio.to_thread.run_sync(_delete, plan.model.path)
-    start_again = restart if len(replicas) > 1 else None
+    start_again = restart if plan.parallel.copies > 1 else None
     core = EngineCore(plan, facts, tokenizer, replicas, start_again, traces, media)
     if core.metrics is not None:
         core.metrics.startup_s = time.monotonic() - began_s

@@ -98,7 +98,7 @@ class EngineCore:
 
     One task awaits `run`; all other methods must be called on the same event loop. When `run` returns or raises, every
     output has ended and all runners are closed. Several replicas of the model share the requests;
-    `start_replica(index)` restarts a failed replica.
+    `start_replica(index)` restarts a failed replica; None: the engine fails with it.
     """
 
     def __init__(
@@ -126,11 +126,12 @@ class EngineCore:
         self._processor = InputProcessor(plan, facts, tokenizer)
         self._detokenizer = DetokenizerActor(tokenizer, requests, stream_interval=plan.scheduler.stream_interval)
         self._scheduler: SchedulerActor | Router
-        if start_replica is None:
-            [replica] = replicas
-            self._scheduler = SchedulerActor.of(replica, requests, self._detokenizer, metrics=self.metrics)
+        balance = plan.parallel.balance
+        if len(replicas) == 1 and start_replica is None:
+            self._scheduler = SchedulerActor.of(replicas[0], requests, self._detokenizer, metrics=self.metrics)
+        elif start_replica is None:
+            self._scheduler = Router(replicas, None, balance, requests, self._detokenizer, self.metrics)
         else:
-            balance = plan.parallel.balance
 
             async def start_again(index: int) -> Replica:
                 # Wait for a weight update, so that the replica gets the same weights as the others.

@@ -21,6 +21,7 @@ from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.config.resolve.drafts import draft_model_plan
+from runtime.distributed.common_steps import CommonSteps
 from runtime.distributed.link import encode
 from runtime.distributed.worker_group import WorkerGroup, thread_environment
 from runtime.errors import CheckpointError, ConfigurationError, EngineFailure, first_error
@@ -77,12 +78,14 @@ async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) 
     machine share its memory. Raises `ConfigurationError` for options that the files rule out, `WorkerFailed` with the
     rank, and `EngineFailure` if the system lacks a resource. On failure or cancellation, everything is released.
     """
+    if plan.parallel.dp_attention:
+        indices = [0]  # one loader starts the ranks of all replicas
     loaders = [_ReplicaLoader(plan, facts, index) for index in indices]
     try:
         async with anyio.create_task_group() as loading:
             for loader in loaders:
                 loading.start_soon(loader.load)
-        return [await loader.finish() for loader in loaders]
+        return [replica for loader in loaders for replica in await loader.finish()]
     except BaseException as error:
         with anyio.CancelScope(shield=True):
             for loader in loaders:
@@ -108,7 +111,7 @@ class _ReplicaLoader:
         self._group = WorkerGroup()
         self._worker: ModelWorker | None = None
         self._runner: Runner | None = None
-        self._kv_events: KvEventPublisher | None = None
+        self._kv_events: list[KvEventPublisher] = []
 
     async def load(self) -> None:
         """Start the worker processes and load every rank's weights."""
@@ -116,7 +119,8 @@ class _ReplicaLoader:
 
         plan, facts, group = self._plan, self._facts, self._group
         if plan.observe.kv_events is not None:  # created first, because its errors appear at once
-            self._kv_events = KvEventPublisher(plan.observe.kv_events, self._index)
+            for number in range(plan.parallel.num_groups):
+                self._kv_events.append(KvEventPublisher(plan.observe.kv_events, self._index + number))
         parallel = plan.parallel
         began = time.monotonic()
         logger.info("Load weight begin. type=%s, from %s", facts.architecture, facts.path)
@@ -144,8 +148,11 @@ class _ReplicaLoader:
         )
         logger.info("Kernels: %s", worker.kernels_description)
 
-    async def finish(self) -> Replica:
-        """Size and allocate the KV pools, and create the runner, which then owns the worker and its processes."""
+    async def finish(self) -> list[Replica]:
+        """Size and allocate the KV pools, and create the runner, which then owns the worker and its processes.
+
+        Returns one replica, or one for each attention group.
+        """
         from runtime.distributed.group_runner import GroupRunner
         from runtime.worker.model_runner import ModelRunner
 
@@ -170,19 +177,51 @@ class _ReplicaLoader:
         logger.info("KV Cache is allocated. #tokens: %d, %.2f GB", num_tokens, kv_bytes / GIB)
         after = await anyio.to_thread.run_sync(worker.memory)
         _log_memory(plan, worker.weight_bytes, memory[0], after, kv_bytes, reason, steps)
+        restore_s = await anyio.to_thread.run_sync(worker.restore_s) if num_tier_pages else None
+        executor = await self._lead(worker)
+        common = worker.common_leader
+        runner = ModelRunner(executor, kernels_description=worker.kernels_description, common=common)
+        self._runner = runner
+        runners: list[Runner] = [runner]
+        if group.workers:
+            self._runner = together = GroupRunner(runner, group, worker.mesh)
+            runners = [together]
+            if common is not None:
+                parallel, depth = plan.parallel, 1 + plan.scheduler.overlap
+                steps = CommonSteps(together, parallel.num_groups, parallel.attention_ranks, depth)
+                runners = [*steps.replicas]
+        replicas = []
+        for index, replica_runner in enumerate(runners):
+            own_kinds = make_kinds(worker.cache_specs, plan, cache.num_pages) if index else kinds
+            prefixes = self._prefixes(cache, own_kinds, num_tier_pages, page_bytes, restore_s)
+            num_host_pages = cache.num_host_pages - num_tier_pages
+            scheduler = self._make_scheduler(index, prefixes, num_host_pages, num_tier_pages, page_bytes)
+            replicas.append(self._replica(worker, index, scheduler, replica_runner))
+        return replicas
+
+    def _prefixes(
+        self,
+        cache: CacheSetup,
+        kinds: list[CacheKind],
+        num_tier_pages: int,
+        page_bytes: int,
+        restore_s: float | None,
+    ) -> PrefixCache:
+        """Return the prefix cache of a replica. `restore_s` is the time to copy a page from the host tier."""
+        plan = self._plan
         prefixes = PrefixCache(
             cache.num_pages,
             plan.cache.page_size,
             enabled=plan.cache.prefix_cache,
             kinds=kinds,
-            events=PageEvents(plan.cache.page_size) if self._kv_events is not None else None,
+            events=PageEvents(plan.cache.page_size) if self._kv_events else None,
             num_host_pages=cache.num_host_pages - num_tier_pages,
             num_tier_pages=num_tier_pages,
             write_policy=plan.cache.write_policy,
             step_pages=_step_pages(page_bytes),
         )
         if prefixes.tier is not None:
-            prefixes.tier.copy_s = await anyio.to_thread.run_sync(worker.restore_s)
+            prefixes.tier.copy_s = restore_s
             if plan.cache.host_layout != "layer_first":
                 threshold = plan.cache.storage_config.get("prefetch_threshold", PREFETCH_THRESHOLD)
                 prefixes.storage = StorageTier(
@@ -192,27 +231,27 @@ class _ReplicaLoader:
                     saves=plan.cache.storage != "decode",
                     loads=plan.cache.storage != "prefill",
                 )
-        scheduler = self._make_scheduler(prefixes, cache.num_host_pages - num_tier_pages, num_tier_pages, page_bytes)
-        executor = await self._lead(worker)
-        runner = ModelRunner(executor, kernels_description=worker.kernels_description)
-        self._runner = GroupRunner(runner, group, worker.mesh) if group.workers else runner
+        return prefixes
+
+    def _replica(self, worker: ModelWorker, group: int, scheduler: Scheduler, runner: Runner) -> Replica:
+        plan = self._plan
         storage = None
         if scheduler.storage is not None:
             layout = _layout(plan, worker)
-            storage = Storage(plan, self._facts.path, layout, scheduler.storage, scheduler, self._runner)
-        return Replica(plan, scheduler, self._runner, self._kv_events, storage)
+            storage = Storage(plan, self._facts.path, layout, scheduler.storage, scheduler, runner)
+        return Replica(plan, scheduler, runner, self._kv_events[group] if self._kv_events else None, storage)
 
     def _make_scheduler(
-        self, prefixes: PrefixCache, num_host_pages: int, num_tier_pages: int, page_bytes: int
+        self, group: int, prefixes: PrefixCache, num_host_pages: int, num_tier_pages: int, page_bytes: int
     ) -> Scheduler:
-        """Create the scheduler, with a record of its decisions if the plan names a file."""
+        """Create the scheduler of a group, with a record of its decisions if the plan names a file."""
         plan = self._plan
         sizes = {"vocab_size": self._facts.vocab_size, "context_length": plan.model.context_length}
         if plan.scheduler.record_file is None:
             return Scheduler(plan.scheduler, prefixes, **sizes)
         several = plan.parallel.dp_size > 1
         try:
-            writer = RecordWriter(plan.scheduler.record_file + (f".{self._index}" if several else ""))
+            writer = RecordWriter(plan.scheduler.record_file + (f".{self._index + group}" if several else ""))
         except OSError as error:
             raise ConfigurationError(f"--record: {error}.") from error
         logger.info("The schedule is recorded to %s, with the token ids of all requests.", writer.path)
@@ -229,8 +268,8 @@ class _ReplicaLoader:
 
     async def close(self) -> None:
         """Release everything that was started so far."""
-        if self._kv_events is not None:
-            await anyio.to_thread.run_sync(self._kv_events.close)
+        for publisher in self._kv_events:
+            await anyio.to_thread.run_sync(publisher.close)
         if self._runner is not None:
             await anyio.to_thread.run_sync(self._runner.close)
             return
@@ -294,7 +333,7 @@ def _size_tier(plan: Plan, worker: ModelWorker, num_pages: int) -> tuple[int, in
     # All ranks of this machine share its memory. On a CPU, so do the pages of the device.
     factor = 1 if plan.model.device != "cpu" else 1 + num_pages / count
     here = [page_bytes for _, page_bytes in sizes][parallel.ranks_here.start : parallel.ranks_here.stop]
-    needed = int(sum(here) * count * parallel.dp_size * factor)
+    needed = int(sum(here) * count * parallel.copies * factor)
     free = Machine.probe().available_bytes
     if needed > free * HOST_SHARE > 0:
         raise ConfigurationError(
@@ -358,10 +397,9 @@ def size_cache(
 
 def rank_infos(plan: Plan) -> list[RankInfo]:
     """Return the coordinates of all ranks of a replica."""
-    from runtime.mesh.rank_info import RankInfo
+    from runtime.worker.worker import rank_info
 
-    parallel = plan.parallel
-    return [RankInfo(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size) for rank in range(parallel.ranks)]
+    return [rank_info(plan, rank) for rank in range(plan.parallel.ranks)]
 
 
 def _share_processors(plan: Plan) -> dict[str, str]:
@@ -449,7 +487,7 @@ def _size(
     parallel = plan.parallel
     on_cpu = plan.model.device == "cpu"
     # On a CPU, all ranks of all replicas share one memory.
-    sharing = parallel.ranks * parallel.dp_size if on_cpu else 1
+    sharing = parallel.ranks * parallel.copies if on_cpu else 1
     check_balance([] if on_cpu else [own["available"] for own in memory])
     sizes = [
         size_pool(

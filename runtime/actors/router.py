@@ -48,13 +48,13 @@ class Router:
 
     A failed replica is closed and restarted. Its requests without output move to the other replicas; the rest fail
     with the reason. The restarted replica gets its share of the waiting requests. The engine fails when the last
-    replica is given up.
+    replica is given up. Without `start_replica`, replicas fail together.
     """
 
     def __init__(
         self,
         replicas: Sequence[Replica],
-        start_replica: Callable[[int], Awaitable[Replica]],
+        start_replica: Callable[[int], Awaitable[Replica]] | None,
         balance_method: str,
         requests: LiveRequests,
         detokenizer: DetokenizerActor,
@@ -117,11 +117,14 @@ class Router:
             try:
                 await scheduler.run()
             except EngineFailure as error:
+                start_replica = self._start_replica
+                if start_replica is None:
+                    raise
                 logger.error("Replica %d failed: %s", index, error.message)
                 self._schedulers[index] = None
                 self._move_requests(scheduler, error)
                 await self._close(index, scheduler)
-                if not await self._restart(index):
+                if not await self._restart(index, start_replica):
                     self._num_given_up += 1
                 if self._num_given_up == len(self._schedulers):
                     raise
@@ -132,13 +135,13 @@ class Router:
         except Exception:  # a failure to close must not end the healthy replicas
             logger.exception("Replica %d could not be closed.", index)
 
-    async def _restart(self, index: int) -> bool:
+    async def _restart(self, index: int, start_replica: Callable[[int], Awaitable[Replica]]) -> bool:
         """Restart a replica. Return False if every attempt failed."""
         for attempt in range(MAX_RESTARTS):
             if attempt:
                 await anyio.sleep(RESTART_DELAY_S * 2 ** (attempt - 1))
             try:
-                replica = await self._start_replica(index)
+                replica = await start_replica(index)
             except Exception:  # a failed start must not end the healthy replicas
                 logger.exception("Replica %d could not be restarted.", index)
                 continue

@@ -73,7 +73,7 @@ class WeightControl:
 
         Raises `InvalidRequest` with the reason if a rank cannot join.
         """
-        ranks = self._parallel.ranks
+        ranks = 0 if self._parallel.dp_attention else self._parallel.ranks  # groups count their ranks together
         payload = {"address": address, "port": port, "world_size": world_size, "name": name, "backend": backend}
         payload["timeout_s"] = self._parallel.join_timeout_s
         answers = await ask(

@@ -219,7 +219,10 @@ class ParallelPlan(Section):
 
     tp_size: int = 1  # ranks that share every layer
     pp_size: int = 1  # stages, each with a share of the layers
-    dp_size: int = 1  # copies of the model
+    dp_size: int = 1  # replicas, each with its own requests and cache
+    dp_attention: bool = False  # whether the replicas are attention groups of one copy of the model
+    head_by_group: bool = False  # whether each attention group computes the logits of its own rows
+    whole_dense: bool = False  # whether each rank has the whole dense MLPs of a mixture-of-experts model
     balance: str = "round_robin"  # load-balance method between the copies
     gpu_step: int = 1  # distance between the indices of used GPUs
     nnodes: int = 1  # machines
@@ -232,6 +235,21 @@ class ParallelPlan(Section):
     def ranks(self) -> int:
         """Number of processes that compute one copy of the model."""
         return self.tp_size * self.pp_size
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of the model."""
+        return 1 if self.dp_attention else self.dp_size
+
+    @property
+    def num_groups(self) -> int:
+        """Number of attention groups of a copy of the model."""
+        return self.dp_size if self.dp_attention else 1
+
+    @property
+    def attention_ranks(self) -> int:
+        """Number of ranks that share the attention layers of a sequence."""
+        return self.tp_size // self.num_groups
 
     @property
     def ranks_here(self) -> range:

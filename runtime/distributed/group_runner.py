@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -23,6 +23,7 @@ from runtime.batch import (
     PromptLogprobs,
     Sampling,
     StepOutput,
+    StepShare,
 )
 from runtime.distributed.link import Frame, encode
 from runtime.distributed.verb_call import REFUSALS, VerbCall, encode_call, take_answer
@@ -87,6 +88,19 @@ class GroupRunner:
         self._runner.launch(batch).add_done_callback(partial(self._settle, step))
         return step
 
+    def launch_together(self, batches: Sequence[Batch | None]) -> asyncio.Future[list[StepOutput | None]]:
+        """Enqueue a common step of attention groups, with a batch of each; None for idle groups."""
+        began = time.perf_counter()
+        shares = [StepShare.of(batch) for batch in batches]
+        frames = [encode_share(batch, shares) for batch in batches]
+        for worker in self._group.workers:
+            worker.send(frames[worker.rank // self.mesh.rank_info.tp_size])
+        self.seconds_sending = time.perf_counter() - began
+        step: asyncio.Future[list[StepOutput | None]] = self._loop.create_future()
+        step.add_done_callback(_retrieve)
+        self._runner.launch_together(batches).add_done_callback(partial(self._settle, step))
+        return step
+
     def finish_oldest(self) -> None:
         """In a pipeline, enqueue the end of the oldest unfinished step on every rank of the first stage."""
         if self._first_stage and self._runner.num_unfinished:
@@ -95,16 +109,20 @@ class GroupRunner:
                 worker.send(frame)
         self._runner.finish_oldest()
 
-    def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
-        """Run a verb on every rank (see `Runner.call`). Answers arrive while `watch` runs."""
+    def call(self, verb: str, payload: Mapping[str, Any], ranks: range | None = None) -> asyncio.Future[list[Any]]:
+        """Run a verb on every rank, or on these (see `Runner.call`). Answers arrive while `watch` runs."""
         while self._first_stage and self._runner.num_unfinished:
             self.finish_oldest()  # a verb must not run in the middle of a step
         number, future = next(self._call_numbers), self._loop.create_future()
-        self._group.send_frame(encode_call(number, verb, payload))
+        ranks, frame = ranks or range(1 + len(self._group.workers)), encode_call(number, verb, payload)
+        for worker in self._group.workers:
+            if worker.rank in ranks:
+                worker.send(frame)
         future.add_done_callback(_retrieve)
-        call = self._calls[number] = VerbCall(1 + len(self._group.workers), future)
+        call = self._calls[number] = VerbCall(len(ranks), future, ranks.start)
         future.add_done_callback(lambda _: self._calls.pop(number, None))
-        self._runner.call(verb, payload).add_done_callback(partial(self._take_local_answer, call))
+        if 0 in ranks:
+            self._runner.call(verb, payload).add_done_callback(partial(self._take_local_answer, call))
         return future
 
     async def watch(self) -> None:
@@ -134,7 +152,7 @@ class GroupRunner:
         self._group.kill()
         self.mesh.abort()
 
-    def _settle(self, step: asyncio.Future[StepOutput], local: asyncio.Future[StepOutput]) -> None:
+    def _settle(self, step: asyncio.Future[Any], local: asyncio.Future[Any]) -> None:
         """Resolve a step's future when rank 0 has finished. After a failure, find the failed rank."""
         if step.done():
             return
@@ -177,8 +195,26 @@ class GroupRunner:
             call.fail(error)
 
 
-def encode_batch(batch: Batch) -> bytes:
-    """Encode a batch for other ranks. Leaves out sequences, statistics and sampling parameters."""
+def encode_share(batch: Batch | None, shares: Sequence[StepShare]) -> bytes:
+    """Encode the batch of one attention group, or None, and the shares of all groups in a common step."""
+    return (
+        encode({"shares": [[*share] for share in shares]})
+        if batch is None
+        else encode_batch(batch, shares=[[*share] for share in shares])
+    )
+
+
+def decode_share(frame: Frame) -> tuple[Batch | None, list[StepShare]]:
+    """Decode a group's batch and the shares of all groups."""
+    shares = [StepShare(*share) for share in frame.body["shares"]]
+    return (decode_batch(frame) if "batch" in frame.body else None), shares
+
+
+def encode_batch(batch: Batch, **more: Any) -> bytes:
+    """Encode a batch for other ranks, with `more` JSON values.
+
+    Leaves out sequences, statistics and sampling parameters.
+    """
     prompt_logprobs = batch.prompt_logprobs
     arrays = {name: array for name in _ARRAYS if (array := getattr(batch, name)) is not None}
     arrays |= {f"row.{name}": values for name, values in batch.row_values.items()}
@@ -204,6 +240,7 @@ def encode_batch(batch: Batch) -> bytes:
         "row_values": [*batch.row_values],
         "copies": [(copy.source, copy.target) for copy in batch.copies],
         "adapters": [[*each] for each in batch.adapters],
+        **more,
     }
     return encode(body, arrays)
 
@@ -245,7 +282,7 @@ def _decode_media(spans: Ints, vectors: Ints) -> tuple[MediaSpan, ...]:
     return tuple(MediaSpan(offset, part) for (offset, _), part in zip(spans.tolist(), parts, strict=True))
 
 
-def _retrieve(step: asyncio.Future[StepOutput]) -> None:
+def _retrieve(step: asyncio.Future[Any]) -> None:
     """Retrieve a future's exception, so that asyncio does not warn if the waiting task has ended."""
     if not step.cancelled():
         step.exception()

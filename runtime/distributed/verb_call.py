@@ -18,15 +18,16 @@ REFUSALS = (InvalidRequest, CheckpointError)
 class VerbCall:
     """Collects the answers of all ranks to one verb."""
 
-    def __init__(self, num_ranks: int, future: asyncio.Future[list[Any]]) -> None:
+    def __init__(self, num_ranks: int, future: asyncio.Future[list[Any]], first_rank: int = 0) -> None:
         self.future = future
+        self._first_rank = first_rank
         self._answers: list[Any] = [None] * num_ranks
         self._refusals: dict[int, Exception] = {}
         self._missing = num_ranks
 
     def answer(self, rank: int, value: Any) -> None:
         """Record the answer of a rank."""
-        self._answers[rank] = value
+        self._answers[rank - self._first_rank] = value
         self._count()
 
     def refuse(self, rank: int, error: Exception) -> None:

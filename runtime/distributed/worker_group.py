@@ -275,10 +275,10 @@ def thread_environment(plan: Plan) -> dict[str, str]:
     With more threads than cores, a step takes many times longer. A value set by the user is kept.
     """
     parallel = plan.parallel
-    several = plan.model.device == "cpu" and parallel.ranks * parallel.dp_size > 1
+    several = plan.model.device == "cpu" and parallel.ranks * parallel.copies > 1
     if not several or "OMP_NUM_THREADS" in os.environ:
         return {}
-    num_here = len(parallel.ranks_here) * parallel.dp_size
+    num_here = len(parallel.ranks_here) * parallel.copies
     return {"OMP_NUM_THREADS": str(max(1, Machine.probe().num_cpus // num_here))}
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from runtime.distributed.group_runner import decode_batch
+from runtime.distributed.group_runner import decode_batch, decode_share
 from runtime.distributed.link import Frame, LinkClosed, WorkerLink, encode
 from runtime.distributed.verb_call import REFUSALS, decode_payload, encode_answer, encode_refusal
 from runtime.mesh.rendezvous import Rendezvous
@@ -69,12 +69,15 @@ def _work(link: WorkerLink, path: str | None) -> None:
     worker.join(CacheSetup(**join["cache"]), rendezvous, address=link.address)
     link.send(encode({"joined": True}))
     executor = worker.follow(TARGET)
+    common = worker.common_step
     link.send(encode({"ready": True}))
     is_first_stage = worker.mesh.rank_info.is_first_stage
     while True:
         frame = link.receive()
         if "verb" in frame.body:
             _answer(link, executor, frame)
+        elif common is not None:
+            common.take_part(*decode_share(frame))
         elif is_first_stage:
             _follow(executor, frame)
         else:

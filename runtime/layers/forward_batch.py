@@ -128,6 +128,8 @@ class ForwardBatch:
     embeds_mask: Tensor | None = None  # bool [T]; None if `input_embeds` is None
     # Slot of an adapter -> indices of its tokens, int64 [n]. Only of adapters with changes that graphs do not compute.
     adapted: Mapping[int, Tensor] = field(default_factory=dict)
+    # Number of tokens of each attention group in a common step (`layers.gathered`); () with one group.
+    group_tokens: tuple[int, ...] = ()
     states: Tensor | None = None  # [T, E], states of another model, for a draft head; the forward may change them
     # [T, E] each, added to the hidden states after the first, the second, ... layer (DeepStack, arXiv 2406.04334)
     media_levels: Sequence[Tensor] = ()

@@ -22,6 +22,7 @@ from runtime.config.plan import ModelPlan
 from runtime.config.pooling import Pooling
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
+from runtime.layers.gathered import split_layers
 from runtime.layers.moe import MoE
 from runtime.layers.pooler import Pooler
 from runtime.layers.quantization import QuantizationMethod, quantization_method
@@ -46,6 +47,7 @@ from runtime.loading.parameters import (
 )
 from runtime.loading.quantization import quantization_fields
 from runtime.loading.tensors import TensorFiles, Tensors, give_back_freed
+from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo, Stage
 from runtime.modeling.config import Config
 from runtime.modeling.decoder import Decoder
@@ -65,14 +67,15 @@ def load_model(
     facts: ModelFacts,
     plan: ModelPlan,
     kernels: Kernels,
-    group: TensorParallelGroup | None = None,
+    group: TensorParallelGroup | Mesh | None = None,
     stage: Stage | None = None,
     rank_info: RankInfo | None = None,
 ) -> Decoder:
     """Return the model on plan.device in plan.dtype, ready to compute, without gradients.
 
-    The model has only the layers of the `stage` and, of each layer, only the shard of this rank of the `group`. If each
-    rank has its own files, `rank_info` selects this rank's.
+    The model has only the layers of the `stage` and, of each layer, only the shard of this rank of the `group`. A
+    `Mesh` as `group` may split layers over different ranks (see `split_layers`). If each rank has its own files,
+    `rank_info` selects this rank's.
 
     Loading needs memory for these weights and the checkpoint tensors of one layer. A tied LM head is a second weight if
     the embedding cannot read its layout. Raises CheckpointError, which names every tensor that is missing, unexpected
@@ -112,7 +115,7 @@ def outline_model(
     facts: ModelFacts,
     plan: ModelPlan,
     kernels: Kernels,
-    group: TensorParallelGroup | None = None,
+    group: TensorParallelGroup | Mesh | None = None,
     stage: Stage | None = None,
     rank_info: RankInfo | None = None,
 ) -> Outline:
@@ -144,7 +147,7 @@ def build_model(
     plan: ModelPlan,
     kernels: Kernels,
     tensors: Tensors | None,
-    group: TensorParallelGroup | None = None,
+    group: TensorParallelGroup | Mesh | None = None,
     stage: Stage | None = None,
 ) -> Decoder:
     """Return the model, or this rank's shard of it, on the meta device.
@@ -189,9 +192,13 @@ def build_model(
             check_dtypes({name: dtype for name, dtype in tensors.dtypes.items() if name in shapes}, where)
     if stage is not None:
         model.keep(stage)
-    if group is not None and group.size > 1:
+    size = group.rank_info.stage_size if isinstance(group, Mesh) else 1 if group is None else group.size
+    if group is not None and size > 1:
         with torch.device("meta"):
-            split(model, group)
+            if isinstance(group, Mesh):
+                split_layers(model, group)
+            else:
+                split(model, group)
         # Checked again after sharding, because a weight is not kept in groups if sharding divides a group.
         if isinstance(tensors, QuantizedTensors):
             tensors.keep_grouped(_kept(build))

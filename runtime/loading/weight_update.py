@@ -272,7 +272,7 @@ class LoadedWeights:
         """Outline the checkpoint's model. Raises CheckpointError unless it computes the same as the loaded model."""
         facts, info = source.facts, self._mesh.rank_info
         stage = info.stage_layers(facts.num_layers)
-        outline = outline_model(facts, source.plan, self._kernels, self._mesh.axis("tp"), stage, info)
+        outline = outline_model(facts, source.plan, self._kernels, self._mesh, stage, info)
         difference = _difference(self._model, outline.model)
         if difference is not None:
             raise CheckpointError(f"{facts.path} is another model: {difference}.")

@@ -22,8 +22,8 @@ class Mesh:
         self._axes = {name: Axis(name, rank_info.coordinate(name)) for name in AXES}
 
     def axis(self, name: str) -> Axis:
-        """Return the axis with this name, one of AXES."""
-        return self._axes[name]
+        """Return the axis with this name, one of AXES. Without attention groups, "stage" is the same axis as "tp"."""
+        return self._axes["tp" if name == "stage" and self.rank_info.dp_size == 1 else name]
 
     def join(self, rendezvous: Rendezvous, *, address: str | None = None, listening: int = -1) -> None:
         """Connect to the other ranks. Blocks until all ranks have connected; raises RuntimeError on a timeout.
@@ -33,7 +33,7 @@ class Mesh:
         """
         store = _open_store(rendezvous, self.rank_info.world_size, listening)
         for name, axis in self._axes.items():
-            if axis.size > 1:
+            if axis.size > 1 and axis is self.axis(name):
                 axis.open(
                     store,
                     device=self._device,

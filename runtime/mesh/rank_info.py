@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-AXES = ("tp", "pp", "ep", "dp")
+AXES = ("tp", "pp", "ep", "dp", "stage")
 
 
 class Coordinate(NamedTuple):
@@ -30,7 +30,8 @@ class RankInfo:
 
     The ranks of a pipeline stage have consecutive numbers and share its layers: `dp_size` groups attend to different
     sequences, and the `tp_size` ranks of a group split every layer. Experts are divided among `ep_size` parts of a
-    stage's ranks. The ranks of a part have consecutive numbers and hold the same experts.
+    stage's ranks. The ranks of a part have consecutive numbers and hold the same experts. The axis "stage" has all
+    ranks of a stage.
     """
 
     rank: int = 0
@@ -38,6 +39,8 @@ class RankInfo:
     pp_size: int = 1
     dp_size: int = 1
     ep_size: int = 1
+    head_by_group: bool = False  # whether each attention group has a whole LM head, and not the stage
+    whole_dense: bool = False  # whether each rank has the whole dense MLPs of a mixture-of-experts model
 
     def __post_init__(self) -> None:
         if self.stage_size % self.ep_size:
@@ -64,7 +67,9 @@ class RankInfo:
         """Return the coordinate on one of AXES. Ranks of one group have equal `group` and count from 0."""
         size = getattr(self, f"{axis}_size")
         # Difference between the numbers of neighbouring ranks on the axis.
-        step = {"tp": 1, "dp": self.tp_size, "pp": self.stage_size, "ep": self.stage_size // self.ep_size}[axis]
+        step = {"tp": 1, "dp": self.tp_size, "pp": self.stage_size, "ep": self.stage_size // self.ep_size, "stage": 1}[
+            axis
+        ]
         block, within = divmod(self.rank, step * size)
         return Coordinate(within // step, size, block * step + within % step)
 

@@ -6,12 +6,12 @@ import asyncio
 import logging
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 import numpy as np
@@ -52,6 +52,14 @@ from runtime.worker.verbs import run_verb
 logger = logging.getLogger("penstock.core")
 
 
+class CommonSteps(Protocol):
+    """Rank 0's part of common steps of attention groups."""
+
+    def run(self, batches: Sequence[Batch | None]) -> Read[list[StepOutput | None]]:
+        """Enqueue a step with one batch of each group."""
+        ...
+
+
 class ModelRunner:
     """Runs the steps of rank 0 on a device thread. Use it on the event loop on which it was created.
 
@@ -60,8 +68,11 @@ class ModelRunner:
     of every batch in the same order.
     """
 
-    def __init__(self, executor: StepExecutor, *, kernels_description: str = "") -> None:
+    def __init__(
+        self, executor: StepExecutor, *, kernels_description: str = "", common: CommonSteps | None = None
+    ) -> None:
         self.kernels_description = kernels_description
+        self._common = common
         self._executor = executor
         self._device = executor.device
         loop, device = asyncio.get_running_loop(), executor.device
@@ -85,6 +96,13 @@ class ModelRunner:
         if self._capture is not None:
             self._capture.note_step(step)
         return step
+
+    def launch_together(self, batches: Sequence[Batch | None]) -> asyncio.Future[list[StepOutput | None]]:
+        """Enqueue a common step with a batch of each attention group. None: the group is idle."""
+        common = self._common
+        if common is None:
+            raise RuntimeError("This model has no attention groups.")
+        return self._thread.submit(lambda: common.run(batches))
 
     def finish_oldest(self) -> None:
         """In a pipeline: enqueue the end of the oldest step, which waits for the other stages.
@@ -238,7 +256,7 @@ class StepExecutor:
 
     def run(self, batch: Batch) -> Read[StepOutput]:
         """Enqueue a whole step."""
-        with self._profiled(batch), self._enqueueing():
+        with self.profiled(batch), self.enqueueing():
             self._check(batch)
             self._move(batch)
             if batch.drafts is not None and self.cuda_graphs is not None and not self._logged_drafts:
@@ -275,24 +293,31 @@ class StepExecutor:
 
     def end(self) -> Read[StepOutput]:
         """Enqueue the end of the oldest begun step."""
-        with self._profiled(self._begun[0].batch), self._enqueueing():
+        with self.profiled(self._begun[0].batch), self.enqueueing():
             return self._end(self._begun.popleft())
 
     # --- every rank of the first stage ---
 
     def begin(self, batch: Batch) -> Read[None]:
         """Enqueue this stage's layers of a step."""
-        with self._enqueueing():
+        with self.enqueueing():
             self._check(batch)
             self._move(batch)
             self._begun.append(self._begin(self._with_starts(batch)))
         return lambda: None
 
+    def forward(self, batch: Batch, group_tokens: tuple[int, ...]) -> tuple[StepInputs, Tensor]:
+        """Compute the hidden states [T, E] of a batch in a common step of attention groups, and its inputs."""
+        self._check(batch)
+        self._move(batch)
+        inputs = self._prepare(self._with_starts(batch), self.last_tokens)
+        return inputs, self._forward(replace(inputs.forward, group_tokens=group_tokens))
+
     # --- ranks other than 0 ---
 
     def follow(self) -> None:
         """Take part in the end of the oldest begun step."""
-        with self._enqueueing():
+        with self.enqueueing():
             begun = self._begun.popleft()
             batch, hidden = begun.batch, self._final_hidden(begun)
             if batch.sampling is not None:
@@ -312,7 +337,7 @@ class StepExecutor:
         if self.mesh is None:
             raise RuntimeError("This rank is not in a later stage of a pipeline.")
         stages = self.mesh.axis("pp")
-        with self._enqueueing():
+        with self.enqueueing():
             self._move(batch)
             inputs = self._prepare(batch, self.last_tokens)
             forward = replace(inputs.forward, adapted=self._adapted(batch))
@@ -347,7 +372,7 @@ class StepExecutor:
                 raise RuntimeError("This executor has no adapters.")
             self.rank.adapters.place(placement)
 
-    def _profiled(self, batch: Batch) -> AbstractContextManager[None]:
+    def profiled(self, batch: Batch) -> AbstractContextManager[None]:
         """Return the profiler's context of a step if a profile is running."""
         profiler, graph = self.rank.profiler, self._cpu_graph
         is_running = profiler is not None and profiler.running
@@ -496,7 +521,8 @@ class StepExecutor:
         return torch.zeros(shape, dtype=self._model.dtype, device=self.device.torch_device)
 
     @contextmanager
-    def _enqueueing(self) -> Iterator[None]:
+    def enqueueing(self) -> Iterator[None]:
+        """Enqueue the block on the forward stream. Raises `OutOfMemory` if the device has too little memory."""
         try:
             with torch.inference_mode(), self.device.forward():
                 yield

@@ -37,6 +37,7 @@ from runtime.mesh.rendezvous import Rendezvous
 from runtime.modeling.decoder import Decoder
 from runtime.modeling.draft_head import DraftHead
 from runtime.worker.adapters import Adapters
+from runtime.worker.common_step import CommonStep, CommonStepLeader
 from runtime.worker.compiled import CompiledForward, compilable
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import Choice, CudaGraphRunner
@@ -90,7 +91,7 @@ class WorkerSetup:
             index = first_device + rank % len(parallel.ranks_here)
             device = f"cuda:{int(device.partition(':')[2] or 0) + index * parallel.gpu_step}"
         return cls(
-            rank_info=RankInfo(rank=rank, tp_size=parallel.tp_size, pp_size=parallel.pp_size),
+            rank_info=rank_info(plan, rank),
             models={name: replace(model, plan=replace(model.plan, device=device)) for name, model in models.items()},
             kernels=plan.kernels,
             graphs=plan.graphs,
@@ -178,6 +179,9 @@ class ModelWorker:
         }
         self._num_layers = {name: model.facts.num_layers for name, model in setup.models.items()}
         self._cache: CacheSetup | None = None
+        # With attention groups: this rank's part of common steps, after `lead` on rank 0 and `follow` on other ranks.
+        self.common_leader: CommonStepLeader | None = None
+        self.common_step: CommonStep | None = None
 
     @property
     def kernels_description(self) -> str:
@@ -279,13 +283,14 @@ class ModelWorker:
         cpu_graph = self._make_cpu_graph(loaded.setup, model, pool, cache, plan)
         folder = plan.kernels.logits_folder
         dump = LogitsDump(folder) if folder is not None else None
-        return StepExecutor(
+        sampler = self._make_sampler(loaded.setup.facts, cache.num_sequences, device, dump)
+        executor = StepExecutor(
             model,
             pool,
             forward,
             num_sequences=cache.num_sequences,
             device=device,
-            sampler=self._make_sampler(loaded.setup.facts, cache.num_sequences, device, dump),
+            sampler=sampler,
             mesh=self.mesh,
             cpu_graph=cpu_graph,
             cuda_graphs=cuda_graphs,
@@ -297,6 +302,14 @@ class ModelWorker:
             adapters=self._adapters if name == TARGET else None,
             draft_model=draft_model,
         )
+        num_groups = self.mesh.rank_info.dp_size
+        if num_groups > 1:
+            samplers = [sampler]
+            for _ in range(1, num_groups):
+                samplers.append(self._make_sampler(loaded.setup.facts, cache.num_sequences, device))
+            step = CommonStep(executor, model, pool, self.mesh)
+            self.common_leader = CommonStepLeader(step, executor, model, samplers)
+        return executor
 
     def follow(self, name: str) -> StepExecutor:
         """Return the executor of a model on a rank other than 0, which then owns the model and its pool.
@@ -307,7 +320,7 @@ class ModelWorker:
         model = loaded.decoder
         device = open_device(self.device)
         forward = self._make_forward(loaded.setup, model, pool, device, cache)
-        return StepExecutor(
+        executor = StepExecutor(
             model,
             pool,
             forward,
@@ -318,6 +331,9 @@ class ModelWorker:
             weights=self._loaded_weights(loaded.source, model, cache, fixed=forward is not model),
             adapters=self._adapters if name == TARGET else None,
         )
+        if self.mesh.rank_info.dp_size > 1:
+            self.common_step = CommonStep(executor, model, pool, self.mesh)
+        return executor
 
     def close(self) -> None:
         """Leave the process group, and free models and pools that no executor owns."""
@@ -329,7 +345,7 @@ class ModelWorker:
         facts, plan, info = setup.facts, setup.plan, self.mesh.rank_info
         source = WeightSource.of(facts, plan)
         layers = info.stage_layers(facts.num_layers)
-        decoder = load_model(facts, plan, self.kernels, self.mesh.axis("tp"), layers, info)
+        decoder = load_model(facts, plan, self.kernels, self.mesh, layers, info)
         if plan.by_transformers:
             from runtime.worker.transformers_check import verified  # imports transformers' models
 
@@ -512,6 +528,19 @@ class ModelWorker:
                 f"Rank {info.rank} could not capture its CUDA graphs: {error}. Disable them with --disable-cuda-graph."
             ) from error
         return captured
+
+
+def rank_info(plan: Plan, rank: int) -> RankInfo:
+    """Return the coordinates of a rank of a replica."""
+    parallel = plan.parallel
+    return RankInfo(
+        rank=rank,
+        tp_size=parallel.attention_ranks,
+        pp_size=parallel.pp_size,
+        dp_size=parallel.num_groups,
+        head_by_group=parallel.head_by_group,
+        whole_dense=parallel.whole_dense,
+    )
 
 
 def _select(plan: KernelPlan, lifeline: Lifeline | None) -> Kernels:

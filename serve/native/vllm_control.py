@@ -95,7 +95,7 @@ class CheckerBody:
 async def world_size(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Return the number of ranks that join a group: tensor times pipeline parallel, times the copies of the model."""
     parallel = core.plan.parallel
-    copies = parallel.dp_size if flag(http, "include_dp", default=True) else 1
+    copies = parallel.copies if flag(http, "include_dp", default=True) else 1
     return json_response({"world_size": parallel.ranks * copies})
 
 

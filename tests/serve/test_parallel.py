@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import psutil
 import pytest
 
 import http_server
-import tiny_checkpoints
+from rank_cases import GREEDY, LONG, PLAIN, TIGHT, cancel_some, model_path, outputs, prompts
 from runtime.distributed import group_runner
 from runtime.errors import ConfigurationError, EngineFailure, WorkerFailed
 from serve import Engine
@@ -30,42 +29,7 @@ each_family = pytest.mark.parametrize(
     "family",
     [family if family in SOON else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
 )
-PLAIN = {"skip_tokenizer_init": True, "random_seed": 1}
-GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-LONG = {"temperature": 0, "max_new_tokens": 400, "ignore_eos": True}
 ROOT = Path(__file__).parents[2]
-# Chunks, and a pool so small that sequences are retracted and recomputed.
-TIGHT = {
-    "chunked_prefill_size": 16,
-    "page_size": 4,
-    "max_total_tokens": 288,
-    "schedule_conservativeness": 0.0,
-}
-
-
-@cache
-def model_path(family: str = "llama") -> str:
-    return tiny_checkpoints.cached(
-        family, max_position_embeddings=512, tie_word_embeddings=family == "qwen3", vocab_size=131
-    )
-
-
-def prompts() -> list[list[int]]:
-    fresh = [[3 + (7 * i + n) % 100 for i in range(n)] for n in (1, 2, 5, 16, 17, 33, 60, 9)]
-    return fresh + [[*prompt[: 1 + len(prompt) // 2], 4, 5] for prompt in fresh]
-
-
-async def outputs(engine: Engine) -> list[list[int]]:
-    answers = await engine.generate(input_ids=prompts(), sampling_params=GREEDY)
-    return [answer["output_ids"] for answer in answers]
-
-
-async def cancel_some(engine: Engine) -> None:
-    """Cancel requests in the middle of their output."""
-    for prompt in prompts()[:3]:
-        pieces = engine.stream(input_ids=prompt, sampling_params=LONG)
-        await anext(pieces)
-        await pieces.aclose()
 
 
 async def check_same_tokens(family: str, **parallel: Any) -> None:

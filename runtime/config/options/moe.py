@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import always, planned
+from runtime.config.option_spec import always, option, planned
 
 _RUNNER = "use --moe-runner-backend auto"
 _MOE_RUNNER_BACKENDS = (
@@ -84,8 +84,13 @@ class MoeArgs:
         None, "Number of steps that the record holds; -1: all steps.", low=-1
     )
     enable_expert_distribution_metrics: bool = planned(False, "Log how evenly the experts are used, from the start on.")
-    moe_dense_tp_size: int | None = planned(
-        None, "Tensor parallelism of the dense layers in mixture-of-experts models.", low=1
+    moe_dense_tp_size: int | None = option(
+        None,
+        "Tensor parallelism of the dense MLPs in mixture-of-experts models: 1, or the default, --tp-size. With 1, each "
+        "rank has these MLPs whole.",
+        low=1,
+        plan="parallel.whole_dense",
+        other_unit=True,
     )
     disable_shared_experts_fusion: bool = always(
         False,

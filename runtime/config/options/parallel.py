@@ -27,7 +27,8 @@ class ParallelArgs:
     )
     dp_size: int = option(
         1,
-        "Data parallelism: number of copies of the model that share the requests.",
+        "Data parallelism: number of copies of the model that share the requests. With --enable-dp-attention: number "
+        "of groups of ranks within one copy.",
         aliases=("--data-parallel-size",),
         low=1,
         plan="parallel.dp_size",
@@ -86,11 +87,16 @@ class ParallelArgs:
     prefill_round_robin_balance: bool = planned(
         False, "Declare that requests are distributed to the prefill servers in turn."
     )
-    enable_dp_attention: bool = planned(
-        False, "Use data parallelism for attention, and expert or tensor parallelism for the other layers."
+    enable_dp_attention: bool = option(
+        False,
+        "Use data parallelism for attention and tensor parallelism for the other layers: the --tp-size ranks form "
+        "--dp-size groups, each with its own requests and KV cache, and share MLPs and experts.",
+        plan="parallel.dp_attention",
     )
-    enable_dp_lm_head: bool = planned(
-        False, "With data-parallel attention: split the LM head within each attention group."
+    enable_dp_lm_head: bool = option(
+        False,
+        "With --enable-dp-attention: each group computes the logits of its own rows. A tied LM head always does.",
+        plan="parallel.head_by_group",
     )
     enable_two_batch_overlap: bool = planned(
         False, "Split each batch into two halves, so that one communicates while the other computes."

@@ -53,7 +53,8 @@ def _prefix_cache(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
 def _swap_space(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Decision[float]:
     """Refuse swap space larger than host memory. Whether pages are windowed is not known yet; the replica checks."""
     asked, parallel = builder.args.cache.swap_space, builder.args.parallel
-    ranks = -(-parallel.tp_size * parallel.pp_size * parallel.dp_size // parallel.nnodes)
+    copies = 1 if parallel.enable_dp_attention else parallel.dp_size
+    ranks = -(-parallel.tp_size * parallel.pp_size * copies // parallel.nnodes)
     if asked * ranks * GIB > machine.total_bytes > 0:
         builder.refuse(
             "swap_space",

@@ -108,7 +108,7 @@ def _delete_after_loading(builder: PlanBuilder) -> Decision[bool]:
     name = "--delete-ckpt-after-loading"
     if model.model_path is None or not Path(model.model_path).exists():
         builder.refuse(option, f"{name} needs a --model-path that is a local folder or file.")
-    elif parallel.dp_size > 1 or parallel.nnodes > 1:
+    elif (parallel.dp_size > 1 and not parallel.enable_dp_attention) or parallel.nnodes > 1:
         builder.refuse(
             option, f"{name} needs --dp-size 1 and --nnodes 1: a restarted replica reads the checkpoint again."
         )

@@ -20,6 +20,7 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"  # environment variable of processes that torch
 def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, device: str) -> ParallelPlan:
     """Plan ranks. Refuse sizes that do not fit the model's heads and layers or the machine's devices."""
     args = builder.args.parallel
+    _check_groups(builder, facts)
     _check_heads(builder, facts)
     _check_stages(builder, facts)
     _check_devices(builder, machine, device)
@@ -28,6 +29,7 @@ def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, dev
         ParallelPlan,
         master_address=_master_address(builder),
         store_port=builder.follow("nccl_port") if args.nnodes > 1 else Decision(None, ONE_MACHINE),
+        whole_dense=_whole_dense(builder),
         join_timeout_s=Decision(JOIN_TIMEOUT_S, "long enough to read a large model")
         if timeout is None
         else Decision(float(timeout), "as asked"),
@@ -51,7 +53,7 @@ def _master_address(builder: PlanBuilder) -> Decision[tuple[str, int] | None]:
             "nnodes",
             f"--nnodes {args.nnodes} must divide --tp-size {args.tp_size} x --pp-size {args.pp_size}.",
         )
-    if args.dp_size > 1:
+    if args.dp_size > 1 and not args.enable_dp_attention:
         builder.refuse("dp_size", "--dp-size over several machines is not supported; start one server per machine.")
     host, colon, port = (args.dist_init_addr or "").rpartition(":")
     if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
@@ -60,8 +62,48 @@ def _master_address(builder: PlanBuilder) -> Decision[tuple[str, int] | None]:
     return Decision((host.strip("[]"), int(port)), "as asked")
 
 
+def _whole_dense(builder: PlanBuilder) -> Decision[bool]:
+    size, tp_size = builder.args.moe.moe_dense_tp_size, builder.args.parallel.tp_size
+    if size is None:
+        return Decision(False, "the default")
+    if size not in (1, tp_size):
+        builder.refuse(
+            "moe_dense_tp_size",
+            f"--moe-dense-tp-size {size} is not supported; use 1, or {tp_size}, the value of --tp-size.",
+        )
+    return Decision(size == 1 < tp_size, "as asked")
+
+
+def _check_groups(builder: PlanBuilder, facts: ModelFacts) -> None:
+    """Refuse attention groups that do not fit the ranks or other options."""
+    args, option = builder.args.parallel, "enable_dp_attention"
+    flag = "--enable-dp-attention"
+    if not args.enable_dp_attention:
+        if args.enable_dp_lm_head:
+            builder.refuse("enable_dp_lm_head", f"--enable-dp-lm-head needs {flag}.")
+        return
+    if args.dp_size < 2 or args.tp_size % args.dp_size:
+        builder.refuse(
+            option,
+            f"{flag} divides the --tp-size {args.tp_size} ranks into --dp-size {args.dp_size} groups; --dp-size must "
+            "be at least 2 and divide --tp-size.",
+        )
+    unsupported = {
+        "a pipeline (--pp-size)": args.pp_size > 1,
+        "adapters (--enable-lora, --lora-paths)": builder.args.lora.enable_lora or bool(builder.args.lora.lora_paths),
+        "embedding models that need the whole text in one step": facts.needs_whole_prompts,
+        "encoders": facts.is_encoder,
+    }
+    for name, is_asked in unsupported.items():
+        if is_asked:
+            builder.refuse(option, f"{flag} does not support {name} yet; use --dp-size without {flag}.")
+
+
 def _check_heads(builder: PlanBuilder, facts: ModelFacts) -> None:
-    size = builder.args.parallel.tp_size
+    args = builder.args.parallel
+    size = args.tp_size // args.dp_size if args.enable_dp_attention else args.tp_size
+    if facts.is_encoder and args.tp_size > 1:
+        size = args.tp_size
     if not facts.path or size == 1:  # the model is unknown, or nothing is divided
         return
     if facts.is_encoder:
@@ -87,7 +129,8 @@ def _check_stages(builder: PlanBuilder, facts: ModelFacts) -> None:
 
 def _check_devices(builder: PlanBuilder, machine: Machine, device: str) -> None:
     args = builder.args.parallel
-    needed = args.tp_size * args.pp_size * args.dp_size // args.nnodes
+    copies = 1 if args.enable_dp_attention else args.dp_size
+    needed = args.tp_size * args.pp_size * copies // args.nnodes
     if not device.startswith("cuda"):
         for option in ("base_gpu_id", "gpu_id_step"):
             if builder.args.changed(option):
@@ -99,7 +142,7 @@ def _check_devices(builder: PlanBuilder, machine: Machine, device: str) -> None:
     if first + (needed - 1) * args.gpu_id_step >= len(machine.gpus):
         builder.refuse(
             "tp_size",
-            f"--tp-size {args.tp_size} x --pp-size {args.pp_size} x --dp-size {args.dp_size} needs {needed} "
+            f"--tp-size {args.tp_size} x --pp-size {args.pp_size} x --dp-size {copies} needs {needed} "
             f"GPUs, starting at index {first}; this machine has {len(machine.gpus)}.",
         )
 

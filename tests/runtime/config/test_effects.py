@@ -44,6 +44,8 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {}),
     (CPU, {"enable_torch_compile": True}),
     (CPU, {"pp_size": 2}),
+    (CPU, {"tp_size": 2, "dp_size": 2}),
+    (CPU, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}),
     (CPU, {"kv_cache_dtype": "fp8_e4m3"}),
     (CPU, {"enable_priority_scheduling": True, "enable_trace": True}),
     (CPU, NODES),
@@ -90,6 +92,7 @@ VALUES: dict[str, list[Any]] = {
     "hicache_storage_backend_extra_config": [{"path": "pages"}],
     "lora_target_modules": [["q_proj"]],
     "max_loaded_loras": [9],
+    "moe_dense_tp_size": [1],
     "enable_multimodal": [False],
     "limit_mm_per_prompt": [{"image": 3}],
 }

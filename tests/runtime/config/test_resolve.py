@@ -200,7 +200,7 @@ def test_empty_api_key_is_refused_and_none_is_shown() -> None:
 
 def test_all_refusals_come_together() -> None:
     said = refusals(
-        enable_dp_attention=True,
+        enable_symm_mem=True,
         device="cuda",
         context_length=9999,
         enable_lmcache=True,
@@ -208,11 +208,25 @@ def test_all_refusals_come_together() -> None:
     assert len(said.splitlines()) == 4
 
 
+def test_attention_groups_must_fit_the_ranks_and_other_options() -> None:
+    made = plan(tp_size=4, dp_size=2, enable_dp_attention=True, moe_dense_tp_size=1).parallel
+    assert (made.ranks, made.copies, made.num_groups, made.attention_ranks) == (4, 1, 2, 2)
+    assert made.whole_dense
+    assert not made.head_by_group
+    groups = {"enable_dp_attention": True, "tp_size": 4}
+    assert "--dp-size must be at least 2 and divide --tp-size" in refusals(**groups)
+    assert "--dp-size must be at least 2 and divide --tp-size" in refusals(**groups, dp_size=3)
+    assert "does not support a pipeline" in refusals(**groups, dp_size=2, pp_size=2)
+    assert "does not support adapters" in refusals(**groups, dp_size=2, enable_lora=True, max_lora_rank=8)
+    assert "--enable-dp-lm-head needs --enable-dp-attention" in refusals(enable_dp_lm_head=True, tp_size=2)
+    assert "--moe-dense-tp-size 2 is not supported; use 1, or 4" in refusals(tp_size=4, moe_dense_tp_size=2)
+
+
 def test_check_refuses_what_needs_no_model() -> None:
     assert check(Args.of(model_path="org/model", context_length=10**9), CPU) == "org/model"
     assert check(Args.of(), CPU, demo_path="/demo") == "/demo"
-    with pytest.raises(ConfigurationError, match=r"--enable-dp-attention is not supported yet(.|\n)*no NVIDIA GPU"):
-        check(Args.of(model_path="m", enable_dp_attention=True, device="cuda"), CPU)
+    with pytest.raises(ConfigurationError, match=r"--enable-symm-mem is not supported yet(.|\n)*no NVIDIA GPU"):
+        check(Args.of(model_path="m", enable_symm_mem=True, device="cuda"), CPU)
 
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {

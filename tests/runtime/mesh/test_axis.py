@@ -165,7 +165,7 @@ def test_each_axis_of_a_mesh_joins_the_ranks_of_its_line(tmp_path: Path) -> None
         return {name: mesh.axis(name).all_gather(own).tolist() for name in AXES}
 
     found = on_ranks(tmp_path, infos, work)
-    assert found[5] == {"tp": [4, 5], "dp": [5, 7], "ep": [4, 5, 6, 7], "pp": [1, 5]}
+    assert found[5] == {"tp": [4, 5], "dp": [5, 7], "ep": [4, 5, 6, 7], "pp": [1, 5], "stage": [4, 5, 6, 7]}
     for name in AXES:
         for rank, own in enumerate(found):
             assert own[name][infos[rank].coordinate(name).rank] == rank

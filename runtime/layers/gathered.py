@@ -1,0 +1,66 @@
+"""Layers of ranks whose attention is data-parallel: groups attend to their own tokens, and all ranks share the MLPs."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from runtime.errors import ConfigurationError
+from runtime.layers.forward_batch import ForwardBatch
+from runtime.layers.moe import MoE
+from runtime.layers.weight import Weighted
+from runtime.mesh.axis import Axis
+from runtime.mesh.mesh import Mesh
+
+
+class Gathered(nn.Module):
+    """Computes an MLP or a mixture of experts for the tokens of all attention groups together.
+
+    Every rank holds a shard of the inner layer, which must return the sum over all ranks of the stage. `groups` has
+    one rank of each attention group.
+    """
+
+    def __init__(self, inner: nn.Module, groups: Axis) -> None:
+        super().__init__()
+        self.inner = inner
+        self._groups = groups
+
+    def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return the inner layer's output for this group's tokens, x [T, E] -> [T, E].
+
+        A group without tokens computes one padding token elsewhere; here it contributes none, and gets zeros.
+        """
+        counts, rank = batch.group_tokens, self._groups.rank
+        own, first = counts[rank], sum(counts[:rank])
+        out = self.inner(self._groups.all_gather(x[:own], counts), batch)
+        return out[first : first + own] if own else x.new_zeros(x.shape)
+
+
+def split_layers(model: nn.Module, mesh: Mesh) -> None:
+    """Keep this rank's shard of every layer of a `Decoder`. Parameters must still be on the meta device.
+
+    Without attention groups, the ranks of the stage share every layer. Otherwise the ranks of a group share attention
+    and the embedding. All ranks of the stage share MLPs, experts and, unless it is tied or `head_by_group` is set,
+    the LM head. With `whole_dense` the dense MLPs of a model with experts are not split. Raises `ConfigurationError` if
+    the model's layers do not fit this scheme.
+    """
+    info = mesh.rank_info
+    attention, stage = mesh.axis("tp"), mesh.axis("stage")
+    over: dict[nn.Module, Axis | None] = dict.fromkeys(model.modules(), attention)
+    layers = [*getattr(model, "layers", ())]
+    has_experts = any(isinstance(module, MoE) for module in model.modules())
+    for layer in layers if info.dp_size > 1 or info.whole_dense else ():
+        inner = getattr(layer, "mlp", None)
+        if not isinstance(inner, nn.Module):
+            raise ConfigurationError("--enable-dp-attention: this model has layers without an MLP of their own.")
+        if info.whole_dense and has_experts and not any(isinstance(module, MoE) for module in inner.modules()):
+            over |= dict.fromkeys(inner.modules(), None)
+            continue
+        over |= dict.fromkeys(inner.modules(), stage)
+        if info.dp_size > 1:
+            layer.mlp = Gathered(inner, mesh.axis("dp"))
+    head = getattr(model, "head", None)
+    if head is not None and not head.tied and not info.head_by_group:
+        over |= dict.fromkeys(head.modules(), stage)
+    for module, axis in over.items():
+        if isinstance(module, Weighted) and axis is not None and axis.size > 1:
+            module.split(axis)

@@ -1,0 +1,265 @@
+"""Common steps: replicas attend to their own sequences at the same time, and compute the other layers together.
+
+Every rank belongs to one attention group, which has the sequences and the cache of one replica. Rank 0 samples for all
+groups, so ranks cannot disagree about a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.batch import Batch, StepOutput, StepShare
+from runtime.kv_cache.pools import KVPool
+from runtime.kv_cache.registry import KINDS
+from runtime.mesh.mesh import Mesh
+from runtime.modeling.decoder import Decoder
+from runtime.worker.device import Read
+from runtime.worker.drafts import settle, with_exact_starts
+from runtime.worker.logprobs import CHUNK, ScoredPrompts
+from runtime.worker.model_runner import StepExecutor
+from runtime.worker.sampler import Sampled, Sampler
+from runtime.worker.step_inputs import SampleInputs, Staged, Staging, samples_on_host
+from runtime.worker.step_outputs import copy_out
+
+
+class _Needed(NamedTuple):
+    """Hidden states of the positions of a group that the end of a step reads."""
+
+    sampled: Tensor
+    embedded: Tensor
+    scored: Tensor
+
+
+class CommonStep:
+    """A rank's part of every common step. Use it on the thread that enqueues.
+
+    All ranks call `take_part` with the same shares; rank 0 calls `run`.
+    """
+
+    def __init__(self, executor: StepExecutor, model: Decoder, pool: KVPool, mesh: Mesh) -> None:
+        self._executor = executor
+        self._model = model
+        self._idle = idle_batch(pool)
+        self._group = mesh.rank_info.coordinate("dp").rank
+        self._tp, self._groups, self._stage = mesh.axis("tp"), mesh.axis("dp"), mesh.axis("stage")
+        self._head_by_group = model.head is None or model.head.tied or mesh.rank_info.head_by_group
+
+    def take_part(self, batch: Batch | None, shares: Sequence[StepShare]) -> None:
+        """Compute this rank's part of a step. `batch` is that of the rank's group; None if the group is idle."""
+        with self._executor.enqueueing():
+            samples, needed = self.compute(batch, shares)
+            self.logits(needed.sampled, [share.sampled for share in shares])
+            num_sampled = sum(share.sampled for share in shares)
+            ids = torch.empty(num_sampled, dtype=torch.int64, device=self._executor.device.torch_device)
+            if num_sampled:
+                self.keep(samples, self.share_tokens(ids), shares)
+            for group, share in enumerate(shares):
+                own = needed.scored if group == self._group else needed.scored[:0]
+                for first in range(0, share.scored, CHUNK):
+                    count = min(CHUNK, share.scored - first)
+                    self.logits(own[first : first + count], _only(group, count, len(shares)))
+            self.vectors(needed.embedded, [share.embedded for share in shares])
+
+    def compute(self, batch: Batch | None, shares: Sequence[StepShare]) -> tuple[SampleInputs | None, _Needed]:
+        """Compute the hidden states of the group's tokens; those that a rank needs to compute logits are returned."""
+        tokens = tuple(share.tokens for share in shares)
+        inputs, hidden = self._executor.forward(self._idle if batch is None else batch, tokens)
+        needed = hidden[inputs.requested]
+        share = StepShare.of(batch)
+        parts = _Needed(*needed.split([share.sampled, share.embedded, share.scored]))
+        return (None if batch is None else inputs.samples), parts
+
+    def logits(self, states: Tensor, counts: Sequence[int]) -> Tensor | None:
+        """Return float32 logits [N, V] on rank 0 for hidden states of all groups, which have `counts` of them each.
+
+        `states` are those of this rank's group. All ranks must call this method together.
+        """
+        if not sum(counts):
+            return None
+        if not self._head_by_group:
+            logits = self._model.logits(self._groups.all_gather(states, counts))
+            return logits if self._stage.rank == 0 else None
+        count = len(states)  # kernels get at least one row
+        own = self._model.logits(states if count else states.new_zeros(1, states.shape[1]))[:count]
+        if self._tp.rank:
+            return None
+        parts = self._groups.gather(own.contiguous(), counts)
+        return None if parts is None else torch.cat(parts)
+
+    def vectors(self, states: Tensor, counts: Sequence[int]) -> list[Tensor]:
+        """Return the embedded rows' hidden states of every group. All ranks must call this method together."""
+        if not sum(counts):
+            return [states[:0] for _ in counts]
+        return list(self._groups.all_gather(states, counts).split(list(counts)))
+
+    def share_tokens(self, ids: Tensor) -> Tensor:
+        """Return rank 0's sampled ids [N] of all groups on every rank."""
+        return self._stage.broadcast(ids)
+
+    def keep(self, samples: SampleInputs | None, ids: Tensor, shares: Sequence[StepShare]) -> Tensor | None:
+        """Store the last tokens of the group's sequences out of all groups' sampled ids [N].
+
+        Return the number of accepted drafts of each row with drafts, or None without drafts.
+        """
+        own = ids.split([share.sampled for share in shares])[self._group]
+        if samples is None or not len(own):
+            return None
+        return _keep(samples, own, self._executor.last_tokens, self._executor.lengths)
+
+
+class CommonStepLeader:
+    """Rank 0's part of common steps: samples for all groups, and returns the output of each."""
+
+    def __init__(self, step: CommonStep, executor: StepExecutor, model: Decoder, samplers: Sequence[Sampler]) -> None:
+        self._step = step
+        self._executor = executor
+        self._model = model
+        self._ends = [_GroupEnd(executor, sampler, is_own=not group) for group, sampler in enumerate(samplers)]
+
+    def run(self, batches: Sequence[Batch | None]) -> Read[list[StepOutput | None]]:
+        """Enqueue a step with one batch of each group; None for groups that are idle."""
+        executor, step = self._executor, self._step
+        shares = [StepShare.of(batch) for batch in batches]
+        with executor.enqueueing(), executor.profiled(next(batch for batch in batches if batch is not None)):
+            batches = [end.begin(batch) for end, batch in zip(self._ends, batches, strict=True)]
+            samples, needed = step.compute(batches[0], shares)
+            logits = step.logits(needed.sampled, [share.sampled for share in shares])
+            sampled: list[Sampled | None] = [None for _ in batches]
+            if logits is not None:
+                parts = logits.split([share.sampled for share in shares])
+                ends = zip(self._ends, batches, parts, strict=True)
+                sampled = [end.sample(part, batch) for end, batch, part in ends]
+                self._share_tokens(samples, sampled, batches, shares)
+            prompts = [
+                end.score_prompts(batch, self._prompt_logits(group, needed.scored, shares))
+                for group, (end, batch) in enumerate(zip(self._ends, batches, strict=True))
+            ]
+            states = step.vectors(needed.embedded, [share.embedded for share in shares])
+            reads = [
+                None if batch is None else copy_out(executor.device, batch, tokens, scores, self._pool(batch, hidden))
+                for batch, tokens, scores, hidden in zip(batches, sampled, prompts, states, strict=True)
+            ]
+        return lambda: [None if read is None else read() for read in reads]
+
+    def _share_tokens(
+        self,
+        samples: SampleInputs | None,
+        sampled: list[Sampled | None],
+        batches: Sequence[Batch | None],
+        shares: Sequence[StepShare],
+    ) -> None:
+        """Send the sampled tokens to all ranks, and verify drafts."""
+        chosen = torch.cat([each.ids for each in sampled if each is not None])
+        own = self._step.keep(samples, self._step.share_tokens(chosen), shares)
+        for group, (end, batch, each) in enumerate(zip(self._ends, batches, sampled, strict=True)):
+            if each is None or batch is None:
+                continue
+            accepted = own if not group else end.keep(batch, each.ids)
+            sampled[group] = each = replace(each, accepted=accepted)
+            if each.uncounted is not None and accepted is not None:
+                end.sampler.count(each, accepted)
+
+    def _prompt_logits(self, group: int, own: Tensor, shares: Sequence[StepShare]) -> Iterator[Tensor | None]:
+        """Yield the logits of a group's scored prompt positions, `CHUNK` at a time."""
+        own = own if not group else own[:0]
+        for first in range(0, shares[group].scored, CHUNK):
+            count = min(CHUNK, shares[group].scored - first)
+            yield self._step.logits(own[first : first + count], _only(group, count, len(shares)))
+
+    def _pool(self, batch: Batch, states: Tensor) -> Tensor | None:
+        """Return the vectors of a batch's embedded rows, of whose last token `states` [M, E] are the hidden states."""
+        if batch.embedding_rows is None:
+            return None
+        count = len(states)
+        return self._model.pooler(states, np.ones(count, np.int32), np.arange(count, dtype=np.int32))
+
+
+class _GroupEnd:
+    """The end of a group's steps on rank 0: its sampler, and the state that sampling needs."""
+
+    def __init__(self, executor: StepExecutor, sampler: Sampler, *, is_own: bool) -> None:
+        self.sampler = sampler
+        self._staging = Staging(executor.device)
+        self._is_host = executor.device.is_host
+        self._staged = Staged({}, {})
+        # The state of the other groups is also on their own ranks; rank 0 needs it to verify drafts.
+        tables = (executor.last_tokens, executor.lengths)
+        self._last_tokens, self._lengths = tables if is_own else tuple(map(torch.zeros_like, tables))
+
+    def begin(self, batch: Batch | None) -> Batch | None:
+        """Copy the sampling parameters to the device before the forward. Return the batch with exact starts."""
+        if batch is None:
+            return None
+        batch = with_exact_starts(batch, self._lengths) if self._is_host else batch
+        arrays = self.sampler.arrays(batch)
+        self._staged = Staged(arrays, self._staging.copy(arrays))
+        return batch
+
+    def sample(self, logits: Tensor, batch: Batch | None) -> Sampled | None:
+        """Sample the batch's tokens from its logits [N, V]."""
+        if batch is None or batch.sampling is None:
+            return None
+        return self.sampler.sample(logits, batch, self._staged)
+
+    def keep(self, batch: Batch, ids: Tensor) -> Tensor | None:
+        """Store the last tokens; see `CommonStep.keep`."""
+        samples, arrays = samples_on_host(batch), {}
+        if samples.sequences is not None:
+            arrays["sequences"] = samples.sequences.numpy().astype(np.int64)
+        arrays |= {name: tensor.numpy() for name, tensor in (samples.drafts or {}).items()}
+        on_device = self._staging.copy(arrays)
+        drafts = None if samples.drafts is None else {name: on_device[name] for name in samples.drafts}
+        samples = samples._replace(sequences=on_device.get("sequences"), drafts=drafts)
+        return _keep(samples, ids, self._last_tokens, self._lengths)
+
+    def score_prompts(self, batch: Batch | None, logits: Iterator[Tensor | None]) -> ScoredPrompts | None:
+        """Score the batch's prompts with `logits`, which come in the order of their positions."""
+        if batch is None or not batch.prompt_logprobs:
+            return None
+        nothing = torch.zeros(1, 0, device=self._last_tokens.device).expand(len(batch.token_ids), 0)
+
+        def next_logits(states: Tensor, positions: Tensor) -> Tensor:
+            part = next(logits)
+            if part is None or len(part) != len(positions):
+                raise RuntimeError("The logits of the scored prompts are not on rank 0.")
+            return part
+
+        return self.sampler.score_prompts(nothing, next_logits, batch.prompt_logprobs, self._staged)
+
+
+def _keep(samples: SampleInputs, ids: Tensor, last_tokens: Tensor, lengths: Tensor) -> Tensor | None:
+    if samples.drafts is not None:
+        return settle(ids, samples.drafts, last_tokens, lengths)
+    if samples.sequences is not None:
+        last_tokens[samples.sequences] = ids
+    return None
+
+
+def _only(group: int, count: int, num_groups: int) -> list[int]:
+    """Return the counts of all groups if only one group has any."""
+    return [count if each == group else 0 for each in range(num_groups)]
+
+
+def idle_batch(pool: KVPool) -> Batch:
+    """Return the batch of an idle group: one padding token in the scratch units. No other rank sees its result."""
+    kinds: dict[str, Mapping[str, Any]] = {
+        name: KINDS[name].scratch_arrays([1], units) for name, units in pool.kinds.items()
+    }
+    one, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
+    return Batch(
+        number=-1,
+        sequences=(),
+        starts=zero,
+        counts=one,
+        sequence_indices=zero,
+        token_ids=zero,
+        page_table=np.full((1, 1), pool.scratch_page, np.int32),
+        sampling=None,
+        kinds=kinds,
+    )
