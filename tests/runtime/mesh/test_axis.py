@@ -39,7 +39,8 @@ def on_ranks(folder: Path, infos: Sequence[RankInfo], work: Callable[[Mesh], Any
 
 
 def on_axis(folder: Path, size: int, work: Callable[[Axis], Any], name: str = "tp") -> list[Any]:
-    infos = [RankInfo(rank=rank, **{f"{name}_size": size}) for rank in range(size)]
+    sizes: dict[str, Any] = {f"{name}_size": size}
+    infos = [RankInfo(rank=rank, **sizes) for rank in range(size)]
     return on_ranks(folder, infos, lambda mesh: work(mesh.axis(name)))
 
 
