@@ -194,7 +194,6 @@ class _ReplicaLoader:
         for index, replica_runner in enumerate(runners):
             own_kinds = make_kinds(worker.cache_specs, plan, cache.num_pages) if index else kinds
             prefixes = self._prefixes(cache, own_kinds, num_tier_pages, page_bytes, restore_s)
-            num_host_pages = cache.num_host_pages - num_tier_pages
             scheduler = self._make_scheduler(
                 index, prefixes, cache.num_host_pages - num_tier_pages, num_tier_pages, page_bytes
             )
