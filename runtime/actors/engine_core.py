@@ -309,6 +309,18 @@ class EngineCore:
         observers.append(observer)
         return lambda: observers.remove(observer) if observer in observers else None
 
+    @property
+    def request_log_level(self) -> int | None:
+        """Detail of the request log; None: requests are not logged."""
+        return next((each.level for each in self._requests.observers if isinstance(each, RequestLog)), None)
+
+    @request_log_level.setter
+    def request_log_level(self, level: int | None) -> None:
+        observers = self._requests.observers
+        observers[:] = [each for each in observers if not isinstance(each, RequestLog)]
+        if level is not None:
+            observers.append(RequestLog(level))
+
     def touch_prefix(self, request: Request) -> None:
         """Keep the cached prefix of a request's ids from being evicted soon. Does not lock it."""
         if request.lora is not None:

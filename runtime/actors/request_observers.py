@@ -29,7 +29,7 @@ class RequestLog:
     """
 
     def __init__(self, level: int) -> None:
-        self._level = level
+        self.level = level
         self._texts: dict[int, dict[int, StringIO]] = {}  # request id -> choice -> text, at level 2 and above
 
     def began(self, live: LiveRequest) -> None:
@@ -38,10 +38,10 @@ class RequestLog:
 
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
         """Collect the text for the log line at the end."""
-        if self._level < 2:
+        if self.level < 2:
             return
         text = self._texts.setdefault(live.request.id, {}).setdefault(chunk.index, StringIO())
-        if self._level >= 3 or text.tell() < SHORT_CHARS:
+        if self.level >= 3 or text.tell() < SHORT_CHARS:
             text.write(chunk.text)
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
@@ -61,13 +61,13 @@ class RequestLog:
     def _request(self, live: LiveRequest) -> str:
         request = live.request
         fields: dict[str, Any] = {"rid": request.label}
-        if self._level >= 1:
+        if self.level >= 1:
             fields["sampling_params"] = _non_defaults(request.sampling)
-        if self._level >= 2:
+        if self.level >= 2:
             if request.text is not None:
                 fields["text"] = self._shortened(request.text)
             elif request.ids is not None:
-                fields["input_ids"] = list(request.ids if self._level >= 3 else request.ids[:SHORT_CHARS])
+                fields["input_ids"] = list(request.ids if self.level >= 3 else request.ids[:SHORT_CHARS])
         return _json(fields)
 
     def _choice(self, chunk: Chunk, texts: dict[int, StringIO]) -> dict[str, Any]:
@@ -77,14 +77,14 @@ class RequestLog:
             "finish_reason": finish.kind if finish else None,
             **chunk.usage._asdict(),
         }
-        if self._level >= 2:
+        if self.level >= 2:
             text = texts[chunk.index].getvalue() if chunk.index in texts else ""
             rest = "" if chunk.ids else chunk.text  # a chunk without tokens was not passed to `sent`
             choice["text"] = self._shortened(text + rest)
         return choice
 
     def _shortened(self, text: str) -> str:
-        return text if self._level >= 3 else text[:SHORT_CHARS]
+        return text if self.level >= 3 else text[:SHORT_CHARS]
 
 
 class TimeStatsLog:

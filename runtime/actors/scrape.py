@@ -107,6 +107,7 @@ def _replica(core: EngineCore, actor: SchedulerActor, series: ReplicaSeries, mod
         "sglang:num_grammar_queue_reqs": len(actor.scheduler.awaited),
         "sglang:num_used_tokens": load.num_used_tokens,
         "sglang:token_usage": round(load.token_usage, 4),
+        "sglang:swa_token_usage": round(load.window_usage, 4),
         "sglang:gen_throughput": actor.progress.gen_throughput if load.num_running else 0.0,
         "sglang:cache_hit_rate": series.hit_rate,
         "sglang:total_retracted_reqs": load.num_retracted,

@@ -29,10 +29,10 @@ CHAT_TEMPLATES: Mapping[str, str] = {
 {{ message.content | trim + '<end_of_turn>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}""",
     "llama-2": _SYSTEM_FIRST
-    + """{% for message in turns %}{% if message.role == 'user' %}{{ bos_token + '[INST] ' }}\
+    + """{% for message in turns %}{% if message.role == 'user' %}{{ bos_token }}{{ '[INST] ' }}\
 {% if loop.first and system %}{{ '<<SYS>>\n' + system + '\n<</SYS>>\n\n' }}{% endif %}\
 {{ message.content | trim + ' [/INST]' }}\
-{% else %}{{ ' ' + message.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}""",
+{% else %}{{ ' ' + message.content | trim + ' ' }}{{ eos_token }}{% endif %}{% endfor %}""",
     "llama-3": "{{ bos_token }}"
     + _TURNS
     + """{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' + message.content | trim + '<|eot_id|>' }}\
@@ -44,12 +44,12 @@ CHAT_TEMPLATES: Mapping[str, str] = {
     "mistral": _SYSTEM_FIRST
     + """{{ bos_token }}{% for message in turns %}{% if message.role == 'user' %}{{ '[INST] ' }}\
 {% if loop.last and system %}{{ system + '\n\n' }}{% endif %}{{ message.content + ' [/INST]' }}\
-{% else %}{{ ' ' + message.content | trim + eos_token }}{% endif %}{% endfor %}""",
+{% else %}{{ ' ' + message.content | trim }}{{ eos_token }}{% endif %}{% endfor %}""",
     "vicuna_v1.1": _SYSTEM_FIRST
     + """{{ system or 'A chat between a curious user and an artificial intelligence assistant. The assistant gives \
 helpful, detailed, and polite answers to the user\\'s questions.' }}\
 {% for message in turns %}{% if message.role == 'user' %}{{ ' USER: ' + message.content | trim }}\
-{% else %}{{ ' ASSISTANT: ' + message.content | trim + eos_token }}{% endif %}{% endfor %}\
+{% else %}{{ ' ASSISTANT: ' + message.content | trim }}{{ eos_token }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}""",
 }
 OTHER_NAMES = {"llama-3-instruct": "llama-3", "vicuna": "vicuna_v1.1"}

@@ -111,6 +111,13 @@ class PrefixCache:
         """Number of tree pages that no running sequence uses."""
         return self._tree.num_evictable
 
+    def usage(self, kind: str) -> float:
+        """Return the share of a kind's units that running sequences use; 0 if the model has no such kind."""
+        used = next((each for each in self.kinds if each.name == kind), None)
+        if used is None or used.num_available is None or not used.count:
+            return 0.0
+        return 1 - used.num_available / used.count
+
     @property
     def num_available(self) -> int:
         """Number of pages that `allocate` can return."""

@@ -47,6 +47,11 @@ METRICS: tuple[Metric, ...] = (
     _replica_metric("sglang:num_used_tokens", "gauge", "Tokens of KV cache that sequences hold."),
     _replica_metric("sglang:token_usage", "gauge", "Share of the KV cache that sequences hold."),
     _replica_metric(
+        "sglang:swa_token_usage",
+        "gauge",
+        "Share of the separate pool of sliding-window layers that sequences hold; 0 without such a pool.",
+    ),
+    _replica_metric(
         "sglang:gen_throughput",
         "gauge",
         "Output tokens per second over the last log interval; 0 while nothing runs.",

@@ -38,6 +38,7 @@ class Load(NamedTuple):
     num_used_tokens: int  # capacity of the used pages, in tokens
     num_evictable_pages: int
     token_usage: float  # share of all pages that running sequences use
+    window_usage: float  # share of the pages of sliding-window layers that running sequences use; 0 without such pages
     new_token_ratio: float
     num_retracted: int  # since the start
     num_recomputed: int  # tokens computed again after a retraction, since the start
@@ -375,6 +376,7 @@ class Scheduler:
             num_used_tokens=cache.num_used * cache.page_size,
             num_evictable_pages=cache.num_evictable,
             token_usage=cache.num_used / cache.num_pages,
+            window_usage=cache.usage("windowed"),
             new_token_ratio=self._builder.new_token_ratio.value,
             num_retracted=self._builder.num_retracted,
             num_recomputed=self._builder.num_recomputed,

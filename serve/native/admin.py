@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import anyio
 import anyio.to_thread
@@ -21,7 +21,7 @@ from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 from serve.calls.body import parse_object
 from serve.calls.client import CLIENT
-from serve.calls.decode import decode
+from serve.calls.decode import Range, decode
 from serve.calls.profile import ProfileBody, profile_options
 from serve.calls.server_info import info_of, vllm_config
 from serve.http.endpoint import compute, decodes, json_response, read_body
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 HEALTH_TIMEOUT_S = 20.0
+DEFAULT_LEVEL = 2  # that of --log-requests-level
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -39,6 +40,29 @@ class AbortBody:
 
     rid: str = ""
     abort_all: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LoggingBody:
+    """The body of `/configure_logging`. Fields that are left out or null keep their values."""
+
+    log_requests: bool | None = None
+    log_requests_level: Annotated[int, Range(0, 3)] | None = None
+
+
+@decodes(LoggingBody)
+async def configure_logging(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Turn the log of requests on or off, or change its level. Answers with the values that hold now."""
+    body = await read_body(http, lambda raw: decode(LoggingBody, parse_object(raw)))
+    before = core.request_log_level
+    on = body.log_requests if body.log_requests is not None else before is not None
+    level = body.log_requests_level
+    if level is not None and not on:
+        raise InvalidRequest("log_requests_level needs log_requests: true.", param="log_requests_level")
+    if level is None:
+        level = DEFAULT_LEVEL if before is None else before
+    core.request_log_level = level if on else None
+    return json_response({"log_requests": on, "log_requests_level": core.request_log_level})
 
 
 async def health(http: HttpRequest, core: EngineCore) -> ASGIApp:

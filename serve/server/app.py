@@ -139,6 +139,7 @@ ROUTES = (  # searched in order, so the most frequent routes come first
     RouteSpec(("GET", "POST"), "/resume_memory_occupation", occupation.resume_memory, ADMIN),
     RouteSpec(POST, "/pause_generation", occupation.pause_generation, ADMIN),
     RouteSpec(POST, "/continue_generation", occupation.continue_generation, ADMIN),
+    RouteSpec(POST, "/configure_logging", admin.configure_logging, ADMIN),
     RouteSpec(("GET", "POST"), "/slow_down", occupation.slow_down, ADMIN),
     RouteSpec(GET, "/get_world_size", vllm_control.world_size, USER),
     RouteSpec(POST, "/init_weight_transfer_engine", vllm_control.init_engine, ADMIN, OPENAI),

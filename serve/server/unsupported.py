@@ -43,7 +43,6 @@ CONTROL = {
     "/start_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
     "/stop_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
     "/dump_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
-    "/configure_logging": (("GET", "POST"), "Changing the log while the server runs"),
     "/collective_rpc": (("POST",), "Calling functions of workers"),
 }
 OLLAMA = {

@@ -96,7 +96,6 @@ ABSENT_METRICS: dict[str, str] = {
     "sglang:num_transfer_failed_reqs": "prompts and outputs are computed in one process",
     "sglang:kv_transfer_speed_gb_s": "prompts and outputs are computed in one process",
     "sglang:kv_transfer_latency_ms": "prompts and outputs are computed in one process",
-    "sglang:swa_token_usage": "the use of the pools of windowed layers is not reported apart; see sglang:token_usage",
     "sglang:num_running_reqs_offline_batch": "there are no offline batches",
     "sglang:time_to_first_token_seconds_offline_batch": "there are no offline batches",
     "sglang:num_retracted_reqs": "never set there; see sglang:total_retracted_reqs",

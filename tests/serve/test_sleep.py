@@ -118,6 +118,29 @@ async def test_steps_can_be_slowed_down() -> None:
         assert all(scheduler.delay_s == 0 for scheduler in engine.core.schedulers)
 
 
+async def test_the_request_log_changes_while_the_server_runs(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving(checkpoint(0)) as (_, http):
+        with caplog.at_level("INFO", "penstock.requests"):
+            await ids(http)
+            assert not caplog.messages
+            now = await post(http, "/configure_logging", {"log_requests": True, "log_requests_level": 3})
+            assert now == {"log_requests": True, "log_requests_level": 3}
+            await ids(http)
+            [begin, end] = caplog.messages
+            assert begin.startswith("Receive")
+            assert str(PROMPT[0]) in begin
+            assert end.startswith("Finish")
+            assert await post(http, "/configure_logging", {"log_requests_level": 0})
+            await ids(http)
+            assert "input_ids" not in caplog.messages[2]
+            off = await post(http, "/configure_logging", {"log_requests": False})
+            assert off == {"log_requests": False, "log_requests_level": None}
+            await ids(http)
+            assert len(caplog.messages) == 4
+            for wrong in ({"log_requests_level": 3}, {"log_requests_level": 9}, {"log_requests": "yes"}):
+                assert (await http.post("/configure_logging", json=wrong)).status_code == 400
+
+
 # --- sleep ---
 
 

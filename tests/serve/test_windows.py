@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 
 from greedy import GREEDY, model_path, prompts, reference
+from runtime.actors.scrape import exposition
+from runtime.request import Request
+from runtime.sampling_params import SamplingParams
 from serve import Engine
 
 SMALL = {"swa_full_tokens_ratio": 0.02, "page_size": 4, "chunked_prefill_size": 8, "max_running_requests": 6}
@@ -45,3 +48,16 @@ async def test_tokens_are_the_same_with_few_windowed_pages(
     found = re.search(r"(\d+) pages, (\d+) for windowed layers", caplog.text)
     assert found is not None
     assert int(found[2]) < int(found[1]) // 2
+
+
+async def test_the_use_of_the_windowed_pool_is_a_metric() -> None:
+    options = {"max_total_tokens": 200, "skip_tokenizer_init": True, "enable_metrics": True}
+    async with Engine(model_path("mistral"), **SMALL, **options) as engine:
+        cache = engine.core.schedulers[0].scheduler
+        assert cache.load.window_usage == 0
+        stream = engine.core.submit(Request(ids=tuple(prompts()[7]), sampling=SamplingParams(max_new_tokens=40)))
+        used = []
+        async for _ in stream.chunks():
+            used.append(cache.load.window_usage)
+        assert 0 < max(used) <= 1
+        assert b"sglang:swa_token_usage" in exposition(engine.core)

@@ -69,7 +69,7 @@ def kernel_plan(
     reasons.append(reason)
     fallback: Mapping[str, str] | None = None
     if gpu is None and not compiled:
-        in_cpp, reason = _in_cpp(builder, machine, dtype)
+        in_cpp, reason = _in_cpp(builder, machine, dtype, by_transformers=facts.by_transformers)
         if in_cpp:
             fallback, choices, reasons = choices, choices | in_cpp, []
         reasons.append(reason)
@@ -189,7 +189,7 @@ def _settings(builder: PlanBuilder, decode: str) -> Decision[Mapping[str, Mappin
     return Decision({"with_cpp": cpp} | ({backend.file: own} if own else {}), "by the options of each backend")
 
 
-def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[str, str], str]:
+def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str, *, by_transformers: bool) -> tuple[dict[str, str], str]:
     """Return the operations that a CPU computes in C++, and the reason for having them or none."""
     if not machine.has_cpp:
         return {}, "there are no compiled C++ kernels, and no C++ compiler; a step would be faster with one"
@@ -207,6 +207,11 @@ def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[dict[st
         return operations, "C++ kernels compiled for this processor, except for attention, whose backend is set"
     for rows in ("attention", "prefill_attention", "encoder_attention"):
         operations[rows] = "with_cpp"
+    if by_transformers:
+        return operations, (
+            "C++ kernels compiled for this processor, for attention and sampling; transformers' modules call torch for "
+            "all other operations"
+        )
     return operations, "C++ kernels compiled for this processor, which compute a whole step in one call"
 
 

@@ -2,7 +2,7 @@
 
 There are two forms. {"structures": [{"begin", "schema", "end"}], "triggers": [...]} is free text in which a trigger
 starts one of the tags that begin with it. {"format": {...}} nests formats: `const_string`, `json_schema`, `regex`,
-`any_text`, `tag`, `sequence`, `or`, `triggered_tags` and `tags_with_separator`.
+`any_text`, `tag`, `sequence`, `or`, `optional`, `star`, `plus`, `triggered_tags` and `tags_with_separator`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from runtime.grammar_spec import InvalidGrammar
 MAX_TAGS = 256
 MAX_FORMATS = 1024
 MAX_DEPTH = 16
+REPEATS: Mapping[str, str] = {"optional": "?", "star": "*", "plus": "+"}  # format -> Lark's operator
 WriteSchema = Callable[[Any, str], str]  # (schema, its path for error messages) -> its JSON text
 
 _KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {  # format -> (required keys, optional keys)
@@ -28,6 +29,9 @@ _KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {  # format -> (req
     "tag": (frozenset({"begin", "content", "end"}), frozenset()),
     "sequence": (frozenset({"elements"}), frozenset()),
     "or": (frozenset({"elements"}), frozenset()),
+    "optional": (frozenset({"content"}), frozenset()),
+    "star": (frozenset({"content"}), frozenset()),
+    "plus": (frozenset({"content"}), frozenset()),
     "triggered_tags": (frozenset({"triggers", "tags"}), frozenset({"at_least_one", "stop_after_first"})),
     "tags_with_separator": (frozenset({"tags", "separator"}), frozenset({"at_least_one", "stop_after_first"})),
 }
@@ -108,6 +112,8 @@ class _Writer:
             begin, closing = _text_of(value["begin"], f"{place}/begin"), [_text_of(e, f"{place}/end") for e in ends]
             inner = self.format(content, f"{place}/content", closing, depth + 1)
             return f"{quoted(begin)} {inner} {_any_of(end)}"
+        if kind in REPEATS:
+            return self._repeated(kind, value["content"], f"{place}/content", depth) + f" {_any_of(end)}"
         if kind == "sequence":
             return self._sequence(_list(value, "elements", place), place, end, depth)
         if kind == "or":
@@ -117,6 +123,13 @@ class _Writer:
             ]
             return f"({' | '.join(parts)})"
         return f"{self._plain(kind, value, place, depth)} {_any_of(end)}"
+
+    def _repeated(self, kind: str, content: Any, place: str, depth: int) -> str:
+        """Return Lark for content that may be missing or repeat. Raises `InvalidGrammar` if it ends with free text."""
+        body = self.format(content, place, ("",), depth + 1)
+        if _ends_freely(content):
+            raise InvalidGrammar(f"{place} ends with free text, so {kind} must not contain it")
+        return f"{self._rule(body)}{REPEATS[kind]}"
 
     def _plain(self, kind: str, value: Mapping[str, Any], place: str, depth: int) -> str:
         if kind == "const_string":
@@ -218,6 +231,18 @@ class _Writer:
         self._num_rules += 1
         self.rules.append(f"part_{self._num_rules}: {body}")
         return f"part_{self._num_rules}"
+
+
+def _ends_freely(value: Any) -> bool:
+    """Whether a format that has been checked may end with free text."""
+    kind = value["type"]
+    if kind == "sequence":
+        return _ends_freely(value["elements"][-1])
+    if kind == "or":
+        return any(map(_ends_freely, value["elements"]))
+    if kind == "tag":
+        return value["end"] in ("", [""]) and _ends_freely(value["content"])
+    return kind in ("any_text", "triggered_tags")
 
 
 def _any_of(texts: Sequence[str]) -> str:

@@ -37,6 +37,13 @@ PROMPTS = {
 }
 
 
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_tokenizers_without_bos_and_eos_tokens_can_use_every_template(name: str) -> None:
+    template = load_template(name, {}, {})
+    assert template is not None
+    assert template.render(CHAT) == PROMPTS[name].replace("<s>", "").replace("</s>", "")
+
+
 def rendered(name: str, count: int = 4) -> str:
     template = load_template(name, {"default": "{{ not_ours }}"}, SPECIAL)
     assert template is not None

@@ -40,6 +40,13 @@ CASES: list[tuple[Any, list[str], list[str]]] = [
     ({**TRIGGERED, "stop_after_first": True}, ["text", "x <a>1</a>"], ["<a>1</a>x"]),
     ({**TRIGGERED, "stop_after_first": True, "at_least_one": True}, ["<a>1</a>"], ["", "<a>1</a>x"]),
     (tag("[", "]", TRIGGERED), ["[]", "[x<a>1</a>y]"], ["[x", "[<a>x]"]),
+    ({"type": "optional", "content": NUMBER}, ["", "3"], ["3a", "a"]),
+    (
+        {"type": "sequence", "elements": [const("a"), {"type": "star", "content": tag("<", ">", ANY)}, const("!")]},
+        ["a!", "a<x>!", "a<x><y>!"],
+        ["a", "a<x!"],
+    ),
+    (tag("[", "]", {"type": "plus", "content": const("ab")}), ["[ab]", "[abab]"], ["[]", "[a]"]),
     (LISTED, ["", "<a>1</a>", "<a>1</a>, <b>2|"], ["<a>1</a>,", "x"]),
     ({**LISTED, "at_least_one": True, "stop_after_first": True}, ["<a>1</a>"], ["", "<a>1</a>, <a>1</a>"]),
 ]
@@ -62,6 +69,9 @@ def test_formats_allow_their_texts(form: Any, good: list[str], bad: list[str]) -
         ({"type": "triggered_tags", "triggers": ["<x"], "tags": TAGS}, "no trigger begins format/tags/0"),
         (tag("<a>", "</a>", {"type": "json_schema", "json_schema": {"contains": {}}}), "format/content/json_schema"),
         ({"type": "regex", "pattern": "("}, "format/pattern"),
+        ({"type": "star", "content": ANY}, "format/content ends with free text"),
+        ({"type": "plus", "content": {"type": "or", "elements": [NUMBER, TRIGGERED]}}, "ends with free text"),
+        ({"type": "optional", "content": {"type": "grammar"}}, "format/content/type must be one of"),
     ],
 )
 def test_what_is_wrong_is_named(form: Any, problem: str) -> None:
