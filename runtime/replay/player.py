@@ -13,7 +13,7 @@ import orjson
 from runtime.batch import Batch, StepOutput
 from runtime.errors import ConfigurationError, PenstockError
 from runtime.replay.record_format import VERSION, digest, make_cache, make_plan, make_sequences
-from runtime.request import Finish, Logprobs
+from runtime.request import Delta, Finish, Logprobs
 from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
 
@@ -34,18 +34,34 @@ class Launched(NamedTuple):
     batch: Batch
 
 
+class Added(NamedTuple):
+    """A request was added."""
+
+    time_s: float  # since the record began
+    sequences: list[Sequence]
+
+
 class Applied(NamedTuple):
     """A step with the recorded tokens of each row was applied."""
 
     batch: Batch
     tokens: list[list[int]]
+    deltas: list[Delta]
+    time_s: float
+
+
+class Timed(NamedTuple):
+    """The measured time of the step that was applied last."""
+
+    batch: Batch
+    seconds: float
 
 
 class Dropped(NamedTuple):
     """The results of all steps in flight are ignored from now on."""
 
 
-Event = Launched | Applied | Dropped
+Event = Added | Launched | Applied | Timed | Dropped
 
 
 @dataclass(slots=True)
@@ -154,10 +170,11 @@ class Player:
             case "t":
                 return self._apply(*values)
             case "a":
-                self._add(values[1])
+                return self._add(*values)
             case "s":
                 if self._applied is not None:
                     self.scheduler.note_step(self._applied, values[1], values[0] / 1e6)
+                    return Timed(self._applied, values[0] / 1e6)
             case "i":
                 self._measure(*values)
             case "x":
@@ -179,12 +196,13 @@ class Player:
                 raise self._difference(f"the event {kind!r} is unknown")
         return None
 
-    def _add(self, values: dict[str, Any]) -> None:
+    def _add(self, time_us: int, values: dict[str, Any]) -> Added:
         sequences = make_sequences(values)
         self.counts.requests += 1
         for sequence in sequences:
             self._sequences[sequence.request.id, sequence.index] = sequence
         self.scheduler.add(*sequences)
+        return Added(time_us / 1e6, sequences)
 
     def _named(self, names: list[Any]) -> list[Sequence]:
         keys = [tuple(name) if isinstance(name, list) else (name, 0) for name in names]
@@ -229,7 +247,7 @@ class Player:
             if delta.finish is not None:
                 self._sequences.pop((delta.request_id, delta.index), None)
         self._verify()
-        return Applied(batch, rows)
+        return Applied(batch, rows, deltas, time_us / 1e6)
 
     def _recover(self, kind: str, values: list[Any]) -> Dropped:
         batches = list(self._in_flight)

@@ -26,6 +26,7 @@ COMMANDS: Mapping[str, str] = {  # commands other than serve: module and functio
     "models": "serve.cli.models_table:main",
     "top": "serve.cli.top:main",
     "replay": "serve.cli.replay:main",
+    "simulate": "serve.cli.simulate:main",
 }
 
 

@@ -16,7 +16,7 @@ from ops.machine import Machine
 from runtime.batch import Runner, StepOutput
 from runtime.config import Args
 from runtime.errors import ConfigurationError
-from runtime.replay.player import Applied, Counts, Difference, Launched, Player
+from runtime.replay.player import Applied, Counts, Difference, Dropped, Launched, Player
 from serve.demo import demo_path
 
 
@@ -120,6 +120,6 @@ async def _compare(player: Player, runner: Runner) -> None:
                     f"row {row} of request {event.batch.sequences[row].request.id}: the model chooses "
                     f"{output.tokens[row]}, and the record has {event.tokens[row]}",
                 )
-        else:
+        elif isinstance(event, Dropped):
             while in_flight:
                 await in_flight.popleft()

@@ -23,6 +23,7 @@ usage: penstock [serve MODEL] [options]  serve a model over HTTP (also: python -
        penstock shard [options]          write a checkpoint with separate files per rank
        penstock top [--url URL]          watch a running server
        penstock replay FILE [options]    repeat a recorded schedule, with or without the model
+       penstock simulate [options]       compare schedules on a trace, over a virtual clock
        penstock models [NAME ...]        list the supported architectures and their features
        penstock --version
 

@@ -1,0 +1,1 @@
+"""A simulator: the scheduler over a virtual clock."""

@@ -1,0 +1,130 @@
+"""The time of a step as a function of its batch: fitted to a record, or from published figures of a GPU.
+
+    seconds = base + max(floor, rows * row + prompt tokens * token) + context * context_s + pairs * pair
+
+`rows` have one token, `context` counts the cached tokens that these rows read, and `pairs` counts the pairs of a prompt
+token and a token that it attends to. On a GPU, `floor` is the time to read the weights; a fit has no floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.batch import Batch
+from runtime.config.model_facts import ModelFacts
+from runtime.errors import ConfigurationError
+
+OUTLIER = 3.0  # in a fit, steps are left out whose error is above so many times the median error
+NUM_FITS = 3  # the first over all steps, the others without outliers
+MIN_STEPS = 20  # minimum number of steps of a fit
+
+
+class GpuFigures(NamedTuple):
+    """Figures of a GPU's data sheet (dense bf16)."""
+
+    flops: float  # operations per second
+    bandwidth: float  # bytes per second of its memory
+
+
+# NVIDIA's data sheets: H100 SXM, H200 SXM, A100 SXM 80 GB, L4.
+GPUS: Mapping[str, GpuFigures] = {
+    "h100": GpuFigures(989e12, 3.35e12),
+    "h200": GpuFigures(989e12, 4.8e12),
+    "a100": GpuFigures(312e12, 2.04e12),
+    "l4": GpuFigures(121e12, 0.3e12),
+}
+# Shares of these figures that whole steps reach, by NVIDIA's measured kernel tables (aiconfigurator-core 0.12.0):
+# Llama-3.1-8B in bf16 decodes one row at 70 % of the bandwidth, and 8 prompts of 1,024 tokens reach 72 % to 78 % of the
+# operations. Gaps between kernels are not included.
+BANDWIDTH_SHARE, FLOPS_SHARE = 0.7, 0.75
+
+
+class StepCosts(NamedTuple):
+    """Coefficients of the time of a step, in seconds."""
+
+    base: float = 0.0
+    row: float = 0.0
+    token: float = 0.0
+    context: float = 0.0
+    pair: float = 0.0
+    floor: float = 0.0
+
+    def seconds(self, batch: Batch) -> float:
+        """Return the predicted time of a step."""
+        rows, tokens, context, pairs = features(batch)
+        work = max(self.floor, rows * self.row + tokens * self.token)
+        return self.base + work + context * self.context + pairs * self.pair
+
+
+def features(batch: Batch) -> tuple[int, int, int, int]:
+    """Return rows of one token, tokens of other rows, context of the former, and pairs of the latter."""
+    starts, counts = batch.starts, batch.counts
+    num_tokens = len(batch.token_ids)
+    if num_tokens == len(counts):
+        return num_tokens, 0, int(starts.sum()), 0
+    single = counts == 1
+    rows = int(single.sum())
+    context = int(starts[single].sum())
+    others, first = counts[~single].astype(np.int64), starts[~single]
+    return rows, num_tokens - rows, context, int((others * (first + (others + 1) / 2)).sum())
+
+
+def fit(steps: list[tuple[tuple[int, int, int, int], float]]) -> StepCosts:
+    """Return the costs that predict these steps (features, seconds) with the least relative errors.
+
+    Raises `ConfigurationError` if there are too few steps.
+    """
+    if len(steps) < MIN_STEPS:
+        raise ConfigurationError(f"The record has {len(steps)} timed steps; a fit needs {MIN_STEPS}.")
+    matrix = np.array([(1.0, *values) for values, _ in steps])
+    seconds = np.array([max(each, 1e-6) for _, each in steps])
+    kept = np.ones(len(steps), np.bool_)
+    found = np.zeros(matrix.shape[1])
+    for _ in range(NUM_FITS):
+        found = _least_squares(matrix[kept] / seconds[kept, None], np.ones(int(kept.sum())))
+        errors = np.abs(matrix @ found / seconds - 1)
+        kept = errors <= max(OUTLIER * float(np.median(errors)), 0.02)
+    return StepCosts(*map(float, found))
+
+
+def _least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the non-negative solution: columns whose coefficient would be negative are left out, the worst first."""
+    columns = [column for column in range(matrix.shape[1]) if matrix[:, column].any()]
+    found = np.zeros(matrix.shape[1])
+    while columns:
+        scale = np.abs(matrix[:, columns]).max(axis=0)
+        values = np.linalg.lstsq(matrix[:, columns] / scale, target, rcond=None)[0]
+        if (values >= 0).all():
+            found[columns] = values / scale
+            break
+        del columns[int(values.argmin())]
+    return found
+
+
+def published(gpu: str, facts: ModelFacts, weight_bytes: int) -> StepCosts:
+    """Return the costs of a dense model with `weight_bytes` in bf16 on one GPU of `GPUS`."""
+    figures = GPUS[gpu]
+    bandwidth, flops = figures.bandwidth * BANDWIDTH_SHARE, figures.flops * FLOPS_SHARE
+    kv_bytes = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * 2
+    token_s = weight_bytes / flops  # two operations for each weight of two bytes
+    return StepCosts(
+        row=token_s,
+        token=token_s,
+        context=kv_bytes / bandwidth,
+        pair=4 * facts.num_layers * facts.num_heads * facts.head_dim / flops,
+        floor=weight_bytes / bandwidth,
+    )
+
+
+def weight_bytes(facts: ModelFacts) -> int:
+    """Return the bytes of a dense model in bf16: those on disk, or those that its configuration implies."""
+    if facts.weight_bytes:
+        return facts.weight_bytes
+    inner = int(facts.config.get("intermediate_size") or 4 * facts.hidden_size)
+    attention = facts.hidden_size * facts.head_dim * 2 * (facts.num_heads + facts.num_kv_heads)
+    layers = facts.num_layers * (attention + 3 * facts.hidden_size * inner)
+    return 2 * (layers + 2 * facts.vocab_size * facts.hidden_size)
