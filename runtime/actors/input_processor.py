@@ -13,6 +13,7 @@ from runtime.constraint import AllowedTokens, LogitsHook
 from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.grammar.matching.position import Ends
 from runtime.logits_processors import ProcessedLogits, check_name, load_processors
+from runtime.media_source import PLURALS, check_counts
 from runtime.repetition import Breakers, DryPenalties
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
@@ -114,19 +115,17 @@ class InputProcessor:
         return self._breakers.ids(sampling.dry_sequence_breakers)
 
     def _check_media(self, request: Request) -> None:
-        """Raise `InvalidRequest` if this engine takes no images, or not so many."""
-        param, most = request.media[0].param, self._media.limits["image"]
+        """Raise `InvalidRequest` if this engine takes no images, videos or audio, or not so many."""
+        param = request.media[0].param
+        plural = PLURALS[request.media[0].kind]
         if not self._media.enabled:
-            raise InvalidRequest(f"No images are accepted: {self._media.refusal}.", param=param)
-        if len(request.media) > most:
-            raise InvalidRequest(
-                f"The request has {len(request.media)} images; at most {most} are accepted (--limit-mm-per-prompt).",
-                param=request.media[most].param,
-            )
+            raise InvalidRequest(f"No {plural} are accepted: {self._media.refusal}.", param=param)
+        check_counts(request.media, self._media.limits)
         if request.cuts:
-            raise InvalidRequest("A prompt with images cannot be truncated; leave out truncation.", param="truncation")
+            raise InvalidRequest(f"A prompt with {plural} cannot be truncated; leave out truncation.",
+                                 param="truncation")  # fmt: skip
         if request.wants_embedding:
-            raise InvalidRequest("Images cannot be embedded yet; send text.", param=param)
+            raise InvalidRequest(f"{plural.capitalize()} cannot be embedded yet; send text.", param=param)
 
     def check_texts(self, request: Request) -> None:
         """Raise `ContextOverflow` if a text cannot fit, before it is encoded. Call it on a thread for long texts."""

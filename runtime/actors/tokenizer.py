@@ -24,6 +24,7 @@ from runtime.grammar.compiler import GrammarCompiler
 from runtime.grammar.patterns.stop_patterns import stop_patterns
 from runtime.media.fair_slots import Asker
 from runtime.media.preparation import MediaPreparer
+from runtime.media_source import Kind
 from runtime.request import Request
 from runtime.tokenizer.text_limit import LARGE_TEXT_BYTES, give_back_memory
 from runtime.tokenizer.tokenizer import Tokenizer
@@ -59,8 +60,11 @@ class TokenizerActor:
         self._grammars = grammars
         self._adapters = adapters
         self._media = media
-        # The placeholder of an image, if it is a single token.
-        self._image_id = None if media is None or tokenizer is None else _single_id(tokenizer, media.placeholder)
+        # The placeholder of an item of each kind, if it is a single token.
+        places = {} if media is None or tokenizer is None else media.placeholders
+        self._placeholder_ids: dict[Kind, int | None] = {
+            kind: tokenizer and _single_id(tokenizer, text) for kind, text in places.items()
+        }
         self._sessions = sessions
         # One thread reads the texts of sampling parameters, in Python: the event loop would wait for each of several.
         self._reading = anyio.CapacityLimiter(1)
@@ -159,15 +163,16 @@ class TokenizerActor:
         request, media = live.request, self._media
         try:
             if media is None:
-                raise InvalidRequest("Images are not accepted by this engine.", param=request.media[0].param)
+                raise InvalidRequest("Media are not accepted by this engine.", param=request.media[0].param)
+            media.check(request.media)
             live.times.tokenizing = monotonic()
             asker = Asker(request.owner, request.id)
             blocks = await media.encode(request.media, lambda: not live.output.finished, asker)
             if request.ids is not None:
-                ids: tuple[int, ...] | PenstockError = media.expanded_ids(request.ids, self._image_id, blocks)
+                ids, blocks = media.expanded_ids(request.ids, self._placeholder_ids, blocks)
             else:
-                longer = replace(request, text=media.expanded(request.text or "", blocks))
-                ids = await anyio.to_thread.run_sync(self._encode_text, longer)
+                text, blocks = media.expanded(request.text or "", blocks)
+                ids = await anyio.to_thread.run_sync(self._encode_text, replace(request, text=text))
             if isinstance(ids, PenstockError):
                 raise ids
             ids, prompt_media = await media.place(ids, blocks)

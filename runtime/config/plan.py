@@ -187,16 +187,20 @@ class DraftPlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaPlan(Section):
-    """Images in requests: whether they are accepted, where they are read, and their limits."""
+    """Images, videos and audio in requests: whether they are accepted, where they are read, and their limits."""
 
     enabled: bool = False
     refusal: str = ""  # why images are refused; "": they are accepted
-    limits: Mapping[str, int] = field(default_factory=lambda: {"image": 64})  # most items of a request, by kind
+    # most items of a request, by kind
+    limits: Mapping[str, int] = field(default_factory=lambda: {"image": 64, "video": 4, "audio": 16})
     folder: str | None = None  # files below it may be named; None: no files
     domains: tuple[str, ...] = ()  # hosts from which images are fetched; (): none
     timeout_s: float = 10.0
     max_pixels: int = 2**25
     max_bytes: int = 2**25
+    max_frames: int = 64  # of a video
+    max_video_pixels: int = 2**26  # of all frames of a video together
+    max_audio_s: float = 600.0
     cache_bytes: int = 2**30  # host memory for vectors of images
     num_threads: int = 2
     fast: bool = True  # use torchvision's processors if there are any

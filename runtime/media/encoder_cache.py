@@ -1,4 +1,4 @@
-"""Vectors of images that were encoded lately, limited by their bytes. Does not import torch."""
+"""Vectors of images, videos and audio that were encoded lately, limited by their bytes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.media_source import Kind
+
 
 class EncodedBlock(NamedTuple):
-    """An image in a form that needs no processor and no encoder any more."""
+    """An image, a video or audio in a form that needs no processor and no encoder any more."""
 
-    digest: bytes  # 256 bits of the pixels and the processor's parameters
+    digest: bytes  # 256 bits of the pixels or samples and the processor's parameters
     text: str  # replaces the placeholder in a prompt
     token_ids: NDArray[np.int64]  # [T], of this text
     is_media: NDArray[np.bool_]  # [T], tokens whose embeddings are `vectors`
     vectors: NDArray[np.float32]  # [N, W]
-    grids: Mapping[str, Any]  # tensors with the size of the image, for its positions
+    grids: Mapping[str, Any]  # tensors with the size of the image or video, for its positions
+    kind: Kind = "image"
+    types: NDArray[np.int64] | None = None  # [N], types of the tokens for positions; None: those of the kind
 
     @property
     def nbytes(self) -> int:

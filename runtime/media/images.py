@@ -13,7 +13,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of which Pillow has decoders 
 MAX_SIDE = 2**16
 
 
-def decode(content: Any, max_pixels: int, param: str) -> Any:
+def decode_image(content: Any, max_pixels: int, param: str) -> Any:
     """Return an image of Pillow in RGB, turned as its EXIF data says. Blocks; call it on a thread.
 
     `content` is a file's bytes, an image of Pillow, or an array [H, W], [H, W, 3] or [H, W, 4] of uint8. Of animations
@@ -30,7 +30,7 @@ def decode(content: Any, max_pixels: int, param: str) -> Any:
             image = content
         else:
             raise InvalidRequest(f"{param}: {type(content).__name__} is no image.", param=param)
-        _check_size(image.size, max_pixels, param)  # before any pixel is decoded
+        check_size(image.size, max_pixels, param)  # before any pixel is decoded
         image.load()
         turned = ImageOps.exif_transpose(image)
         return (turned or image).convert("RGB")
@@ -53,9 +53,10 @@ def _of_array(array: np.ndarray, param: str) -> Any:
     return Image.fromarray(array)
 
 
-def _check_size(size: tuple[int, int], max_pixels: int, param: str) -> None:
+def check_size(size: tuple[int, int], max_pixels: int, param: str) -> None:
+    """Raise `InvalidRequest` if an image or a frame of width and height `size` has too many pixels, or none."""
     width, height = size
     if not (width and height) or max(width, height) > MAX_SIDE or width * height > max_pixels:
         raise InvalidRequest(
-            f"{param}: the image has {width} x {height} pixels; at most {max_pixels} are accepted.", param=param
+            f"{param}: it has {width} x {height} pixels; at most {max_pixels} are accepted.", param=param
         )

@@ -1,8 +1,9 @@
-"""Where the images of a prompt stand: their tokens, their keys in the prefix tree and their positions."""
+"""Where images, videos and audio stand in a prompt: their tokens, keys in the prefix tree, and positions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -10,41 +11,65 @@ from numpy.typing import NDArray
 
 from runtime.errors import InvalidRequest
 from runtime.media.encoder_cache import EncodedBlock
-from runtime.media_source import PlacedMedia, PromptMedia
+from runtime.media_source import PLURALS, Kind, PlacedMedia, PromptMedia
 
-ABOVE_IDS = 1 << 256  # prefix-cache keys of image tokens begin here, above all token ids
+ABOVE_IDS = 1 << 256  # prefix-cache keys of media tokens begin here, above all token ids
+TYPES: Mapping[Kind, int] = {"image": 1, "video": 2, "audio": 3}  # of tokens, for transformers; 0: text
 
-# (token ids [T], tokens of images [T], sizes of all images by name) -> positions [3, T]
-Positions = Callable[[NDArray[np.int64], NDArray[np.bool_], Mapping[str, Any]], NDArray[np.int64]]
+# (token ids [T], types of tokens [T], sizes of all images and videos by name) -> positions [3, T]
+Positions = Callable[[NDArray[np.int64], NDArray[np.int64], Mapping[str, Any]], NDArray[np.int64]]
 
 
-def expanded(text: str, placeholder: str, blocks: Sequence[str]) -> str:
-    """Return the text with every placeholder replaced by the text of its image.
+def expanded(text: str, placeholders: Mapping[Kind, str], items: Sequence[tuple[Kind, str]]) -> tuple[str, list[int]]:
+    """Return the text with every placeholder replaced by the text of its item, and the order in which they stand.
 
-    Raises `InvalidRequest` unless there is one placeholder for each image.
+    The n-th placeholder of a kind belongs to the n-th item of this kind. Raises `InvalidRequest` unless there is one
+    placeholder for each item. Placeholders of kinds without items are text.
     """
-    pieces = text.split(placeholder)
-    _check_count(len(pieces) - 1, len(blocks), placeholder)
-    return "".join([pieces[0], *(part for pair in zip(blocks, pieces[1:], strict=True) for part in pair)])
+    found: list[tuple[int, Kind]] = []
+    kinds: list[Kind] = [kind for kind, _ in items]
+    for kind in set(kinds):
+        place, at = placeholders[kind], -1
+        while (at := text.find(place, at + 1)) >= 0:
+            found.append((at, kind))
+    found.sort()
+    order = _order([kind for _, kind in found], kinds, placeholders)
+    pieces, end = [], 0
+    for (at, kind), index in zip(found, order):
+        pieces += [text[end:at], items[index][1]]
+        end = at + len(placeholders[kind])
+    return "".join([*pieces, text[end:]]), order
 
 
-def expanded_ids(ids: Sequence[int], placeholder: int, blocks: Sequence[EncodedBlock], name: str) -> tuple[int, ...]:
-    """Return the ids with every placeholder replaced by the tokens of its image, like `expanded`."""
+def expanded_ids(
+    ids: Sequence[int], placeholders: Mapping[Kind, int], blocks: Sequence[EncodedBlock], names: Mapping[Kind, str]
+) -> tuple[tuple[int, ...], list[int]]:
+    """Return the ids with every placeholder replaced by the tokens of its item, and the order, like `expanded`."""
     array = np.asarray(ids, np.int64)
-    at = np.flatnonzero(array == placeholder)
-    _check_count(len(at), len(blocks), name)
-    pieces = np.split(array, np.sort(np.concatenate([at, at + 1])))
-    pieces[1::2] = [block.token_ids for block in blocks]
-    return tuple(np.concatenate(pieces).tolist())
+    found: list[tuple[int, Kind]] = []
+    kinds: set[Kind] = {block.kind for block in blocks}
+    for kind in kinds:
+        for at in np.flatnonzero(array == placeholders[kind]).tolist():
+            found.append((at, kind))
+    found.sort()
+    order = _order([kind for _, kind in found], [block.kind for block in blocks], names)
+    borders = [-1, *(at for at, _ in found), len(array)]
+    texts = [array[before + 1 : after] for before, after in pairwise(borders)]
+    pieces = [texts[0], *(part for index, text in zip(order, texts[1:]) for part in (blocks[index].token_ids, text))]
+    return tuple(np.concatenate(pieces).tolist()), order
 
 
-def _check_count(num_placeholders: int, num_images: int, placeholder: str) -> None:
-    if num_placeholders != num_images:
-        raise InvalidRequest(
-            f"The prompt has {num_placeholders} places for images ({placeholder}) and the request has {num_images} "
-            "images.",
-            param="image_data",
-        )
+def _order(found: Sequence[Kind], kinds: Sequence[Kind], placeholders: Mapping[Kind, str]) -> list[int]:
+    """Return for each placeholder the index of its item. Raises `InvalidRequest` if the numbers differ."""
+    for kind in dict.fromkeys(kinds):
+        if found.count(kind) != kinds.count(kind):
+            raise InvalidRequest(
+                f"The prompt has {found.count(kind)} places for {PLURALS[kind]} ({placeholders[kind]}) and the request "
+                f"has {kinds.count(kind)} {PLURALS[kind]}.",
+                param=f"{kind}_data",
+            )
+    queues = {kind: iter([index for index, each in enumerate(kinds) if each == kind]) for kind in kinds}
+    return [next(queues[kind]) for kind in found]
 
 
 def place(
@@ -52,29 +77,34 @@ def place(
 ) -> tuple[tuple[int, ...], PromptMedia]:
     """Return the prompt's ids and its media. `positions` computes positions of three axes; None: there is one axis.
 
-    Ids of image tokens that are beyond the vocabulary become 0; no layer reads them. Raises `InvalidRequest` if the
-    text itself has tokens that stand for images.
+    `blocks` are in the order in which they stand. Ids of their tokens that are beyond the vocabulary become 0; no layer
+    reads them. Raises `InvalidRequest` if the text itself has tokens that stand for media.
     """
     array = np.asarray(ids, np.int64)
     media_ids = np.unique(np.concatenate([block.token_ids[block.is_media] for block in blocks]))
     is_media = np.isin(array, media_ids)
     at, count = np.flatnonzero(is_media), sum(len(block.vectors) for block in blocks)
     if len(at) != count:
-        raise InvalidRequest("The text itself contains tokens that stand for parts of an image.", param="image_data")
-    keys, spans, first = array.tolist(), [], 0
+        kind = blocks[0].kind
+        raise InvalidRequest(
+            "The text itself contains tokens that stand for parts of an image, a video or audio.", param=f"{kind}_data"
+        )
+    keys, spans, first, types = array.tolist(), [], 0, np.zeros(len(array), np.int64)
     for block in blocks:
         mine = at[first : first + len(block.vectors)]
         first += len(mine)
+        types[mine] = TYPES[block.kind] if block.types is None else block.types
         base = ABOVE_IDS + int.from_bytes(block.digest, "big")
-        for place_in_image, position in enumerate(mine.tolist()):
-            keys[position] = base + place_in_image
+        for place_in_block, position in enumerate(mine.tolist()):
+            keys[position] = base + place_in_block
         cuts = np.flatnonzero(np.diff(mine) != 1) + 1
         for run, vectors in zip(np.split(mine, cuts), np.split(block.vectors, cuts)):
             spans.append(PlacedMedia(int(run[0]), vectors))
     offsets, delta = None, 0
     if positions is not None:
         names = {name for block in blocks for name in block.grids}
-        axes = positions(array, is_media, {name: [block.grids[name] for block in blocks] for name in names})
+        grids = {name: [block.grids[name] for block in blocks if name in block.grids] for name in names}
+        axes = positions(array, types, grids)
         offsets = (axes - np.arange(len(array))).astype(np.int32)
         delta = int(axes.max()) + 1 - len(array)
     array[is_media & (array >= vocab_size)] = 0

@@ -1,4 +1,4 @@
-"""Turns the images of requests into vectors: reads, decodes, processes and encodes them beside the event loop."""
+"""Turns images, videos and audio of requests into vectors: reads, decodes and encodes them beside the event loop."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
@@ -20,9 +21,11 @@ from runtime.errors import CheckpointError, EngineFailure, InvalidRequest, Overl
 from runtime.media.encoder_cache import EncodedBlock, EncoderCache
 from runtime.media.fair_slots import Asker, FairSlots
 from runtime.media.fetch import Fetcher
-from runtime.media.images import decode
+from runtime.media.images import decode_image
 from runtime.media.placement import expanded, expanded_ids, place
-from runtime.media_source import MediaSource, PromptMedia
+from runtime.media.sounds import decode_audio
+from runtime.media.videos import VideoLimits, decode_video
+from runtime.media_source import PLURALS, Kind, MediaSource, PromptMedia, check_counts
 
 if TYPE_CHECKING:
     from runtime.media.processing import Processors
@@ -46,7 +49,7 @@ class MediaPreparer:
     def __init__(self, plan: MediaPlan, facts: ModelFacts, processors: Processors, tower: MediaTower) -> None:
         self.plan = plan
         self.cache = EncoderCache(plan.cache_bytes)
-        self.num_images = 0  # images of admitted requests
+        self.num_images = 0  # images, videos and audio of admitted requests
         self.encode_s = 0.0  # time in the encoder
         self._facts = facts
         self._processors = processors
@@ -61,13 +64,18 @@ class MediaPreparer:
         self._encoder = anyio.CapacityLimiter(1)
         self._threads = anyio.CapacityLimiter(plan.num_threads)
         self._pending: dict[bytes, asyncio.Future[EncodedBlock]] = {}  # images that are encoded now
+        self._video_limits = VideoLimits(plan.max_frames, plan.max_pixels, plan.max_video_pixels)
+        self._audio_s = min(plan.max_audio_s, processors.audio_s or plan.max_audio_s)
 
     @classmethod
     def load(cls, plan: Plan, facts: ModelFacts) -> Self:
-        """Load processor and encoder, and try them on an image. Blocks. Raises CheckpointError if either is missing."""
+        """Load processor and encoder, and try them on an item of each kind. Blocks.
+
+        Raises CheckpointError if they accept no kind.
+        """
         import torch
 
-        from runtime.media.processing import Processors
+        from runtime.media.processing import Processors, trial
         from runtime.models.by_transformers.facts import auto_class, config_of
         from runtime.models.by_transformers.tower import load_tower
 
@@ -80,10 +88,26 @@ class MediaPreparer:
         tower = load_tower(
             facts.path, loader, config, getattr(torch, plan.model.dtype), torch.device(plan.model.device)
         )
-        trial = decode(np.full((64, 64, 3), 127, np.uint8), media.max_pixels, "image")
-        tower.try_out(processors.process(trial, "image").inputs, facts.architecture)
+        mutual: dict[Kind, bool] = {}
+        for kind in list(processors.placeholders):
+            try:
+                item = processors.process(kind, trial(kind, processors.sampling_rate), {}, kind)
+                mutual[kind] = tower.try_out(item.inputs, facts.architecture, PLURALS[kind])
+                if len({*mutual.values()}) > 1:
+                    raise CheckpointError(
+                        f"{facts.architecture}: {PLURALS[kind]} are not supported: their tokens attend to each other "
+                        "in another way than those of images."
+                    )
+            except (CheckpointError, InvalidRequest) as error:
+                mutual.pop(kind, None)
+                processors.refusals[kind] = str(error)
+                del processors.placeholders[kind]
+        if not mutual:
+            raise CheckpointError(next(iter(processors.refusals.values())))
+        tower.mutual = any(mutual.values())
         logger.info(
-            "Images: %s and an encoder of %.2f GiB%s.",
+            "%s: %s and an encoder of %.2f GiB%s.",
+            ", ".join(PLURALS[kind] for kind in mutual).capitalize(),
             processors.name,
             sum(each.nbytes for each in tower.parameters()) / 2**30,
             ", whose images are not split between steps" if tower.mutual else "",
@@ -91,18 +115,19 @@ class MediaPreparer:
         return cls(media, facts, processors, tower)
 
     @property
-    def placeholder(self) -> str:
-        """The text that stands for an image in a prompt."""
-        return self._processors.placeholder
+    def placeholders(self) -> Mapping[Kind, str]:
+        """The texts that stand for items in a prompt, of the kinds that are accepted."""
+        return self._processors.placeholders
 
     def check(self, sources: Sequence[MediaSource]) -> None:
-        """Raise `InvalidRequest` if a request has too many images."""
-        most = self.plan.limits["image"]
-        if len(sources) > most:
-            raise InvalidRequest(
-                f"The request has {len(sources)} images; at most {most} are accepted (--limit-mm-per-prompt).",
-                param=sources[most].param,
-            )
+        """Raise `InvalidRequest` if a request has items of a kind that is not accepted, or too many of a kind."""
+        for source in sources:
+            if source.kind not in self._processors.placeholders:
+                raise InvalidRequest(
+                    f"No {PLURALS[source.kind]} are accepted: {self._processors.refusals[source.kind]}",
+                    param=source.param,
+                )
+        check_counts(sources, self.plan.limits)
 
     def check_space(self, num_bytes: int, retry_after_s: int = 1) -> None:
         """Raise `Overloaded` if images of this size do not fit beside those that wait."""
@@ -152,26 +177,37 @@ class MediaPreparer:
         self._num_counted += 1
         try:
             asker = Asker(client, -next(self._calls))
-            texts = [await self._counted(source, asker) for source in sources]
+            texts: list[tuple[Kind, str]] = []
+            for source in sources:
+                texts.append((source.kind, await self._counted(source, asker)))
         finally:
             self._num_counted -= 1
             self.let_go(num_bytes)
-        return expanded(text, self.placeholder, texts)
+        return expanded(text, self.placeholders, texts)[0]
 
-    def expanded(self, text: str, blocks: Sequence[EncodedBlock]) -> str:
-        """Return the text with the images' tokens."""
-        return expanded(text, self.placeholder, [block.text for block in blocks])
+    def expanded(self, text: str, blocks: Sequence[EncodedBlock]) -> tuple[str, list[EncodedBlock]]:
+        """Return the text with the tokens of the blocks, and the blocks in the order in which they stand."""
+        items: list[tuple[Kind, str]] = [(block.kind, block.text) for block in blocks]
+        text, order = expanded(text, self.placeholders, items)
+        return text, [blocks[index] for index in order]
 
     def expanded_ids(
-        self, ids: Sequence[int], placeholder: int | None, blocks: Sequence[EncodedBlock]
-    ) -> tuple[int, ...]:
-        """Return the ids with the images' tokens in place of the id of the placeholder."""
-        if placeholder is None:
-            raise InvalidRequest(
-                "The placeholder of this model's images is no single token; send text instead of input_ids.",
-                param="input_ids",
-            )
-        return expanded_ids(ids, placeholder, blocks, self.placeholder)
+        self, ids: Sequence[int], placeholders: Mapping[Kind, int | None], blocks: Sequence[EncodedBlock]
+    ) -> tuple[tuple[int, ...], list[EncodedBlock]]:
+        """Return the ids with the tokens of the blocks in place of placeholders, and the blocks in their order."""
+        known: dict[Kind, int] = {}
+        kinds: set[Kind] = {block.kind for block in blocks}
+        for kind in kinds:
+            placeholder = placeholders.get(kind)
+            if placeholder is None:
+                raise InvalidRequest(
+                    f"The placeholder of this model's {PLURALS[kind]} is no single token; send text instead of "
+                    "input_ids.",
+                    param="input_ids",
+                )
+            known[kind] = placeholder
+        expanded, order = expanded_ids(ids, known, blocks, self.placeholders)
+        return expanded, [blocks[index] for index in order]
 
     async def place(self, ids: Sequence[int], blocks: Sequence[EncodedBlock]) -> tuple[tuple[int, ...], PromptMedia]:
         """Return the prompt's ids and media. Raises `InvalidRequest` if the text has tokens of images itself."""
@@ -235,14 +271,16 @@ class MediaPreparer:
 
     async def _compute(self, image: Any, digest: bytes, source: MediaSource) -> EncodedBlock:
         tower = self._tower
-        processed = await self._thread(self._processors.process, image, source.param)
+        process = self._processors.process
+        processed = await self._thread(process, source.kind, image, source.options, source.param)
         began = time.monotonic()
         try:
             encoded = await anyio.to_thread.run_sync(tower.encode, processed.inputs, limiter=self._encoder)
         except Exception as error:  # model code may raise any exception
-            logger.exception("encoding an image failed")
-            raise EngineFailure("The image could not be encoded.") from error
+            logger.exception("encoding an item of kind %s failed", source.kind)
+            raise EngineFailure(f"The {source.kind} could not be encoded.") from error
         self.encode_s += time.monotonic() - began
+        types = processed.inputs.get("mm_token_type_ids")
         block = EncodedBlock(
             digest,
             processed.text,
@@ -250,6 +288,8 @@ class MediaPreparer:
             encoded.is_media,
             encoded.vectors,
             {name: processed.inputs[name] for name in tower.grid_names if name in processed.inputs},
+            source.kind,
+            None if types is None else types[0].numpy().astype(np.int64)[encoded.is_media],
         )
         if tower is self._tower:  # else its weights were replaced meanwhile
             self.cache.put(block)
@@ -260,20 +300,29 @@ class MediaPreparer:
             known = self.cache.peek(digest)
             if known is not None:
                 return known.text
-            return (await self._thread(self._processors.process, image, source.param)).text
+            process = self._processors.process
+            return (await self._thread(process, source.kind, image, source.options, source.param)).text
 
     def _read(self, content: Any, source: MediaSource) -> tuple[Any, bytes]:
-        """Return the decoded image and its digest."""
-        image = decode(content, self.plan.max_pixels, source.param)
-        return image, self._processors.digest(image)
+        """Return the decoded item and its digest."""
+        param, options = source.param, source.options
+        if source.kind == "image":
+            item: Any = decode_image(content, self.plan.max_pixels, param)
+        elif source.kind == "video":
+            choose = partial(self._processors.frames, options=options)
+            item = decode_video(content, choose, self._video_limits, param)
+        else:
+            item = decode_audio(content, self._processors.sampling_rate, self._audio_s, param)
+        return item, self._processors.digest(source.kind, item, options)
 
     async def _thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
 
-    def _positions(self, ids: Any, is_media: Any, grids: Mapping[str, Any]) -> Any:
+    def _positions(self, ids: Any, types: Any, grids: Mapping[str, Any]) -> Any:
         import torch
 
-        return self._tower.positions(ids, is_media, {name: torch.cat(parts) for name, parts in grids.items()})
+        joined = {name: torch.cat([torch.as_tensor(part) for part in parts]) for name, parts in grids.items()}
+        return self._tower.positions(ids, types, joined)
 
 
 def _first(failures: BaseExceptionGroup) -> BaseException:

@@ -1,4 +1,4 @@
-"""transformers' processor of a model: turns an image into tensors and into its block of tokens."""
+"""transformers' processor of a model: turns an image, a video or audio into tensors and into its block of tokens."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -15,17 +16,31 @@ import torch
 from torch import Tensor
 
 from runtime.errors import CheckpointError, InvalidRequest
+from runtime.media.videos import Video
+from runtime.media_source import PLURALS, Kind
 from runtime.models.by_transformers.facts import quiet
 
 logger = logging.getLogger("penstock.media")
 
 FILES = ("processor_config.json", "preprocessor_config.json")
 STRIP_BYTES = 2**20
-PLACEHOLDERS = ("boi_token", "fake_image_token", "image_token")  # attributes of processors, the most specific first
+# Attributes of processors with the text that stands for an item, the most specific first.
+PLACEHOLDERS: Mapping[Kind, Sequence[str]] = {
+    "image": ("boi_token", "fake_image_token", "image_token"),
+    "video": ("video_token",),
+    "audio": ("boa_token", "audio_token"),
+}
+# The part of a processor for a kind, by the first name that exists.
+PARTS: Mapping[Kind, Sequence[str]] = {
+    "image": ("image_processor",),
+    "video": ("video_processor",),
+    "audio": ("feature_extractor", "audio_processor"),
+}
+FRAMES_PER_S = 2.0  # frames of a video for processors that choose none
 
 
-class ProcessedImage(NamedTuple):
-    """An image after the processor."""
+class Processed(NamedTuple):
+    """An image, a video or audio after the processor."""
 
     text: str  # the text that replaces the placeholder in a prompt
     inputs: Mapping[str, Any]  # tensors for the model, with the `input_ids` [1, T] of the text
@@ -56,47 +71,122 @@ class Processors:
         first = _load(Path(path), model_type, fast=fast)
         first.tokenizer = _Recording(first.tokenizer)
         self.name = type(first).__name__
-        self.placeholder = _placeholder(first, self.name)
-        self._identity = _identity(first)
+        self.placeholders: dict[Kind, str] = {}
+        self.refusals: dict[Kind, str] = {}  # why a kind is not accepted
+        for kind in PLACEHOLDERS:
+            try:
+                self.placeholders[kind] = _placeholder(first, self.name, kind)
+            except CheckpointError as error:
+                self.refusals[kind] = str(error)
+        if not self.placeholders:
+            raise CheckpointError("; ".join(self.refusals.values()))
+        self._identities = {kind: _identity(first, kind) for kind in self.placeholders}
+        self._video = _part_of(first, "video")
+        self.sampling_rate = int(getattr(_part_of(first, "audio"), "sampling_rate", 16_000))
+        # Seconds of audio that the extractor takes; it would drop the rest. None: any length.
+        self.audio_s: float | None = getattr(_part_of(first, "audio"), "chunk_length", None)
         self._free: SimpleQueue[Any] = SimpleQueue()
         self._free.put(first)
         for _ in range(num_copies - 1):
             self._free.put(copy.deepcopy(first))
 
-    def digest(self, image: Any) -> bytes:
-        """Return 256 bits that stand for an RGB image and everything that the processor does with it."""
-        width, height = image.size
-        hashed = hashlib.sha256(self._identity + f"{width}x{height}\n".encode())
-        rows = max(1, STRIP_BYTES // (3 * width))
-        for top in range(0, height, rows):  # in strips, because copying pixels holds the interpreter's lock
-            hashed.update(image.crop((0, top, width, min(top + rows, height))).tobytes())
+    def digest(self, kind: Kind, content: Any, options: Mapping[str, Any]) -> bytes:
+        """Return 256 bits that stand for a decoded item and everything that the processor does with it."""
+        hashed = hashlib.sha256(self._identities[kind])
+        hashed.update(json.dumps(options, sort_keys=True).encode() + b"\n")
+        if kind == "image":
+            width, height = content.size
+            hashed.update(f"{width}x{height}\n".encode())
+            rows = max(1, STRIP_BYTES // (3 * width))
+            for top in range(0, height, rows):  # in strips, because copying pixels holds the interpreter's lock
+                hashed.update(content.crop((0, top, width, min(top + rows, height))).tobytes())
+        elif kind == "video":
+            hashed.update(f"{content.frames.shape} {content.indices} {content.total} {content.fps}\n".encode())
+            for frame in content.frames:
+                hashed.update(frame.data)
+        else:
+            hashed.update(content.data)
         return hashed.digest()
 
-    def process(self, image: Any, param: str) -> ProcessedImage:
-        """Return the tensors and the text of an image of Pillow. Raises `InvalidRequest` if the processor does."""
+    def frames(self, total: int, fps: float | None, options: Mapping[str, Any]) -> Sequence[int]:
+        """Return the indices of the frames that the model should see of a video with `total` frames.
+
+        The model's processor chooses if it is configured to, else there are `FRAMES_PER_S` frames per second.
+        """
+        chosen = {name: options[name] for name in ("fps", "num_frames") if name in options}
+        configured = getattr(self._video, "do_sample_frames", False) and (
+            getattr(self._video, "fps", None) or getattr(self._video, "num_frames", None)
+        )
+        if configured or chosen:
+            try:
+                indices = self._video.sample_frames(metadata=_metadata(total, fps, None), **chosen)
+                return [min(max(int(index), 0), total - 1) for index in indices]
+            except (ValueError, TypeError, ArithmeticError) as error:
+                logger.debug("The processor chose no frames: %s", error)
+        wanted = chosen.get("num_frames") or round(total / (fps or 24.0) * chosen.get("fps", FRAMES_PER_S))
+        count = min(max(int(wanted), 4), total)
+        return [int(total * place / count) for place in range(count)]
+
+    def process(self, kind: Kind, content: Any, options: Mapping[str, Any], param: str) -> Processed:
+        """Return the tensors and the text of a decoded item. Raises `InvalidRequest` if the processor refuses it."""
         processor = self._free.get()
         try:
             with torch.inference_mode():
-                return _process(processor, self.placeholder, image)
+                return _process(processor, self.placeholders[kind], kind, content, options)
         except (ValueError, TypeError, KeyError, ArithmeticError, RuntimeError, IndexError) as error:
-            logger.info("The processor refused an image: %s", error)
+            logger.info("The processor refused an item of kind %s: %s", kind, error)
+            reason = "it may be too short" if kind == "audio" else "it may be too small, too large or too narrow"
             raise InvalidRequest(
-                f"{param}: the model's processor cannot use this image; it may be too small, too large or too narrow.",
-                param=param,
+                f"{param}: the model's processor cannot use this {kind}; {reason}.", param=param
             ) from error
         finally:
             self._free.put(processor)
 
 
-def _process(processor: Any, placeholder: str, image: Any) -> ProcessedImage:
+def _process(processor: Any, placeholder: str, kind: Kind, content: Any, options: Mapping[str, Any]) -> Processed:
+    options = {name: value for name, value in options.items() if name not in ("fps", "num_frames")}
+    if kind == "image":
+        given: dict[str, Any] = {"images": [content], **options}
+    elif kind == "video":
+        metadata = _metadata(content.total, content.fps, content)
+        given = {"videos": [content.frames], "video_metadata": [metadata], "do_sample_frames": False, **options}
+    else:
+        rate = getattr(_part_of(processor, "audio"), "sampling_rate", 16_000)
+        given = {"audio": [content], "sampling_rate": rate, **options}
     inputs = processor(
-        images=[image],
-        text=[placeholder],
-        return_tensors="pt",
-        add_special_tokens=False,
-        return_mm_token_type_ids=True,
+        text=[placeholder], return_tensors="pt", add_special_tokens=False, return_mm_token_type_ids=True, **given
     )
-    return ProcessedImage(processor.tokenizer.text, dict(inputs))
+    return Processed(processor.tokenizer.text, dict(inputs))
+
+
+def _metadata(total: int, fps: float | None, video: Video | None) -> Any:
+    """Return transformers' description of a video, or of a file whose frames are not chosen yet."""
+    from transformers.video_utils import VideoMetadata
+
+    if video is None:
+        return VideoMetadata(total_num_frames=total, fps=fps, duration=total / fps if fps else None)
+    height, width = video.frames.shape[1:3]
+    return VideoMetadata(
+        total_num_frames=total, fps=fps, width=width, height=height, duration=total / fps if fps else None,
+        frames_indices=list(video.indices),
+    )  # fmt: skip
+
+
+def _part_of(processor: Any, kind: Kind) -> Any:
+    """Return the part of a processor for a kind, or None."""
+    return next((part for name in PARTS[kind] if (part := getattr(processor, name, None)) is not None), None)
+
+
+def trial(kind: Kind, sampling_rate: int) -> Any:
+    """Return a decoded item for trials."""
+    import numpy as np
+    from PIL import Image
+
+    if kind == "image":
+        return Image.fromarray(np.full((64, 64, 3), 127, np.uint8))
+    if kind == "video":
+        return Video(np.full((4, 64, 64, 3), 127, np.uint8), (0, 1, 2, 3), 4, 2.0)
+    return np.sin(np.arange(sampling_rate, dtype=np.float32) / 8)
 
 
 def has_processor(path: str) -> bool:
@@ -154,7 +244,7 @@ def _make(path: Path, model_type: str, *, fast: bool) -> Any:
 
 
 def _optional(name: str, path: Path) -> Any:
-    """Return a part of a processor that images do not need, or None if it cannot be loaded."""
+    """Return a part of a processor, or None if it cannot be loaded; then items of its kind are refused."""
     from transformers import AutoFeatureExtractor, AutoVideoProcessor
 
     auto = {"video_processor": AutoVideoProcessor, "feature_extractor": AutoFeatureExtractor}.get(name)
@@ -164,33 +254,39 @@ def _optional(name: str, path: Path) -> Any:
         return None
 
 
-def _placeholder(processor: Any, name: str) -> str:
-    """Return the text that stands for an image in a prompt before the processor expands it."""
-    import numpy as np
-    from PIL import Image
-
-    trial = Image.fromarray(np.full((64, 64, 3), 127, np.uint8))
+def _placeholder(processor: Any, name: str, kind: Kind) -> str:
+    """Return the text that stands for an item of a kind in a prompt before the processor expands it."""
+    plural = PLURALS[kind]
+    part = _part_of(processor, kind)
+    if part is None:
+        needs = " (torchvision is not installed)" if kind == "video" and not _has_torchvision() else ""
+        raise CheckpointError(f"{name}: {plural} are not supported: it has no part for them{needs}.")
+    item = trial(kind, int(getattr(part, "sampling_rate", 16_000)))
     problem: Exception | None = None
-    for attribute in PLACEHOLDERS:
+    for attribute in PLACEHOLDERS[kind]:
         text = getattr(processor, attribute, None)
         text = getattr(text, "content", text)
         if not isinstance(text, str) or not text:
             continue
         try:
-            expanded = _process(processor, text, trial)
+            expanded = _process(processor, text, kind, item, {})
         except Exception as error:  # a processor may raise anything for the wrong text
             problem = problem or error
             continue
         if isinstance(expanded.inputs.get("input_ids"), Tensor) and len(expanded.text) >= len(text):
             return text
-    raise CheckpointError(f"{name}: images are not supported: it has no placeholder for them ({problem}).")
+    raise CheckpointError(f"{name}: {plural} are not supported: it has no placeholder for them ({problem}).")
 
 
-def _identity(processor: Any) -> bytes:
+def _has_torchvision() -> bool:
+    return find_spec("torchvision") is not None
+
+
+def _identity(processor: Any, kind: Kind) -> bytes:
     """Return text that differs for processors that compute differently."""
-    parts = [type(processor).__name__, str(getattr(processor, "image_seq_length", ""))]
-    parts.append(processor.image_processor.to_json_string())
+    parts = [type(processor).__name__, str(getattr(processor, "image_seq_length", "")), kind]
+    parts.append(_part_of(processor, kind).to_json_string())
     return "\n".join(parts).encode()
 
 
-__all__ = ["ProcessedImage", "Processors", "has_processor"]
+__all__ = ["Processed", "Processors", "has_processor", "trial"]

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jinja2 import nodes
 
 from runtime.errors import InvalidRequest
+from runtime.media_source import KINDS
 
 Accepts = Literal["string", "parts", "both"]
 
@@ -116,17 +117,17 @@ def _content(content: Any, accepts: Accepts, path: str) -> str | list[dict[str, 
         raise InvalidRequest("Content must be a string or a list of parts.", param=path)
     parts = [_part(part, f"{path}.{index}") for index, part in enumerate(content)]
     if accepts == "string":
-        return " ".join(part["placeholder"] if part["type"] == "image" else part["text"] for part in parts)
-    return [{"type": "image"} if part["type"] == "image" else part for part in parts]
+        return " ".join(part["text"] if part["type"] == "text" else part["placeholder"] for part in parts)
+    return [part if part["type"] == "text" else {"type": part["type"]} for part in parts]
 
 
 def _part(part: Any, path: str) -> dict[str, Any]:
     if not isinstance(part, Mapping):
         raise InvalidRequest("A content part must be an object.", param=path)
-    if part.get("type") == "image" and isinstance(part.get("placeholder"), str):
+    if part.get("type") in KINDS and isinstance(part.get("placeholder"), str):
         return dict(part)
     if part.get("type") != "text":
-        raise InvalidRequest("Only parts of text and images are understood here.", param=f"{path}.type")
+        raise InvalidRequest("Only parts of text, images, videos and audio are understood here.", param=f"{path}.type")
     if not isinstance(part.get("text"), str):
         raise InvalidRequest("A text part must have a text.", param=f"{path}.text")
     return dict(part)

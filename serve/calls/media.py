@@ -1,53 +1,66 @@
-"""Images in calls: parts of messages that hold an image, and images beside a prompt.
+"""Images, videos and audio in calls: parts of messages that hold one, and those beside a prompt.
 
-A part is `{"type": "image", "source": MediaSource}` until the prompt is rendered.
+A part is `{"type": "image", "source": MediaSource}`, or of type "video" or "audio", until the prompt is rendered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import anyio.to_thread
 
 from runtime.errors import InvalidRequest
-from runtime.media_source import MediaSource, source_of
+from runtime.media_source import KINDS, PLURALS, Kind, MediaSource, source_of
 from serve.calls.client import CLIENT
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 Message = Mapping[str, Any]
-FILE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp")
+FILE_ENDINGS: Mapping[Kind, tuple[str, ...]] = {
+    "image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp"),
+    "video": (".mp4", ".mov", ".webm", ".mkv", ".avi", ".gif", ".ts"),
+    "audio": (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".mp4", ".webm", ".aac"),
+}
+ARTICLES: Mapping[Kind, str] = {"image": "an image", "video": "a video", "audio": "audio"}
+_OBJECT_KEYS: Mapping[Kind, str] = {"video": "frames", "audio": "samples"}
 OBJECT = "object:"  # scheme of URLs that stand for Python objects, which JSON cannot hold
 MAX_PATH = 1024
 
 
-def image_part(url: str, param: str) -> dict[str, Any]:
-    """Return the part of a message for an image URL. Raises `InvalidRequest` for an unknown scheme."""
-    return {"type": "image", "source": source_of(url, param)}
+def takes_kind(core: EngineCore, kind: Kind) -> bool:
+    """Whether the engine accepts images, videos or audio in requests."""
+    return core.media is not None and kind in core.media.placeholders
+
+
+def media_part(url: str, param: str, kind: Kind = "image") -> dict[str, Any]:
+    """Return the part of a message for a URL. Raises `InvalidRequest` for an unknown scheme."""
+    return {"type": kind, "source": source_of(url, param, kind)}
 
 
 def media_of(messages: Sequence[Message]) -> tuple[MediaSource, ...]:
-    """Return the images of messages, in order."""
-    return tuple(part["source"] for message in messages for part in _image_parts(message))
+    """Return the images, videos and audio of messages, in order."""
+    return tuple(part["source"] for message in messages for part in _media_parts(message))
 
 
 def for_template(core: EngineCore, messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages with the placeholder of an image in place of its source.
+    """Return the messages with placeholders in place of sources.
 
-    Raises `InvalidRequest` if the engine takes no images.
+    Raises `InvalidRequest` if the engine takes no items of their kind.
     """
     media = media_of(messages)
     if not media:
         return messages
     if core.media is None:
-        raise InvalidRequest(f"No images are accepted: {core.plan.media.refusal}.", param=media[0].param)
+        plural = PLURALS[media[0].kind]
+        raise InvalidRequest(f"No {plural} are accepted: {core.plan.media.refusal}.", param=media[0].param)
     core.media.check(media)
-    place = {"type": "image", "placeholder": core.media.placeholder}
+    places = {kind: {"type": kind, "placeholder": text} for kind, text in core.media.placeholders.items()}
     return [
-        {**message, "content": [place if part.get("type") == "image" else part for part in message["content"]]}
-        if next(iter(_image_parts(message)), None)
+        {**message, "content": [places.get(part.get("type"), part) for part in message["content"]]}
+        if next(iter(_media_parts(message)), None)
         else message
         for message in messages
     ]
@@ -56,7 +69,7 @@ def for_template(core: EngineCore, messages: Sequence[Message]) -> Sequence[Mess
 async def num_tokens(
     core: EngineCore, text: str, media: Sequence[MediaSource], *, add_special_tokens: bool
 ) -> list[int]:
-    """Return the ids of a prompt, with all tokens of its images. The images are read, but not encoded."""
+    """Return the ids of a prompt, with all tokens of its media. They are read, but not encoded."""
     if core.tokenizer is None:
         raise InvalidRequest("This server has no tokenizer.")
     if media and core.media is not None:
@@ -66,57 +79,70 @@ async def num_tokens(
     return ids
 
 
-def images_of(value: Any, count: int, *, is_batch: bool) -> list[tuple[MediaSource, ...]]:
-    """Return the images of each of `count` prompts, from SGLang's field `image_data`.
+def native_media(values: Mapping[Kind, Any], count: int, *, is_batch: bool) -> list[tuple[MediaSource, ...]]:
+    """Return the media of each of `count` prompts, from SGLang's fields `image_data`, `video_data` and `audio_data`.
 
-    It is an image or a list of images; for a batch a list with one of these, or None, for each prompt.
+    A value is an item or a list of items; for a batch a list with one of these, or None, for each prompt. In Python, a
+    video may itself be a list of frames: then it stands in a list of videos.
     """
-    if value is None:
-        return [()] * count
+    columns = [_by_prompt(value, kind, count, is_batch=is_batch) for kind, value in values.items() if value is not None]
+    return [tuple(chain.from_iterable(row)) for row in zip(*columns, strict=True)] if columns else [()] * count
+
+
+def _by_prompt(value: Any, kind: Kind, count: int, *, is_batch: bool) -> list[tuple[MediaSource, ...]]:
+    name = f"{kind}_data"
     if not is_batch:
-        return [_images(value, "image_data")]
+        return [_items(value, name, kind)]
     if not isinstance(value, list | tuple) or len(value) != count:
-        raise InvalidRequest(f"image_data must be a list with the images of each of the {count} prompts.",
-                             param="image_data")  # fmt: skip
-    return [_images(each, f"image_data.{index}") for index, each in enumerate(value)]
+        raise InvalidRequest(f"{name} must be a list with the {PLURALS[kind]} of each of the {count} prompts.",
+                             param=name)  # fmt: skip
+    return [_items(each, f"{name}.{index}", kind) for index, each in enumerate(value)]
 
 
-def _images(value: Any, param: str) -> tuple[MediaSource, ...]:
+def _items(value: Any, param: str, kind: Kind) -> tuple[MediaSource, ...]:
     if value is None:
         return ()
     if isinstance(value, list | tuple):
-        return tuple(native_source(each, f"{param}.{index}") for index, each in enumerate(value))
-    return (native_source(value, param),)
+        return tuple(native_source(each, f"{param}.{index}", kind) for index, each in enumerate(value))
+    return (native_source(value, param, kind),)
 
 
-def native_source(value: Any, param: str) -> MediaSource:
-    """Return the source of an image: URL, path with an image's ending, base64 text, bytes or a Python object."""
+def native_source(value: Any, param: str, kind: Kind = "image") -> MediaSource:
+    """Return the source of an item: URL, path with a known ending, base64 text, bytes or a Python object."""
     if isinstance(value, str):
-        if len(value) <= MAX_PATH and "://" not in value and value.lower().endswith(FILE_ENDINGS):
-            return MediaSource("path", value, param)
-        return source_of(value, param)
+        if len(value) <= MAX_PATH and "://" not in value and value.lower().endswith(FILE_ENDINGS[kind]):
+            return MediaSource("path", value, param, kind)
+        return source_of(value, param, kind)
     if isinstance(value, bytes):
-        return MediaSource("bytes", value, param)
+        return MediaSource("bytes", value, param, kind)
     if isinstance(value, Mapping):
         if isinstance(value.get("url"), str) and value.keys() <= {"url", "detail"}:
-            return source_of(value["url"], param)
-        raise InvalidRequest(f"{param}: precomputed features are not accepted; send the image.", param=param)
+            return source_of(value["url"], param, kind)
+        if _OBJECT_KEYS.get(kind, "") in value:  # frames or samples from Python
+            return MediaSource("object", value, param, kind)
+        raise InvalidRequest(f"{param}: precomputed features are not accepted; send the {kind}.", param=param)
     if value is None or isinstance(value, bool | int | float):
-        raise InvalidRequest(f"{param} must be an image: a URL, a path or base64 text.", param=param)
-    return MediaSource("object", value, param)
+        raise InvalidRequest(f"{param} must be {ARTICLES[kind]}: a URL, a path or base64 text.", param=param)
+    return MediaSource("object", value, param, kind)
 
 
 def with_objects(messages: Any) -> tuple[Any, list[Any]]:
-    """Replace Python's images in messages by URLs that JSON can hold. Return the messages and the images."""
+    """Replace Python's images, videos and audio in messages by URLs that JSON can hold.
+
+    Return the messages and the objects.
+    """
     objects: list[Any] = []
 
     def plain(part: Any) -> Any:
-        image = part.get("image_url", part.get("image")) if isinstance(part, Mapping) else None
-        image = image.get("url") if isinstance(image, Mapping) else image
-        if image is None or isinstance(image, str):
+        if not isinstance(part, Mapping):
             return part
-        objects.append(image)
-        return {"type": "image_url", "image_url": {"url": f"{OBJECT}{len(objects) - 1}"}}
+        for kind in KINDS:
+            value = part.get(f"{kind}_url", part.get(kind))
+            value = value["url"] if isinstance(value, Mapping) and "url" in value else value
+            if value is not None and not isinstance(value, str):
+                objects.append(value)
+                return {"type": f"{kind}_url", f"{kind}_url": {"url": f"{OBJECT}{len(objects) - 1}"}}
+        return part
 
     converted = [
         {**message, "content": [plain(part) for part in message["content"]]}
@@ -127,8 +153,8 @@ def with_objects(messages: Any) -> tuple[Any, list[Any]]:
     return converted, objects
 
 
-def _image_parts(message: Message) -> list[Mapping[str, Any]]:
+def _media_parts(message: Message) -> list[Mapping[str, Any]]:
     content = message.get("content")
     if not isinstance(content, list):
         return []
-    return [part for part in content if part.get("type") == "image"]
+    return [part for part in content if part.get("type") in KINDS]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from runtime.config import in_its_words, options
+from serve.calls.media import takes_kind
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -34,7 +35,9 @@ def info_of(core: EngineCore, version: str) -> dict[str, Any]:
         **by_option(plan),
         **_flattened(plan),
         "status": status.state,
-        "has_image_understanding": core.media is not None,
+        "has_image_understanding": takes_kind(core, "image"),
+        "has_video_understanding": takes_kind(core, "video"),
+        "has_audio_understanding": takes_kind(core, "audio"),
         "max_total_num_tokens": status.max_total_tokens,
         "max_req_input_len": core.plan.model.context_length - 1,
         "internal_states": [state],

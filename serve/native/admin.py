@@ -22,6 +22,7 @@ from runtime.sampling_params import SamplingParams
 from serve.calls.body import parse_object
 from serve.calls.client import CLIENT
 from serve.calls.decode import Range, decode
+from serve.calls.media import takes_kind
 from serve.calls.profile import ProfileBody, profile_options
 from serve.calls.server_info import info_of, vllm_config
 from serve.http.endpoint import compute, decodes, json_response, read_body
@@ -130,8 +131,9 @@ async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
             "weight_version": plan.serve.weight_version,
             "model_type": facts.config.get("model_type"),
             "architectures": [facts.architecture],
-            "has_image_understanding": core.media is not None,
-            "has_audio_understanding": False,
+            "has_image_understanding": takes_kind(core, "image"),
+            "has_video_understanding": takes_kind(core, "video"),
+            "has_audio_understanding": takes_kind(core, "audio"),
         }
     )
 

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest, NotFound
 from serve.calls.body import decode_open, parse_object
+from serve.calls.media import takes_kind
 from serve.calls.served_model import STARTED_S, ServedModel, choose_model
 from serve.http.endpoint import decodes, json_response, read_body
 from serve.ollama.schema import ShowBody
@@ -122,7 +123,7 @@ def _details(core: EngineCore, parent: str = "") -> dict[str, Any]:
 def _capabilities(core: EngineCore) -> list[str]:
     text = core.plan.tokenizer
     tools = ["tools"] if text.tool_call_parser is not None else []
-    vision = ["vision"] if core.media is not None else []
+    vision = ["vision"] if takes_kind(core, "image") else []
     return ["completion", *vision, *tools, *(["thinking"] if text.reasoning_parser is not None else [])]
 
 

@@ -23,6 +23,7 @@ class Array(Protocol):
     def tolist(self) -> Any: ...
 
 
+MEDIA = frozenset({"image_data", "video_data", "audio_data"})
 Prompt = str | Sequence[str]
 Ids = Sequence[int] | Sequence[Sequence[int]] | Array
 Sampling = Mapping[str, Any] | Sequence[Mapping[str, Any]]
@@ -105,10 +106,8 @@ def _are_ids(prompt: Any) -> bool:
 
 
 def set_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not None, converted to JSON types, except images."""
-    return {
-        name: value if name == "image_data" else as_json(value) for name, value in values.items() if value is not None
-    }
+    """Return the values that are not None, converted to JSON types, except images, videos and audio."""
+    return {name: value if name in MEDIA else as_json(value) for name, value in values.items() if value is not None}
 
 
 def as_json(value: Any) -> Any:

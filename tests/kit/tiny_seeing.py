@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of models that see, with a tokenizer and transformers' own processor for each family.
+"""Tiny random checkpoints of models that see or hear, with a tokenizer and transformers' own processor for each family.
 
 path = tiny_seeing.cached("qwen2_vl")
 images = [tiny_seeing.picture(40, 30, seed=1)]
@@ -20,7 +20,7 @@ import torch
 from torchvision_operators import HAS_TORCHVISION as HAS_TORCHVISION  # isort: skip, before transformers
 import transformers
 from PIL import Image
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING as _MAPPING
 
 import tiny_checkpoints
@@ -52,6 +52,8 @@ class Family(NamedTuple):
     image_options: Mapping[str, Any]
     options: Mapping[str, Any] = {}  # further fields of the processor's JSON
     extra_tokens: Sequence[str] = ()
+    video: tuple[str, str, Mapping[str, Any]] | None = None  # placeholder, video processor and its options
+    audio: tuple[str, str, Mapping[str, Any]] | None = None  # placeholder, feature extractor and its options
 
 
 def _text(kind: str, values: Mapping[str, Any], **own: Any) -> dict[str, Any]:
@@ -127,6 +129,17 @@ def _qwen3_5(ids: Mapping[str, int], text: Mapping[str, Any]) -> Any:
             "out_hidden_size": 32, "num_position_embeddings": 64,
         },
         **_qwen_ids(ids),
+    )  # fmt: skip
+
+
+def _qwen2_audio(ids: Mapping[str, int], text: Mapping[str, Any]) -> Any:
+    return CONFIG_MAPPING["qwen2_audio"](
+        text_config=_text("qwen2", text),
+        audio_config={
+            "model_type": "qwen2_audio_encoder", "num_mel_bins": 16, "encoder_layers": 2, "encoder_attention_heads": 2,
+            "encoder_ffn_dim": 24, "d_model": 16, "max_source_positions": 100,
+        },
+        audio_token_index=ids["audio"],
     )  # fmt: skip
 
 
@@ -208,6 +221,10 @@ _TILES = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, 
 _IDEFICS = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
 _SQUARE_CLIP = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}, **NORM}
 
+_QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
+_VIDEO_GRID_3 = {**GRID, "size": {"shortest_edge": 256, "longest_edge": 64 * 64 * 4}, "temporal_patch_size": 2, **NORM}
+_VIDEO_GRID = {**GRID, "temporal_patch_size": 2, **NORM}
+
 FAMILIES: dict[str, Family] = {
     "llava": Family(
         {"image": "<image>"}, _llava, "<image>\n", "LlavaProcessor", "CLIPImageProcessorPil", _SQUARE_CLIP,
@@ -223,11 +240,16 @@ FAMILIES: dict[str, Family] = {
         "LlavaOnevisionImageProcessorPil",
         {**SQUARE, "image_grid_pinpoints": [[16, 32], [32, 16], [32, 32]]},
         {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+        video=("<video>\n", "LlavaOnevisionVideoProcessor", SQUARE),
     ),
-    "qwen2_vl": Family(_QWEN, _qwen2_vl, _QWEN_TEXT, "Qwen2VLProcessor", "Qwen2VLImageProcessorPil", GRID),
-    "qwen2_5_vl": Family(_QWEN, _qwen2_5_vl, _QWEN_TEXT, "Qwen2_5_VLProcessor", "Qwen2VLImageProcessorPil", GRID),
-    "qwen3_vl": Family(_QWEN, _qwen3_vl, _QWEN_TEXT, "Qwen3VLProcessor", "Qwen2VLImageProcessorPil", GRID),
-    "qwen3_5": Family(_QWEN, _qwen3_5, _QWEN_TEXT, "Qwen3VLProcessor", "Qwen2VLImageProcessorPil", GRID),
+    "qwen2_vl": Family(_QWEN, _qwen2_vl, _QWEN_TEXT, "Qwen2VLProcessor", "Qwen2VLImageProcessorPil", GRID,
+                       video=(_QWEN_VIDEO, "Qwen2VLVideoProcessor", _VIDEO_GRID)),
+    "qwen2_5_vl": Family(_QWEN, _qwen2_5_vl, _QWEN_TEXT, "Qwen2_5_VLProcessor", "Qwen2VLImageProcessorPil", GRID,
+                         video=(_QWEN_VIDEO, "Qwen2VLVideoProcessor", _VIDEO_GRID)),
+    "qwen3_vl": Family(_QWEN, _qwen3_vl, _QWEN_TEXT, "Qwen3VLProcessor", "Qwen2VLImageProcessorPil", GRID,
+                       video=(_QWEN_VIDEO, "Qwen3VLVideoProcessor", _VIDEO_GRID_3)),
+    "qwen3_5": Family(_QWEN, _qwen3_5, _QWEN_TEXT, "Qwen3VLProcessor", "Qwen2VLImageProcessorPil", GRID,
+                      video=(_QWEN_VIDEO, "Qwen3VLVideoProcessor", _VIDEO_GRID_3)),
     "glm4v": Family(
         {"start": "<|begin_of_image|>", "end": "<|end_of_image|>", "image": "<|image|>", "video": "<|video|>",
          "video_start": "<|begin_of_video|>", "video_end": "<|end_of_video|>"},
@@ -246,6 +268,7 @@ FAMILIES: dict[str, Family] = {
         {"image": "<IMG_CONTEXT>", "start": "<img>", "end": "</img>", "video": "<video>"}, _internvl,
         "<IMG_CONTEXT>\n", "InternVLProcessor", "GotOcr2ImageProcessorPil",
         {**SQUARE, "crop_to_patches": True, "min_patches": 1, "max_patches": 4}, {"image_seq_length": 4},
+        video=("<video>\n", "InternVLVideoProcessor", SQUARE),
     ),
     "idefics3": Family(
         {"image": "<image>", "fake": "<fake_token_around_image>", "end": "<end_of_utterance>", "whole": "<global-img>"},
@@ -259,6 +282,14 @@ FAMILIES: dict[str, Family] = {
         {"patch_size": 4, "pixel_shuffle_ratio": 0.5},
     ),
 }  # fmt: skip
+HEARING: dict[str, Family] = {
+    "qwen2_audio": Family(
+        {"audio": "<|AUDIO|>", "start": "<|audio_bos|>", "end": "<|audio_eos|>"}, _qwen2_audio, "",
+        "Qwen2AudioProcessor", "", {}, audio=("<|audio_bos|><|AUDIO|><|audio_eos|>", "WhisperFeatureExtractor",
+                       {"feature_size": 16, "chunk_length": 2, "sampling_rate": 16_000, "hop_length": 160}),
+    ),
+}  # fmt: skip
+FAMILIES_BY_NAME = {**FAMILIES, **HEARING}
 # Attributes of a tokenizer that processors read.
 _NAMED = {
     "gemma3": {"image_token": "image", "boi_token": "start", "eoi_token": "end"},
@@ -271,7 +302,9 @@ TEMPLATE = """\
 {%- if message.content is string -%}{{- message.content -}}
 {%- else -%}
 {%- for part in message.content -%}
-{%- if part.type == 'image' -%}{{- 'PLACEHOLDER' -}}{%- elif part.type == 'text' -%}{{- part.text -}}{%- endif -%}
+{%- if part.type == 'image' -%}{{- 'PLACEHOLDER' -}}
+{%- elif part.type == 'video' -%}{{- 'VIDEO' -}}{%- elif part.type == 'audio' -%}{{- 'AUDIO' -}}
+{%- elif part.type == 'text' -%}{{- part.text -}}{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
 {{- '<|im_end|>\\n' -}}
@@ -282,14 +315,20 @@ TEMPLATE = """\
 
 def write(directory: Path | str, family: str, *, seed: int = 0, dtype: str = "float32", **text: Any) -> str:
     """Write a checkpoint with tokenizer and processor, and return its path. Keywords are fields of the text part."""
-    made, path = FAMILIES[family], Path(directory)
+    made, path = FAMILIES_BY_NAME[family], Path(directory)
     ids = _write_tokenizer(path, family)
     config = made.config(ids, {"vocab_size": BASE_VOCABULARY + len(_special(made)), **text})
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    model = _auto(family).from_config(config, dtype=torch.float32)
     tiny_checkpoints.redraw(model, seed)
     model.to(getattr(torch, dtype)).save_pretrained(path)
-    options = {"image_processor_type": made.image_processor.removesuffix("Pil"), **made.image_options}
+    if made.image_processor:
+        options = {"image_processor_type": made.image_processor.removesuffix("Pil"), **made.image_options}
+    else:
+        options = {"feature_extractor_type": made.audio[1], **made.audio[2]} if made.audio else {}
     (path / "preprocessor_config.json").write_text(json.dumps(options))
+    if made.video is not None:
+        videos = {"video_processor_type": made.video[1], **made.video[2]}
+        (path / "video_preprocessor_config.json").write_text(json.dumps(videos))
     more = {"processor_class": made.processor, **made.options}
     (path / "processor_config.json").write_text(json.dumps(more))
     return str(path)
@@ -303,7 +342,7 @@ def _write_tokenizer(path: Path, family: str) -> dict[str, int]:
     """Write a byte-level tokenizer with the special tokens of a family. Return their ids by short name."""
     from tokenizers import AddedToken
 
-    made = FAMILIES[family]
+    made = FAMILIES_BY_NAME[family]
     tiny_tokenizers.write(path, "byte_bpe", BASE_VOCABULARY)
     backend, _ = tiny_tokenizers.build("byte_bpe", BASE_VOCABULARY)
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _special(made)])
@@ -314,7 +353,10 @@ def _write_tokenizer(path: Path, family: str) -> dict[str, int]:
         str(token_id): {"content": token.content, "special": token.special}
         for token_id, token in backend.get_added_tokens_decoder().items()
     }
-    config["chat_template"] = TEMPLATE.replace("PLACEHOLDER", made.placeholder)
+    template = TEMPLATE.replace("PLACEHOLDER", made.placeholder)
+    for word, other in (("VIDEO", made.video), ("AUDIO", made.audio)):
+        template = template.replace(word, other[0] if other else "")
+    config["chat_template"] = template
     names = {name: made.tokens[short] for name, short in _NAMED.get(family, {}).items()}
     if names:
         config["extra_special_tokens"] = names
@@ -355,8 +397,12 @@ def png(image: Image.Image) -> bytes:
 
 
 def processor_of(path: str, family: str) -> Any:
-    """Return transformers' processor of the checkpoint, without a video processor, which needs torchvision."""
-    made = FAMILIES[family]
+    """Return transformers' processor of the checkpoint. It has a video processor if there is torchvision."""
+    made = FAMILIES_BY_NAME[family]
+    if made.audio is not None:
+        extractor = getattr(transformers, made.audio[1])(**made.audio[2])
+        kind = getattr(transformers, made.processor)
+        return kind(feature_extractor=extractor, tokenizer=transformers.AutoTokenizer.from_pretrained(path))
     # Like the engine: torchvision's processors are used if there are any.
     image_class = getattr(transformers, made.image_processor.removesuffix("Pil" if HAS_TORCHVISION else ""))
     kind = getattr(transformers, made.processor)
@@ -364,16 +410,19 @@ def processor_of(path: str, family: str) -> Any:
     lenient = type(made.processor, (kind,), {"check_argument_for_proper_class": lambda self, name, value: None})
     arguments = {"image_processor": image_class(**made.image_options), "tokenizer": tokenizer, **made.options}
     if "video_processor" in kind.get_attributes():
-        arguments["video_processor"] = None
+        videos = made.video if HAS_TORCHVISION else None
+        arguments["video_processor"] = None if videos is None else getattr(transformers, videos[1])(**videos[2])
     return lenient(**arguments)
+
+
+def _auto(family: str) -> Any:
+    return AutoModelForMultimodalLM if family in HEARING else AutoModelForImageTextToText
 
 
 @contextlib.contextmanager
 def loaded(path: str, family: str):
     """Yield transformers' model of the checkpoint and its processor."""
-    model: Any = AutoModelForImageTextToText.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model: Any = _auto(family).from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.inference_mode():
         yield model, processor_of(path, family)
 
@@ -398,10 +447,11 @@ class Answer(NamedTuple):
         return self.ids == other.ids and bool(np.allclose(self.logprobs, other.logprobs, atol=1e-3))
 
 
-def reference(path: str, family: str, text: str, images: Sequence[Image.Image], max_new: int) -> Answer:
-    """Return transformers' answer to a text with placeholders and its images."""
+def reference(path: str, family: str, text: str, images: Sequence[Image.Image], max_new: int, **more: Any) -> Answer:
+    """Return transformers' answer to a text with placeholders and its images. `more` goes to the processor."""
     with loaded(path, family) as (model, processor):
         arguments = {"images": list(images)} if images else {}
+        arguments |= more
         inputs = processor(text=[text], return_tensors="pt", **arguments)
         inputs = {
             name: value.to(model.dtype) if torch.is_floating_point(value) else value for name, value in inputs.items()

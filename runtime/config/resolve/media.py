@@ -1,4 +1,4 @@
-"""Decides whether images are accepted in requests, and their limits."""
+"""Decides whether images, videos and audio are accepted in requests, and their limits."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 GIB = 2**30
-KINDS = ("image",)
+KINDS = ("image", "video", "audio")
 
 
 def media_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan, parallel: ParallelPlan) -> MediaPlan:
-    """Return the plan for images. Refuses --enable-multimodal if the model or the machine cannot do it."""
+    """Return the plan for media. Refuses --enable-multimodal if the model or the machine cannot do it."""
     args = builder.args.media
     obstacle = _obstacle(facts, model, parallel)
     if args.enable_multimodal and obstacle and facts.architecture:
         builder.refuse("enable_multimodal", f"--enable-multimodal: {obstacle}.")
     enabled = not obstacle and args.enable_multimodal is not False
     refusal = obstacle or ("" if enabled else "the server was started with --enable-multimodal false")
-    reason = "as asked" if args.enable_multimodal is not None else obstacle or "the model has an image encoder"
+    reason = "as asked" if args.enable_multimodal is not None else obstacle or "the model has an encoder for them"
     return builder.build(
         MediaPlan,
         enabled=Decision(enabled, reason),
@@ -34,15 +34,15 @@ def media_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan, parall
 
 
 def _obstacle(facts: ModelFacts, model: ModelPlan, parallel: ParallelPlan) -> str:
-    """Return why the model cannot take images, or ""."""
-    if not isinstance(facts.config.get("vision_config"), dict):
-        return "this model has no image encoder"
+    """Return why the model cannot take images, videos or audio, or ""."""
+    if not any(isinstance(facts.config.get(part), dict) for part in ("vision_config", "audio_config")):
+        return "this model has no encoder for images, videos or audio"
     if facts.is_encoder or model.is_embedding:
-        return "images cannot be embedded yet"
+        return "media cannot be embedded yet"
     if not any((Path(facts.path) / name).is_file() for name in PROCESSOR_FILES):
         return f"the checkpoint has no processor ({' or '.join(PROCESSOR_FILES)})"
     if model.load_format == "dummy":
-        return "random weights (--load-format dummy) have no image encoder"
+        return "random weights (--load-format dummy) have no encoder"
     if parallel.pp_size > 1:
         return "images need --pp-size 1"
     if find_spec("PIL") is None:
@@ -51,14 +51,9 @@ def _obstacle(facts: ModelFacts, model: ModelPlan, parallel: ParallelPlan) -> st
 
 
 def _limits(builder: PlanBuilder) -> dict[str, int]:
-    limits: dict[str, int] = {"image": 64}
+    limits = dict(MediaPlan().limits)
     for kind, most in builder.args.media.limit_mm_per_prompt.items():
-        if kind in ("video", "audio"):
-            if most != 0:
-                builder.refuse(
-                    "limit_mm_per_prompt", f"--limit-mm-per-prompt: {kind} is not accepted yet; set 0 or leave it out."
-                )
-        elif kind not in KINDS or not isinstance(most, int) or isinstance(most, bool) or most < 0:
+        if kind not in KINDS or not isinstance(most, int) or isinstance(most, bool) or most < 0:
             builder.refuse("limit_mm_per_prompt", '--limit-mm-per-prompt must be a JSON object such as {"image": 4}.')
         else:
             limits[kind] = most

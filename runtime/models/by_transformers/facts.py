@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_MAPPING_NAMES,
 )
@@ -136,8 +137,9 @@ def auto_class(name: str) -> Any:
     """Return the auto class that creates and loads a text or multimodal model; None for other models."""
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return AutoModelForCausalLM
-    multimodal = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-    return AutoModelForImageTextToText if name in multimodal else None
+    if name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
+        return AutoModelForImageTextToText
+    return AutoModelForMultimodalLM if name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values() else None
 
 
 def model_class(name: str) -> Any:

@@ -26,7 +26,9 @@ _PLAIN = frozenset(
      "return_dict", "output_attentions", "output_hidden_states", "logits_to_keep", "labels", "input_ids",
      "visual_pos_masks", "deepstack_visual_embeds", "token_type_ids", "mm_token_type_ids"}
 )  # fmt: skip
-TEXT, IMAGE = 0, 1  # types of tokens
+# Results of processors that a body with arbitrary keywords passes on.
+_PASSED_ON = frozenset({"pixel_values", "pixel_values_videos", "image_sizes", "second_per_grid_ts"})
+TEXT = 0  # type of tokens of text
 
 
 class EncodedImage(NamedTuple):
@@ -120,7 +122,7 @@ class MediaTower(nn.Module):
         setattr(body, owners[0][1], _Recorder(model.config.get_text_config(), embedding))
         self.body = body
         self.size = weight.shape[-1]
-        self.mutual = False  # whether tokens of one image attend to each other; set by `try_out`
+        self.mutual = False  # whether tokens of one image attend to each other; `try_out` finds out
         self._takes = inspect.signature(body.forward).parameters
         self._rope_index: Any = getattr(body, "get_rope_index", None)
 
@@ -143,31 +145,35 @@ class MediaTower(nn.Module):
         parts = [embeds[is_media], *(level.to(embeds.dtype) for level in levels)]
         return EncodedImage(is_media.cpu().numpy(), torch.cat(parts, dim=-1).float().cpu().numpy())
 
-    def try_out(self, inputs: Mapping[str, Any], name: str) -> EncodedImage:
-        """Encode a trial image between two tokens of text, and find out how its tokens attend to each other.
+    def try_out(self, inputs: Mapping[str, Any], name: str, kind: str = "images") -> bool:
+        """Encode a trial image, video or audio between two tokens of text.
 
-        Raises CheckpointError if the language model needs more than embeddings and positions.
+        Return whether its tokens attend to each other. Raises CheckpointError if the language model needs more than
+        embeddings and positions. `kind` is a word for errors.
         """
         try:
             arguments = self._record(_between_texts(inputs))
+            self.encode(inputs)
         except Exception as error:  # model code may raise any exception
-            raise CheckpointError(f"{name}: images are not supported: {error}") from error
+            raise CheckpointError(f"{name}: {kind} are not supported: {error}") from error
         more = {key for key, value in arguments.items() if value is not None and not _is_setting(value)} - _PLAIN
         if more:
             raise CheckpointError(
-                f"{name}: images are not supported: its language model also reads {', '.join(sorted(more))}."
+                f"{name}: {kind} are not supported: its language model also reads {', '.join(sorted(more))}."
             )
         is_media = ~arguments["inputs_embeds"][0].isnan().any(-1)
         if not bool(is_media.any()):
-            raise CheckpointError(f"{name}: images are not supported: they do not become embeddings.")
-        self.mutual = self._attends_mutually(arguments.get("attention_mask"), is_media, name)
-        return self.encode(inputs)
+            raise CheckpointError(f"{name}: {kind} are not supported: they do not become embeddings.")
+        return self._attends_mutually(arguments.get("attention_mask"), is_media, name)
 
-    def positions(self, token_ids: NDArray[np.int64], is_media: NDArray[np.bool_], grids: Mapping[str, Tensor]) -> Any:
-        """Return the positions of a prompt on three axes, int64 [3, T]. `grids` has the sizes of all images."""
+    def positions(self, token_ids: NDArray[np.int64], types: NDArray[np.int64], grids: Mapping[str, Tensor]) -> Any:
+        """Return the positions of a prompt on three axes, int64 [3, T].
+
+        `types` [T] says what a token belongs to (0: text), and `grids` has the sizes of all images and videos.
+        """
         ids = torch.from_numpy(token_ids)[None]
-        types = torch.from_numpy(np.where(is_media, IMAGE, TEXT))[None]
-        given = {"input_ids": ids, "mm_token_type_ids": types, "attention_mask": torch.ones_like(ids), **grids}
+        kinds = torch.from_numpy(types)[None]
+        given = {"input_ids": ids, "mm_token_type_ids": kinds, "attention_mask": torch.ones_like(ids), **grids}
         takes = inspect.signature(self._rope_index).parameters
         axes, _ = self._rope_index(**{name: value for name, value in given.items() if name in takes})
         return axes[-3:, 0].cpu().numpy()
@@ -178,14 +184,14 @@ class MediaTower(nn.Module):
         if self._rope_index is None:
             return ()
         takes = inspect.signature(self._rope_index).parameters
-        return tuple(name for name in takes if name.endswith(("grid_thw", "grid_hws")) and not name.startswith("video"))
+        return tuple(name for name in takes if name.endswith(("grid_thw", "grid_hws", "second_per_grid_ts")))
 
     def _record(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         device, dtype = next(self.body.parameters()).device, next(self.body.parameters()).dtype
         given = {}
         takes_all = any(each.kind is each.VAR_KEYWORD for each in self._takes.values())
         for name, value in inputs.items():
-            if name in self._takes or (takes_all and name in ("pixel_values", "image_sizes")):
+            if name in self._takes or (takes_all and name in _PASSED_ON):
                 if isinstance(value, Tensor):
                     value = value.to(device, dtype) if value.is_floating_point() else value.to(device)
                 given[name] = value

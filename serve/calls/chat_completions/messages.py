@@ -7,20 +7,24 @@ from typing import Any
 from uuid import uuid4
 
 from runtime.errors import InvalidRequest
+from runtime.media_source import Kind
 from runtime.request import LogprobParams
 from serve.calls.chat.request import ChatRequest, effort_switch, thinking_switch
 from serve.calls.chat_completions.functions import is_legacy, legacy_choice, legacy_tools, with_tool_calls
 from serve.calls.chat_completions.requests import keep_last_of
 from serve.calls.chat_completions.schema import ChatBody, Message, Part
-from serve.calls.media import OBJECT, image_part, native_source
+from serve.calls.media import OBJECT, media_part, native_source
 from serve.calls.prompts import namespaces_of
 
+_MEDIA: Mapping[str, Kind] = {  # types of parts
+    "image_url": "image", "input_image": "image", "video_url": "video", "audio_url": "audio",
+}  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
 def chat_of(body: ChatBody, objects: Sequence[Any] = ()) -> ChatRequest:
-    """Return the chat that the body requests. `objects` are images from Python, which URLs refer to.
+    """Return the chat that the body requests. `objects` are images, videos and audio from Python, which URLs refer to.
 
     Raises `InvalidRequest` with the name of the wrong key.
     """
@@ -84,12 +88,16 @@ def _parts(message: Message, path: str, objects: Sequence[Any]) -> list[dict[str
         path_of_part = f"{path}.content.{index}"
         if not isinstance(part, str) and part.type == "refusal" and message.role.lower() == "assistant":
             parts.append({"type": "text", "text": part.refusal or ""})
-        elif not isinstance(part, str) and part.type in ("image_url", "input_image"):
-            parts.append(_image(part, path_of_part, objects))
+        elif not isinstance(part, str) and part.type in _MEDIA:
+            parts.append(_media(part, path_of_part, objects))
+        elif not isinstance(part, str) and part.type == "input_audio":
+            parts.append(_input_audio(part, path_of_part))
         elif isinstance(part, str) or part.type != "text":
             kind = "" if isinstance(part, str) else f' "{part.type[:40]}"'
             raise InvalidRequest(
-                f"{path_of_part}.type{kind} is not supported yet; text and image_url are.", param=f"{path_of_part}.type"
+                f"{path_of_part}.type{kind} is not supported; text, image_url, video_url, audio_url and input_audio "
+                "are.",
+                param=f"{path_of_part}.type",
             )
         elif part.text is None:
             raise InvalidRequest(f"{path_of_part}.text is required.", param=f"{path_of_part}.text")
@@ -98,13 +106,22 @@ def _parts(message: Message, path: str, objects: Sequence[Any]) -> list[dict[str
     return parts
 
 
-def _image(part: Part, path: str, objects: Sequence[Any]) -> dict[str, Any]:
-    url = part.image_url if isinstance(part.image_url, str | None) else part.image_url.url
+def _media(part: Part, path: str, objects: Sequence[Any]) -> dict[str, Any]:
+    kind = _MEDIA[part.type]
+    value, param = getattr(part, f"{kind}_url"), f"{path}.{kind}_url"
+    url = value if isinstance(value, str | None) else value.url
     if url is None:
-        raise InvalidRequest(f"{path}.image_url is required.", param=f"{path}.image_url")
+        raise InvalidRequest(f"{param} is required.", param=param)
     if objects and url.startswith(OBJECT):
-        return {"type": "image", "source": native_source(objects[int(url[len(OBJECT) :])], f"{path}.image_url")}
-    return image_part(url, f"{path}.image_url")
+        return {"type": kind, "source": native_source(objects[int(url[len(OBJECT) :])], param, kind)}
+    return media_part(url, param, kind)
+
+
+def _input_audio(part: Part, path: str) -> dict[str, Any]:
+    """Return OpenAI's form of audio: base64 text. Its format is read from the file itself."""
+    if part.input_audio is None:
+        raise InvalidRequest(f"{path}.input_audio is required.", param=f"{path}.input_audio")
+    return media_part(part.input_audio.data, f"{path}.input_audio.data", "audio")
 
 
 def _tool_call(call: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ WITHOUT_EFFECT = frozenset(
         "early_stopping",  # an option of beam search, which is refused, as is length_penalty
         "guided_decoding_backend",
         "length_penalty",
-        "media_io_kwargs",  # an option of vLLM for videos, which are refused
+        "media_io_kwargs",  # options of vLLM for reading videos
         "metadata",
         "mirostat_eta",  # options of mirostat, which is refused
         "mirostat_tau",
@@ -124,6 +124,22 @@ class ImageUrl:
 
 
 @dataclass(slots=True, kw_only=True)
+class MediaUrl:
+    """The place of a video or audio."""
+
+    url: str
+
+
+@dataclass(slots=True, kw_only=True)
+class InputAudio:
+    """Audio in OpenAI's form."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset({"format"})  # the file itself says it
+
+    data: str
+
+
+@dataclass(slots=True, kw_only=True)
 class Part:
     """One part of a message's content."""
 
@@ -133,6 +149,9 @@ class Part:
     text: str | None = None
     refusal: str | None = None
     image_url: str | ImageUrl | None = None
+    video_url: str | MediaUrl | None = None
+    audio_url: str | MediaUrl | None = None
+    input_audio: InputAudio | None = None
     uuid: str | None = None  # vLLM's name for an image; images are known by their pixels
 
 

@@ -10,11 +10,12 @@ from uuid import uuid4
 
 from runtime.errors import InvalidRequest
 from runtime.logits_processors import check_name, name_of
+from runtime.media_source import Kind
 from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
 from serve.calls.decode import NotBuilt
 from serve.calls.errors import renamed
-from serve.calls.media import images_of
+from serve.calls.media import native_media
 from serve.calls.prompts import (
     AdapterName,
     Ids,
@@ -34,6 +35,8 @@ from serve.calls.work_budget import prompt_ids
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
+
+Modality = Literal["image", "multi-images", "video", "audio"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,9 +67,9 @@ class GenerateBody:
     log_metrics: bool = True  # false: the metrics of requests do not count this call
     input_embeds: NotBuilt = None
     image_data: Any = None  # an image or a list of images; for a batch, a list with these for each prompt
-    video_data: NotBuilt = None
-    audio_data: NotBuilt = None
-    modalities: list[Literal["image", "multi-images"]] | Literal["image", "multi-images"] | None = None
+    video_data: Any = None  # as image_data
+    audio_data: Any = None
+    modalities: list[Modality] | Modality | None = None
     return_hidden_states: NotBuilt = None
     custom_logit_processor: str | list[str | None] | None = None  # a sampling parameter in the other APIs
     bootstrap_host: NotBuilt = None
@@ -110,7 +113,8 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
     namespaces = namespaces_of(body.cache_salt, body.extra_key, count)
     priorities = spread(body.priority, count, "priority")
     adapters = spread(body.lora_path, count, "lora_path")
-    images = images_of(body.image_data, count, is_batch=body.is_batch)
+    values: dict[Kind, Any] = {"image": body.image_data, "video": body.video_data, "audio": body.audio_data}
+    media = native_media(values, count, is_batch=body.is_batch)
     if body.session_params is not None and (body.is_batch or sampling[0].n > 1):
         raise InvalidRequest("A request of a session has one prompt and one choice.", param="session_params")
     session = None if body.session_params is None else body.session_params.params()
@@ -119,7 +123,7 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
         Request(
             text=prompt if isinstance(prompt, str) else None,
             ids=None if isinstance(prompt, str) else ids_of(prompt),
-            media=images[index],
+            media=media[index],
             sampling=sampling[index],
             logprobs=logprobs[index],
             truncate=core.plan.serve.allow_auto_truncate,

@@ -15,7 +15,7 @@ import orjson
 
 from runtime.errors import InvalidRequest
 from serve.calls.decode import NotBuilt, Noted, decode
-from serve.calls.media import image_part
+from serve.calls.media import media_part
 from serve.openai.responses.schema import CustomTool, FunctionTool, NamespaceTool
 
 Message = dict[str, Any]
@@ -202,7 +202,7 @@ def _content(content: str | _InputParts, path: str) -> str | list[dict[str, Any]
         elif part.image_url is None:
             raise InvalidRequest(f"{path}.{index}.image_url is required.", param=f"{path}.{index}.image_url")
         else:
-            parts.append(image_part(part.image_url, f"{path}.{index}.image_url"))
+            parts.append(media_part(part.image_url, f"{path}.{index}.image_url"))
     return parts
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from hashlib import sha256
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,11 @@ from runtime.errors import InvalidRequest
 from runtime.kv_cache.page_keys import page_keys
 from runtime.media.encoder_cache import EncodedBlock, EncoderCache
 from runtime.media.placement import expanded, expanded_ids, place
+from runtime.media_source import Kind
 from runtime.request import Request
 from runtime.sequence import Sequence
 
+PLACES: dict[Kind, str] = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
 IMAGE, ROW = 9, 8  # ids of a token of an image, and of a text between its rows
 
 
@@ -31,7 +34,8 @@ def sequence(ids: tuple[int, ...], blocks: list[EncodedBlock]) -> Sequence:
 
 def test_images_stand_in_order_and_have_keys_of_their_own() -> None:
     first, second = block("a"), block("b", 1)
-    ids = expanded_ids([1, 7, 2, 7], 7, [first, second], "<image>")
+    ids, order = expanded_ids([1, 7, 2, 7], {"image": 7}, [first, second], PLACES)
+    assert order == [0, 1]
     assert ids == (1, 9, 9, 8, 9, 9, 8, 2, 9, 9, 8)
     placed, media = place(ids, [first, second], None, 100, mutual=False)
     assert placed == ids
@@ -40,12 +44,34 @@ def test_images_stand_in_order_and_have_keys_of_their_own() -> None:
     keys = media.keys
     assert [key for key in keys if key < 2**31] == [1, 8, 8, 2, 8]
     assert len({*keys}) == 3 + 6, "every token of an image has another key"
-    assert expanded("x<image>y<image>", "<image>", ["A", "BC"]) == "xAyBC"
+    assert expanded("x<image>y<image>", PLACES, [("image", "A"), ("image", "BC")]) == ("xAyBC", [0, 1])
+
+
+def test_items_of_several_kinds_stand_where_their_placeholders_are() -> None:
+    items: list[tuple[Kind, str]] = [("video", "V"), ("image", "A"), ("audio", "S"), ("image", "B")]
+    text, order = expanded("<image>, <audio> <video><image>.", PLACES, items)
+    assert text == "A, S VB."
+    assert order == [1, 2, 0, 3]
+    assert expanded("<image> <video>", PLACES, [("image", "A")]) == ("A <video>", [0]), "a kind without items is text"
+    film = block("v")._replace(kind="video")
+    ids, order = expanded_ids([5, 1, 7], {"image": 7, "video": 5}, [block("a", 1), film], PLACES)
+    assert ids == (9, 9, 8, 9, 9, 8, 1, 9, 9, 8)
+    assert order == [1, 0]
+    seen: list[list[int]] = []
+
+    def positions(ids: Any, types: Any, grids: Any) -> Any:
+        seen.append(types.tolist())
+        return np.arange(3 * len(ids)).reshape(3, -1)
+
+    place(ids, [film, block("a", 1)], positions, 100, mutual=False)
+    assert seen == [[2, 2, 0, 2, 2, 0, 0, 1, 1, 0]]
 
 
 def test_wrong_numbers_of_places_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="1 places for images"):
-        expanded("x<image>", "<image>", ["A", "B"])
+        expanded("x<image>", PLACES, [("image", "A"), ("image", "B")])
+    with pytest.raises(InvalidRequest, match="0 places for videos"):
+        expanded("x<image>", PLACES, [("image", "A"), ("video", "B")])
     with pytest.raises(InvalidRequest, match="stand for parts of an image"):
         place((1, 9, 9, 8, 9), [block("a", 1)], None, 100, mutual=False)
 

@@ -291,7 +291,14 @@ ROUTES: Mapping[str, Route] = {
         {"text": PROMPT, "sampling_params": {"max_new_tokens": 48, "temperature": 0}},
         GENERATE,
         declared(GenerateBody),
-        refused={"priority": 3, "lora_path": "none", "image_data": "aGk=", "session_params": {"id": "none"}},
+        refused={
+            "priority": 3,
+            "lora_path": "none",
+            "image_data": "aGk=",
+            "video_data": "aGk=",
+            "audio_data": "aGk=",
+            "session_params": {"id": "none"},
+        },
         idle={
             "custom_logit_processor": "asked in test_logits_processors.py",
             "log_metrics": "seen in /metrics",

@@ -237,7 +237,7 @@ async def test_model_is_known_by_name_and_path(served: Served) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         (
             {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "x"}}]}]},
-            "messages.0.content.0.type",
+            "messages.0.content.0.input_audio.data",
         ),
         ({"messages": [{"role": "user", "content": "long " * 600}]}, "messages"),
         ({"messages": [called('{"a":' * 9000)]}, "messages.0.tool_calls.0.function.arguments"),
