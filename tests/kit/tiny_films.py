@@ -36,7 +36,7 @@ def tone(seconds: float, rate: int = 16_000, seed: int = 0) -> NDArray[np.float3
     return (np.sin(np.cumsum(steps)) * 20_000).astype(np.int16).astype(np.float32) / np.float32(32768)
 
 
-def wave_file(samples: NDArray[np.float32], rate: int = 16_000) -> bytes:
+def wave_file(samples: NDArray[Any], rate: int = 16_000) -> bytes:
     """Return a WAV file of one channel."""
     import wave
 

@@ -124,8 +124,8 @@ async def test_other_rates_and_channels_are_resampled() -> None:
     """A file of 48,000 samples per second says about the same as one of 16,000."""
     from runtime.media.sounds import decode_audio
 
-    slow = np.sin(np.arange(16_000, dtype=np.float32) / np.float32(20)) / np.float32(2)
-    fast = np.sin(np.arange(48_000, dtype=np.float32) / np.float32(60)) / np.float32(2)
+    slow: np.ndarray = np.sin(np.arange(16_000, dtype=np.float32) / np.float32(20)) / np.float32(2)
+    fast: np.ndarray = np.sin(np.arange(48_000, dtype=np.float32) / np.float32(60)) / np.float32(2)
     found = decode_audio(tiny_films.wave_file(fast, 48_000), 16_000, 10.0, "audio_data")
     assert len(found) == pytest.approx(16_000, abs=64)
     count = min(len(found), len(slow)) - 200
