@@ -1,7 +1,8 @@
 """Matrix products in Triton with weights in 8 and 4 bits, which the main loop converts to x's dtype.
 
-4-bit weights are integers in groups (`ops/matmul/grouped.py`). A byte has two of them, the first in its lower half. The
-sum of a group's products is scaled once, in float32. 8-bit weights are integers with one scale per output. Rows of x
+4-bit weights are integers in groups (`ops/matmul/grouped.py`). A byte has two of them, the first in its lower half. In
+float32 the sum of a group's products is scaled once; in 16 bits a weight is scaled in float32 and then rounded, like a
+dequantised weight, so that an iteration of the main loop can read several groups. 8-bit weights are integers with one scale per output. Rows of x
 are never rounded. Weights in float8 are in `triton_float8.py`. torch computes products with other weights.
 """
 
@@ -22,6 +23,7 @@ from ops.matmul.grouped import WHOLE, GroupedWeight
 
 GROUPS = (16, 32, 64, 128)  # supported numbers of inputs per group; multiples of the last one are supported as well
 LARGEST_8 = 127.0
+FEW_ROWS = 32  # up to this number of rows reading the weight dominates
 ALIGNMENT = 256  # alignment of the parts in bytes
 
 
@@ -114,47 +116,49 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
         out = triton_float8.product(rows, codes, scales, bias, dtype, rounded_rows=rounded)
         return out.view(*x.shape[:-1], out_size)
     out = torch.empty((len(rows), out_size), dtype=dtype, device=x.device)
-    group = in_size // scales.shape[1]
-    tile = _tile(len(rows), group if codes.dtype == torch.uint8 else 128, x.dtype)
-    grid = (triton.cdiv(len(rows), tile["ROWS_BLOCK"]), triton.cdiv(out_size, tile["OUT_BLOCK"]))
-    _product_kernel[grid](
+    group, of_4_bits = in_size // scales.shape[1], codes.dtype == torch.uint8
+    tile = _tile(len(rows), group if of_4_bits else in_size, x.dtype, of_4_bits=of_4_bits)
+    columns, splits, parts = triton.cdiv(out_size, tile["OUT_BLOCK"]), 1, out.unsqueeze(0)
+    if len(rows) <= FEW_ROWS:
+        splits = triton_float8.num_splits(columns, triton.cdiv(in_size, tile["IN_BLOCK"]))
+    if splits > 1:
+        parts = torch.empty((splits, len(rows), out_size), dtype=torch.float32, device=x.device)
+    _product_kernel[triton.cdiv(len(rows), tile["ROWS_BLOCK"]), columns, splits](
         rows,
         codes,
         scales,
         shifts,
-        bias,
-        out,
+        bias if splits == 1 else None,
+        parts,
         len(rows),
         rows.stride(0),
         OUT=out_size,
         IN=in_size,
         GROUP=group,
-        OF_4_BITS=codes.dtype == torch.uint8,
+        SPLITS=splits,
+        OF_4_BITS=of_4_bits,
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         **tile,
     )
+    if splits > 1:
+        triton_float8.add_parts(parts, bias, out)
     return out.view(*x.shape[:-1], out_size)
 
 
-def _tile(num_rows: int, step: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Return the tile sizes. Each iteration of the main loop reads at most `step` inputs, which are in one group."""
-    step = min(step, 128)
-    if dtype.itemsize == 4:
+def _tile(num_rows: int, group: int, dtype: torch.dtype, *, of_4_bits: bool) -> dict[str, Any]:
+    """Return the tile sizes. An iteration of the main loop reads whole groups, or inputs of one group."""
+    if dtype.itemsize == 4:  # inputs of one group
+        return {"ROWS_BLOCK": 16, "OUT_BLOCK": 32, "IN_BLOCK": min(group, 32), "num_warps": 4, "num_stages": 2}
+    if num_rows <= FEW_ROWS:  # reading the weight dominates: many bytes are on their way at a time
+        rows = 16 if num_rows <= 16 else 32
         return {
-            "ROWS_BLOCK": 16,
+            "ROWS_BLOCK": rows,
             "OUT_BLOCK": 32,
-            "IN_BLOCK": min(step, 32),
+            "IN_BLOCK": 256 if of_4_bits else 128,
             "num_warps": 4,
-            "num_stages": 2,
+            "num_stages": 4,
         }
-    many = num_rows > 32
-    return {
-        "ROWS_BLOCK": 64 if many else 16,
-        "OUT_BLOCK": 128 if many else 64,
-        "IN_BLOCK": min(step, 64) if many else step,
-        "num_warps": 8 if many else 4,
-        "num_stages": 3,
-    }
+    return {"ROWS_BLOCK": 64, "OUT_BLOCK": 128, "IN_BLOCK": 64, "num_warps": 8, "num_stages": 3}
 
 
 # varies between steps; a specialised kernel would be compiled for each value
@@ -165,12 +169,13 @@ def _product_kernel(
     scales,  # [OUT, IN / GROUP]
     shifts,  # [OUT, IN / GROUP], or None
     bias,  # [OUT], or None
-    out,  # [num_rows, OUT]
+    out,  # [SPLITS, num_rows, OUT]
     num_rows,
     x_stride,
     OUT: tl.constexpr,
     IN: tl.constexpr,
     GROUP: tl.constexpr,
+    SPLITS: tl.constexpr,
     OF_4_BITS: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     OUT_BLOCK: tl.constexpr,
@@ -183,23 +188,40 @@ def _product_kernel(
     x_rows = x + rows.to(tl.int64)[:, None] * x_stride + inner[None, :]  # [ROWS, IN]
     total = tl.zeros([ROWS_BLOCK, OUT_BLOCK], tl.float32)
     scale_lines = scales + columns.to(tl.int64) * (IN // GROUP)
+    shift_lines = None if shifts is None else shifts + columns.to(tl.int64) * (IN // GROUP)
+    steps: tl.constexpr = (IN + IN_BLOCK - 1) // IN_BLOCK
+    per_split: tl.constexpr = (steps + SPLITS - 1) // SPLITS * IN_BLOCK
+    first = tl.program_id(2) * per_split
+    end = min(first + per_split, IN)
     if OF_4_BITS:
         pairs = tl.arange(0, IN_BLOCK // 2)
         bytes_of = codes + columns.to(tl.int64)[:, None] * (IN // 2) + pairs[None, :]
-        for base in range(0, IN, IN_BLOCK):  # IN_BLOCK divides GROUP, so an iteration has one scale per output
-            a = tl.load(x_rows + base, mask=is_row[:, None], other=0.0)
-            both = tl.load(bytes_of + base // 2, mask=is_column[:, None], other=0).to(tl.int32)
-            numbers = tl.interleave(both & 15, both >> 4) - 8  # [OUT, IN]
-            part = tl.dot(a, tl.trans(numbers.to(a.dtype)), input_precision=PRECISION)
-            total += part * tl.load(scale_lines + base // GROUP, mask=is_column, other=0.0)[None, :]
-            if shifts is not None:
-                shift = tl.load(
-                    shifts + columns.to(tl.int64) * (IN // GROUP) + base // GROUP, mask=is_column, other=0.0
-                )
-                total += tl.sum(a.to(tl.float32), axis=1)[:, None] * shift[None, :]
+        group: tl.constexpr = min(GROUP, IN_BLOCK)
+        groups = tl.arange(0, IN_BLOCK // group) * group
+        for base in range(first, end, IN_BLOCK):  # an iteration reads whole groups, or inputs of one group
+            a = tl.load(x_rows + base, mask=is_row[:, None] & (base + inner < IN)[None, :], other=0.0)
+            is_byte = is_column[:, None] & (base // 2 + pairs < IN // 2)[None, :]  # a form that permits wide loads
+            both = tl.load(bytes_of + base // 2, mask=is_byte, other=0).to(tl.int32)
+            # The bits of 2 ** 23 + number in float32: faster than a conversion, and exact.
+            numbers = tl.interleave(both & 15, both >> 4) | 0x4B000000
+            numbers = numbers.to(tl.float32, bitcast=True) - 8388616.0  # [OUT, IN]
+            places, is_group = ((base + groups) // GROUP)[None, :], is_column[:, None] & (base + groups < IN)[None, :]
+            scale = tl.load(scale_lines[:, None] + places, mask=is_group, other=0.0)  # [OUT, groups]
+            if a.dtype == tl.float32:
+                tl.static_assert(group == IN_BLOCK)
+                total += tl.dot(a, tl.trans(numbers), input_precision=PRECISION) * tl.sum(scale, axis=1)[None, :]
+                if shift_lines is not None:
+                    shift = tl.load(shift_lines[:, None] + places, mask=is_group, other=0.0)
+                    total += tl.sum(a, axis=1)[:, None] * tl.sum(shift, axis=1)[None, :]
+            else:
+                grouped = numbers.reshape(OUT_BLOCK, IN_BLOCK // group, group) * scale[:, :, None]
+                if shift_lines is not None:
+                    grouped += tl.load(shift_lines[:, None] + places, mask=is_group, other=0.0)[:, :, None]
+                weight = grouped.to(a.dtype).reshape(OUT_BLOCK, IN_BLOCK)
+                total = tl.dot(a, tl.trans(weight), total, input_precision=PRECISION)
     else:
         bytes_of = codes + columns.to(tl.int64)[:, None] * IN + inner[None, :]
-        for base in range(0, IN, IN_BLOCK):
+        for base in range(first, end, IN_BLOCK):
             is_in = (base + inner < IN)[None, :]
             a = tl.load(x_rows + base, mask=is_row[:, None] & is_in, other=0.0)
             numbers = tl.load(bytes_of + base, mask=is_column[:, None] & is_in, other=0.0)
@@ -207,5 +229,5 @@ def _product_kernel(
         total *= tl.load(scale_lines, mask=is_column, other=0.0)[None, :]
     if bias is not None:
         total += tl.load(bias + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    position = rows.to(tl.int64)[:, None] * OUT + columns[None, :]
+    position = (tl.program_id(2).to(tl.int64) * num_rows + rows)[:, None] * OUT + columns[None, :]
     tl.store(out + position, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])

@@ -394,6 +394,19 @@ def test_older_gpus_convert_float8_without_having_that_type(capability: int, tmp
         assert inspect(kernel, tmp_path).spilled_bytes == 0
 
 
+def test_few_rows_and_4_bits_take_few_instructions_while_the_next_codes_arrive(tmp_path: Path) -> None:
+    with compiling_for(90) as kernels:
+        _product(4)
+    product = next(each for each in kernels if each.metadata.name == "_product_kernel")
+    code, found = machine_code(product, tmp_path), inspect(product, tmp_path)
+    assert buffers(product, "32x128xi8") >= 2
+    assert 3 * found.shared_bytes <= SHARED_BYTES[90]
+    assert 3 * 128 * found.registers <= 2**16
+    assert any("LDGSTS" in line and "128" in line for line in code)
+    assert not any("I2F" in line for line in code)  # a conversion has a sixteenth of the speed of other instructions
+    assert len(code) <= 64 * 16  # a thread converts 64 weights per iteration
+
+
 def test_sampling_spends_few_instructions_on_a_logit(tmp_path: Path) -> None:
     """Kernels that read all logits, without the one that searches the list. A thread has 8 logits per iteration."""
     with compiling_for(90) as kernels:

@@ -85,19 +85,13 @@ def test_8_bits_are_rounded_as_elsewhere(shape: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("one row", "tl.interleave(both & 15, both >> 4) - 8", "tl.interleave(both >> 4, both & 15) - 8"),
+        ("one row", "tl.interleave(both & 15, both >> 4) |", "tl.interleave(both >> 4, both & 15) |"),
+        ("one row", "((base + groups) // GROUP)[None, :]", "(0 * (base + groups))[None, :]"),
+        ("one row", "first = tl.program_id(2) * per_split", "first = 0 * per_split"),
+        ("with zeros and a bias", "total += tl.sum(a, axis=1)[:, None]", "total += 0 * tl.sum(a, axis=1)[:, None]"),
+        ("with zeros and a bias", "grouped += tl.load", "grouped += 0 * tl.load"),
         (
-            "one row",
-            "total += part * tl.load(scale_lines + base // GROUP",
-            "total += part * tl.load(scale_lines + 0",
-        ),
-        (
-            "with zeros and a bias",
-            "tl.sum(a.to(tl.float32), axis=1)[:, None] * shift",
-            "tl.zeros_like(total) * shift",
-        ),
-        (
-            "with zeros and a bias",
+            "more rows and outputs than a tile",
             "if bias is not None:\n        total +=",
             "if bias is not None:\n        total -=",
         ),
@@ -110,4 +104,5 @@ def test_8_bits_are_rounded_as_elsewhere(shape: tuple[int, int, int]) -> None:
 )
 def test_a_broken_kernel_is_noticed(name: str, old: str, new: str, tmp_path: Path) -> None:
     broken = mutant("matmul", old, new, tmp_path)
-    assert differ(outputs(broken, CASES[name]), expected(CASES[name]), slack=2)
+    cases = [CASES[name], CASES[name]._replace(dtype=torch.float16)]  # weights are scaled before or after the product
+    assert any(differ(outputs(broken, case), expected(case), slack=2) for case in cases)
