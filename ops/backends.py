@@ -95,12 +95,28 @@ class AttentionBackend(Backend):
     page_sizes: tuple[int, ...] = ()
     float8_cache: bool = True  # whether it reads a float8 cache if the model has another dtype
     lacks: frozenset[str] = frozenset()  # the `AttentionShape.features` that it does not support
+    # Major number of the compute capability of GPUs on which it is the default if its compiled kernels are installed.
+    default_on: int | None = None
     # Whether it needs exact values in `AttentionMetadata.starts_host` for rows of one token; else upper bounds suffice.
     exact_starts: bool = False
     decode_settings: Mapping[str, str] = field(default_factory=dict)  # command-line option -> argument of `make_attend`
     uncaptured_with: Mapping[str, str] = field(
         default_factory=dict
     )  # command-line option -> reason why it excludes CUDA graphs
+
+    def not_default(self, machine: Machine, gpu: Gpu | None) -> str | None:
+        """Return why it is not the first choice on this GPU although it is meant to be, "" if it is.
+
+        None if it is not meant for this GPU, or a requirement is not met. The text begins with a verb.
+        """
+        if self.default_on is None or gpu is None or gpu.capability[0] != self.default_on or self.unmet(machine, gpu):
+            return None
+        needed = "" if self.needs is None else self.needs.compiled or ""
+        if needed and needed not in machine.packages:
+            return (
+                f"is the default if its compiled kernels are installed (the package {needed}): compiling takes minutes"
+            )
+        return ""
 
     def lacking(self, shape: AttentionShape) -> list[str]:
         """Return the reasons why this backend cannot compute the shape. Each begins with a verb, such as "takes"."""
@@ -133,7 +149,9 @@ FLASHINFER_DTYPES = ("float16", "bfloat16")
 FLASHINFER_COMPILED = "flashinfer-jit-cache"  # FlashInfer's kernels as machine code
 TRTLLM_PAGE_SIZES = (16, 32, 64)
 
-# Without an option, the first backend of this order that can compute the model is used.
+# Without an option, the first backend of `PREFERRED` that is meant for the GPU and can compute the model is used, else
+# the first of this table.
+PREFERRED = ("fa3", "flashinfer")
 ATTENTION: Mapping[str, AttentionBackend] = {
     "triton": AttentionBackend(
         file="with_triton",
@@ -157,6 +175,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         lacks=frozenset({"sinks", "chunks", "ALiBi"}),
         captured=True,
         exact_starts=True,
+        default_on=9,
     ),
     "fa3": AttentionBackend(
         file="with_fa3",
@@ -168,6 +187,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         lacks=frozenset({"sinks", "chunks", "ALiBi"}),
         captured=True,
         exact_starts=True,
+        default_on=9,
     ),
     "trtllm_mha": AttentionBackend(
         file="with_trtllm",

@@ -2,8 +2,9 @@
 
 4-bit weights are integers in groups (`ops/matmul/grouped.py`). A byte has two of them, the first in its lower half. In
 float32 the sum of a group's products is scaled once; in 16 bits a weight is scaled in float32 and then rounded, like a
-dequantised weight, so that an iteration of the main loop can read several groups. 8-bit weights are integers with one scale per output. Rows of x
-are never rounded. Weights in float8 are in `triton_float8.py`. torch computes products with other weights.
+dequantised weight, so that an iteration of the main loop can read several groups. 8-bit weights are integers with one
+scale per output. Rows of x are never rounded. Weights in float8 are in `triton_float8.py`. torch computes products
+with other weights.
 """
 
 # Pyright cannot check the arguments of kernel launches.

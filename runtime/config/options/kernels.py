@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ops.backends import ATTENTION
+from ops.backends import ATTENTION, FLASHINFER_COMPILED
 from runtime.config.option_spec import always, inert, option, planned
 
 _LATENT = "a model with multi-head latent attention (which other backends also support) and"
@@ -46,7 +46,8 @@ class KernelArgs:
     attention_backend: str | None = option(
         None,
         f"Implementation of attention: {_KERNELS}. On a CPU, any named backend replaces the C++ kernels of attention. "
-        f"Default: on a CPU, the C++ kernels where a compiler is installed, else torch_native; on a GPU, {_DEFAULT}.",
+        f"Default: on a CPU, the C++ kernels where a compiler is installed, else torch_native; on a GPU, {_DEFAULT}. "
+        f"On Hopper it is fa3 (flashinfer with an 8-bit cache) if the package {FLASHINFER_COMPILED} is installed.",
         **_ATTENTION,
         sglang="fa3 on Hopper, else flashinfer if it is installed, else triton; on a CPU intel_amx or torch_native",
         plan="kernels.attention_backend",

@@ -9,6 +9,7 @@ from typing import Any
 from ops.backends import (
     ATTENTION,
     GPU_OPERATIONS,
+    PREFERRED,
     SAMPLING,
     SMALL,
     SMALL_OPERATIONS,
@@ -119,6 +120,8 @@ def _attention(
     unusable = {name: ", and it ".join(backend.lacking(shape)) for name, backend in ATTENTION.items()}
     unusable |= _unmet(ATTENTION, machine, gpu)
     attention = _chosen(builder, "attention_backend", ATTENTION, unusable)
+    if builder.args.kernels.attention_backend is None and gpu is not None:
+        attention = _preferred(builder, machine, gpu, unusable, attention)
     decode, prefill = (
         _chosen(builder, f"{rows}_attention_backend", ATTENTION, unusable, otherwise=attention.value)
         for rows in ("decode", "prefill")
@@ -130,6 +133,31 @@ def _attention(
                 flag = "--" + option.replace("_", "-")
                 builder.refuse(option, f"{flag} has an effect with {name} only, and decode uses {decode.value}.")
     return attention, decode, prefill
+
+
+def _preferred(
+    builder: PlanBuilder, machine: Machine, gpu: Gpu, unusable: Mapping[str, str], otherwise: Decision[str]
+) -> Decision[str]:
+    """Return the attention backend that is meant for this GPU, or `otherwise` with the reason against it."""
+    against = []
+    for name in PREFERRED:
+        reason = ATTENTION[name].not_default(machine, gpu)
+        if reason is None:
+            continue
+        reason = reason or unusable.get(name) or _against(builder, name, otherwise.value)
+        if not reason:
+            return Decision(name, f"FlashInfer's compiled kernels are installed, which suit {gpu.name}")
+        against.append(f"{name} {reason}")
+    return Decision(otherwise.value, "; ".join((otherwise.reason, *against)))
+
+
+def _against(builder: PlanBuilder, name: str, otherwise: str) -> str:
+    """Return an option because of which a backend is not the default, or ""."""
+    if builder.args.speculative.speculative_algorithm is not None and ATTENTION[name].exact_starts:
+        return "needs the exact lengths of rows on the host, so steps with drafts would not overlap"
+    settings = ATTENTION[otherwise].decode_settings
+    asked = next((option for option in settings if builder.args.changed(option)), None)
+    return "" if asked is None else f"does not have --{asked.replace('_', '-')}"
 
 
 def _unmet(backends: Mapping[str, Backend], machine: Machine, gpu: Gpu | None) -> dict[str, str]:

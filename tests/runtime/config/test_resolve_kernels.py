@@ -257,6 +257,44 @@ def test_the_documentation_has_the_tables(written: Callable[[], str]) -> None:
     assert written() in (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
 
 
+COMPILED = {**H200.packages, "flashinfer-jit-cache": "0.6.13"}
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "backend", "reason"),
+    [
+        ("h200", {}, "fa3", "compiled kernels are installed"),
+        ("h200", {"kv_cache_dtype": "fp8_e4m3"}, "flashinfer", "compiled kernels are installed"),
+        ("h200", {"triton_attention_num_kv_splits": 4}, "triton", "does not have --triton-attention-num-kv-splits"),
+        ("h200", {"speculative_algorithm": "NGRAM"}, "triton", "steps with drafts would not overlap"),
+        ("h200", {"attention_backend": "triton"}, "triton", "as asked"),
+        ("a100", {}, "triton", "the first choice"),
+        ("b200", {}, "triton", "the first choice"),
+    ],
+)
+def test_compiled_kernels_are_the_default_on_hopper(
+    name: str, asked: dict[str, Any], backend: str, reason: str
+) -> None:
+    kernels, reasons, refusals = decided(replace(Machine.named(name), packages=COMPILED), **asked)
+    assert kernels.decode_attention_backend == kernels.prefill_attention_backend == backend
+    assert reason in reasons["attention_backend"]
+    assert not refusals
+
+
+def test_a_model_that_flashinfer_does_not_compute_uses_triton() -> None:
+    facts = replace(ANY_MODEL, architecture="LlamaForCausalLM", head_dim=80, dtype="bfloat16")
+    plan, builder = decide(Args.of(model_path="/models/small"), replace(H200, packages=COMPILED), facts)
+    assert plan.kernels.attention_backend == "triton"
+    assert "fa3 takes heads of 64, 128, 256 dimensions" in plan.kernels.reasons["attention_backend"]
+    assert not builder.refusals
+
+
+def test_kernels_that_would_be_compiled_are_not_the_default() -> None:
+    kernels, reasons, _ = decided(H200)
+    assert kernels.attention_backend == "triton"
+    assert "fa3 is the default if its compiled kernels are installed" in reasons["attention_backend"]
+
+
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
 def test_kernels_that_cannot_be_compiled_are_refused_at_start(backend: str) -> None:
     no_compiler = replace(H200, cuda_compiler=None)
