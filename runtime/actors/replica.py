@@ -129,7 +129,9 @@ class _ReplicaLoader:
             await group.start(parallel, facts, environment)
         models = {TARGET: ModelSetup(facts, plan.model, takes_media=plan.media.enabled)}
         if plan.draft.path is not None:
-            models[DRAFT] = ModelSetup(read_draft_facts(plan.draft, facts), draft_model_plan(plan))
+            models[DRAFT] = ModelSetup(
+                read_draft_facts(plan.draft, facts), draft_model_plan(plan), whole=parallel.ranks > 1
+            )
         own, *others = (
             WorkerSetup.of(plan, models, rank, self._index * parallel.ranks) for rank in range(parallel.ranks)
         )

@@ -30,13 +30,14 @@ from runtime.loading.weight_update import LoadedWeights
 from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo
 from runtime.modeling.decoder import Decoder, states_for_draft_head
+from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.adapters import Adapters
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read, retrieve
 from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel
-from runtime.worker.drafts import accept_limits, settle, with_exact_starts, with_proposals
+from runtime.worker.drafts import accept_limits, last_choices, settle, with_exact_starts, with_proposals
 from runtime.worker.graph_capture import BackgroundCapture
 from runtime.worker.logprobs import CHUNK, prompt_indices
 from runtime.worker.non_finite import NonFiniteSearch
@@ -263,10 +264,7 @@ class StepExecutor:
                 self._logged_drafts = True
                 logger.info("Steps with drafts are computed operation by operation.")
             batch = self._with_starts(batch)
-            proposed = batch
-            if self._draft_model is not None:
-                proposed = self._draft_model.propose(batch, self.last_tokens)
-                batch = with_proposals(batch, proposed)
+            batch, proposed = self._propose(batch)
             search, graph = self._search, self._cpu_graph
             before = self.last_tokens.clone() if search is not None else None
             if graph is not None and graph.takes(batch) and not self._by_operations(batch):
@@ -303,7 +301,8 @@ class StepExecutor:
         with self.enqueueing():
             self._check(batch)
             self._move(batch)
-            self._begun.append(self._begin(self._with_starts(batch)))
+            batch, _ = self._propose(self._with_starts(batch))
+            self._begun.append(self._begin(batch))
         return lambda: None
 
     def forward(self, batch: Batch, group_tokens: tuple[int, ...]) -> tuple[StepInputs, Tensor]:
@@ -312,6 +311,21 @@ class StepExecutor:
         self._move(batch)
         inputs = self._prepare(self._with_starts(batch), self.last_tokens)
         return inputs, self._forward(replace(inputs.forward, group_tokens=group_tokens))
+
+    def _propose(self, batch: Batch) -> tuple[Batch, Batch]:
+        """Return the batch with the draft model's ids, and the draft model's batch (`with_proposals`).
+
+        Rank 0 proposes, and sends the ids to the ranks that embed them with it.
+        """
+        is_drafted = batch.drafts is not None and DRAFT in batch.token_ids
+        proposed = batch
+        if self._draft_model is not None:
+            proposed = self._draft_model.propose(batch, self.last_tokens)
+        if self.mesh is not None and is_drafted:
+            ids = torch.from_numpy(np.ascontiguousarray(proposed.token_ids)).clone()
+            ids = self.mesh.axis("tp").broadcast(ids)
+            proposed = replace(proposed, token_ids=ids.numpy())
+        return (batch, batch) if proposed is batch else (with_proposals(batch, proposed), proposed)
 
     # --- ranks other than 0 ---
 
@@ -503,11 +517,11 @@ class StepExecutor:
 
         `limits` [D] are the most drafts that rows may accept, on rank 0; None: all. Other ranks do not know them, but a
         row with a limit has a constraint, so the batch with its next row has its last token and its exact start.
-        Return the number of accepted drafts of each row [D], or None without drafts. Does nothing in a pipeline: there
-        a sequence is in one step at a time, so its tokens are known.
+        Return the number of accepted drafts of each row [D], or None without drafts. Stores nothing in a pipeline:
+        there a sequence is in one step at a time, so its tokens are known.
         """
         if self.pipelined:
-            return None
+            return None if samples.drafts is None else last_choices(ids, samples.drafts, limits)[0]
         if self.mesh is not None:
             ids = self.mesh.axis("tp").broadcast(ids)
         if samples.drafts is not None:

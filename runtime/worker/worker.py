@@ -65,6 +65,7 @@ class ModelSetup:
     facts: ModelFacts
     plan: ModelPlan  # in a `WorkerSetup`, with the rank's device
     takes_media: bool = False  # whether vectors may replace the embeddings of tokens
+    whole: bool = False  # whether rank 0 alone has the model, with all its layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class WorkerSetup:
     """The models and settings that a rank loads. Sent to other processes as JSON."""
 
     rank_info: RankInfo
-    models: Mapping[str, ModelSetup]  # by name; `TARGET` is the served model
+    models: Mapping[str, ModelSetup]  # by name; `TARGET` is the served model. Whole models only on rank 0
     kernels: KernelPlan
     graphs: GraphPlan  # the steps that every rank captures as graphs
     lora: LoraPlan = field(default_factory=LoraPlan)
@@ -92,7 +93,11 @@ class WorkerSetup:
             device = f"cuda:{int(device.partition(':')[2] or 0) + index * parallel.gpu_step}"
         return cls(
             rank_info=rank_info(plan, rank),
-            models={name: replace(model, plan=replace(model.plan, device=device)) for name, model in models.items()},
+            models={
+                name: replace(model, plan=replace(model.plan, device=device))
+                for name, model in models.items()
+                if rank == 0 or not model.whole
+            },
             kernels=plan.kernels,
             graphs=plan.graphs,
             lora=plan.lora,
@@ -102,11 +107,11 @@ class WorkerSetup:
     def decode(cls, body: Mapping[str, Any], path: str | None) -> Self:
         """Decode JSON. `path` is this machine's path of the target's checkpoint, if it differs from the sender's."""
 
-        def model(name: str, facts: dict[str, Any], plan: dict[str, Any], takes_media: bool = False) -> ModelSetup:
+        def model(name: str, facts: dict[str, Any], plan: dict[str, Any], **flags: bool) -> ModelSetup:
             here = {"path": path} if path is not None and name == TARGET else {}
             facts = {**facts, **here, "eos_ids": frozenset(facts["eos_ids"])}
             facts["pooling"] = Pooling.decode(facts.get("pooling"))
-            return ModelSetup(ModelFacts(**facts), ModelPlan(**{**plan, **here}), takes_media)
+            return ModelSetup(ModelFacts(**facts), ModelPlan(**{**plan, **here}), **flags)
 
         return cls(
             rank_info=RankInfo(**body["rank_info"]),
@@ -157,13 +162,15 @@ class ModelWorker:
         """
         self.device = torch.device(setup.device)
         self.mesh = Mesh(setup.rank_info, self.device)
+        self._alone = Mesh(RankInfo(rank=0, tp_size=1, pp_size=1), self.device)  # of whole models
+        self._whole = frozenset(name for name, model in setup.models.items() if model.whole)
         self.kernels = _select(setup.kernels, lifeline)
         self._graphs = setup.graphs
         self._raw_logprobs = setup.kernels.raw_logprobs
         self._sampling_backend = SAMPLING[setup.kernels.sampling_backend]
         if setup.graphs.compile_max_rows:
             self.kernels = compilable(self.kernels)
-        self._models = {name: self._load(model) for name, model in setup.models.items()}
+        self._models = {name: self._load(name, model) for name, model in setup.models.items()}
         self._adapters = self._make_adapters(setup)
         self.weight_bytes = {
             name: sum(parameter.nbytes for parameter in model.decoder.parameters())
@@ -194,8 +201,13 @@ class ModelWorker:
         return {
             (name, index): spec
             for name, num_layers in self._num_layers.items()
-            for index, spec in local_specs(self._specs_of(name), rank_info, num_layers).items()
+            if rank_info.rank == 0 or name not in self._whole
+            for index, spec in local_specs(self._specs_of(name), self._info_of(name, rank_info), num_layers).items()
         }
+
+    def _info_of(self, name: str, rank_info: RankInfo) -> RankInfo:
+        """Return the rank's coordinates for this model: those of a single rank for a whole model."""
+        return self._alone.rank_info if name in self._whole else rank_info
 
     def memory(self) -> dict[str, int]:
         """Return the available, total and weight bytes, which determine the size of the KV pools."""
@@ -341,11 +353,12 @@ class ModelWorker:
         self.mesh.close()
         self._models.clear()
 
-    def _load(self, setup: ModelSetup) -> _LoadedModel:
-        facts, plan, info = setup.facts, setup.plan, self.mesh.rank_info
+    def _load(self, name: str, setup: ModelSetup) -> _LoadedModel:
+        mesh = self._alone if name in self._whole else self.mesh
+        facts, plan, info = setup.facts, setup.plan, mesh.rank_info
         source = WeightSource.of(facts, plan)
         layers = info.stage_layers(facts.num_layers)
-        decoder = load_model(facts, plan, self.kernels, self.mesh, layers, info)
+        decoder = load_model(facts, plan, self.kernels, mesh, layers, info)
         if plan.by_transformers:
             from runtime.worker.transformers_check import verified  # imports transformers' models
 
@@ -388,7 +401,7 @@ class ModelWorker:
 
     def _make_pool(self, name: str, cache: CacheSetup) -> KVPool:
         return KVPool(
-            local_specs(self._specs_of(name), self.mesh.rank_info, self._num_layers[name]),
+            local_specs(self._specs_of(name), self._info_of(name, self.mesh.rank_info), self._num_layers[name]),
             cache.num_pages,
             cache.page_size,
             getattr(torch, cache.kv_dtype),
@@ -442,7 +455,7 @@ class ModelWorker:
         self, setup: ModelSetup, model: Decoder, pool: KVPool, cache: CacheSetup, plan: Plan
     ) -> CpuGraph | None:
         """Capture the CPU graph, or return None if a kernel cannot be captured."""
-        if self.kernels.launcher is None or plan.parallel.ranks > 1:
+        if self.kernels.launcher is None or (plan.parallel.ranks > 1 and not setup.whole):
             return None
         max_drafts = min(plan.scheduler.max_drafts * cache.num_sequences, plan.scheduler.max_step_drafts)
         capacity = plan.scheduler.step_prompt_tokens + cache.num_sequences + max_drafts

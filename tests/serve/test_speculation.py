@@ -205,12 +205,27 @@ async def test_steps_computed_operation_by_operation_give_the_same_tokens():
 
 
 @pytest.mark.slow
-async def test_two_ranks_agree(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        {"tp_size": 2},
+        {"pp_size": 2},
+        pytest.param({"tp_size": 2, "pp_size": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+async def test_several_ranks_give_the_tokens_of_plain_decoding(
+    ranks: dict[str, int], draft: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft model is on rank 0 alone, which sends its proposals to the ranks that embed them with it."""
+    monkeypatch.setitem(globals(), "PROMPTS", PROMPTS[2:4])
+    monkeypatch.setitem(globals(), "PARAMS", [PARAMS[0], PARAMS[2], PARAMS[3]])
     num_unknown = rows_with_unknown_starts(monkeypatch)
-    found = await answers(**NGRAM, tp_size=2)
-    assert sum(num_unknown) > 5
-    expected = await answers(tp_size=2)
-    assert [answer[IDS] for answer in found] == [answer[IDS] for answer in expected]
+    expected = [answer[IDS] for answer in await answers(**ranks)]
+    found = await answers(**{**draft, "speculative_algorithm": "NGRAM,STANDALONE"}, **ranks)
+    assert [answer[IDS] for answer in found] == expected
+    assert any(answer["meta_info"].get("spec_num_correct_drafts", 0) > 3 for answer in found)
+    assert bool(sum(num_unknown)) == ("pp_size" not in ranks)
 
 
 @pytest.mark.parametrize("method", ["NGRAM", "STANDALONE"])

@@ -155,12 +155,15 @@ def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts,
     parallel = builder.args.parallel
     if facts.is_encoder:
         return f"{facts.architecture} generates no tokens"
-    if parallel.pp_size > 1:
-        return "pipeline parallelism (--pp-size) does not support drafts yet"
     if model is None:
         return None
-    if parallel.tp_size > 1:
-        return "tensor parallelism (--tp-size) does not support draft models yet; use NGRAM"
+    if parallel.enable_dp_attention:
+        return "attention groups (--enable-dp-attention) take no draft models yet; use NGRAM"
+    if model in HEADS and parallel.tp_size * parallel.pp_size > 1:
+        return (
+            "draft heads share the embedding of one rank, so they take neither --tp-size nor --pp-size yet; use NGRAM "
+            "or STANDALONE"
+        )
     if gpu is not None:
         return "draft models run on CPUs only so far; use NGRAM"
     if model in HEADS and builder.args.graphs.enable_torch_compile:
@@ -201,6 +204,8 @@ def _overlap_drafts(builder: PlanBuilder, gpu: Gpu | None, kernels: KernelPlan, 
         return Decision(False, "no --speculative-algorithm is set")
     if not overlap:
         return Decision(False, "steps do not overlap")
+    if builder.args.parallel.pp_size > 1:
+        return Decision(False, "in a pipeline, a sequence is in one step at a time")
     if gpu is None:
         return Decision(True, "on a CPU, row positions are known when a step begins")
     if ATTENTION[attention].exact_starts:
