@@ -260,6 +260,48 @@ def _draw(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tensor:
     return _invert(mass_to, mass_to[:, -1], arrays.uniform)
 
 
+def probabilities(logits: Tensor, arrays: SamplingArrays, ids: Tensor) -> Tensor:
+    """Return the probability with which each row draws this token, float64 [R]. Ignores XTC, and greedy rows draw too.
+
+    `ids` are int64 [R]. Rows whose logits are not finite have arbitrary values.
+    """
+    if bool((arrays.top_n_sigma > 0).any()):
+        logits = _within_sigmas(logits, arrays.top_n_sigma, arrays.top_n_sigma.cpu())
+    typical = arrays.typical_p < 1
+    if bool(typical.any()):
+        logits = _typical(logits, arrays, typical.cpu())
+    vocab_size, found = logits.shape[-1], []
+    for piece in _slices(len(logits), logits):
+        own = SamplingArrays(*(field[piece] for field in arrays))
+        values, ranked = best(logits[piece], vocab_size)
+        weights = _weights(values, logits[piece].amax(-1), own.temperature)
+        fixed = _fixed(weights, vocab_size)
+        mass_to, kept = _kept(weights, fixed, own)
+        num_kept = kept.sum(-1).clamp(min=1)
+        rank = (ranked == ids[piece, None]).long().argmax(-1)
+        own_mass = fixed.gather(-1, rank[:, None])[:, 0].double()
+        whole = mass_to.gather(-1, num_kept[:, None] - 1)[:, 0].double()
+        found.append(torch.where(rank < num_kept, own_mass / whole, 0))
+    return torch.cat(found) if found else torch.zeros(0, dtype=torch.float64, device=logits.device)
+
+
+def _kept(weights: Tensor, fixed: Tensor, arrays: SamplingArrays) -> tuple[Tensor, Tensor]:
+    """Return the cumulative mass of all tokens in their ranking, and whether the limits keep each, [R, V]."""
+    mass_to = fixed.cumsum(-1)
+    last = arrays.top_k.clamp(max=fixed.shape[-1]).long() - 1
+    mass = mass_to.gather(-1, last[:, None])[:, 0]
+    limit = torch.where(arrays.top_p < 1, (arrays.top_p.double() * mass.double()).ceil().long(), mass)
+    return mass_to, (mass_to - fixed < limit[:, None]) & (weights >= arrays.min_p[:, None])
+
+
+def second_uniform(uniform: Tensor) -> Tensor:
+    """Return another number in [0, 1) for each uniform number: a hash of its 24 bits (the finaliser of MurmurHash3)."""
+    x = (uniform.double() * 2**24).long() + 0x9E3779B9
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = ((x ^ (x >> shift)) * factor) & 0xFFFF_FFFF
+    return ((x ^ (x >> 16)) >> 8).double() * 2.0**-24
+
+
 def _draw_ranked(logits: Tensor, peak: Tensor, arrays: SamplingArrays, width: int) -> tuple[Tensor, Tensor]:
     """Draw from the kept tokens among the `width` best tokens.
 
@@ -296,18 +338,10 @@ def _dropped_mass(mass_to: Tensor, fixed: Tensor, kept: Tensor, mass_kept: Tenso
     """Return the mass [R] of the best tokens that XTC drops."""
     need = (arrays.xtc_threshold.double() * mass_kept.double()).ceil().long()
     num_likely = (kept & (fixed >= need[:, None])).sum(-1)
-    is_drawn = _second_uniform(arrays.uniform) < arrays.xtc_probability
+    is_drawn = second_uniform(arrays.uniform) < arrays.xtc_probability
     num_dropped = torch.where(is_drawn, num_likely - 1, 0).clamp(min=0)
     mass = mass_to.gather(-1, (num_dropped - 1).clamp(min=0)[:, None])[:, 0]
     return torch.where(num_dropped > 0, mass, 0)
-
-
-def _second_uniform(uniform: Tensor) -> Tensor:
-    """Return another number in [0, 1) for each uniform number: a hash of its 24 bits (the finaliser of MurmurHash3)."""
-    x = (uniform.double() * 2**24).long() + 0x9E3779B9
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = ((x ^ (x >> shift)) * factor) & 0xFFFF_FFFF
-    return ((x ^ (x >> 16)) >> 8).double() * 2.0**-24
 
 
 def _draw_by_mass(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tensor:

@@ -183,6 +183,8 @@ class DraftPlan(Section):
     algorithm: str | None = None  # "STANDALONE", "EAGLE", "EAGLE3", "NEXTN"; None: no draft model
     path: str | None = None  # its folder or GGUF file; None: no draft model, or layers of the served model
     revision: str | None = None  # branch, tag or commit on the Hub
+    accept_single: float = 1.0  # least probability with which a draft of a drawn row is accepted without a draw
+    accept_divisor: float = 1.0  # divisor of the probability of other drafts of drawn rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from runtime.worker.logprobs import (
     score_prompts,
     score_rows,
 )
+from runtime.worker.relaxed_acceptance import RelaxedAcceptance, relaxed_arrays
 from runtime.worker.step_inputs import NO_ARRAYS, NOT_STAGED, Staged, Staging
 
 logger = logging.getLogger("penstock.scheduler")
@@ -147,7 +148,9 @@ class Sampler:
         score: Callable[..., Scores] = native.score,
         raw_logprobs: bool = False,
         dump: LogitsDump | None = None,
+        relaxed: RelaxedAcceptance | None = None,
     ) -> None:
+        self._relaxed = relaxed
         self._is_host = device.is_host
         self._staging = Staging(device)
         self._seen = SeenTokens(vocab_size, num_sequences, device.torch_device)
@@ -200,6 +203,8 @@ class Sampler:
         masks = Masks(on_device["masked_rows"], on_device["bitmasks"]) if "masked_rows" in on_device else None
         plan = None if self._is_host else SamplingArrays(*(torch.from_numpy(host[name]) for name in FIELDS))
         ids, sound = self._choose(logits, sampling_arrays(on_device), plan, masks)
+        if self._relaxed is not None and "relaxed_rows" in on_device:
+            ids = self._relaxed.choose(logits, ids, sampling_arrays(on_device), on_device)
         uncounted = None
         if "draft_offsets" in on_device:
             uncounted = on_device
@@ -249,6 +254,8 @@ class Sampler:
             rows = arrays["penalised_rows"]
             if batch.drafts is not None and np.isin(sampling.row_of[rows], batch.drafts.rows).any():
                 arrays |= drafts_before(batch, batch.drafts, sampling, rows)
+        if self._relaxed is not None and batch.drafts is not None:
+            arrays |= relaxed_arrays(batch, sampling, arrays)
         if sampling.bias is not None or arrived.biases:
             bias = _joined_biases(sampling.bias, arrived.biases)
             arrays["bias_rows"], arrays["bias_ids"], arrays["bias_values"] = bias

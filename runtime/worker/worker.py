@@ -48,6 +48,7 @@ from runtime.worker.logits_dump import LogitsDump
 from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.page_copies import CopyPages, PageCopier
+from runtime.worker.relaxed_acceptance import RelaxedAcceptance
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward, Staging
 
@@ -295,7 +296,8 @@ class ModelWorker:
         cpu_graph = self._make_cpu_graph(loaded.setup, model, pool, cache, plan)
         folder = plan.kernels.logits_folder
         dump = LogitsDump(folder) if folder is not None else None
-        sampler = self._make_sampler(loaded.setup.facts, cache.num_sequences, device, dump)
+        relaxed = _relaxed(plan)
+        sampler = self._make_sampler(loaded.setup.facts, cache.num_sequences, device, dump, relaxed)
         executor = StepExecutor(
             model,
             pool,
@@ -318,7 +320,7 @@ class ModelWorker:
         if num_groups > 1:
             samplers = [sampler]
             for _ in range(1, num_groups):
-                samplers.append(self._make_sampler(loaded.setup.facts, cache.num_sequences, device))
+                samplers.append(self._make_sampler(loaded.setup.facts, cache.num_sequences, device, relaxed=relaxed))
             step = CommonStep(executor, model, pool, self.mesh)
             self.common_leader = CommonStepLeader(step, executor, model, samplers)
         return executor
@@ -438,7 +440,12 @@ class ModelWorker:
         return best / count
 
     def _make_sampler(
-        self, facts: ModelFacts, num_sequences: int, device: Device, dump: LogitsDump | None = None
+        self,
+        facts: ModelFacts,
+        num_sequences: int,
+        device: Device,
+        dump: LogitsDump | None = None,
+        relaxed: RelaxedAcceptance | None = None,
     ) -> Sampler:
         return Sampler(
             facts.vocab_size,
@@ -449,6 +456,7 @@ class ModelWorker:
             score=self.kernels.score,
             raw_logprobs=self._raw_logprobs,
             dump=dump,
+            relaxed=relaxed,
         )
 
     def _make_cpu_graph(
@@ -554,6 +562,12 @@ def rank_info(plan: Plan, rank: int) -> RankInfo:
         head_by_group=parallel.head_by_group,
         whole_dense=parallel.whole_dense,
     )
+
+
+def _relaxed(plan: Plan) -> RelaxedAcceptance | None:
+    """Return how drafts of drawn rows are accepted, or None if only the model's draws are."""
+    thresholds = RelaxedAcceptance(plan.draft.accept_single, plan.draft.accept_divisor)
+    return thresholds if min(thresholds) < 1 else None
 
 
 def _select(plan: KernelPlan, lifeline: Lifeline | None) -> Kernels:

@@ -54,6 +54,8 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "speculative_num_steps": _STANDALONE,
     "speculative_num_draft_tokens": _NGRAM,
     "speculative_adaptive": _NGRAM,
+    "speculative_accept_threshold_single": _NGRAM,
+    "speculative_accept_threshold_acc": _NGRAM,
     "speculative_ngram_branch_length": _NGRAM,
     "speculative_ngram_min_match_window_size": _NGRAM,
     "speculative_ngram_max_match_window_size": _NGRAM,

@@ -170,11 +170,21 @@ class SpeculativeArgs:
         other_unit=True,
         sglang="18",
     )
-    speculative_accept_threshold_single: float = planned(
-        1.0, "Accept a drafted token if the model gives it at least this probability.", low=0, high=1
+    speculative_accept_threshold_single: float = option(
+        1.0,
+        "In drawn outputs, accept a drafted token if the model gives it at least this probability. Below 1, outputs no "
+        "longer have the model's distribution.",
+        low=0,
+        high=1,
+        plan="draft.accept_single",
     )
-    speculative_accept_threshold_acc: float = planned(
-        1.0, "Divisor of the probability with which other drafted tokens are accepted.", above=0, high=1
+    speculative_accept_threshold_acc: float = option(
+        1.0,
+        "In drawn outputs, accept a drafted token of probability p with probability p divided by this number. Below 1, "
+        "outputs no longer have the model's distribution.",
+        above=0,
+        high=1,
+        plan="draft.accept_divisor",
     )
     speculative_token_map: str | None = planned(None, "File with the frequent tokens that drafts may contain.")
     speculative_attention_mode: str = planned(

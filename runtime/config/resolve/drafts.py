@@ -25,6 +25,8 @@ _ALGORITHMS = {  # option -> the algorithms that read it
     "speculative_num_steps": BY_MODEL,
     "speculative_adaptive": ("NGRAM", *BY_MODEL),
     "speculative_num_draft_tokens": ("NGRAM", *BY_MODEL),
+    "speculative_accept_threshold_single": ("NGRAM", *BY_MODEL),
+    "speculative_accept_threshold_acc": ("NGRAM", *BY_MODEL),
     "speculative_ngram_branch_length": ("NGRAM",),
     "speculative_ngram_min_match_window_size": ("NGRAM",),
     "speculative_ngram_max_match_window_size": ("NGRAM",),

@@ -1,0 +1,48 @@
+"""Accepts more drafts of drawn rows than the model's own draws allow (`--speculative-accept-threshold-*`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ops.sampling import SamplingArrays
+from ops.sampling.native import probabilities, second_uniform
+from runtime.batch import Batch, Sampling
+
+
+class RelaxedAcceptance(NamedTuple):
+    """SGLang's thresholds. A draft of probability p is accepted if p >= `single`, else with min(1, p / `divisor`).
+
+    Without thresholds a draft is accepted if the model draws it, which has probability p. Thresholds add to this, so
+    outputs no longer have the model's distribution.
+    """
+
+    single: float  # in [0, 1]
+    divisor: float  # in (0, 1]
+
+    def choose(self, logits: Tensor, ids: Tensor, arrays: SamplingArrays, on_device: Mapping[str, Tensor]) -> Tensor:
+        """Return the drawn `ids` int64 [N], with drafts in their place where these are accepted.
+
+        `logits` [N, V] are those from which `ids` were drawn. `on_device` has `relaxed_arrays`.
+        """
+        rows, drafts = on_device["relaxed_rows"], on_device["relaxed_drafts"]
+        own = SamplingArrays(*(field[rows] for field in arrays))
+        p = probabilities(logits[rows], own, drafts)
+        more = ((p / self.divisor).clamp(max=1) - p) / (1 - p).clamp(min=1e-12)  # in addition to the draw
+        accepted = (second_uniform(own.uniform) < more) | ((p >= self.single) & (p > 0))
+        return ids.index_copy(0, rows, torch.where(accepted, drafts, ids[rows]))
+
+
+def relaxed_arrays(batch: Batch, sampling: Sampling, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the drawn positions (of N) that a draft follows, without XTC, and these drafts, by name."""
+    is_followed = np.zeros(len(sampling.row_of), np.bool_)
+    is_followed[:-1] = sampling.row_of[:-1] == sampling.row_of[1:]
+    [rows] = np.nonzero(is_followed & ~sampling.greedy & (arrays["xtc_probability"] == 0))
+    if not len(rows):
+        return {}
+    drafts = batch.token_ids[sampling.positions[rows] + 1].astype(np.int64)
+    return {"relaxed_rows": rows.astype(np.int64), "relaxed_drafts": drafts}
