@@ -18,7 +18,8 @@ from the best groups (`Grouping`; arXiv 2412.19437).
 `mix` returns the sum over a token's experts of weight * down(activation(gate) * up). The rows 0 .. F - 1 of an expert's
 `gate_up` are the weight of the gate, the other rows the weight of `up`. Products are rounded to x's dtype; the weighted
 sum is computed in float32 and rounded once. With `weigh_inputs`, the rounded weight * x is the input of an expert, and
-the sum is not weighted (Llama 4). `activation` is one of `ops.activation.ACTIVATIONS`.
+the sum is not weighted (Llama 4). `activation` is one of `ops.activation.ACTIVATIONS`. Pairs whose expert is -1 add
+nothing: another rank computes them.
 
 `prepare_experts` is called once for complete weights, like `prepare` of `ops.matmul`. A backend without a faster
 layout, or without kernels for this number of bits, returns the weights unchanged. `prepare_grouped_experts` does the

@@ -76,9 +76,9 @@ def mix(
     top_k, (num_experts, size, _) = experts.shape[1], down.shape
     chosen = experts.flatten()
     order = chosen.argsort(stable=True)  # (token, expert) pairs by expert
-    results = x.new_empty(len(chosen), size)
-    first = 0
-    for expert, count in enumerate(torch.bincount(chosen, minlength=num_experts).tolist()):
+    first, *counts = torch.bincount(chosen + 1, minlength=num_experts + 1).tolist()  # experts of -1 come first
+    results = x.new_zeros(len(chosen), size) if first else x.new_empty(len(chosen), size)
+    for expert, count in enumerate(counts):
         if count:
             pairs = order[first : first + count]
             bias, out_bias = (None if each is None else each[expert] for each in (gate_up_bias, down_bias))

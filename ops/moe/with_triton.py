@@ -43,7 +43,10 @@ def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mix
 
 
 class Sorted(NamedTuple):
-    """Pairs of a token and one of its k experts, sorted by expert and then by number. Pair t * k + j is of token t."""
+    """Pairs of a token and one of its k experts, sorted by expert and then by number. Pair t * k + j is of token t.
+
+    Pairs whose expert is -1 come first.
+    """
 
     order: Tensor  # int32 [T * k], number of the pair at each position
     starts: Tensor  # int32 [X + 1], first position of each expert, then T * k
@@ -110,7 +113,9 @@ def mix(
         results += down_bias[experts.flatten()]
     out = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device)
     block = min(COMBINE_BLOCK, triton.next_power_of_2(size))
-    _combine_kernel[(num_tokens, triton.cdiv(size, block))](results, weights, out, size, TOP_K=top_k, BLOCK=block)
+    _combine_kernel[(num_tokens, triton.cdiv(size, block))](
+        results, weights, experts, out, size, TOP_K=top_k, BLOCK=block
+    )
     return out
 
 
@@ -238,9 +243,12 @@ def _sort_kernel(
         before += ((tl.load(experts + base + lanes, mask=inside, other=0) < expert) & inside).to(tl.int32)
     position = tl.sum(before, axis=0)
     tl.store(starts + expert, position)
+    # The last program has no expert of its own, and lists the pairs of other ranks.
+    expert = tl.where(expert == tl.num_programs(0) - 1, -1, expert)
+    position = tl.where(expert < 0, 0, position)
     for base in range(0, num_pairs, BLOCK):
         inside = base + lanes < num_pairs
-        is_expert = (tl.load(experts + base + lanes, mask=inside, other=-1) == expert).to(tl.int32)
+        is_expert = (tl.load(experts + base + lanes, mask=inside, other=-2) == expert).to(tl.int32)
         rank = tl.cumsum(is_expert, axis=0) - 1
         tl.store(order + position + rank, base + lanes, mask=is_expert == 1)
         position += tl.sum(is_expert, axis=0)
@@ -319,6 +327,7 @@ def _grouped_kernel(
 def _combine_kernel(
     results,  # [T * TOP_K, size]
     weights,  # [T, TOP_K]
+    experts,  # [T, TOP_K], -1: computed by another rank
     out,  # [T, size]
     size,
     TOP_K: tl.constexpr,
@@ -329,6 +338,7 @@ def _combine_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for position in tl.static_range(TOP_K):
         pair = token * TOP_K + position
-        result = tl.load(results + pair * size + columns, mask=columns < size, other=0.0).to(tl.float32)
+        end = tl.where(tl.load(experts + pair) >= 0, size, 0)  # nothing is added for pairs of other ranks
+        result = tl.load(results + pair * size + columns, mask=columns < end, other=0.0).to(tl.float32)
         total += tl.load(weights + pair) * result
     tl.store(out + token * size + columns, total.to(out.dtype.element_ty), mask=columns < size)

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar
 
 import anyio
 
@@ -439,6 +439,27 @@ class EngineCore:
         if path is None:
             raise InvalidRequest("No profile was started.")
         return path
+
+    async def start_expert_record(self) -> None:
+        """Forget recorded steps, and record the experts of the next ones. Raises `InvalidRequest` if it is off."""
+        await self._call_all("start_expert_record")
+
+    async def stop_expert_record(self) -> None:
+        """Record no further step."""
+        await self._call_all("stop_expert_record")
+
+    async def dump_expert_record(self) -> list[dict[str, Any]]:
+        """Write the record to files and forget it. Returns the path and the sums of each rank that records.
+
+        Raises `InvalidRequest` if no step was recorded.
+        """
+        answers = await self._call_all("dump_expert_record")
+        return [answer for answer in answers if answer is not None]
+
+    async def _call_all(self, verb: str) -> list[Any]:
+        """Run a verb on all ranks of all replicas, and return their answers."""
+        answers = [await asyncio.shield(runner.call(verb, {})) for runner in self.runners]
+        return [answer for of_replica in answers for answer in of_replica]
 
     @property
     def _first_runner(self) -> Runner:

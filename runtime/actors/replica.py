@@ -15,6 +15,7 @@ import anyio.to_thread
 
 from ops.cpp.build import Lifeline
 from ops.machine import GIB, Machine
+from runtime.actors.expert_balancer import ExpertBalancer
 from runtime.actors.kv_events import KvEventPublisher
 from runtime.actors.storage import Storage
 from runtime.batch import Runner
@@ -69,6 +70,7 @@ class Replica:
     runner: Runner
     kv_events: KvEventPublisher | None = None
     storage: Storage | None = None
+    balancer: ExpertBalancer | None = None
 
 
 async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) -> list[Replica]:
@@ -115,6 +117,7 @@ class _ReplicaLoader:
 
     async def load(self) -> None:
         """Start the worker processes and load every rank's weights."""
+        from runtime.loading.expert_places import read_expert_places
         from runtime.worker.worker import DRAFT, TARGET, ModelSetup, ModelWorker, WorkerSetup
 
         plan, facts, group = self._plan, self._facts, self._group
@@ -132,8 +135,9 @@ class _ReplicaLoader:
             models[DRAFT] = ModelSetup(
                 read_draft_facts(plan.draft, facts), draft_model_plan(plan), whole=parallel.ranks > 1
             )
+        places = await anyio.to_thread.run_sync(read_expert_places, plan, facts)
         own, *others = (
-            WorkerSetup.of(plan, models, rank, self._index * parallel.ranks) for rank in range(parallel.ranks)
+            WorkerSetup.of(plan, models, rank, self._index * parallel.ranks, places) for rank in range(parallel.ranks)
         )
         for process, setup in zip(group.workers, others, strict=True):
             process.send(encode({"setup": setup}))
@@ -242,7 +246,15 @@ class _ReplicaLoader:
         if scheduler.storage is not None:
             layout = _layout(plan, worker)
             storage = Storage(plan, self._facts.path, layout, scheduler.storage, scheduler, runner)
-        return Replica(plan, scheduler, runner, self._kv_events[group] if self._kv_events else None, storage)
+        balancer = None
+        if plan.experts.balance and group == 0 and self._runner is not None:  # groups share one set of experts
+            balancer = ExpertBalancer(
+                plan.experts,
+                self._runner,
+                num_nodes=plan.parallel.nnodes,
+                num_groups=self._facts.num_expert_groups,
+            )
+        return Replica(plan, scheduler, runner, self._kv_events[group] if self._kv_events else None, storage, balancer)
 
     def _make_scheduler(
         self, group: int, prefixes: PrefixCache, num_host_pages: int, num_tier_pages: int, page_bytes: int

@@ -16,6 +16,7 @@ import anyio.to_thread
 
 from runtime.actors.crash_record import write_record
 from runtime.actors.detokenizer import DetokenizerActor
+from runtime.actors.expert_balancer import ExpertBalancer
 from runtime.actors.kv_events import KvEventPublisher
 from runtime.actors.live_requests import LiveRequest, LiveRequests
 from runtime.actors.mailbox import Mailbox
@@ -125,9 +126,11 @@ class SchedulerActor:
         series: ReplicaSeries | None = None,
         kv_events: KvEventPublisher | None = None,
         storage: Storage | None = None,
+        balancer: ExpertBalancer | None = None,
     ) -> None:
         self.index = index  # replica index
         self.storage = storage
+        self.balancer = balancer
         if storage is not None:
             storage.wake = lambda: self._inbox.put(WAKE)
         self.scheduler = scheduler
@@ -180,6 +183,7 @@ class SchedulerActor:
             series=series,
             kv_events=replica.kv_events,
             storage=replica.storage,
+            balancer=replica.balancer,
         )
 
     # --- messages ---
@@ -241,6 +245,8 @@ class SchedulerActor:
                 tasks.start_soon(self._watch_queue)
                 if self.storage is not None:
                     tasks.start_soon(self.storage.run)
+                if self.balancer is not None:
+                    tasks.start_soon(self.balancer.run)
         except ExceptionGroup as group:
             failures = [error for error in group.exceptions if isinstance(error, EngineFailure)]
             if len(failures) < len(group.exceptions):  # a programming error: the engine must stop

@@ -8,6 +8,9 @@ from typing import Any
 
 from runtime.config.pooling import Pooling
 
+# Names of the number of experts in the configurations of the families.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
@@ -43,6 +46,22 @@ class ModelFacts:
     ] = ()  # labels of a classifier, whose output vector holds one score per label; (): no classifier
     score_activation: str = ""  # function from scores to probabilities: "sigmoid", "softmax"; "": none
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json with overrides
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a mixture; 0 if the model has none."""
+        return self._number_of_text(EXPERT_COUNTS)
+
+    @property
+    def num_expert_groups(self) -> int:
+        """Number of groups from which the router of a DeepSeek model chooses."""
+        return self._number_of_text(("n_group",)) or 1
+
+    def _number_of_text(self, names: tuple[str, ...]) -> int:
+        """Return the first of these values of the configuration, or of its text model, that is a positive integer."""
+        parts = [self.config, self.config.get("text_config")]
+        values = [part.get(name) for part in parts if isinstance(part, Mapping) for name in names]
+        return next((value for value in values if type(value) is int and value > 0), 0)
 
     @property
     def vector_size(self) -> int:

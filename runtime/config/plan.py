@@ -265,6 +265,30 @@ class ParallelPlan(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertPlan(Section):
+    """The experts of mixtures: their places on ranks, the balance of their load, and records of their use."""
+
+    ep_size: int = 1  # parts among which the experts are divided; divides `parallel.tp_size`
+    exchange: str = "none"  # how results reach the ranks of their tokens: "none" (a sum), "all_to_all" for large steps
+    num_redundant: int = 0  # further copies of busy experts, over all ranks
+    dispatch: str = "static"  # which copy gets a token: "static", "dynamic", "fake"
+    location: str = "trivial"  # initial places: "trivial", JSON text, or a file
+    balance: bool = False  # move experts to balance the load of the ranks
+    balance_algorithm: str = "auto"
+    balance_steps: int = 1000  # steps between two rebalances
+    balance_layers: int | None = None  # layers that change between two steps; None: all
+    balance_threshold: float = 1.0  # mean utilization of the ranks above which nothing moves
+    record: str | None = None  # what is recorded: "stat", "stat_approx", "per_pass", "per_token"; None: nothing
+    record_steps: int = 1000  # steps that a record holds; -1: all
+    log_balance: bool = False
+
+    @property
+    def records(self) -> bool:
+        """Whether the chosen experts of each step are needed."""
+        return self.record is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizerPlan(Section):
     """The tokenizer, the chat template, and the parsers of tool calls and reasoning."""
 
@@ -366,6 +390,7 @@ class Plan:
     lora: LoraPlan = field(default_factory=LoraPlan)
     draft: DraftPlan = field(default_factory=DraftPlan)
     media: MediaPlan = field(default_factory=MediaPlan)
+    experts: ExpertPlan = field(default_factory=ExpertPlan)
 
     def decision(self, path: str) -> tuple[Any, str]:
         """Return (value, reason) of a field given as "SECTION.FIELD", for example "cache.page_size".

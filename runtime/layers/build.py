@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ops.select import Kernels
+from runtime.layers.expert_sharing import ExpertSharing
 from runtime.layers.quantization import QuantizationMethod, Unquantized
 from runtime.layers.rope import Rope
 from runtime.layers.rope_parameters import RopeParameters
@@ -25,6 +26,7 @@ class Build:
     ropes: dict[RopeParameters, Rope] = field(default_factory=dict)
     state_dtype: str = "float32"  # dtype of the states of recurrent layers
     always_absorbed: bool = False  # whether latent attention uses absorption for long rows too
+    experts: ExpertSharing | None = None  # None: every rank has all experts, and their use is not recorded
 
     def rope(self, parameters: RopeParameters) -> Rope:
         if parameters not in self.ropes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -62,15 +63,19 @@ def mix_changed(
     change: ExpertChange,
     kernels: Kernels,
     *,
+    numbers: Sequence[int],
     inner_size: int,
     weigh_inputs: bool,
 ) -> Tensor:
-    """Return `Kernels.mix` of tokens [n, E] that have the same adapter. Waits for the device."""
+    """Return `Kernels.mix` of tokens [n, E] that have the same adapter. Waits for the device.
+
+    `numbers` has the number of each expert of the mixture in the whole model.
+    """
     mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for expert in torch.unique(experts).tolist():
+    for expert in torch.unique(experts[experts >= 0]).tolist():
         tokens, place = torch.nonzero(experts == expert, as_tuple=True)
         one = kernels.one_expert(mixture, expert, x.shape[1], inner_size)
-        changed = change.of_expert(expert).added_to(one)
+        changed = change.of_expert(numbers[expert]).added_to(one)
         of_expert = weights[tokens, place].unsqueeze(1)
         first = torch.zeros_like(of_expert, dtype=torch.int32)
         mixed[tokens] += mix(x[tokens], changed, of_expert, first, activation, weigh_inputs=weigh_inputs).float()

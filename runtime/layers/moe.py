@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+import re
+from collections.abc import Container, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from ops.moe import GroupedMixture, Grouping, Mixture
 from runtime.layers.build import Build
 from runtime.layers.expert_changes import ExpertChange, mix_changed
+from runtime.layers.expert_sharing import ExpertSharing
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.linear import Linear
 from runtime.layers.quantization import LinearLayout, QuantizationMethod
@@ -40,6 +43,7 @@ class ExpertNames(NamedTuple):
     transposed: bool = False
 
 
+BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")  # number of the layer in the name of a part
 NAMES = ExpertNames()
 TOGETHER = {  # names of tensors that hold all experts, as transformers 5 writes them
     "gate": "experts.gate_up_proj",
@@ -78,7 +82,8 @@ class MoE(Weighted):
 
     The router is never quantised, because a rounded logit may select another expert. The `shared` expert processes
     every token; its output is multiplied by the sigmoid of `shared_gate`. With tensor parallelism each rank holds a
-    shard of every expert's inner dimension, and an all-reduce adds the outputs.
+    shard of every expert's inner dimension, and an all-reduce adds the outputs. With expert parallelism
+    (`ExpertSharing`) the ranks of a part hold some of the experts, and divide their inner dimension among themselves.
     """
 
     def __init__(
@@ -113,12 +118,17 @@ class MoE(Weighted):
         if shared_gate is not None:
             self.shared_gate = Linear(size, [SubLayer(f"{name}.{shared_gate}", 1)], build, quantized=False)
         self._inner = whole_range(inner_size)
+        self._sharing = build.experts
+        block = BLOCK.search(f"{name}.")
+        self.layer_number = int(block[1]) if block else 0  # in the whole model
+        self._is_part = False  # whether this rank holds only some of the experts
+        self._inner_rank = 0  # rank among those that divide the inner dimension of the same experts
         self._summed_over: TensorParallelGroup | None = None
         self.allocate()
 
     def allocate(self) -> None:
         """Create this rank's parameters for the checkpoint to fill."""
-        experts, inner, has_bias = self.num_experts, self._inner.size, bool(self.names.bias)
+        experts, inner, has_bias = len(self.local_experts), self._inner.size, bool(self.names.bias)
         layouts = self._layouts()
         rows = 0 if layouts else experts  # weights that stay in groups are in `kept` instead
         self.gate_up = parameter(rows * 2 * inner, self.size)  # [X * 2F, E]
@@ -126,7 +136,7 @@ class MoE(Weighted):
         self.kept = nn.ModuleList(KeptExperts(self.method, layout) for layout in layouts)
         self.gate_up_bias = parameter(experts * 2 * inner) if has_bias else None
         self.down_bias = parameter(experts * self.size) if has_bias else None
-        self.correction = parameter(experts, dtype=torch.float32) if self.names.correction else None
+        self.correction = parameter(self.num_experts, dtype=torch.float32) if self.names.correction else None
 
     def follow(self, stored: Container[str]) -> None:
         """Adapt `names` to the checkpoint, which stores one tensor for all experts or one per expert.
@@ -143,11 +153,32 @@ class MoE(Weighted):
             self.allocate()
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's shard of every expert. The router is not split."""
-        self._inner = shard_range("mlp", self._inner.full, 1, group.rank, group.size)
+        """Keep this rank's experts, and its shard of each. The router is not split."""
+        num_parts = 1
+        if self._sharing is not None and self._sharing.is_shared:
+            num_parts, self._is_part = self._sharing.axis.size, True
+        within = group.size // num_parts
+        self._inner_rank = group.rank % within
+        self._inner = shard_range("mlp", self._inner.full, 1, self._inner_rank, within)
         self.allocate()
-        if not self._inner.whole:
+        if self._is_part or not self._inner.whole:
             self._summed_over = group
+
+    @property
+    def local_experts(self) -> Sequence[int]:
+        """The experts that this rank holds, in the order of its weights. An expert may occur several times."""
+        if self._sharing is None or not self._is_part:
+            return range(self.num_experts)
+        return self._sharing.placement(self.layer_number, self.num_experts).of_rank(self._sharing.axis.rank)
+
+    def recorded(self, count: int) -> Tensor | None:
+        """Return the choices of the last step of `count` tokens, int32 [T, k], or None if they are not recorded."""
+        return None if self._sharing is None else self._sharing.remembered(self.layer_number, count)
+
+    @property
+    def weights(self) -> Mixture:
+        """The prepared weights of this rank's experts."""
+        return Mixture(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
 
     @property
     def inner(self) -> ShardRange:
@@ -173,7 +204,7 @@ class MoE(Weighted):
             full = f"{self.name}.{name.format(expert)}".removesuffix(".weight")
             return SubLayer(full, inner.full if axis else self.size, axis)
 
-        experts = range(self.num_experts)
+        experts = self.local_experts
         gates = tuple(sub_layer(name, each, "mlp") for each in experts for name in (names.gate, names.up))
         downs = tuple(sub_layer(names.down, each, None) for each in experts)
         layouts = [
@@ -189,13 +220,13 @@ class MoE(Weighted):
             name = f"{self.name}.{names.correction}"
             shard = Shard(name, self.correction, 0, self.num_experts, (None,), ranges)
             yield shard._replace(index=0, count=1) if names.correction_in_line else shard
-        for expert in range(self.num_experts):
-            yield from self._expert(expert, outer)
+        for place, expert in enumerate(self.local_experts):
+            yield from self._expert(place, expert, outer)
 
-    def _expert(self, expert: int, outer: ShardRange) -> Iterator[Shard]:
+    def _expert(self, place: int, expert: int, outer: ShardRange) -> Iterator[Shard]:
         names, inner = self.names, self._inner
         for half, name in enumerate((names.gate, names.up)):
-            row, rows, step = (2 * expert + half) * inner.size, inner, 1
+            row, rows, step = (2 * place + half) * inner.size, inner, 1
             if names.interleaved:
                 step = 2
             elif names.gate == names.up:
@@ -206,7 +237,7 @@ class MoE(Weighted):
                 yield self._in_checkpoint(weight, expert)
             if self.gate_up_bias is not None:
                 yield self._in_checkpoint(weight._replace(parameter=self.gate_up_bias, ranges=(rows,)), expert)
-        row, ranges = expert * self.size, (outer, inner)
+        row, ranges = place * self.size, (outer, inner)
         weight = Shard(names.down, self.down, row, self.size, (None, "mlp"), ranges)
         if not self.kept:
             yield self._in_checkpoint(weight, expert)
@@ -224,10 +255,9 @@ class MoE(Weighted):
         return shard._replace(name=f"{self.name}.{name}", index=expert, count=self.num_experts, transposed=transposed)
 
     def prepare(self) -> None:
-        experts, bias, down_bias = self.num_experts, self.gate_up_bias, self.down_bias
-        group = self._summed_over
-        if down_bias is not None and group is not None and group.rank > 0:
-            down_bias.zero_()  # the all-reduce must add the bias once, so only rank 0 keeps it
+        experts, bias, down_bias = len(self.local_experts), self.gate_up_bias, self.down_bias
+        if down_bias is not None and self._inner_rank > 0:
+            down_bias.zero_()  # the all-reduce must add the bias once, so only the first rank of a part keeps it
         biases = [None if each is None else each.view(experts, -1) for each in (bias, down_bias)]
         if self.kept:
             gate_up, down = (self.method.take(each).of_experts(experts) for each in self.kept)
@@ -257,8 +287,38 @@ class MoE(Weighted):
             grouping=routing.grouping,
             scale=routing.scale,
         )
-        mixture = Mixture(self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        mixed = kernels.mix(x, mixture, weights, experts, self.activation, weigh_inputs=routing.weigh_inputs)
+        if self._sharing is None:
+            mixed = self._mix(x, weights, experts, batch)
+            if self._summed_over is not None:
+                mixed = self._summed_over.all_reduce(mixed)
+        else:
+            mixed = self._mix_shared(self._sharing, x, weights, experts, batch)
+        if self.shared is None:
+            return mixed
+        gate = None if self.shared_gate is None else self.shared_gate(x, batch)
+        return kernels.add(self.shared(x, batch), mixed, gate=gate)
+
+    def _mix_shared(
+        self, sharing: ExpertSharing, x: Tensor, weights: Tensor, experts: Tensor, batch: ForwardBatch
+    ) -> Tensor:
+        """Return the output [T, E] of experts that ranks share, or whose use is recorded."""
+        chosen = sharing.choose(self.layer_number, experts, self.num_experts)
+        if sharing.records:
+            sharing.remember(self.layer_number, chosen)
+        here = sharing.here(self.layer_number, chosen, self.num_experts)
+        if sharing.exchanges(len(x)) and not batch.adapted:
+            mix = partial(self._mix_tokens, x, weights, here, batch)
+            return sharing.combine(self.layer_number, chosen, self.num_experts, mix)
+        mixed = self._mix(x, weights, here, batch)
+        return mixed if self._summed_over is None else self._summed_over.all_reduce(mixed)
+
+    def _mix_tokens(self, x: Tensor, weights: Tensor, here: Tensor, batch: ForwardBatch, tokens: Tensor) -> Tensor:
+        return self._mix(x[tokens], weights[tokens], here[tokens], batch)
+
+    def _mix(self, x: Tensor, weights: Tensor, experts: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return the part of this rank's experts. `experts` are places in `local_experts`, or -1."""
+        routing, mixture = self.routing, self.weights
+        mixed = self.kernels.mix(x, mixture, weights, experts, self.activation, weigh_inputs=routing.weigh_inputs)
         for slot, tokens in batch.adapted.items() if self.changes else ():
             change = self.changes.get(slot)
             if change is not None:
@@ -269,13 +329,14 @@ class MoE(Weighted):
                     experts[tokens],
                     self.activation,
                     change,
-                    kernels,
+                    self.kernels,
+                    numbers=self.local_experts,
                     inner_size=self.inner.size,
                     weigh_inputs=routing.weigh_inputs,
                 )
-        if self._summed_over is not None:
-            mixed = self._summed_over.all_reduce(mixed)
-        if self.shared is None:
-            return mixed
-        gate = None if self.shared_gate is None else self.shared_gate(x, batch)
-        return kernels.add(self.shared(x, batch), mixed, gate=gate)
+        return mixed
+
+
+def mixtures(model: nn.Module) -> dict[int, MoE]:
+    """Return the mixtures of a model, by the number of their layer in the whole model."""
+    return {module.layer_number: module for module in model.modules() if isinstance(module, MoE)}

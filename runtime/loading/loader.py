@@ -22,6 +22,7 @@ from runtime.config.plan import ModelPlan
 from runtime.config.pooling import Pooling
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
+from runtime.layers.expert_sharing import ExpertSharing
 from runtime.layers.gathered import split_layers
 from runtime.layers.moe import MoE
 from runtime.layers.pooler import Pooler
@@ -70,12 +71,13 @@ def load_model(
     group: TensorParallelGroup | Mesh | None = None,
     stage: Stage | None = None,
     rank_info: RankInfo | None = None,
+    experts: ExpertSharing | None = None,
 ) -> Decoder:
     """Return the model on plan.device in plan.dtype, ready to compute, without gradients.
 
     The model has only the layers of the `stage` and, of each layer, only the shard of this rank of the `group`. A
     `Mesh` as `group` may split layers over different ranks (see `split_layers`). If each rank has its own files,
-    `rank_info` selects this rank's.
+    `rank_info` selects this rank's. `experts` says which experts of mixtures this rank holds.
 
     Loading needs memory for these weights and the checkpoint tensors of one layer. A tied LM head is a second weight if
     the embedding cannot read its layout. Raises CheckpointError, which names every tensor that is missing, unexpected
@@ -89,7 +91,7 @@ def load_model(
         model = load_by_transformers(facts, plan, kernels)
         model.pooler = make_pooler(model, facts, plan)
         return model
-    outline = outline_model(facts, plan, kernels, group, stage, rank_info)
+    outline = outline_model(facts, plan, kernels, group, stage, rank_info, experts)
     model, device, dtype = outline.model, torch.device(plan.device), getattr(torch, plan.dtype)
     filled = _check_memory(model, dtype, device)
     with loading_bar(filled if rank_info is None or rank_info.rank == 0 else None) as bar:
@@ -118,11 +120,12 @@ def outline_model(
     group: TensorParallelGroup | Mesh | None = None,
     stage: Stage | None = None,
     rank_info: RankInfo | None = None,
+    experts: ExpertSharing | None = None,
 ) -> Outline:
     """Build the model or a rank's shard, and open its checkpoint. Raises CheckpointError like `load_model`."""
     sharded = plan.load_format == "sharded_state"
     tensors = None if sharded or plan.load_format == "dummy" else open_tensors(facts, plan)
-    model = build_model(facts, plan, kernels, tensors, group, stage)
+    model = build_model(facts, plan, kernels, tensors, group, stage, experts)
     if sharded:
         tensors = open_sharded(facts, plan, rank_info or RankInfo())
         check_total(own_parameters(list(model.named_modules())), tensors.shapes, tensors.where)
@@ -149,6 +152,7 @@ def build_model(
     tensors: Tensors | None,
     group: TensorParallelGroup | Mesh | None = None,
     stage: Stage | None = None,
+    experts: ExpertSharing | None = None,
 ) -> Decoder:
     """Return the model, or this rank's shard of it, on the meta device.
 
@@ -162,6 +166,7 @@ def build_model(
         _method(plan, kernels, tensors),
         state_dtype=plan.state_dtype,
         always_absorbed=plan.always_absorbed or plan.deterministic,
+        experts=experts,
     )
     family = family_of(config.entry)
     with torch.device("meta"):

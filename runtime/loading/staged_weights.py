@@ -64,6 +64,11 @@ class StagedWeights:
         return {name: shards[0].shape for unit in self._units.values() for name, shards in unit.items()}
 
     @property
+    def is_pending(self) -> bool:
+        """Whether tensors or prepared layers wait to be put in place."""
+        return bool(self._pending or self._prepared)
+
+    @property
     def num_bytes(self) -> int:
         """Upper bound on the bytes of all tensors of this rank, in float32."""
         total = 0

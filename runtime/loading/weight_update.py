@@ -19,6 +19,7 @@ from runtime.config.plan import ModelPlan
 from runtime.errors import CheckpointError, InvalidRequest
 from runtime.layers.attention import KVScales
 from runtime.layers.embedding import Embedding
+from runtime.layers.expert_sharing import ExpertSharing
 from runtime.layers.linear import Linear
 from runtime.layers.pooler import Pooler
 from runtime.loading.facts import read_facts
@@ -72,9 +73,14 @@ class LoadedWeights:
         *,
         fixed: bool,
         scaled_cache: bool,
+        experts: ExpertSharing | None = None,
     ) -> None:
-        """`fixed` says whether graphs hold the weights' addresses, `scaled_cache` whether the KV cache has 8 bits."""
+        """`fixed` says whether graphs hold the weights' addresses, `scaled_cache` whether the KV cache has 8 bits.
+
+        `experts` has the current placement of the model's experts.
+        """
         self._model = model
+        self._experts = experts
         self._source = self._previous = source
         self._kernels = kernels
         self._mesh = mesh
@@ -174,6 +180,19 @@ class LoadedWeights:
         self.unset -= names
         return len(names)
 
+    # --- experts ---
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether an update or a release of weights is in progress, so that experts must not move."""
+        staged = self._staged is not None and self._staged.is_pending
+        return staged or self._released or self._backup is not None
+
+    def experts_moved(self) -> None:
+        """Look up again which tensors this rank has. Call it while `is_changing` is false."""
+        self._staged = None
+        self._snapshot = None
+
     # --- checks ---
 
     def take_snapshot(self) -> None:
@@ -272,7 +291,7 @@ class LoadedWeights:
         """Outline the checkpoint's model. Raises CheckpointError unless it computes the same as the loaded model."""
         facts, info = source.facts, self._mesh.rank_info
         stage = info.stage_layers(facts.num_layers)
-        outline = outline_model(facts, source.plan, self._kernels, self._mesh, stage, info)
+        outline = outline_model(facts, source.plan, self._kernels, self._mesh, stage, info, self._experts)
         difference = _difference(self._model, outline.model)
         if difference is not None:
             raise CheckpointError(f"{facts.path} is another model: {difference}.")

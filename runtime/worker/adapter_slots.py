@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +18,11 @@ from runtime.layers.expert_changes import ExpertChange
 from runtime.layers.linear import Linear
 from runtime.layers.lm_head import LMHead
 from runtime.layers.low_rank import AdapterPart, LowRankSlots
-from runtime.layers.moe import MoE
+from runtime.layers.moe import BLOCK, MoE
 from runtime.loading.adapter_files import AdapterWeights, LowRankPair, TokenVectors, listed
 from runtime.loading.loader import tensor_name
 from runtime.modeling.decoder import Decoder
 from runtime.worker.adapter_experts import fit_experts, is_of_experts
-
-_BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 
 class FittedAdapter(Protocol):
@@ -70,7 +67,7 @@ class LayerSlots:
         # Mixtures whose experts may change, by block. Experts in a quantised layout take no adapters.
         self.mixtures: dict[int, MoE] = {}
         for mixture in model.modules():
-            if isinstance(mixture, MoE) and (block := _BLOCK.search(f".{mixture.name}.")) and mixture.takes_adapters:
+            if isinstance(mixture, MoE) and (block := BLOCK.search(f".{mixture.name}.")) and mixture.takes_adapters:
                 self.mixtures[int(block[1])] = mixture
         # Only the first stage of a pipeline has them.
         ends = {"embed_tokens": model.embedding, "lm_head": model.head}
@@ -94,7 +91,7 @@ class LayerSlots:
         tokens: dict[str, TokenVectors] = {}
         experts: dict[int, dict[str, LowRankPair]] = {}
         for name, pair in weights.pairs.items():
-            our_name, block = self._our_name(name), _BLOCK.search(name)
+            our_name, block = self._our_name(name), BLOCK.search(name)
             if is_of_experts(name) and block is not None and int(block[1]) in self.mixtures:
                 experts.setdefault(int(block[1]), {})[name] = pair
                 continue
@@ -144,12 +141,12 @@ class LayerSlots:
 
     def _is_elsewhere(self, name: str) -> bool:
         """Whether another stage of the pipeline computes this layer, so that its ranks check the name."""
-        found = _BLOCK.search(name)
+        found = BLOCK.search(name)
         if found is None:
             return not self._is_first_stage
         if int(found[1]) >= self._facts.num_layers:
             return False
-        own = {_BLOCK.search(f".{key}") for key in self._parts}
+        own = {BLOCK.search(f".{key}") for key in self._parts}
         return int(found[1]) not in {int(each[1]) for each in own if each is not None}
 
     def _packed(self, folder: Path, index: int, pairs: Mapping[int, LowRankPair]) -> AdapterPart:
@@ -273,10 +270,10 @@ def _is_target(layer: Linear, targets: tuple[str, ...] | None) -> bool:
 
 def _is_outside(name: str) -> bool:
     """Whether a layer is in no block: it is the embedding or the LM head."""
-    return _BLOCK.search(name) is None
+    return BLOCK.search(name) is None
 
 
 def _from_block(name: str) -> str:
     """Return a layer's name without what is before its block: names outside of it differ between file formats."""
-    found = _BLOCK.search(name)
+    found = BLOCK.search(name)
     return name if found is None else name[found.start() :].lstrip(".")

@@ -23,6 +23,7 @@ from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.layers.batch_reads import batch_reads
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
+from runtime.layers.moe import mixtures
 from runtime.modeling.decoder import Decoder, states_for_draft_head
 from runtime.modeling.draft_head import DraftHead
 from runtime.modeling.encoder import Encoder
@@ -107,6 +108,12 @@ class CpuGraph:
             )
             own_pages = [Step(page_size=cache.page_size, **inputs.addresses()) for inputs in self._own_pages.values()]
             forward = launcher.capture(capacity, lambda: self._compute(captured), self._step, own_pages)
+            # Buffers that every step fills with the chosen experts, by layer; only if they are recorded.
+            self.chosen_experts = {
+                layer: chosen
+                for layer, mixture in mixtures(model).items()
+                if (chosen := mixture.recorded(capacity)) is not None
+            }
             self._tapped = [] if isinstance(model, Encoder) else model.tapped  # buffers that every step fills
             self._own_states = model.states if isinstance(model, DraftHead) else None
             self._to_hidden = forward

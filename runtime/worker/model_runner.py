@@ -38,6 +38,7 @@ from runtime.worker.device import Device, DeviceThread, Read, retrieve
 from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel
 from runtime.worker.drafts import accept_limits, last_choices, settle, with_exact_starts, with_proposals
+from runtime.worker.expert_moves import RankExperts
 from runtime.worker.graph_capture import BackgroundCapture
 from runtime.worker.logprobs import CHUNK, prompt_indices
 from runtime.worker.non_finite import NonFiniteSearch
@@ -219,6 +220,7 @@ class StepExecutor:
         weights: LoadedWeights | None = None,
         adapters: Adapters | None = None,
         draft_model: DraftModel | HeadDrafter | None = None,
+        experts: RankExperts | None = None,
     ) -> None:
         """Without a pipeline, `forward` computes hidden states, and `cpu_graph` computes whole steps in one call.
 
@@ -227,7 +229,7 @@ class StepExecutor:
         """
         self.device = device
         rank = mesh.rank_info.rank if mesh is not None else 0
-        self.rank = RankState(device, sampler is not None, rank, pool, weights, adapters)
+        self.rank = RankState(device, sampler is not None, rank, pool, weights, adapters, experts=experts)
         self.cuda_graphs = cuda_graphs
         self.mesh = mesh if mesh is not None and mesh.rank_info.world_size > 1 else None
         self.pipelined = mesh is not None and mesh.rank_info.pp_size > 1
@@ -310,7 +312,9 @@ class StepExecutor:
         self._check(batch)
         self._move(batch)
         inputs = self._prepare(self._with_starts(batch), self.last_tokens)
-        return inputs, self._forward(replace(inputs.forward, group_tokens=group_tokens))
+        hidden = self._forward(replace(inputs.forward, group_tokens=group_tokens))
+        self._note_experts(batch, num_tokens=sum(group_tokens))
+        return inputs, hidden
 
     def _propose(self, batch: Batch) -> tuple[Batch, Batch]:
         """Return the batch with the draft model's ids, and the draft model's batch (`with_proposals`).
@@ -356,6 +360,7 @@ class StepExecutor:
             inputs = self._prepare(batch, self.last_tokens)
             forward = replace(inputs.forward, adapted=self._adapted(batch))
             x, residual = self._model.blocks(stages.recv(self._empty_hidden(batch), stages.previous), None, forward)
+            self._note_experts(batch)
             if not self.mesh.rank_info.is_last_stage:
                 stages.send(x if residual is None else x + residual, stages.next)
                 return
@@ -374,6 +379,8 @@ class StepExecutor:
             self.rank.pages.detach()
         for group in self.rank.groups.values():
             group.close()
+        if self.rank.experts is not None and self.rank.experts.recorder is not None:
+            self.rank.experts.recorder.close()
 
     # --- parts of a step ---
 
@@ -440,8 +447,10 @@ class StepExecutor:
         if self.mesh is None or not self.pipelined:
             chosen = self._chosen_by_graph(batch, inputs)
             hidden = compute(forward) if chosen is None else NOTHING
+            self._note_experts(batch)
             return _Begun(batch, inputs.samples, hidden, chosen=chosen)
         x, residual = self._model.blocks(self._model.embed(forward), None, forward)
+        self._note_experts(batch)
         stages = self.mesh.axis("pp")
         stages.send(x if residual is None else x + residual, stages.next)
         return _Begun(batch, inputs.samples, None, inputs.requested)
@@ -452,9 +461,18 @@ class StepExecutor:
         is_plain = batch.embedding_rows is None and sampling is not None and chooses_greedily(sampling)
         if is_plain and graph.chooses and self._graphs_choose:
             chosen = Sampled(*graph.choose(batch, self.last_tokens))
+            self._note_experts(batch, graph)
             return _Begun(batch, samples._replace(sequences=None), NOTHING, chosen=chosen, in_graph=True)
         hidden, vectors = graph.states(batch, self.last_tokens)
+        self._note_experts(batch, graph)
         return _Begun(batch, samples, hidden, vectors=vectors, in_graph=True)
+
+    def _note_experts(self, batch: Batch, graph: CpuGraph | None = None, num_tokens: int | None = None) -> None:
+        """Record the experts of an enqueued step, if a recorder is on. `num_tokens`: those of all attention groups."""
+        experts = self.rank.experts
+        if experts is not None and experts.recorder is not None:
+            count = len(batch.token_ids) if num_tokens is None else num_tokens
+            experts.recorder.note(batch, count, None if graph is None else graph.chosen_experts)
 
     @property
     def _graphs_choose(self) -> bool:

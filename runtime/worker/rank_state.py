@@ -11,6 +11,7 @@ from runtime.kv_cache.pools import KVPool
 from runtime.loading.weight_update import LoadedWeights
 from runtime.worker.adapters import Adapters
 from runtime.worker.device import Device
+from runtime.worker.expert_moves import RankExperts
 from runtime.worker.page_copies import PageCopier
 from runtime.worker.page_io import PageIO
 from runtime.worker.step_profiler import StepProfiler
@@ -31,6 +32,7 @@ class RankState:
     copier: PageCopier | None = None
     pages: PageIO | None = None  # None: host pages are not blocks, so no storage can be attached
     groups: dict[str, TransferGroup] = field(default_factory=dict)  # process groups with trainers, by name
+    experts: RankExperts | None = None  # None: experts are neither recorded nor shared
     received: dict[str, Tensor] = field(default_factory=dict)  # tensors of a transfer that are not staged yet
 
     @property

@@ -13,6 +13,7 @@ from runtime.batch import PageCopy
 from runtime.errors import InvalidRequest
 from runtime.profile import ProfileOptions
 from runtime.worker.adapters import Adapters
+from runtime.worker.expert_verbs import EXPERT_VERBS
 from runtime.worker.page_io import PageIO
 from runtime.worker.rank_state import RankState
 from runtime.worker.step_profiler import StepProfiler
@@ -137,6 +138,7 @@ VERBS: Mapping[str, Verb] = {
     "start_profile": start_profile,
     "stop_profile": stop_profile,
     **WEIGHT_VERBS,
+    **EXPERT_VERBS,
     "load_adapter": load_adapter,
     "measure_adapter": measure_adapter,
     "drop_adapter": drop_adapter,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -20,7 +20,7 @@ from ops.machine import Machine
 from ops.select import Kernels, select
 from runtime.batch import PageCopy
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import GraphPlan, KernelPlan, LoraPlan, ModelPlan, Plan
+from runtime.config.plan import ExpertPlan, GraphPlan, KernelPlan, LoraPlan, ModelPlan, Plan
 from runtime.config.pooling import Pooling
 from runtime.config.resolve.graphs import within
 from runtime.errors import ConfigurationError, EngineFailure
@@ -29,6 +29,8 @@ from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS, by_kind, local_specs
 from runtime.kv_cache.sizing import StepMemory
 from runtime.layers.batch_reads import batch_reads
+from runtime.layers.expert_sharing import ExpertSharing
+from runtime.layers.moe import mixtures
 from runtime.loading.loader import load_model
 from runtime.loading.weight_update import LoadedWeights, WeightSource
 from runtime.mesh.mesh import Mesh
@@ -44,6 +46,8 @@ from runtime.worker.cuda_graph import Choice, CudaGraphRunner
 from runtime.worker.device import Device, open_device
 from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel
+from runtime.worker.expert_moves import RankExperts
+from runtime.worker.expert_recorder import ExpertRecorder
 from runtime.worker.logits_dump import LogitsDump
 from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
@@ -78,6 +82,10 @@ class WorkerSetup:
     kernels: KernelPlan
     graphs: GraphPlan  # the steps that every rank captures as graphs
     lora: LoraPlan = field(default_factory=LoraPlan)
+    experts: ExpertPlan = field(default_factory=ExpertPlan)
+    # Initial expert of each slot, by layer number as text; other layers start in order.
+    expert_places: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    step_tokens: int = 0  # maximum number of tokens of most steps
 
     @property
     def device(self) -> str:
@@ -85,7 +93,14 @@ class WorkerSetup:
         return self.models[TARGET].plan.device
 
     @classmethod
-    def of(cls, plan: Plan, models: Mapping[str, ModelSetup], rank: int, first_device: int) -> Self:
+    def of(
+        cls,
+        plan: Plan,
+        models: Mapping[str, ModelSetup],
+        rank: int,
+        first_device: int,
+        expert_places: Mapping[str, Sequence[int]] | None = None,
+    ) -> Self:
         """Return the setup of a rank of a replica whose devices begin at index `first_device`."""
         parallel = plan.parallel
         device = plan.model.device
@@ -102,6 +117,10 @@ class WorkerSetup:
             kernels=plan.kernels,
             graphs=plan.graphs,
             lora=plan.lora,
+            experts=plan.experts,
+            expert_places=expert_places or {},
+            step_tokens=plan.scheduler.step_prompt_tokens
+            + plan.scheduler.max_running * (1 + plan.scheduler.max_drafts),
         )
 
     @classmethod
@@ -120,6 +139,9 @@ class WorkerSetup:
             kernels=KernelPlan(**body["kernels"]),
             graphs=GraphPlan(**body["graphs"]),
             lora=LoraPlan(**{**body["lora"], "sources": ()}),
+            experts=ExpertPlan(**body["experts"]),
+            expert_places=body["expert_places"],
+            step_tokens=body["step_tokens"],
         )
 
 
@@ -171,6 +193,8 @@ class ModelWorker:
         self._sampling_backend = SAMPLING[setup.kernels.sampling_backend]
         if setup.graphs.compile_max_rows:
             self.kernels = compilable(self.kernels)
+        self._expert_setup = setup
+        self._sharing = self._share_experts(setup)
         self._models = {name: self._load(name, model) for name, model in setup.models.items()}
         self._adapters = self._make_adapters(setup)
         self.weight_bytes = {
@@ -311,10 +335,11 @@ class ModelWorker:
             nan_detection=plan.kernels.nan_detection,
             copy_pages=self._copy_pages(cache),
             weights=self._loaded_weights(
-                loaded.source, model, cache, fixed=forward is not model or cpu_graph is not None
+                loaded.source, model, cache, name, fixed=forward is not model or cpu_graph is not None
             ),
             adapters=self._adapters if name == TARGET else None,
             draft_model=draft_model,
+            experts=self._rank_experts(name, model),
         )
         num_groups = self.mesh.rank_info.dp_size
         if num_groups > 1:
@@ -342,8 +367,9 @@ class ModelWorker:
             device=device,
             mesh=self.mesh,
             copy_pages=self._copy_pages(cache),
-            weights=self._loaded_weights(loaded.source, model, cache, fixed=forward is not model),
+            weights=self._loaded_weights(loaded.source, model, cache, name, fixed=forward is not model),
             adapters=self._adapters if name == TARGET else None,
+            experts=self._rank_experts(name, model),
         )
         if self.mesh.rank_info.dp_size > 1:
             self.common_step = CommonStep(executor, model, pool, self.mesh)
@@ -355,12 +381,39 @@ class ModelWorker:
         self.mesh.close()
         self._models.clear()
 
+    def _share_experts(self, setup: WorkerSetup) -> ExpertSharing | None:
+        """Return how ranks share the experts of the served model, or None if they neither share nor record them."""
+        plan, info = setup.experts, setup.rank_info
+        if plan.ep_size == 1 and not plan.records and plan.dispatch != "fake":
+            return None
+        return ExpertSharing(
+            self.mesh.axis("ep"),
+            num_redundant=plan.num_redundant,
+            dispatch=plan.dispatch,
+            exchanges=plan.exchange == "all_to_all",
+            records=plan.records and info.rank % info.stage_size == 0,
+            record_tokens=setup.step_tokens,
+            first={int(layer): experts for layer, experts in setup.expert_places.items()},
+        )
+
+    def _sharing_of(self, name: str) -> ExpertSharing | None:
+        return self._sharing if name == TARGET else None
+
+    def _rank_experts(self, name: str, model: Decoder) -> RankExperts | None:
+        sharing, setup = self._sharing_of(name), self._expert_setup
+        here = mixtures(model) if sharing is not None else {}
+        if sharing is None or not here:
+            return None
+        num_layers, rank = self._num_layers[name], setup.rank_info.rank
+        recorder = ExpertRecorder(here, sharing, setup.experts, rank, num_layers) if sharing.records else None
+        return RankExperts(here, sharing, self.mesh.axis("stage"), recorder)
+
     def _load(self, name: str, setup: ModelSetup) -> _LoadedModel:
         mesh = self._alone if name in self._whole else self.mesh
         facts, plan, info = setup.facts, setup.plan, mesh.rank_info
         source = WeightSource.of(facts, plan)
         layers = info.stage_layers(facts.num_layers)
-        decoder = load_model(facts, plan, self.kernels, mesh, layers, info)
+        decoder = load_model(facts, plan, self.kernels, mesh, layers, info, self._sharing_of(name))
         if plan.by_transformers:
             from runtime.worker.transformers_check import verified  # imports transformers' models
 
@@ -393,10 +446,14 @@ class ModelWorker:
         del self._models[name]
         return model, model.pool, cache
 
-    def _loaded_weights(self, source: WeightSource, model: Decoder, cache: CacheSetup, *, fixed: bool) -> LoadedWeights:
+    def _loaded_weights(
+        self, source: WeightSource, model: Decoder, cache: CacheSetup, name: str, *, fixed: bool
+    ) -> LoadedWeights:
         """Return the handle that replaces the model's weights; `fixed` says whether graphs have their addresses."""
         scaled = getattr(torch, cache.kv_dtype).itemsize == 1
-        return LoadedWeights(model, source, self.kernels, self.mesh, fixed=fixed, scaled_cache=scaled)
+        return LoadedWeights(
+            model, source, self.kernels, self.mesh, fixed=fixed, scaled_cache=scaled, experts=self._sharing_of(name)
+        )
 
     def _specs_of(self, name: str) -> Specs:
         return {index: spec for (model, index), spec in self.cache_specs.items() if model == name}
@@ -559,6 +616,7 @@ def rank_info(plan: Plan, rank: int) -> RankInfo:
         tp_size=parallel.attention_ranks,
         pp_size=parallel.pp_size,
         dp_size=parallel.num_groups,
+        ep_size=plan.experts.ep_size,
         head_by_group=parallel.head_by_group,
         whole_dense=parallel.whole_dense,
     )

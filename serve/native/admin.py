@@ -228,3 +228,21 @@ async def start_profile(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def stop_profile(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """End the profile, and answer with its path on the server when it is written."""
     return PlainTextResponse(f"Stop profiling. The profile is in {await core.stop_profile()}\n")
+
+
+async def start_expert_record(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Forget recorded steps, and record the experts of the next ones."""
+    await core.start_expert_record()
+    return PlainTextResponse("Start recording expert distribution.\n")
+
+
+async def stop_expert_record(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Record no further step."""
+    await core.stop_expert_record()
+    return PlainTextResponse("Stop recording expert distribution.\n")
+
+
+async def dump_expert_record(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Write the record of the experts to a file, forget it, and answer with the path on the server."""
+    paths = ", ".join(record["path"] for record in await core.dump_expert_record())
+    return PlainTextResponse(f"Dump expert distribution record. The record is in {paths}\n")

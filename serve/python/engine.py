@@ -646,6 +646,22 @@ class Engine:
         """End the profile, and return the path of its Chrome trace, for ui.perfetto.dev or chrome://tracing."""
         return str(await self.core.stop_profile())
 
+    async def start_expert_distribution_record(self) -> None:
+        """Record which experts the next steps use. Needs `expert_distribution_recorder_mode`."""
+        await self.core.start_expert_record()
+
+    async def stop_expert_distribution_record(self) -> None:
+        """Record no further step."""
+        await self.core.stop_expert_record()
+
+    async def dump_expert_distribution_record(self) -> list[dict[str, Any]]:
+        """Write the record to files, forget it, and return one summary for each file.
+
+        A summary has "path", "num_steps", "average_utilization_rate", and "logical_count": the tokens of each expert,
+        by the number of the layer.
+        """
+        return await self.core.dump_expert_record()
+
     @property
     def tokenizer(self) -> TokenizerView:
         """The tokenizer: `encode`, `decode`, `apply_chat_template`, and `engine.tokenizer("text")`."""

@@ -195,6 +195,9 @@ class SyncEngine:
     unload_lora_adapter = _blocking(Engine.unload_lora_adapter)
     start_profile = _blocking(Engine.start_profile)
     stop_profile = _blocking(Engine.stop_profile)
+    start_expert_distribution_record = _blocking(Engine.start_expert_distribution_record)
+    stop_expert_distribution_record = _blocking(Engine.stop_expert_distribution_record)
+    dump_expert_distribution_record = _blocking(Engine.dump_expert_distribution_record)
     status = _blocking(Engine.status)
     metrics = _blocking(Engine.metrics)
 

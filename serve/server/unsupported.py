@@ -40,9 +40,6 @@ GENERATING = {
 }
 CONTROL = {
     "/set_internal_state": (("POST", "PUT"), "Changing settings while the server runs"),
-    "/start_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
-    "/stop_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
-    "/dump_expert_distribution_record": (("GET", "POST"), "Recording which experts are used"),
     "/collective_rpc": (("POST",), "Calling functions of workers"),
 }
 OLLAMA = {

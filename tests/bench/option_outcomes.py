@@ -23,6 +23,8 @@ SELF_CONTAINED = {"config"}  # a file with other options
 _NGRAM = {"speculative_algorithm": "NGRAM"}
 _STANDALONE = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "draft"}
 _NODES = {"nnodes": 2, "tp_size": 2, "dist_init_addr": "first:5000"}
+_PARTS = {"tp_size": 2, "ep_size": 2}
+_BALANCED = {**_PARTS, "enable_eplb": True}
 # Further options that an option requires.
 _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "torch_compile_max_bs": {"enable_torch_compile": True},
@@ -48,6 +50,15 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "hicache_storage_backend": {"enable_hierarchical_cache": True},
     "hicache_storage_backend_extra_config": {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"},
     "nnodes": _NODES,
+    "ep_size": {"tp_size": 2},
+    "moe_a2a_backend": _PARTS,
+    "ep_num_redundant_experts": _PARTS,
+    "ep_dispatch_algorithm": _PARTS,
+    "init_expert_location": _PARTS,
+    "enable_eplb": _PARTS,
+    "eplb_algorithm": _BALANCED,
+    "eplb_rebalance_layers_per_chunk": _BALANCED,
+    "eplb_min_rebalancing_utilization_threshold": _BALANCED,
     "speculative_algorithm": {"speculative_draft_model_path": "draft"},
     "speculative_draft_model_path": {"speculative_algorithm": "STANDALONE"},
     "speculative_draft_model_revision": _STANDALONE,
@@ -72,6 +83,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "chat_template": "chat.jinja",
     "completion_template": "star_coder",
     "max_total_tokens": 64,
+    "expert_distribution_recorder_buffer_size": 500,
     "cuda_graph_bs": (3,),
     "device": "cpu",
     "torchao_config": "int8wo",

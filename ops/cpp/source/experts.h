@@ -108,7 +108,7 @@ void route(const void* operands, const Step& step, ThreadGroup& threads) {
 
 // Positions of pairs sorted by expert.
 struct PairTable {
-    int32_t* positions;  // [T * k], of each pair
+    int32_t* positions;  // [T * k], of each pair; -1: its expert is on another rank
     int32_t* starts;  // [X + 1], the first pair of each expert
     int32_t* blocks;  // [X + 1], the first of each expert's blocks of BLOCK_ROWS pairs
 };
@@ -116,7 +116,7 @@ struct PairTable {
 struct DispatchOperands {
     const void* x;           // [T, E]
     int64_t x_stride;
-    const int32_t* experts;  // [T, k]
+    const int32_t* experts;  // [T, k]; -1: on another rank
     const float* weights;    // [T, k], factors of the rows, or null
     PairTable table;
     void* rows;              // [T * k, E], sorted by expert
@@ -127,7 +127,8 @@ struct DispatchOperands {
 inline void sort_pairs(const DispatchOperands& o, int64_t pairs) {
     const PairTable& t = o.table;
     std::fill_n(t.starts, o.num_experts + 1, 0);
-    for (int64_t pair = 0; pair < pairs; pair++) t.starts[o.experts[pair] + 1]++;
+    for (int64_t pair = 0; pair < pairs; pair++)
+        if (o.experts[pair] >= 0) t.starts[o.experts[pair] + 1]++;
     t.blocks[0] = 0;
     int32_t next[MAX_EXPERTS];
     for (int64_t expert = 0; expert < o.num_experts; expert++) {
@@ -136,7 +137,8 @@ inline void sort_pairs(const DispatchOperands& o, int64_t pairs) {
         t.starts[expert + 1] += t.starts[expert];
         t.blocks[expert + 1] = t.blocks[expert] + int32_t((count + BLOCK_ROWS - 1) / BLOCK_ROWS);
     }
-    for (int64_t pair = 0; pair < pairs; pair++) t.positions[pair] = next[o.experts[pair]]++;
+    for (int64_t pair = 0; pair < pairs; pair++)
+        t.positions[pair] = o.experts[pair] < 0 ? -1 : next[o.experts[pair]]++;
 }
 
 template <class T>
@@ -146,6 +148,7 @@ void dispatch(const void* operands, const Step& step, ThreadGroup& threads) {
     threads.share(1, [&](int64_t) { sort_pairs(o, pairs); });
     threads.barrier();
     threads.share(pairs, [&](int64_t pair) {
+        if (o.table.positions[pair] < 0) return;
         T* row = static_cast<T*>(o.rows) + o.table.positions[pair] * o.size;
         std::memcpy(row, static_cast<const T*>(o.x) + pair / o.top_k * o.x_stride, o.size * sizeof(T));
         if (o.weights) scale_line(row, o.size, o.weights[pair]);
@@ -255,6 +258,7 @@ void combine(const void* operands, const Step& step, ThreadGroup& threads) {
         in_vectors(std::min(PART, o.size - first), [&](int64_t k, int64_t count) {
             Floats total{};
             for (int64_t pair = token * o.top_k; pair < (token + 1) * o.top_k; pair++) {
+                if (o.positions[pair] < 0) continue;
                 const T* result = static_cast<const T*>(o.results) + o.positions[pair] * o.size + first + k;
                 total += load(result, count) * (o.weights ? o.weights[pair] : 1.0f);
             }

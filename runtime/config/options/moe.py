@@ -20,18 +20,22 @@ _EPLB_ALGORITHMS = (
 class MoeArgs:
     """Mixtures of experts."""
 
-    ep_size: int = always(
+    ep_size: int = option(
         1,
-        "Expert parallelism: number of devices over which the experts are spread.",
+        "Expert parallelism: number of parts of the --tp-size ranks that hold different experts. Each rank of a part "
+        "has a share of its experts.",
         aliases=("--expert-parallel-size", "--ep"),
         low=1,
-        built=(1,),
-        reason="each device holds its share of every expert",
+        plan="experts.ep_size",
     )
-    moe_a2a_backend: str = planned(
+    moe_a2a_backend: str = option(
         "none",
-        "How tokens reach the devices of their experts. none: they do not; partial results are summed.",
-        choices=("none", "deepep"),
+        "How the results of experts reach the ranks of their tokens. none: partial results are summed; all_to_all: "
+        "large steps send each result to one rank (needs --ep-size equal to --tp-size).",
+        choices=("none", "all_to_all", "deepep"),
+        built=("all_to_all",),
+        needs={"deepep": "the deep_ep package and several GPUs with NVSHMEM"},
+        plan="experts.exchange",
     )
     moe_runner_backend: str = always(
         "auto",
@@ -54,36 +58,71 @@ class MoeArgs:
         choices=("normal", "low_latency", "auto"),
     )
     deepep_config: str | None = planned(None, "JSON object or file with tuning values for the DeepEP library.")
-    ep_num_redundant_experts: int = planned(0, "Number of additional copies of busy experts, over all devices.", low=0)
-    ep_dispatch_algorithm: str | None = planned(
+    ep_num_redundant_experts: int = option(
+        0,
+        "Number of additional copies of busy experts, over all ranks.",
+        low=0,
+        plan="experts.num_redundant",
+    )
+    ep_dispatch_algorithm: str | None = option(
         None,
         "Which copy of an expert gets a token: a fixed one (static), a random one (dynamic), or a random "
-        "expert altogether (fake, for measurements).",
+        "expert altogether (fake, for measurements: the output is meaningless). Default: static.",
         choices=("static", "dynamic", "fake"),
+        plan="experts.dispatch",
     )
-    init_expert_location: str = planned(
-        "trivial", "Initial placement of the experts: trivial (in order), or JSON or a file with the placement."
+    init_expert_location: str = option(
+        "trivial",
+        "Initial placement of the experts: trivial (in order), or JSON, or a .json or .pt file, with "
+        "physical_to_logical_map (the expert of each slot, by layer) or logical_count (tokens by layer and expert, to "
+        "balance).",
+        plan="experts.location",
     )
-    enable_eplb: bool = planned(False, "Move experts between devices from time to time to balance their load.")
-    eplb_algorithm: str = planned(
-        "auto", "Algorithm that computes a new placement of the experts.", choices=_EPLB_ALGORITHMS
+    enable_eplb: bool = option(
+        False, "Move experts between ranks from time to time to balance their load.", plan="experts.balance"
     )
-    eplb_rebalance_num_iterations: int = planned(1000, "Steps between two rebalancings of the experts.", low=1)
-    eplb_rebalance_layers_per_chunk: int | None = planned(
-        None, "Number of layers whose experts move in one step. Default: all layers.", low=1
+    eplb_algorithm: str = option(
+        "auto",
+        "Algorithm that computes a new placement of the experts. deepseek: all ranks alike; deepseek_hierarchical: "
+        "groups of experts stay on one machine; auto: hierarchical if the machines divide the groups.",
+        choices=_EPLB_ALGORITHMS,
+        built=("deepseek", "deepseek_hierarchical"),
+        plan="experts.balance_algorithm",
     )
-    eplb_min_rebalancing_utilization_threshold: float = planned(
-        1.0, "Do not rebalance while the mean utilization of the devices is above this share.", low=0, high=1
+    eplb_rebalance_num_iterations: int = option(
+        1000, "Steps between two rebalancings of the experts.", low=1, plan="experts.balance_steps"
     )
-    expert_distribution_recorder_mode: str | None = planned(
+    eplb_rebalance_layers_per_chunk: int | None = option(
         None,
-        "Statistics to record about the use of experts.",
+        "Number of layers whose experts move between two steps. Default: all layers.",
+        low=1,
+        plan="experts.balance_layers",
+    )
+    eplb_min_rebalancing_utilization_threshold: float = option(
+        1.0,
+        "Do not rebalance while the mean utilization of the ranks is above this share.",
+        low=0,
+        high=1,
+        plan="experts.balance_threshold",
+    )
+    expert_distribution_recorder_mode: str | None = option(
+        None,
+        "What /start_expert_distribution_record records: tokens of each expert (stat, and stat_approx, which is exact "
+        "here), also those of each step (per_pass), or each token's experts (per_token).",
         choices=("stat", "stat_approx", "per_pass", "per_token"),
+        plan="experts.record",
     )
-    expert_distribution_recorder_buffer_size: int | None = planned(
-        None, "Number of steps that the record holds; -1: all steps.", low=-1
+    expert_distribution_recorder_buffer_size: int | None = option(
+        None,
+        "Number of steps that the record holds; -1: all steps. Default: --eplb-rebalance-num-iterations.",
+        low=-1,
+        plan="experts.record_steps",
     )
-    enable_expert_distribution_metrics: bool = planned(False, "Log how evenly the experts are used, from the start on.")
+    enable_expert_distribution_metrics: bool = option(
+        False,
+        "Record from the start on, and log every 40 steps how evenly ranks and experts are used.",
+        plan="experts.log_balance",
+    )
     moe_dense_tp_size: int | None = option(
         None,
         "Tensor parallelism of the dense MLPs in mixture-of-experts models: 1, or the default, --tp-size. With 1, each "
@@ -101,15 +140,13 @@ class MoeArgs:
     disable_flashinfer_cutlass_moe_fp4_allgather: bool = planned(
         False, "Gather tokens before they are rounded to FP4, not after."
     )
-    enable_ep_moe: bool = planned(
-        False,
-        "Old spelling of an --ep-size equal to --tp-size.",
-        instead="use --ep-size once it is supported",
+    enable_ep_moe: bool = option(
+        False, "Old spelling of an --ep-size equal to --tp-size.", plan="experts.ep_size", other_unit=True
     )
     enable_deepep_moe: bool = planned(
         False,
-        "Old spelling of --moe-a2a-backend deepep.",
-        instead="use --moe-a2a-backend once it is supported",
+        "Old spelling of --moe-a2a-backend deepep, which needs the deep_ep package and several GPUs with NVSHMEM.",
+        instead="use --moe-a2a-backend all_to_all",
     )
     enable_flashinfer_cutlass_moe: bool = planned(
         False, "Old spelling of --moe-runner-backend flashinfer_cutlass.", instead=_RUNNER

@@ -12,6 +12,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.config.resolve.cache import cache_plan
 from runtime.config.resolve.drafts import draft_plan
+from runtime.config.resolve.experts import expert_plan
 from runtime.config.resolve.graphs import graph_plan
 from runtime.config.resolve.kernels import kernel_plan
 from runtime.config.resolve.lora import lora_plan
@@ -97,6 +98,7 @@ def decide(
         lora=lora_plan(builder, kernels),
         draft=draft_plan(builder, demo_path),
         media=media_plan(builder, facts, model, parallel),
+        experts=expert_plan(builder, facts, model),
     )
     return plan, builder
 

@@ -24,6 +24,7 @@ class Case(NamedTuple):
     levels: int | None = None  # number of different logits; further logits repeat them
     weigh_inputs: bool = False
     favourite: int | None = None  # an expert that every token selects
+    elsewhere: int = 0  # number of experts, from 0, that another rank computes
 
 
 CASES = {
@@ -40,6 +41,9 @@ CASES = {
     "more experts than pairs": Case(2, 32),
     "products longer and wider than a tile": Case(3, 4, 2, 70, 72),
     "gelu": Case(activation="gelu_tanh"),
+    "experts of another rank": Case(elsewhere=3),
+    "no expert here": Case(elsewhere=6),
+    "inputs of another rank": Case(40, top_k=3, weigh_inputs=True, elsewhere=2, favourite=1),
     "half precision": Case(dtype=torch.float16),
 }
 
@@ -66,7 +70,8 @@ def outputs(backend: ModuleType, case: Case) -> list[Tensor]:
     logits, x, gate_up, down = inputs(case)
     weights, experts = backend.route(logits, case.top_k, renormalise=case.renormalise, scoring=case.scoring)
     mixture = backend.prepare_experts(Mixture(gate_up, down))
-    mixed = backend.mix(x, mixture, weights, experts, case.activation, weigh_inputs=case.weigh_inputs)
+    here = torch.where(experts < case.elsewhere, -1, experts)
+    mixed = backend.mix(x, mixture, weights, here, case.activation, weigh_inputs=case.weigh_inputs)
     return [weights, experts.float(), mixed]
 
 
@@ -81,6 +86,8 @@ def expected(case: Case) -> list[Tensor]:
         weights = scores / scores.sum() if case.renormalise else scores
         total = torch.zeros_like(token)
         for weight, expert in zip(weights, experts):
+            if expert < case.elsewhere:
+                continue
             given, weight = (weight * token, 1) if case.weigh_inputs else (token, weight)
             g, value = (gate_up[expert] @ given).chunk(2)
             gelu = 0.5 * g * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (g + 0.044715 * g**3)))

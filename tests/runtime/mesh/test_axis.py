@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from ranks_on_gloo import on_ranks
 from runtime.mesh.axis import Axis
 from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import AXES, Coordinate, RankInfo
-from runtime.mesh.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.filterwarnings("error")
 SIZES = [(2, 3), (0, 2), (1, 4, 2), (3, 0, 0)]  # number of rows of each rank
-
-
-def on_ranks(folder: Path, infos: Sequence[RankInfo], work: Callable[[Mesh], Any]) -> list[Any]:
-    """Run work(mesh) on all ranks at the same time."""
-    done = Barrier(len(infos), timeout=30)
-
-    def run(info: RankInfo) -> Any:
-        mesh = Mesh(info, torch.device("cpu"))
-        mesh.join(Rendezvous(host="127.0.0.1", timeout_s=30, path=str(folder / "store")))
-        try:
-            return work(mesh)
-        finally:
-            done.wait()  # no message is in flight any more
-            mesh.close()
-
-    with ThreadPoolExecutor(len(infos)) as pool:
-        return list(pool.map(run, infos))
 
 
 def on_axis(folder: Path, size: int, work: Callable[[Axis], Any], name: str = "tp") -> list[Any]:

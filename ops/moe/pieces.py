@@ -1,0 +1,36 @@
+"""The memory of single experts in prepared weights, to move experts between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ctypes import sizeof
+
+import torch
+from torch import Tensor
+
+from ops.matmul.with_cpp import Header4, PackedWeight, PackedWeight4, PackedWeight8
+
+
+def expert_pieces(tensors: Iterable[Tensor | None], num_experts: int) -> list[Tensor]:
+    """Return views uint8 [X, bytes] of the memory of these tensors of a mixture: one line for each expert.
+
+    An expert consists of its lines of all views. Raises ValueError if the memory is not divided by expert.
+    """
+    return [piece for tensor in tensors if tensor is not None for piece in _pieces(tensor, num_experts)]
+
+
+def _pieces(tensor: Tensor, num_experts: int) -> list[Tensor]:
+    if tensor.is_mkldnn:
+        raise ValueError("oneDNN's packed weights are not divided by expert.")
+    if not isinstance(tensor, PackedWeight | PackedWeight8 | PackedWeight4):
+        return [tensor.detach().view(num_experts, -1).view(torch.uint8)]
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    parts = [memory]
+    if isinstance(tensor, PackedWeight4):
+        parts = [memory[sizeof(Header4) :]]
+    elif isinstance(tensor, PackedWeight8):  # scales of all experts, then codes
+        first = tensor.storage_offset() * tensor.element_size()
+        parts = [memory[:first], memory[first:]]
+    if any(len(part) % num_experts for part in parts):
+        raise ValueError("The packed weights are not divided by expert.")
+    return [part.view(num_experts, -1) for part in parts]

@@ -1,0 +1,98 @@
+"""The section of the plan about experts: their places, their balance, and records of their use."""
+
+from __future__ import annotations
+
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import ExpertPlan, ModelPlan
+from runtime.config.resolve.plan_builder import Decision, PlanBuilder
+
+PLACING = ("ep_num_redundant_experts", "ep_dispatch_algorithm", "init_expert_location", "enable_eplb")
+BALANCING = (
+    "eplb_algorithm",
+    "eplb_rebalance_num_iterations",
+    "eplb_rebalance_layers_per_chunk",
+    "eplb_min_rebalancing_utilization_threshold",
+)
+
+
+def expert_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan) -> ExpertPlan:
+    """Plan the experts. Refuse sizes that do not divide the ranks or the experts, and options without effect."""
+    args = builder.args.moe
+    ep_size = _ep_size(builder)
+    record = _record(builder)
+    _check_model(builder, facts, model, record.value is not None)
+    if facts.path and facts.num_experts and (facts.num_experts + args.ep_num_redundant_experts) % ep_size.value:
+        missing = -(facts.num_experts + args.ep_num_redundant_experts) % ep_size.value
+        builder.refuse(
+            "ep_size",
+            f"--ep-size {ep_size.value} does not divide the model's {facts.num_experts} experts; set "
+            f"--ep-num-redundant-experts {args.ep_num_redundant_experts + missing}.",
+        )
+    if ep_size.value == 1:
+        for option in PLACING:
+            if builder.args.changed(option) and not (option == "ep_dispatch_algorithm" and _is_fake(builder)):
+                builder.refuse(option, f"{_flag(option)} needs experts on several ranks; set --ep-size too.")
+    if args.moe_a2a_backend == "all_to_all" and (ep_size.value == 1 or ep_size.value != builder.args.parallel.tp_size):
+        builder.refuse("moe_a2a_backend", "--moe-a2a-backend all_to_all needs an --ep-size equal to --tp-size.")
+    if not args.enable_eplb:
+        for option in BALANCING:
+            if builder.args.changed(option) and option != "eplb_rebalance_num_iterations":
+                builder.refuse(option, f"{_flag(option)} needs --enable-eplb.")
+    steps = args.expert_distribution_recorder_buffer_size
+    if steps == 0:
+        builder.refuse(
+            "expert_distribution_recorder_buffer_size",
+            "--expert-distribution-recorder-buffer-size 0 records nothing; set -1 for all steps.",
+        )
+    return builder.build(
+        ExpertPlan,
+        ep_size=ep_size,
+        dispatch=builder.follow_or("ep_dispatch_algorithm", "static", "the default"),
+        record=record,
+        record_steps=builder.follow_or(
+            "expert_distribution_recorder_buffer_size",
+            args.eplb_rebalance_num_iterations,
+            "the value of --eplb-rebalance-num-iterations",
+        ),
+    )
+
+
+def _ep_size(builder: PlanBuilder) -> Decision[int]:
+    args, tp_size = builder.args.moe, builder.args.parallel.tp_size
+    if args.enable_ep_moe:
+        if builder.args.changed("ep_size") and args.ep_size != tp_size:
+            builder.refuse("enable_ep_moe", f"--enable-ep-moe means --ep-size {tp_size}; give one of them.")
+        return Decision(tp_size, "--enable-ep-moe: the value of --tp-size")
+    if tp_size % args.ep_size:
+        builder.refuse("ep_size", f"--ep-size {args.ep_size} must divide --tp-size {tp_size}.")
+        return Decision(1, "the requested value cannot be used")
+    return builder.follow("ep_size")
+
+
+def _record(builder: PlanBuilder) -> Decision[str | None]:
+    args = builder.args.moe
+    if args.expert_distribution_recorder_mode is not None:
+        return Decision(args.expert_distribution_recorder_mode, "as asked")
+    for option in ("enable_eplb", "enable_expert_distribution_metrics"):
+        if builder.args.get(option):
+            return Decision("stat", f"{_flag(option)} counts the tokens of each expert")
+    return Decision(None, "the default")
+
+
+def _check_model(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan, records: bool) -> None:
+    asked = [option for option in ("ep_size", "enable_ep_moe") if builder.args.changed(option)]
+    recording = ("expert_distribution_recorder_mode", "enable_expert_distribution_metrics", "enable_eplb")
+    asked += [option for option in recording if records and builder.args.changed(option)]
+    for option in asked if facts.path else ():
+        if model.by_transformers:
+            builder.refuse(option, f"{_flag(option)}: transformers' modules compute this model, without its experts.")
+        elif not facts.num_experts:
+            builder.refuse(option, f"{_flag(option)}: this model has no experts.")
+
+
+def _is_fake(builder: PlanBuilder) -> bool:
+    return builder.args.moe.ep_dispatch_algorithm == "fake"
+
+
+def _flag(option: str) -> str:
+    return "--" + option.replace("_", "-")

@@ -1,0 +1,110 @@
+"""Placements of experts that balance the load of the ranks: DeepSeek's EPLB (github.com/deepseek-ai/EPLB, MIT).
+
+Busy experts get further copies, one after another, where the load per copy is largest. The copies are then packed to
+ranks: the heaviest first, always to the lightest rank that has a free slot. The hierarchical form first packs groups of
+experts to nodes, so that the routing to a few groups of DeepSeek's models stays within few nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+Loads = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+Numbers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+ALGORITHMS = ("auto", "deepseek", "deepseek_hierarchical")
+
+
+def balanced(
+    loads: Mapping[int, Any],
+    *,
+    num_slots: int,
+    num_ranks: int,
+    num_nodes: int = 1,
+    num_groups: int = 1,
+    algorithm: str = "auto",
+) -> dict[int, list[int]]:
+    """Return the expert of each slot of each layer. `loads` has the tokens of each expert, [X] by layer.
+
+    "auto" is hierarchical if the nodes divide the groups of experts.
+    """
+    layers, weight = list(loads), np.array([*loads.values()], np.float32)
+    hierarchical = algorithm == "deepseek_hierarchical" or (algorithm == "auto" and num_groups % num_nodes == 0)
+    groups, nodes = (num_groups, num_nodes) if hierarchical else (1, 1)
+    experts = place_experts(weight, num_slots, groups, nodes, num_ranks)
+    return {layer: line.tolist() for layer, line in zip(layers, experts, strict=True)}
+
+
+def place_experts(weight: Loads, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> Numbers:
+    """Return the expert of each slot, [L, num_slots], for loads [L, X].
+
+    Raises ValueError if groups, nodes, ranks and slots do not divide evenly.
+    """
+    num_layers, num_experts = weight.shape
+    for whole, parts in ((num_experts, num_groups), (num_groups, num_nodes), (num_ranks, num_nodes)):
+        if whole % parts:
+            raise ValueError(f"{whole} cannot be divided evenly by {parts}.")
+    if num_slots % num_ranks or num_slots < num_experts:
+        raise ValueError(f"{num_experts} experts cannot have {num_slots} copies on {num_ranks} ranks.")
+    group_size, groups_per_node, per_node = (
+        num_experts // num_groups, num_groups // num_nodes, num_experts // num_nodes
+    )  # fmt: skip
+
+    # 1. Groups to nodes.
+    by_group = weight.reshape(num_layers, num_groups, group_size).sum(-1)
+    node, place = _packed(by_group, num_nodes)
+    first = (node * groups_per_node + place) * group_size
+    in_nodes = (first[:, :, None] + np.arange(group_size)).reshape(num_layers, -1)
+    experts_of_nodes = _inverse(in_nodes)
+
+    # 2. Copies within each node.
+    of_node = np.take_along_axis(weight, experts_of_nodes, 1).reshape(-1, per_node)
+    copies, counts = _replicated(of_node, num_slots // num_nodes)
+
+    # 3. Copies to ranks.
+    of_copy = np.take_along_axis(of_node / counts, copies, 1)
+    rank, place = _packed(of_copy, num_ranks // num_nodes)
+    order = _inverse(rank * (num_slots // num_ranks) + place)
+    within = np.take_along_axis(copies, order, 1).reshape(num_layers, num_nodes, -1)
+    within = within + np.arange(0, num_experts, per_node)[:, None]
+    return np.take_along_axis(experts_of_nodes, within.reshape(num_layers, -1), 1)
+
+
+def _packed(weight: Loads, num_packs: int) -> tuple[Numbers, Numbers]:
+    """Distribute the items [L, N] to packs of equal size. Return each item's pack, and its place in the pack."""
+    num_items = weight.shape[1]
+    per_pack = num_items // num_packs
+    if per_pack == 1:
+        packs = np.broadcast_to(np.arange(num_items), weight.shape)
+        return packs.copy(), np.zeros(weight.shape, np.int64)
+    packs, places = np.empty(weight.shape, np.int64), np.empty(weight.shape, np.int64)
+    order = np.argsort(-weight, axis=1, kind="stable")
+    for line, items, pack_of, place_of in zip(weight, order.tolist(), packs, places, strict=True):
+        totals, used = np.zeros(num_packs, np.float32), [0] * num_packs
+        for item in items:
+            pack = min((pack for pack in range(num_packs) if used[pack] < per_pack), key=totals.__getitem__)
+            pack_of[item], place_of[item] = pack, used[pack]
+            totals[pack] += line[item]
+            used[pack] += 1
+    return packs, places
+
+
+def _replicated(weight: Loads, num_copies: int) -> tuple[Numbers, Loads]:
+    """Return the item of each copy, [L, num_copies], and the number of copies of each item."""
+    num_layers, num_items = weight.shape
+    copies = np.tile(np.arange(num_copies), (num_layers, 1))
+    counts, lines = np.ones(weight.shape, np.float32), np.arange(num_layers)
+    for copy in range(num_items, num_copies):
+        heaviest = (weight / counts).argmax(1)
+        copies[:, copy] = heaviest
+        counts[lines, heaviest] += 1
+    return copies, counts
+
+
+def _inverse(numbers: Numbers) -> Numbers:
+    """Return the inverse of each line's permutation."""
+    inverse = np.empty_like(numbers)
+    np.put_along_axis(inverse, numbers, np.broadcast_to(np.arange(numbers.shape[1]), numbers.shape), 1)
+    return inverse

@@ -1,0 +1,194 @@
+"""How ranks share the experts of a model's mixtures: which rank computes which pair of a token and an expert."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from runtime.experts.placement import Placement, in_order, placed
+from runtime.mesh.axis import Axis
+
+# With --moe-a2a-backend all_to_all: steps of at least this number of tokens exchange results of single tokens. Smaller
+# steps add all results in one all-reduce, which waits once instead of twice.
+EXCHANGE_TOKENS = 64
+
+
+class ExpertSharing:
+    """The placements of all mixtures of a model, seen from one rank.
+
+    Layers are identified by their number in the whole model. All ranks change placements at the same point between two
+    steps. With an axis of one rank, every expert is here.
+    """
+
+    def __init__(
+        self,
+        axis: Axis,
+        *,
+        num_redundant: int = 0,
+        dispatch: str = "static",
+        exchanges: bool = False,
+        records: bool = False,
+        record_tokens: int = 0,
+        first: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        """`first` has the initial expert of each slot, by layer; other layers start in order.
+
+        `dispatch` chooses among the copies of an expert: "static", "dynamic" or "fake" (see `--ep-dispatch-algorithm`).
+        `exchanges`: large steps combine results by all-to-all. `records`: layers remember the chosen experts, on a GPU
+        in buffers for `record_tokens` tokens, which graphs fill too.
+        """
+        self.axis = axis
+        self.num_redundant = num_redundant
+        self.records = records
+        self._dispatch, self._exchanges, self._record_tokens = dispatch, exchanges, record_tokens
+        self._recorded: dict[int, Tensor] = {}  # chosen experts of the last step, by layer
+        self._buffers: dict[int, Tensor] = {}  # on a GPU
+        self._first = first or {}
+        self._placements: dict[int, Placement] = {}
+        self._tables: dict[int, _Tables] = {}
+        self._calls: dict[int, int] = {}  # draws of each layer
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several ranks share the experts."""
+        return self.axis.size > 1
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether experts may have several slots."""
+        return self.num_redundant > 0
+
+    def placement(self, layer: int, num_experts: int) -> Placement:
+        """Return the current placement of a layer. Raises ValueError if the initial one does not fit."""
+        if layer not in self._placements:
+            if layer in self._first:
+                made = placed(self._first[layer], num_experts, self.axis.size)
+            else:
+                made = in_order(num_experts, self.axis.size, self.num_redundant)
+            if len(made.experts) != num_experts + self.num_redundant:
+                raise ValueError(
+                    f"The placement of layer {layer} has {len(made.experts)} copies, not {num_experts} + "
+                    f"{self.num_redundant} redundant ones."
+                )
+            self._placements[layer] = made
+        return self._placements[layer]
+
+    def place(self, layer: int, placement: Placement) -> None:
+        """Change the placement of a layer. The caller has moved the weights."""
+        self._placements[layer] = placement
+        if layer in self._tables:
+            self._tables[layer].write(placement, self.axis.rank)
+
+    def choose(self, layer: int, experts: Tensor, num_experts: int) -> Tensor:
+        """Return the chosen experts themselves or, with copies, their slots: int32 [T, k] -> [T, k].
+
+        All ranks return the same.
+        """
+        if self._dispatch == "fake":
+            experts = self._draw(layer, experts, num_experts)
+        if not self.has_copies:
+            return experts
+        tables = self._tables_of(layer, num_experts, experts.device)
+        if self._dispatch == "dynamic":
+            drawn = self._draw(layer, experts, 1 << 30) % tables.counts[experts]
+            return tables.slots[experts, drawn]
+        return tables.fixed[self._owners(len(experts), experts.device).unsqueeze(1), experts]
+
+    def remember(self, layer: int, chosen: Tensor) -> None:
+        """Keep the choices of a step for `remembered`."""
+        count = len(chosen)
+        if chosen.is_cuda and count <= self._record_tokens:
+            if layer not in self._buffers:
+                self._buffers[layer] = chosen.new_empty(self._record_tokens, chosen.shape[1])
+            self._buffers[layer][:count].copy_(chosen)
+        else:
+            self._recorded[layer] = chosen
+
+    def remembered(self, layer: int, count: int) -> Tensor | None:
+        """Return the choices of the last step, which had `count` tokens, or None if there was no step."""
+        source = self._buffers if layer in self._buffers and count <= self._record_tokens else self._recorded
+        return source[layer][:count] if layer in source else None
+
+    def here(self, layer: int, chosen: Tensor, num_experts: int) -> Tensor:
+        """Return the number of each chosen expert among this rank's slots, or -1: int32 [T, k] -> [T, k]."""
+        if not self.is_shared:
+            return chosen
+        return self._tables_of(layer, num_experts, chosen.device).here[chosen]
+
+    def exchanges(self, num_tokens: int) -> bool:
+        """Whether a step of this size combines results by all-to-all."""
+        return self._exchanges and self.is_shared and num_tokens >= EXCHANGE_TOKENS
+
+    def combine(self, layer: int, chosen: Tensor, num_experts: int, mix: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the mixture's output [T, E], with uneven all-to-all and all-gather among the ranks.
+
+        `mix(tokens)` returns this rank's part of the output of these tokens. Each rank adds the parts of its own share
+        of the tokens in float32. All ranks know all choices, so they need not tell each other how much they send.
+        """
+        axis, count = self.axis, len(chosen)
+        placement = self.placement(layer, num_experts)
+        slots = chosen if self.has_copies else self._tables_of(layer, num_experts, chosen.device).slot_of[chosen]
+        needed = torch.zeros(count, axis.size, dtype=torch.bool, device=chosen.device)
+        needed.scatter_(1, slots.long() // placement.per_rank, True)
+        bounds = [count * rank // axis.size for rank in range(axis.size + 1)]
+        sizes = [end - start for start, end in itertools.pairwise(bounds)]
+        counts = [part.sum(0).tolist() for part in needed.split(sizes)]  # [owner][rank with experts]
+        part = mix(needed[:, axis.rank].nonzero().squeeze(1))
+        received = axis.all_to_all(part, [of_owner[axis.rank] for of_owner in counts], counts[axis.rank])
+        own = torch.zeros(sizes[axis.rank], part.shape[1], dtype=torch.float32, device=part.device)
+        rows = needed[bounds[axis.rank] : bounds[axis.rank + 1]].t().nonzero()[:, 1]  # rank by rank, as received
+        own.index_add_(0, rows, received.float())
+        return axis.all_gather(own.to(part.dtype), sizes)
+
+    def _tables_of(self, layer: int, num_experts: int, device: torch.device) -> _Tables:
+        if layer not in self._tables:
+            placement = self.placement(layer, num_experts)
+            self._tables[layer] = _Tables(placement, self.axis.rank, self.num_redundant + 1, device)
+        return self._tables[layer]
+
+    def _owners(self, count: int, device: torch.device) -> Tensor:
+        """Return the rank that each of `count` tokens belongs to, [T]: consecutive tokens, as even as possible."""
+        return torch.arange(count, device=device) * self.axis.size // max(1, count)
+
+    def _draw(self, layer: int, experts: Tensor, limit: int) -> Tensor:
+        """Return pseudo-random numbers below `limit`, int32 [T, k], equal on all ranks and different in each step."""
+        calls = self._calls[layer] = self._calls.get(layer, 0) + 1
+        first = calls * 2654435761 + layer * 40503
+        pairs = (torch.arange(experts.numel(), device=experts.device) + first) & 0xFFFFFFFF
+        pairs = ((pairs ^ (pairs >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+        drawn = (pairs ^ (pairs >> 16)) % limit
+        return drawn.to(torch.int32).view(experts.shape)
+
+
+class _Tables:
+    """Tables of a layer's placement on the device. `write` keeps their addresses, which graphs have captured."""
+
+    def __init__(self, placement: Placement, rank: int, width: int, device: torch.device) -> None:
+        ids, slots = placement.num_experts, len(placement.experts)
+
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        self._has_copies = width > 1
+        self.slot_of = empty(ids)  # the first slot of each expert
+        self.here = empty(slots if self._has_copies else ids)  # this rank's number of each slot or expert, or -1
+        if self._has_copies:
+            self.slots, self.counts = empty(ids, width), empty(ids)  # all slots of each expert, and their number
+            self.fixed = empty(placement.num_ranks, ids)  # the slot that the tokens of a rank use
+        self.write(placement, rank)
+
+    def write(self, placement: Placement, rank: int) -> None:
+        """Set the tables to another placement with the same number of slots."""
+        self.slot_of.copy_(torch.tensor([slots[0] for slots in placement.slots], dtype=torch.int32))
+        slots = torch.arange(len(placement.experts), dtype=torch.int32) - rank * placement.per_rank
+        slots[(slots < 0) | (slots >= placement.per_rank)] = -1
+        if not self._has_copies:
+            self.here.copy_(slots[self.slot_of.cpu()])
+            return
+        self.here.copy_(slots)
+        table, counts = placement.slot_table(self.slots.shape[1])
+        for target, values in ((self.slots, table), (self.counts, counts), (self.fixed, placement.fixed_slots)):
+            target.copy_(torch.from_numpy(values))

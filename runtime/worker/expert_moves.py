@@ -1,0 +1,88 @@
+"""Moves the weights of experts between ranks, layer by layer, between two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.moe.pieces import expert_pieces
+from runtime.experts.placement import Placement, placed
+from runtime.layers.expert_sharing import ExpertSharing
+from runtime.layers.moe import MoE
+from runtime.mesh.axis import Axis
+from runtime.worker.expert_recorder import ExpertRecorder
+
+
+@dataclass(slots=True)
+class RankExperts:
+    """The mixtures of a rank, the recorder of their use, and their placements."""
+
+    mixtures: Mapping[int, MoE]
+    sharing: ExpertSharing
+    stage: Axis  # all ranks that share the layers
+    recorder: ExpertRecorder | None  # None: this rank does not record
+
+
+class Move(NamedTuple):
+    """A rank's new slot, and the rank and slot of the copy that fills it."""
+
+    target: int  # place among the slots of the receiving rank
+    source_rank: int
+    source: int  # place among the slots of the sending rank
+
+
+def moves(old: Placement, new: Placement, rank: int) -> list[Move]:
+    """Return the slots of `rank` whose expert changes, and where each comes from. All ranks compute the same.
+
+    A copy on the rank itself comes first. Otherwise the copies take turns.
+    """
+    found = []
+    for target, (before, expert) in enumerate(zip(old.of_rank(rank), new.of_rank(rank), strict=True)):
+        if before == expert:
+            continue
+        slots = old.slots[expert]
+        own = [slot for slot in slots if slot // old.per_rank == rank]
+        slot = own[0] if own else slots[(rank + target) % len(slots)]
+        found.append(Move(target, *divmod(slot, old.per_rank)))
+    return found
+
+
+def move_experts(mixture: MoE, layer: int, sharing: ExpertSharing, new: tuple[int, ...]) -> int:
+    """Change the placement of a layer, and return the number of experts that this rank received.
+
+    All ranks call it with the same placement. Only one layer's share of moved experts is held twice at a time.
+    """
+    axis, old = sharing.axis, sharing.placement(layer, mixture.num_experts)
+    target = placed(new, mixture.num_experts, axis.size)
+    pieces = expert_pieces(mixture.weights, old.per_rank)
+    plans = [moves(old, target, rank) for rank in range(axis.size)]
+    outgoing = [[move.source for move in plan if move.source_rank == axis.rank] for plan in plans]
+    outgoing[axis.rank] = []
+    incoming = [
+        [move for move in plans[axis.rank] if move.source_rank == rank and rank != axis.rank]
+        for rank in range(axis.size)
+    ]
+    inside = [move for move in plans[axis.rank] if move.source_rank == axis.rank]
+    # All that is read is copied before anything is overwritten.
+    kept = [piece[[move.source for move in inside]] for piece in pieces]
+    for piece, local in zip(pieces, kept, strict=True):
+        received = _exchange(axis, piece, outgoing, [len(each) for each in incoming])
+        piece[[move.target for part in incoming for move in part]] = received
+        piece[[move.target for move in inside]] = local
+    sharing.place(layer, target)
+    return sum(map(len, incoming))
+
+
+def _exchange(axis: Axis, piece: Tensor, outgoing: list[list[int]], incoming: list[int]) -> Tensor:
+    """Send lines of `piece` to each rank, and return the lines from all ranks, in their order."""
+    sent = piece[[line for lines in outgoing for line in lines]]
+    return axis.all_to_all(sent, [len(lines) for lines in outgoing], incoming)
+
+
+def any_rank(axis: Axis, flag: bool, device: torch.device) -> bool:
+    """Return whether the flag is set on any rank of the axis."""
+    return bool(axis.all_reduce(torch.tensor([int(flag)], device=device)).item())

@@ -1,0 +1,221 @@
+"""Records which experts the tokens of steps choose (`--expert-distribution-recorder-mode`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from threading import Thread
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from runtime.batch import Batch
+from runtime.config.plan import ExpertPlan
+from runtime.errors import InvalidRequest
+from runtime.layers.expert_sharing import ExpertSharing
+from runtime.layers.moe import MoE
+
+logger = logging.getLogger("penstock.core")
+
+FOLDER_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"  # SGLang's name, so that its tools find the files
+DEFAULT_FOLDER = "/tmp"
+LOG_STEPS = 40  # steps between two lines about the balance
+EPSILON = 1e-5
+
+
+class Counts(NamedTuple):
+    """The choices of one step."""
+
+    by_expert: Tensor  # int32 [L, X], number of tokens
+    by_slot: Tensor  # int32 [L, P]
+    utilization: Tensor  # float32 [], mean load of the ranks divided by the largest, averaged over layers
+
+
+class ExpertRecorder:
+    """Counts the choices of a rank's mixtures. Call it on the thread that enqueues steps.
+
+    Ranks that share layers see the same choices, so only the first of them records. On a GPU nothing waits for the
+    device before a record is read.
+    """
+
+    def __init__(
+        self, mixtures: Mapping[int, MoE], sharing: ExpertSharing, plan: ExpertPlan, rank: int, num_layers: int
+    ) -> None:
+        self._mixtures, self._sharing, self._rank, self._num_layers = mixtures, sharing, rank, num_layers
+        self._mode, self._log = plan.record or "stat", plan.log_balance
+        limit = None if plan.record_steps < 0 else plan.record_steps
+        self._steps: deque[Counts] = deque(maxlen=limit)
+        self._records: deque[dict[str, Any]] = deque(maxlen=limit)  # of single steps, in the detailed modes
+        self._num_experts = max(each.num_experts for each in mixtures.values())
+        self._is_running = plan.log_balance
+        self._number = 0  # steps since the start
+        # Set by `when_due`: the number of steps after which its future gets the loads.
+        self._due: tuple[int, Future[Any]] | None = None
+        self._window: deque[Counts] = deque()  # steps since the last call of `when_due`
+        self._max_window = plan.balance_steps if plan.balance else 0
+
+    def start(self) -> None:
+        """Forget earlier steps and record the next ones."""
+        self._steps.clear()
+        self._records.clear()
+        self._is_running = True
+
+    def stop(self) -> None:
+        """Record no further step; `dump` still returns the recorded ones."""
+        self._is_running = False
+
+    def note(self, batch: Batch, count: int, captured: Mapping[int, Tensor] | None = None) -> None:
+        """Record an enqueued step of `count` tokens, which may be more than the batch's with data-parallel attention.
+
+        `captured` has the buffers in which a graph leaves the chosen experts.
+        """
+        if not self._is_running and not self._max_window:
+            return
+        present = {}
+        for layer, mixture in self._mixtures.items():
+            chosen = mixture.recorded(count) if captured is None else captured.get(layer)
+            if chosen is None or not count:
+                return
+            present[layer] = chosen[:count]
+        self._number += 1
+        counts = self._count(present)
+        if self._max_window:
+            self._window.append(counts)
+            if len(self._window) > self._max_window:
+                self._window.popleft()
+            self._settle()
+        if not self._is_running:
+            return
+        self._steps.append(counts)
+        if self._mode == "per_pass":
+            self._records.append(self._record(global_physical_count=self._padded(counts.by_slot.clone())))
+        elif self._mode == "per_token":
+            self._records.append(self._tokens(batch, present))
+        if self._log and self._number % LOG_STEPS == 0:
+            recent = list(self._steps)[-LOG_STEPS:]
+            total = torch.stack([each.by_expert for each in recent]).sum(0).float()
+            logger.info(
+                "Expert balancedness of the last %d steps: ranks %.3f, experts %.3f.",
+                len(recent),
+                _mean_utilization(recent),
+                ((total.mean(-1) + EPSILON) / (total.amax(-1) + EPSILON)).mean().item(),
+            )
+
+    def dump(self) -> Future[dict[str, Any]]:
+        """Write the record to a file, on a thread, and forget it. The answer has its path and the sums by layer."""
+        steps, records = list(self._steps), list(self._records)
+        self._steps.clear()
+        self._records.clear()
+        if not steps:
+            raise InvalidRequest("No step has been recorded; start a record first.")
+        total = torch.stack([each.by_expert for each in steps]).sum(0)
+        answer = {
+            "num_steps": len(steps),
+            "average_utilization_rate": _mean_utilization(steps),
+            "logical_count": dict(zip(map(str, self._mixtures), total.tolist(), strict=True)),
+        }
+        body = self._body(steps, records, answer["average_utilization_rate"])
+        done: Future[dict[str, Any]] = Future()
+
+        def write() -> None:
+            try:
+                folder = Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
+                path = folder / f"expert_distribution_recorder_{time.time()}_{self._rank}.pt"
+                folder.mkdir(parents=True, exist_ok=True)
+                torch.save(body, path)
+                done.set_result({**answer, "path": str(path)})
+            except OSError as error:
+                done.set_exception(InvalidRequest(f"The record cannot be written: {error.strerror}."))
+            except BaseException as error:
+                done.set_exception(error)
+
+        Thread(target=write, name="expert record", daemon=True).start()
+        return done
+
+    def when_due(self, num_steps: int) -> Future[Any]:
+        """Return a future that gets the loads of the next `num_steps` steps: {"loads": [X] by layer, "utilization"}."""
+        self._window.clear()
+        future: Future[Any] = Future()
+        self._due = (num_steps, future)
+        return future
+
+    def close(self) -> None:
+        """End the wait of `when_due` with None."""
+        if self._due is not None:
+            self._due[1].set_result(None)
+            self._due = None
+
+    def _settle(self) -> None:
+        if self._due is None or len(self._window) < self._due[0]:
+            return
+        total = torch.stack([each.by_expert for each in self._window]).sum(0)
+        loads = dict(zip(map(str, self._mixtures), total.tolist(), strict=True))
+        self._due[1].set_result({"loads": loads, "utilization": _mean_utilization(list(self._window))})
+        self._due = None
+        self._window.clear()
+
+    def _count(self, chosen: Mapping[int, Tensor]) -> Counts:
+        sharing = self._sharing
+        placements = [sharing.placement(layer, mixture.num_experts) for layer, mixture in self._mixtures.items()]
+        ids = torch.stack([each.reshape(-1) for each in chosen.values()]).long()  # [L, T * k]
+        lines = torch.arange(len(ids)).unsqueeze(1)
+        experts = torch.tensor([each.experts for each in placements], device=ids.device)  # [L, P]
+        ones = torch.ones_like(ids, dtype=torch.int32)
+        if sharing.has_copies:
+            by_slot = torch.zeros(experts.shape, dtype=torch.int32, device=ids.device).scatter_add_(1, ids, ones)
+            by_expert = by_slot.new_zeros(len(ids), self._num_experts).scatter_add_(1, experts, by_slot)
+        else:
+            by_expert = torch.zeros(len(ids), self._num_experts, dtype=torch.int32, device=ids.device)
+            by_expert.scatter_add_(1, ids, ones)
+            by_slot = by_expert[lines.to(ids.device), experts]
+        of_ranks = by_slot.view(len(ids), sharing.axis.size, -1).sum(-1).float()
+        utilization = ((of_ranks.mean(-1) + EPSILON) / (of_ranks.amax(-1) + EPSILON)).mean()
+        return Counts(by_expert, by_slot, utilization)
+
+    def _record(self, **values: Any) -> dict[str, Any]:
+        return {"forward_pass_id": self._number, "rank": self._rank, "gatherer_key": "primary", **values}
+
+    def _tokens(self, batch: Batch, chosen: Mapping[int, Tensor]) -> dict[str, Any]:
+        ids = torch.from_numpy(batch.token_ids.copy())
+        positions = torch.cat(
+            [
+                torch.arange(start, start + count)
+                for start, count in zip(batch.starts.tolist(), batch.counts.tolist(), strict=True)
+            ]
+        )
+        topk = self._padded(torch.stack(list(chosen.values())).clone())
+        return self._record(topk_ids_of_layer=topk, input_ids=ids, positions=positions)
+
+    def _padded(self, of_mixtures: Tensor) -> Tensor:
+        """Return values of all layers of the model: 0 for layers without experts, as SGLang writes them."""
+        values = of_mixtures.new_zeros(self._num_layers, *of_mixtures.shape[1:])
+        values[list(self._mixtures)] = of_mixtures
+        return values
+
+    def _body(self, steps: list[Counts], records: list[dict[str, Any]], utilization: float) -> dict[str, Any]:
+        if self._mode in ("per_pass", "per_token"):
+            slots = torch.tensor(
+                [
+                    self._sharing.placement(layer, mixture.num_experts).experts
+                    for layer, mixture in self._mixtures.items()
+                ]
+            )
+            for record in records:
+                record.update({name: value.cpu() for name, value in record.items() if isinstance(value, Tensor)})
+            return {"records": records, "last_physical_to_logical_map": self._padded(slots)}
+        counts = torch.stack([self._padded(each.by_expert.cpu()) for each in steps])
+        return {
+            "rank": self._rank,
+            "logical_count": counts,
+            "average_utilization_rate_over_window": utilization,
+        }
+
+
+def _mean_utilization(steps: list[Counts]) -> float:
+    return round(torch.stack([each.utilization for each in steps]).mean().item(), 6)

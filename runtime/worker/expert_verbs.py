@@ -1,0 +1,85 @@
+"""Verbs about experts: records of their use, and their placement."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from runtime.errors import InvalidRequest
+from runtime.worker.expert_moves import RankExperts, any_rank, move_experts
+from runtime.worker.rank_state import RankState
+
+
+def start_expert_record(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Forget earlier steps and record the next ones."""
+    if (recorder := _experts(rank).recorder) is not None:
+        recorder.start()
+
+
+def stop_expert_record(rank: RankState, payload: Mapping[str, Any]) -> None:
+    """Record no further step."""
+    if (recorder := _experts(rank).recorder) is not None:
+        recorder.stop()
+
+
+def dump_expert_record(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]] | None:
+    """Write the record to a file and forget it; see `ExpertRecorder.dump`. None on ranks that do not record."""
+    recorder = _experts(rank).recorder
+    return None if recorder is None else recorder.dump()
+
+
+def await_expert_loads(rank: RankState, payload: Mapping[str, Any]) -> Future[Any] | None:
+    """Wait for the loads of the next "num_steps" steps; see `ExpertRecorder.when_due`."""
+    recorder = _experts(rank).recorder
+    return None if recorder is None else recorder.when_due(payload["num_steps"])
+
+
+def place_experts(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Move experts: "layers", and "slots", the expert of each slot of each layer, int32 [layers * slots].
+
+    Return {"moved": the number of experts that this rank received, or None}. Nothing moves, on any rank, while an
+    update of weights is in progress, whose tensors are prepared for the current placement.
+    """
+    experts = _experts(rank)
+    device = rank.device.torch_device
+    with torch.inference_mode(), rank.device.forward():
+        if any_rank(experts.stage, rank.weights is not None and rank.weights.is_changing, device):
+            return {"moved": None}
+        count, lines = 0, payload["slots"].reshape(len(payload["layers"]), -1).tolist()
+        for layer, line in zip(payload["layers"], lines, strict=True):
+            if layer in experts.mixtures:  # others are in other stages
+                count += move_experts(experts.mixtures[layer], layer, experts.sharing, tuple(line))
+        if rank.weights is not None:
+            rank.weights.experts_moved()
+        rank.device.record().wait()
+    return {"moved": count}
+
+
+def expert_places(rank: RankState, payload: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the expert of each slot, by layer of this rank."""
+    experts = _experts(rank)
+    return {
+        str(layer): list(experts.sharing.placement(layer, mixture.num_experts).experts)
+        for layer, mixture in experts.mixtures.items()
+    }
+
+
+def _experts(rank: RankState) -> RankExperts:
+    if rank.experts is None:
+        raise InvalidRequest(
+            "The use of experts is not recorded; start the server with --expert-distribution-recorder-mode."
+        )
+    return rank.experts
+
+
+EXPERT_VERBS: Mapping[str, Callable[[RankState, Mapping[str, Any]], Any]] = {
+    "start_expert_record": start_expert_record,
+    "stop_expert_record": stop_expert_record,
+    "dump_expert_record": dump_expert_record,
+    "await_expert_loads": await_expert_loads,
+    "place_experts": place_experts,
+    "expert_places": expert_places,
+}

@@ -1,0 +1,141 @@
+"""Balanced placements equal those of DeepSeek's published algorithm, which is written here a second time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from runtime.experts import balance
+from runtime.experts.balance import balanced, place_experts
+
+# (experts, slots, groups, nodes, ranks)
+SHAPES = [
+    (8, 8, 1, 1, 4), (8, 12, 4, 1, 4), (8, 16, 4, 2, 8), (12, 16, 4, 2, 8), (16, 16, 1, 1, 16), (64, 72, 8, 2, 8),
+    (64, 96, 8, 4, 32), (60, 64, 1, 1, 8), (256, 288, 8, 4, 32),
+]  # fmt: skip
+COUNTS = [160, 160, 160, 160, 160, 100, 60, 30, 10]  # 1,000 loads
+
+
+def pack(weights: list[float], packs: int) -> list[tuple[int, int]]:
+    """Give each item the lightest pack with free places, heaviest items first."""
+    most, found, totals, used = len(weights) // packs, {}, [torch.tensor(0.0)] * packs, [0] * packs
+    if most == 1:
+        return [(item, 0) for item in range(packs)]
+    tensors = torch.tensor(weights)
+    for item in sorted(range(len(weights)), key=lambda item: -weights[item]):
+        free = [each for each in range(packs) if used[each] < most]
+        lightest = min(free, key=lambda each: totals[each].item())
+        found[item] = (lightest, used[lightest])
+        totals[lightest] = totals[lightest] + tensors[item]
+        used[lightest] += 1
+    return [found[item] for item in range(len(weights))]
+
+
+def copy_items(weights: Tensor, count: int) -> tuple[list[int], Tensor]:
+    """Copy the item with the largest weight per copy, again and again."""
+    owners, copies = list(range(len(weights))), torch.ones(len(weights))
+    while len(owners) < count:
+        heaviest = int(torch.argmax(weights / copies))
+        owners.append(heaviest)
+        copies[heaviest] += 1
+    return owners, copies
+
+
+def reference(weights: Tensor, slots: int, groups: int, nodes: int, ranks: int) -> list[int]:
+    """Return the expert of each slot: groups to nodes, copies within nodes, copies to ranks."""
+    group_size = len(weights) // groups
+    members: list[list[int]] = [[] for _ in range(nodes)]
+    places = pack(weights.view(groups, group_size).sum(1).tolist(), nodes)
+    for group in sorted(range(groups), key=lambda group: places[group]):
+        members[places[group][0]] += range(group * group_size, (group + 1) * group_size)
+    result = []
+    for experts in members:
+        of_node = weights[experts]
+        owners, copies = copy_items(of_node, slots // nodes)
+        packed = pack((of_node / copies)[owners].tolist(), ranks // nodes)
+        order = sorted(range(len(owners)), key=lambda copy: packed[copy])
+        result += [experts[owners[copy]] for copy in order]
+    return result
+
+
+def loads(kind: str, num_experts: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "counts":  # distinct integers, as a recorder counts them
+        return torch.randperm(50 * num_experts, generator=generator)[:num_experts].float()
+    uniform = torch.rand(num_experts, generator=generator)
+    return uniform if kind == "uniform" else (-torch.log(uniform)) ** 3
+
+
+@pytest.mark.parametrize(("shape", "count"), [*zip(SHAPES, COUNTS, strict=True)])
+def test_placements_equal_the_reference(shape: tuple[int, int, int, int, int], count: int) -> None:
+    experts, slots, groups, nodes, ranks = shape
+    kinds = ("uniform", "skewed", "counts")
+    weights = [loads(kinds[seed % 3], experts, seed) for seed in range(count)]
+    found = place_experts(torch.stack(weights).numpy(), slots, groups, nodes, ranks)
+    for weight, line in zip(weights, found, strict=True):
+        assert line.tolist() == reference(weight, slots, groups, nodes, ranks)
+
+
+def test_the_published_example() -> None:
+    """The example of DeepSeek's README: two layers, 12 experts in 4 groups, 16 copies on 2 nodes with 8 ranks."""
+    weight = np.array(
+        [
+            [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+            [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+        ],
+        np.float32,
+    )
+    assert place_experts(weight, 16, 4, 2, 8).tolist() == [
+        [5, 6, 5, 7, 8, 4, 3, 4, 10, 9, 10, 2, 0, 1, 11, 1],
+        [7, 10, 6, 8, 6, 11, 8, 9, 2, 4, 5, 1, 5, 0, 3, 1],
+    ]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_expert_has_a_slot_and_no_rank_is_much_busier(shape: tuple[int, int, int, int, int]) -> None:
+    experts, slots, *_, ranks = shape
+    weight = loads("uniform", experts, 1)
+    [line] = place_experts(weight[None].numpy(), slots, 1, 1, ranks).tolist()
+    assert set(line) == set(range(experts))
+    copies = torch.bincount(torch.tensor(line))
+    of_ranks = (weight / copies)[line].view(ranks, -1).sum(1)
+    assert of_ranks.max() / of_ranks.mean() < (1.9 if slots == experts else 1.6)
+
+
+def test_auto_is_hierarchical_if_the_nodes_divide_the_groups() -> None:
+    rng = random.Random(2)
+    load = {3: [rng.random() for _ in range(12)]}
+    common = {"num_slots": 16, "num_ranks": 8, "num_nodes": 2}
+    assert balanced(load, num_groups=4, **common) == balanced(
+        load, num_groups=4, algorithm="deepseek_hierarchical", **common
+    )
+    assert balanced(load, num_groups=3, **common) == balanced(load, num_groups=3, algorithm="deepseek", **common)
+    assert balanced(load, num_groups=4, **common) != balanced(load, num_groups=4, algorithm="deepseek", **common)
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    weight = np.ones((1, 8), np.float32)
+    for shape in ((8, 3, 1, 4), (8, 1, 1, 3), (7, 1, 1, 7), (8, 4, 3, 8)):
+        with pytest.raises(ValueError, match="cannot"):
+            place_experts(weight, *shape)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("_packed", lambda weight, packs: tuple(part[:, ::-1] for part in balance_packed(weight, packs))),
+        ("_replicated", lambda weight, count: balance_replicated(-weight, count)),
+    ],
+)
+def test_a_fault_is_noticed(name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(balance, name, fault)
+    with pytest.raises(AssertionError):
+        test_placements_equal_the_reference(SHAPES[3], 10)
+
+
+balance_packed, balance_replicated = balance._packed, balance._replicated
