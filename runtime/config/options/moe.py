@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from runtime.config.option_spec import always, option, planned
 
-_RUNNER = "use --moe-runner-backend auto"
+_FLASHINFER = "the flashinfer package and an NVIDIA GPU for which it has these kernels"
+_DEEPEP = "the deep_ep package and several GPUs with NVSHMEM"
+_RUNNER = f"it needs {_FLASHINFER}; use --moe-runner-backend auto"
 _MOE_RUNNER_BACKENDS = (
     "auto", "triton", "triton_kernel", "flashinfer_trtllm", "flashinfer_cutlass", "flashinfer_mxfp4",
     "flashinfer_cutedsl",
@@ -34,7 +36,7 @@ class MoeArgs:
         "large steps send each result to one rank (needs --ep-size equal to --tp-size).",
         choices=("none", "all_to_all", "deepep"),
         built=("all_to_all",),
-        needs={"deepep": "the deep_ep package and several GPUs with NVSHMEM"},
+        needs={"deepep": _DEEPEP},
         plan="experts.exchange",
     )
     moe_runner_backend: str = always(
@@ -42,12 +44,17 @@ class MoeArgs:
         "Kernels that run the experts.",
         choices=_MOE_RUNNER_BACKENDS,
         built=("auto", "triton"),
+        needs={
+            "triton_kernel": "the triton_kernels package and an NVIDIA GPU",
+            **dict.fromkeys(_MOE_RUNNER_BACKENDS[3:], _FLASHINFER),
+        },
         reason="experts run in Triton kernels on a GPU that supports them, else in C++ or plain torch",
     )
     flashinfer_mxfp4_moe_precision: str = planned(
         "default",
         "Precision of activations in FlashInfer's mxfp4 experts. default: mxfp8.",
         choices=("default", "bf16"),
+        needs={"bf16": _FLASHINFER},
     )
     enable_flashinfer_allreduce_fusion: bool = planned(
         False, "Sum over devices, add the residual and normalise in one FlashInfer kernel."
@@ -56,8 +63,13 @@ class MoeArgs:
         "auto",
         "Kernels of the DeepEP library: normal for prompts, low_latency for output tokens, auto for both.",
         choices=("normal", "low_latency", "auto"),
+        needs=dict.fromkeys(("normal", "low_latency"), _DEEPEP),
     )
-    deepep_config: str | None = planned(None, "JSON object or file with tuning values for the DeepEP library.")
+    deepep_config: str | None = planned(
+        None,
+        "JSON object or file with tuning values for the DeepEP library.",
+        instead=f"it needs {_DEEPEP}; leave it out",
+    )
     ep_num_redundant_experts: int = option(
         0,
         "Number of additional copies of busy experts, over all ranks.",
@@ -138,15 +150,17 @@ class MoeArgs:
         sglang="off: on some GPUs the shared expert of DeepSeek models is computed as a routed expert",
     )
     disable_flashinfer_cutlass_moe_fp4_allgather: bool = planned(
-        False, "Gather tokens before they are rounded to FP4, not after."
+        False,
+        "Gather tokens before they are rounded to FP4, not after.",
+        instead=f"it needs {_FLASHINFER}; leave it out",
     )
     enable_ep_moe: bool = option(
         False, "Old spelling of an --ep-size equal to --tp-size.", plan="experts.ep_size", other_unit=True
     )
     enable_deepep_moe: bool = planned(
         False,
-        "Old spelling of --moe-a2a-backend deepep, which needs the deep_ep package and several GPUs with NVSHMEM.",
-        instead="use --moe-a2a-backend all_to_all",
+        "Old spelling of --moe-a2a-backend deepep.",
+        instead=f"it needs {_DEEPEP}; use --moe-a2a-backend all_to_all",
     )
     enable_flashinfer_cutlass_moe: bool = planned(
         False, "Old spelling of --moe-runner-backend flashinfer_cutlass.", instead=_RUNNER
@@ -158,7 +172,9 @@ class MoeArgs:
         False, "Old spelling of --moe-runner-backend flashinfer_trtllm.", instead=_RUNNER
     )
     enable_triton_kernel_moe: bool = planned(
-        False, "Old spelling of --moe-runner-backend triton_kernel.", instead=_RUNNER
+        False,
+        "Old spelling of --moe-runner-backend triton_kernel.",
+        instead="it needs the triton_kernels package and an NVIDIA GPU; use --moe-runner-backend triton",
     )
     enable_flashinfer_mxfp4_moe: bool = planned(
         False, "Old spelling of --moe-runner-backend flashinfer_mxfp4.", instead=_RUNNER
