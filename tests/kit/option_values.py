@@ -7,9 +7,15 @@ from typing import Any
 from runtime.config import Json, Option
 
 
+# Options whose next number is refused in most situations.
+NUMBERS = {"ep_num_redundant_experts": 2, "expert_distribution_recorder_buffer_size": 5}
+
+
 def other_value(option: Option) -> Any:
     """Return a valid value that is not the default."""
     spec = option.spec
+    if option.name in NUMBERS:
+        return NUMBERS[option.name]
     if option.type is bool:
         one: Any = not option.default
     elif spec.choices:

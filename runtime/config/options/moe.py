@@ -14,7 +14,7 @@ _MOE_RUNNER_BACKENDS = (
     "flashinfer_cutedsl",
 )  # fmt: skip
 _EPLB_ALGORITHMS = (
-    "auto", "deepseek", "deepseek_hierarchical", "deepseek_vec", "deepseek_vec_hierarchical",
+    "auto", "deepseek_vec", "deepseek_vec_hierarchical", "deepseek", "deepseek_hierarchical",
 )  # fmt: skip
 
 
@@ -34,7 +34,7 @@ class MoeArgs:
         "none",
         "How the results of experts reach the ranks of their tokens. none: partial results are summed; all_to_all: "
         "large steps send each result to one rank (needs --ep-size equal to --tp-size).",
-        choices=("none", "all_to_all", "deepep"),
+        choices=("none", "deepep", "all_to_all"),
         built=("all_to_all",),
         needs={"deepep": _DEEPEP},
         plan="experts.exchange",

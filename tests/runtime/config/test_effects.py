@@ -34,6 +34,8 @@ CONFIG = {
     "dtype": "bfloat16",
 }
 HYBRID = {"architectures": ["Qwen3_5ForCausalLM"]}  # a model with recurrent layers
+MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}
+PARTS = {"json_model_override_args": MIXTURE, "tp_size": 2, "ep_size": 2}
 SEEING = {"vision_config": {"hidden_size": 16}}  # a model with an image encoder
 CPU = replace(Machine.named("cpu"), compiler="/usr/bin/c++")
 H200 = Machine.named("h200")
@@ -60,6 +62,9 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (H200, {}),
     (FOUR_GPUS, {"tp_size": 2}),
     (CPU, {"json_model_override_args": HYBRID}),
+    (CPU, {"json_model_override_args": MIXTURE, "tp_size": 2}),
+    (CPU, PARTS),
+    (CPU, {**PARTS, "enable_eplb": True}),
     (CPU, {"json_model_override_args": SEEING}),
     (CPU, {"model_path": str(ROOT)}),  # an existing path
 ]
