@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ def test_every_expert_has_a_slot_and_no_rank_is_much_busier(shape: tuple[int, in
 def test_auto_is_hierarchical_if_the_nodes_divide_the_groups() -> None:
     rng = random.Random(2)
     load = {3: [rng.random() for _ in range(12)]}
-    common = {"num_slots": 16, "num_ranks": 8, "num_nodes": 2}
+    common: Any = {"num_slots": 16, "num_ranks": 8, "num_nodes": 2}
     assert balanced(load, num_groups=4, **common) == balanced(
         load, num_groups=4, algorithm="deepseek_hierarchical", **common
     )
