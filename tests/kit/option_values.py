@@ -6,7 +6,6 @@ from typing import Any
 
 from runtime.config import Json, Option
 
-
 # Options whose next number is refused in most situations.
 NUMBERS = {"ep_num_redundant_experts": 2, "expert_distribution_recorder_buffer_size": 5}
 
