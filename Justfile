@@ -102,6 +102,11 @@ fuzz *options:
 slow-clients *options:
     PYTHONPATH=tests:tests/kit:notebooks {{bin}}/python -m bench slow "$@"
 
+# The C++ kernels and their tests under a sanitizer: `just sanitize address`, `undefined` or `thread`.
+[positional-arguments]
+sanitize *options:
+    PYTHONPATH=tests:tests/kit:notebooks {{bin}}/python -m bench sanitize "$@"
+
 # Build a wheel with compiled kernels for every kind of x86-64 processor, into dist/. It needs a C++ compiler, and minutes.
 wheel:
     PENSTOCK_KERNELS=all {{bin}}/python -m hatchling build -t wheel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ from uuid import uuid4
 import orjson
 from starlette.requests import Request as HttpRequest
 
-from runtime.errors import NotFound, NotSupported, PayloadTooLarge
+from runtime.errors import NotFound, NotSupported, Overloaded, PayloadTooLarge
 
 logger = logging.getLogger("penstock.http")
 
@@ -43,6 +44,9 @@ class FileObject:
         shown = asdict(self) | {"object": "file", "status": "processed"}
         del shown["owner"]
         return shown
+
+
+DISK_FULL = "The disk of the server's file storage is full; delete some files, or try again later."
 
 
 class FileStore:
@@ -90,17 +94,23 @@ class FileStore:
         return left
 
     def add(self, filename: str, purpose: str, content: bytes | memoryview, owner: str) -> FileObject:
-        """Store a file. Raises `PayloadTooLarge` if the folder has no space for it."""
+        """Store a file.
+
+        Raises `PayloadTooLarge` if the folder has no space for it, and `Overloaded` if the disk is full.
+        """
         file = self.new(filename, purpose, owner)
         with self._adding:
             if len(content) > self.room():
                 raise PayloadTooLarge("The server's file storage has no space for this file; delete some files.")
             try:
                 self.path(file.id).write_bytes(content)
-            except BaseException:  # for example, the disk is full
+                return self.keep(file)
+            except BaseException as error:
                 self.path(file.id).unlink(missing_ok=True)
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    logger.error("Cannot store a file of %d bytes: %s", len(content), error)
+                    raise Overloaded(DISK_FULL, retry_after_s=60) from error
                 raise
-            return self.keep(file)
 
     def new(self, filename: str, purpose: str, owner: str) -> FileObject:
         """Return a file object whose content is still to be written."""

@@ -34,6 +34,7 @@ COMMANDS = {
         "vectors of texts by ours, sentence-transformers and OpenVINO, in turns",
     ),
     "schemas": ("bench.schemas", "grammars of JSON schemas: instances that they accept, and their cost"),
+    "sanitize": ("bench.sanitize", "the tests of the C++ kernels under a sanitizer"),
     "documents": (
         "bench.documents",
         "print a page or table of the documentation that declarations determine",

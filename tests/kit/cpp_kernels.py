@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from functools import cache, partial
 from importlib import import_module
@@ -23,6 +24,12 @@ LESSER = {  # instruction sets that a processor may lack
     "no bfloat16 products": (*NO_MATRIX_UNIT, "-mno-avx512bf16"),
     "AVX2": ("-march=x86-64-v3",),
     "SSE2": ("-march=x86-64",),
+}
+SANITIZER = "PENSTOCK_SANITIZER"  # environment variable with a key of SANITIZERS, which `just sanitize` sets
+SANITIZERS = {  # flags of the compiler
+    "address": ("-fsanitize=address", "-O1", "-g", "-fno-omit-frame-pointer"),
+    "undefined": ("-fsanitize=undefined", "-O1", "-g", "-fno-omit-frame-pointer"),
+    "thread": ("-fsanitize=thread", "-O1", "-g", "-fno-omit-frame-pointer"),
 }
 # Choices for `ops.select`: all operations in C++.
 CHOICES: dict[str, str] = dict.fromkeys(
@@ -50,11 +57,15 @@ THREADS = (1, 2)
 @cache
 def library(*march: str) -> Library:
     """Return the library for this processor, or compiled with these flags. Skips the test without a compiler."""
-    machine, found = Machine.probe(), compiler()
     if march and platform.machine() != "x86_64":
         pytest.skip("these flags are for x86")
-    flags = (*(flag for flag in FLAGS if flag != NATIVE), *march) if march else FLAGS
-    return load(found, machine.cpu_flags, flags)
+    return load(compiler(), Machine.probe().cpu_flags, flags(*march))
+
+
+def flags(*march: str) -> tuple[str, ...]:
+    """Return the compiler's flags for this processor, or with these flags, and for the sanitizer of the environment."""
+    chosen = (*(flag for flag in FLAGS if flag != NATIVE), *march) if march else FLAGS
+    return (*chosen, *SANITIZERS.get(os.environ.get(SANITIZER, ""), ()))
 
 
 def compiler() -> str:

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 from time import monotonic, sleep
 
 import pytest
@@ -168,6 +169,19 @@ def test_a_library_with_zeros_in_it_is_compiled_again(fake: Fake, tmp_path: Path
     path.write_bytes(whole[:at] + bytes(8) + whole[at + 8 :])
     assert build(compiler, []).read_bytes() == whole
     assert runs(tmp_path) == 2 * (len(building.UNITS) + 1)
+
+
+def test_a_library_with_a_flipped_bit_is_compiled_again(fake: Fake, real: Path) -> None:
+    compiler = fake(f'cp "{real}" "$OUT"')
+    path = build(compiler, [])
+    whole = path.read_bytes()
+    generator = Random(0)
+    for _ in range(3):
+        bit = generator.randrange(8 * len(whole))
+        broken = bytearray(whole)
+        broken[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(broken)
+        assert build(compiler, []).read_bytes() == whole
 
 
 def test_a_library_that_cannot_be_loaded_is_compiled_again(fake: Fake, tmp_path: Path, real: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import httpx
 import pytest
@@ -164,6 +165,26 @@ async def test_uploads_at_once_share_the_room_that_there_is(client: httpx.AsyncC
     monkeypatch.setattr(file_store.FileStore, "room", slow_room)
     answers = await asyncio.gather(*(upload(client, b"a" * 1500) for _ in range(3)))
     assert sorted(answer.status_code for answer in answers) == [200, 413, 413]
+
+
+@pytest.mark.parametrize("part", ["", ".json.new"])
+async def test_a_full_disk_refuses_the_upload_only(
+    client: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str
+):
+    """Every write to /dev/full fails as on a full disk."""
+    kept = (await upload(client)).json()["id"]
+    number = UUID(int=7)
+    with monkeypatch.context() as patch:
+        patch.setattr(file_store, "uuid4", lambda: number)
+        patch.setattr(file_store, "ORPHAN_S", float("inf"))
+        (tmp_path / f"file-{number.hex}{part}").symlink_to("/dev/full")
+        refused = await upload(client)
+    assert refused.status_code == 503, refused.text
+    assert refused.headers["retry-after"] == "60"
+    assert "disk" in refused.json()["error"]["message"]
+    assert not list(tmp_path.glob(f"file-{number.hex}*"))
+    assert (await client.get(f"/v1/files/{kept}/content")).content == LINE
+    assert (await upload(client)).status_code == 200
 
 
 async def test_what_cannot_be_described_is_not_left_on_disk(
