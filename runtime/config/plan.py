@@ -94,6 +94,7 @@ class SchedulerPlan(Section):
     new_token_ratio: float  # initial share of a request's remaining output tokens for which admission reserves pages
     min_new_token_ratio: float
     new_token_ratio_decay: float  # by how much `new_token_ratio` falls per step
+    reserved_tokens: int = 0  # output tokens of each running sequence for which admission reserves pages at least
     open_ended_tokens: int = 256  # initial estimate of the output of a request without `max_tokens`
     stream_interval: int
     log_interval_steps: int

@@ -16,6 +16,7 @@ import socket
 import socketserver
 import struct
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,6 +32,11 @@ ANSWER = struct.Struct("<q")  # number of pages, or of bytes; -1: missing
 KEY_BYTES = 32
 MAX_KEYS = 1 << 16  # of one request
 TIMEOUT_S = 10.0
+MAX_GREETING = 512  # bytes
+MAX_CONNECTIONS = 256  # of one rank of a prefill server
+REQUEST_S = 10.0  # time for a decode server to send its greeting, or the rest of a request
+SEND_S = 30.0  # time to send one answer
+IDLE_S = 3600.0  # longest time between two requests of a connection
 DEFAULT_GB = 4.0  # memory of the offered pages per rank, in 10^9 bytes
 
 
@@ -105,34 +111,94 @@ class _Server(socketserver.ThreadingTCPServer):
     def __init__(self, address: tuple[str, int], pages: OfferedPages, expected: bytes) -> None:
         self.pages = pages
         self.expected = expected
+        self.strangers: dict[socket.socket, None] = {}  # connections that have not greeted yet, the oldest first
+        self.num_connections = 0
+        self.lock = threading.Lock()
         super().__init__(address, _Connection)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection on a thread. If there are too many, one that has not greeted ends: the oldest."""
+        with self.lock:
+            if self.num_connections >= MAX_CONNECTIONS:
+                oldest = next(iter(self.strangers), None)
+                if oldest is None:
+                    logger.warning("A connection to the bootstrap port was refused: %d are open.", MAX_CONNECTIONS)
+                    super().shutdown_request(request)
+                    return
+                del self.strangers[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread then ends
+            self.num_connections += 1
+            self.strangers[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self.lock:
+            self.num_connections -= 1
+            self.strangers.pop(request, None)
+        super().shutdown_request(request)
+
+    def greeted(self, request: socket.socket) -> None:
+        """Note that a connection belongs to a decode server of the same model."""
+        with self.lock:
+            self.strangers.pop(request, None)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("A decode server at %s left.", client_address, exc_info=True)
 
 
-class _Connection(socketserver.StreamRequestHandler):
+class _Connection(socketserver.BaseRequestHandler):
     server: _Server
-    timeout = 3600.0
+    request: socket.socket
 
     def handle(self) -> None:
-        if self.rfile.readline(512) != self.server.expected:
-            self.wfile.write(b"other pages\n")
+        """Answer the requests of a decode server. A connection that is too slow raises TimeoutError and ends."""
+        pages, expected = self.server.pages, self.server.expected
+        self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if _receive(self.request, MAX_GREETING, REQUEST_S, end=b"\n") != expected:
+            self._send(b"other pages\n")
             return
-        self.wfile.write(b"ok\n")
-        pages = self.server.pages
-        while len(head := self.rfile.read(HEAD.size)) == HEAD.size:
-            operation, count = HEAD.unpack(head)
-            if count > MAX_KEYS:
+        self.server.greeted(self.request)
+        self._send(b"ok\n")
+        while first := _receive(self.request, 1, IDLE_S):
+            head = first + _receive(self.request, HEAD.size - 1, REQUEST_S)
+            if len(head) < HEAD.size:
                 return
-            data = self.rfile.read(count * KEY_BYTES)
+            operation, count = HEAD.unpack(head)
+            if operation not in (EXISTS, GET) or count > MAX_KEYS:
+                return
+            data = _receive(self.request, count * KEY_BYTES, REQUEST_S)
+            if len(data) < count * KEY_BYTES:
+                return
             keys = [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
             if operation == EXISTS:
-                self.wfile.write(ANSWER.pack(pages.exists(keys)))
+                self._send(ANSWER.pack(pages.exists(keys)))
                 continue
             for key in keys:
                 page = pages.page(key)
-                self.wfile.write(ANSWER.pack(-1) if page is None else ANSWER.pack(len(page)) + page)
+                self._send(ANSWER.pack(-1) if page is None else ANSWER.pack(len(page)) + page)
+
+    def _send(self, answer: bytes) -> None:
+        self.request.settimeout(SEND_S)
+        self.request.sendall(answer)  # the timeout limits the whole call
+
+
+def _receive(connection: socket.socket, size: int, seconds: float, *, end: bytes | None = None) -> bytes:
+    """Return `size` bytes, or fewer if the connection ends, or after a part that ends with `end`.
+
+    Raises TimeoutError if they take longer than `seconds`.
+    """
+    data, end_s = bytearray(), time.monotonic() + seconds
+    while len(data) < size and not (end is not None and data.endswith(end)):
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
+        part = connection.recv(min(size - len(data), 1 << 16) if end is None else 1)
+        if not part:
+            break
+        data += part
+    return bytes(data)
 
 
 class PeerPages:
@@ -180,7 +246,16 @@ class PeerPages:
             self._open.clear()
 
     def _ask(self, peer: tuple[str, int], operation: int, keys: Sequence[bytes]) -> int:
-        """Send a request, and return the number of its answer. Raises OSError; the connection is then closed."""
+        """Send a request, and return the number of its answer. Raises OSError; the connection is then closed.
+
+        If the peer has closed the connection meanwhile, another one is made.
+        """
+        if peer in self._open:
+            with contextlib.suppress(ConnectionError):
+                return self._ask_once(peer, operation, keys)
+        return self._ask_once(peer, operation, keys)
+
+    def _ask_once(self, peer: tuple[str, int], operation: int, keys: Sequence[bytes]) -> int:
         try:
             connection = self._connection(peer)
             connection.sendall(HEAD.pack(operation, len(keys)) + b"".join(keys))

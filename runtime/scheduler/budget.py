@@ -99,24 +99,26 @@ class NewTokenRatio:
 
     For a request with max_new_tokens, this is a share of its limit. The share decays with every decode step, since
     most outputs end early, and a retraction raises it. A request without max_new_tokens is expected to have
-    `open_tokens` output tokens: a value of the plan, then a moving average of such outputs.
+    `open_tokens` output tokens: a value of the plan, then a moving average of such outputs. In any case pages are
+    reserved for the plan's `reserved_tokens` of the output that remains possible.
     """
 
-    __slots__ = ("_decay", "_initial", "_minimum", "open_tokens", "value")
+    __slots__ = ("_decay", "_initial", "_minimum", "_reserved", "open_tokens", "value")
 
     def __init__(self, plan: SchedulerPlan) -> None:
         self._initial = plan.new_token_ratio
         self._minimum = plan.min_new_token_ratio
         self._decay = plan.new_token_ratio_decay
+        self._reserved = plan.reserved_tokens
         self.value = self._initial
         self.open_tokens = float(plan.open_ended_tokens)
 
     def pages_ahead(self, sequence: Sequence, page_size: int) -> int:
         """Return the number of further pages that a running sequence is expected to need."""
         if _is_open_ended(sequence):
-            expected = max(self.open_tokens - sequence.num_output, RETRACTION_STEPS)
+            expected = max(self.open_tokens - sequence.num_output, RETRACTION_STEPS, self._reserved)
             return pages_ahead(sequence, 1.0, page_size, int(expected))
-        return pages_ahead(sequence, self.value, page_size)
+        return pages_ahead(sequence, self.value, page_size, least=self._reserved)
 
     def pages_at_first(self, sequence: Sequence, page_size: int) -> int:
         """Return the number of pages needed to admit a sequence.
@@ -163,9 +165,14 @@ def _is_open_ended(sequence: Sequence) -> bool:
     return sequence.sampling.max_new_tokens is None
 
 
-def pages_ahead(sequence: Sequence, ratio: float, page_size: int, max_output: int = RESERVED_OUTPUT_TOKENS) -> int:
-    """Return how many pages a sequence lacks for its known and pending tokens and `ratio` of its remaining output."""
+def pages_ahead(
+    sequence: Sequence, ratio: float, page_size: int, max_output: int = RESERVED_OUTPUT_TOKENS, *, least: int = 0
+) -> int:
+    """Return how many pages a sequence lacks for its known and pending tokens and `ratio` of its remaining output.
+
+    They hold at least `least` further tokens, if so many are possible.
+    """
     known = len(sequence.ids) + sequence.num_pending
     output = min(sequence.max_tokens - known, max_output, RESERVED_OUTPUT_TOKENS)
-    tokens = known + int(output * ratio)
+    tokens = known + max(int(output * ratio), min(least, output))
     return max(-(-tokens // page_size) - len(sequence.pages), 0)

@@ -129,4 +129,9 @@ def of_client(core: EngineCore, requests: Sequence[Request]) -> list[Request]:
         check_logprobs(requests, core.plan.model.context_length)
     if not client.name and caller is NOBODY:
         return list(requests)
-    return [replace(request, owner=client.name, caller=caller) for request in requests]
+    return [
+        replace(
+            request, owner=client.name, caller=caller._replace(prefilled=caller.prefilled or request.caller.prefilled)
+        )
+        for request in requests
+    ]

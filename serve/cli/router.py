@@ -10,22 +10,26 @@ import argparse
 import asyncio
 import itertools
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
-import orjson
 import uvicorn
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from serve.background import background_tasks
 from serve.http.access import PREFILLED
+from serve.http.forwarding import MAX_BODY_BYTES, failure, read_body, too_large
 
-MAX_BODY_BYTES = 64 * 1024 * 1024
+KIND = "RouterError"
+MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # of all requests in progress
+BODY_S = 60.0  # time for a client to send its body
+ANSWER_S = 3600.0  # longest wait for the head of an answer, and for its next part
 # Requests with prompts. All others go to a decode server alone.
 GENERATING = frozenset(
     ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages", "/v1/responses", "/api/chat")
@@ -43,8 +47,15 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--decode", nargs="+", required=True, metavar="URL", help="decode servers")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=30000)
+    parser.add_argument(
+        "--answer-timeout",
+        type=float,
+        default=ANSWER_S,
+        metavar="SECONDS",
+        help="longest wait for an answer to begin, and for its next part",
+    )
     options = parser.parse_args(words)
-    app = router_app(options.prefill, options.decode)
+    app = router_app(options.prefill, options.decode, answer_s=options.answer_timeout)
     sys.stderr.write(f"Routing at http://{options.host}:{options.port}\n")
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning")
     return 0
@@ -70,84 +81,128 @@ class Pool:
             self._loads[url] -= 1
 
 
+class _Bodies:
+    """The number of bytes in the bodies of all requests in progress."""
+
+    num_bytes = 0
+
+
+class _Held:
+    """The bytes that one request holds, which count for all."""
+
+    def __init__(self, bodies: _Bodies) -> None:
+        self.num_bytes = 0
+        self._bodies = bodies
+
+    def add(self, num_bytes: int) -> None:
+        """Count more bytes. Raises MemoryError if all requests together hold too many."""
+        if self._bodies.num_bytes + num_bytes > MAX_BODIES_BYTES:
+            raise MemoryError("The bodies in progress are too large.")
+        self.num_bytes += num_bytes
+        self._bodies.num_bytes += num_bytes
+
+
 class Router:
     """Forwards requests to pairs of servers."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], client: httpx.AsyncClient) -> None:
         self._prefill, self._decode, self._client = Pool(prefill), Pool(decode), client
         self._prefilling: set[asyncio.Task[None]] = set()
+        self._bodies = _Bodies()
 
     async def handle(self, request: Request) -> Response:
         """Answer a request with the answer of a decode server."""
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > MAX_BODY_BYTES:
-                return _failure(413, f"The body has more than {MAX_BODY_BYTES} bytes.")
+        async with AsyncExitStack() as stack:
+            held = stack.enter_context(self._held())
+            try:
+                async with asyncio.timeout(BODY_S):
+                    body = await read_body(request, held.add)
+            except TimeoutError:
+                return failure(KIND, 408, f"The body did not arrive within {BODY_S:g} seconds.")
+            except MemoryError:
+                return failure(KIND, 503, "Too many large bodies are in progress; retry later.", {"retry-after": "1"})
+            except ClientDisconnect:
+                return Response(status_code=499)
+            return too_large(KIND) if body is None else await self._route(request, body, stack)
+
+    @contextmanager
+    def _held(self) -> Iterator[_Held]:
+        """Count the bytes that a request holds while the context lasts."""
+        held = _Held(self._bodies)
+        try:
+            yield held
+        finally:
+            self._bodies.num_bytes -= held.num_bytes
+
+    async def _route(self, request: Request, body: bytes, stack: AsyncExitStack) -> Response:
+        """Forward a request. When the answer is complete, `stack` is closed."""
         headers = [(name, value) for name, value in request.headers.items() if name not in HOP_HEADERS]
         path = request.scope["raw_path"].decode("latin-1") + (f"?{request.url.query}" if request.url.query else "")
         headers.append(VIA)
         if request.method == "POST" and request.url.path in GENERATING:
-            task = asyncio.create_task(self._prefill_prompt(path, headers, bytes(body)))
+            task = asyncio.create_task(self._prefill_prompt(path, [*headers], body))
             self._prefilling.add(task)
             task.add_done_callback(self._prefilling.discard)
             headers.append((PREFILLED, "1"))
-        return await self._forward(request, path, headers, bytes(body))
+        return await self._forward(request, path, headers, body, stack)
 
     async def _prefill_prompt(self, path: str, headers: Sequence[tuple[str, str]], body: bytes) -> None:
         """Let a prefill server compute the prompt. If it fails, the decode server computes the prompt itself."""
         try:
-            fields = orjson.loads(body)
-            if not isinstance(fields, dict):
-                return
-            fields |= {"stream": False}
-            fields.pop("stream_options", None)
             async with self._prefill.server() as url:
-                await self._client.post(url + path, headers=list(headers), content=orjson.dumps(fields))
-        except (orjson.JSONDecodeError, orjson.JSONEncodeError, httpx.HTTPError, httpx.InvalidURL) as error:
+                with self._held() as held:
+                    held.add(len(body))
+                    await self._client.post(url + path, headers=list(headers), content=body)
+        except (httpx.HTTPError, httpx.InvalidURL, MemoryError) as error:
             sys.stderr.write(f"A prompt was not prefilled: {type(error).__name__}: {error}\n")
 
-    async def _forward(self, request: Request, path: str, headers: Sequence[tuple[str, str]], body: bytes) -> Response:
+    async def _forward(
+        self, request: Request, path: str, headers: Sequence[tuple[str, str]], body: bytes, stack: AsyncExitStack
+    ) -> Response:
         """Send a request to a decode server. If the client leaves before the answer begins, the request ends."""
-        server = self._decode.server()
-        url = await server.__aenter__()
-        answer = None
+        url = await stack.enter_async_context(self._decode.server())
         try:
             sent = self._client.build_request(request.method, url + path, headers=list(headers), content=body)
             answer = await _unless_left(request, self._client.send(sent, stream=True))
+        except httpx.TimeoutException:
+            return failure(KIND, 504, f"The decode server {url} did not answer in time.")
         except httpx.HTTPError as error:
-            return _failure(502, f"The decode server {url} cannot be reached: {type(error).__name__}.")
+            return failure(KIND, 502, f"The decode server {url} cannot be reached: {type(error).__name__}.")
         except httpx.InvalidURL:
-            return _failure(400, "The path is not valid.")
-        finally:
-            if answer is None:
-                await server.__aexit__(None, None, None)
+            return failure(KIND, 400, "The path is not valid.")
         if answer is None:
             return Response(status_code=499)
-
-        async def parts() -> AsyncIterator[bytes]:
-            try:
-                async for part in answer.aiter_raw():
-                    yield part
-            finally:
-                await answer.aclose()
-                await server.__aexit__(None, None, None)
-
-        response = StreamingResponse(parts(), status_code=answer.status_code)
+        stack.push_async_callback(answer.aclose)
+        response = _Forwarded(answer, stack.pop_all())
         response.raw_headers = [
             (name.lower(), value) for name, value in answer.headers.raw if name.lower() != b"transfer-encoding"
         ]
         return response
 
 
-def router_app(prefill: Sequence[str], decode: Sequence[str]) -> Starlette:
-    """Return the application that routes to these servers."""
+class _Forwarded(StreamingResponse):
+    """The answer of a server. Closes `stack` when it has been sent, or when the client has left."""
+
+    def __init__(self, answer: httpx.Response, stack: AsyncExitStack) -> None:
+        super().__init__(answer.aiter_raw(), status_code=answer.status_code)
+        self._stack = stack
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._stack:
+            await super().__call__(scope, receive, send)
+
+
+def router_app(prefill: Sequence[str], decode: Sequence[str], *, answer_s: float = ANSWER_S) -> Starlette:
+    """Return the application that routes to these servers.
+
+    `answer_s` is the longest wait for the head of an answer, and for its next part.
+    """
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(
-            timeout=httpx.Timeout(None, connect=10.0), limits=limits, trust_env=False
+            timeout=httpx.Timeout(answer_s, connect=10.0), limits=limits, trust_env=False
         ) as client:
             app.state.router = Router(prefill, decode, client)
             yield
@@ -167,8 +222,3 @@ async def _unless_left(request: Request, sending: Coroutine[Any, Any, httpx.Resp
     async with background_tasks(sending, leave()) as (answering, leaving):
         await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
         return answering.result() if answering.done() else None
-
-
-def _failure(status: int, message: str) -> Response:
-    error = {"error": {"message": message, "type": "RouterError", "param": None, "code": None}}
-    return Response(orjson.dumps(error), status_code=status, media_type="application/json")

@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
-import orjson
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
@@ -17,10 +16,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
 from serve.http.access import RouteScope
+from serve.http.forwarding import error_body, failure, read_body, too_large
 from serve.on_ray.prompt_key import prompt_key
 from serve.server.app import ROUTES
 
-MAX_BODY_BYTES = 64 * 1024 * 1024
+KIND = "ReplicaError"
 ATTEMPTS = 3  # replicas that a request which has not begun is sent to
 SCOPE_FIELDS = ("type", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
 ADMIN_PATHS = frozenset(spec.path for spec in ROUTES if spec.scope is RouteScope.ADMIN)
@@ -40,13 +40,13 @@ class Ingress:
     async def __call__(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", "")) or "/"
         if path in ADMIN_PATHS:
-            return failure(501, f"{path} would reach only one of the replicas; update the deployment instead.")
+            return failure(KIND, 501, f"{path} would reach only one of the replicas; update the deployment instead.")
         try:
-            body = await _body(request)
+            body = await read_body(request)
         except ClientDisconnect:
             return Response(status_code=499)
         if body is None:
-            return failure(413, f"The body has more than {MAX_BODY_BYTES} bytes.")
+            return too_large(KIND)
         scope = {name: request.scope[name] for name in SCOPE_FIELDS} | {"path": path, "raw_path": path.encode()}
         scope["headers"] = [*scope["headers"], VIA]
         key = prompt_key(body, dict(request.scope["headers"]))
@@ -55,35 +55,16 @@ class Ingress:
             try:
                 status, headers = await anext(parts)
             except (BackPressureError, DeploymentUnavailableError):
-                return failure(503, "All replicas are busy; retry later.", {"retry-after": "1"})
+                return failure(KIND, 503, "All replicas are busy; retry later.", {"retry-after": "1"})
             except (RayActorError, StopAsyncIteration):
                 logger.warning("A replica ended before its answer began; the request goes to another one.")
                 if attempt + 1 < ATTEMPTS:
                     continue
-                return failure(503, LOST, {"retry-after": "1"})
+                return failure(KIND, 503, LOST, {"retry-after": "1"})
             response = StreamingResponse(_forward(parts, dict(headers)), status_code=status)
             response.raw_headers = [field for field in headers if field[0] != b"x-request-id"]  # Ray Serve adds it
             return response
         raise AssertionError("unreachable")
-
-
-def failure(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """Return an error in OpenAI's form."""
-    return Response(_error(message), status_code=status, media_type="application/json", headers=headers)
-
-
-def _error(message: str) -> bytes:
-    return orjson.dumps({"error": {"message": message, "type": "ReplicaError", "param": None, "code": None}})
-
-
-async def _body(request: Request) -> bytes | None:
-    """Return the body; None if it is too large."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            return None
-    return bytes(body)
 
 
 async def _forward(parts: Any, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:
@@ -98,6 +79,6 @@ async def _forward(parts: Any, headers: dict[bytes, bytes]) -> AsyncIterator[byt
         logger.warning("A replica ended during an answer.")
         if not headers.get(b"content-type", b"").startswith(b"text/event-stream"):
             raise
-        yield b"data: " + _error(LOST) + b"\n\n"
+        yield b"data: " + error_body(KIND, LOST) + b"\n\n"
     finally:
         parts.cancel()  # does nothing after the end

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from runtime.request import Chunk
+from serve.calls.bootstrap import with_prefill_server
 from serve.calls.chat.prepare import PreparedChat, prepare
 from serve.calls.chat_completions.answers import AnswerHeader
 from serve.calls.chat_completions.chat import ChatEvents, chat_answer
@@ -68,4 +69,6 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
     body = decode_body(ChatBody, raw, core)
     model = choose_model(core, body.model)
     [adapter] = adapters_of(model, body.lora_path, 1)
-    return _Call(body, model.name, prepare(core, chat_of(body), adapter))
+    prepared = prepare(core, chat_of(body), adapter)
+    [request] = with_prefill_server(body, core, [prepared.request])
+    return _Call(body, model.name, replace(prepared, request=request))

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 from runtime.config.chat_templates import MIDDLE_TEMPLATES
 from runtime.errors import InvalidRequest
 from runtime.request import Chunk, Finish, LogprobParams, Logprobs, Request
+from serve.calls.bootstrap import with_prefill_server
 from serve.calls.chat_completions.answers import AnswerHeader, UsageCount, event_end
 from serve.calls.chat_completions.requests import decode_body, keep_last_of, sampling_of
 from serve.calls.chat_completions.schema import NAMES, CompletionBody, StreamOptions
@@ -117,7 +118,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
         for prompt, namespace, label, adapter in zip(prompts, namespaces, labels, adapters, strict=True)
     ]
     echoes = [_echo(core, tokenizer, prompt) for prompt in prompts] if body.echo else None
-    return _Call(body, model.name, requests, echoes)
+    return _Call(body, model.name, with_prefill_server(body, core, requests), echoes)
 
 
 def _echo(core: EngineCore, tokenizer: Tokenizer, prompt: str | list[int]) -> str:

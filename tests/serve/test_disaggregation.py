@@ -21,6 +21,7 @@ import greedy
 from http_server import serving as app_serving
 from runtime.errors import ConfigurationError
 from serve import Engine
+from serve.cli import router as router_module
 from serve.cli.router import router_app
 from serve.server.app import build_app
 from server_process import serving
@@ -135,7 +136,12 @@ async def test_a_server_of_another_model_is_not_asked(caplog: pytest.LogCaptureF
         ({"disaggregation_prefill": ["a:1"]}, "needs --disaggregation-mode decode"),
         ({"disaggregation_mode": "prefill", "dp_size": 2}, "--dp-size"),
         ({"disaggregation_mode": "prefill", "hicache_storage_backend": "file"}, "--hicache-storage-backend"),
-        ({"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "nixl"}, "TCP|leave it out"),
+        ({"disaggregation_transfer_backend": "nixl"}, "needs the package nixl and an RDMA network card.*use tcp"),
+        ({"disaggregation_transfer_backend": "mooncake"}, "needs the package mooncake-transfer-engine"),
+        ({"disaggregation_ib_device": "mlx5_0"}, "pages travel over TCP"),
+        ({"disaggregation_mode": "prefill", "disaggregation_decode_tp": 2}, "both need the same --tp-size, here 1"),
+        ({"disaggregation_mode": "prefill", "disaggregation_decode_dp": 2}, "both need the same --dp-size, here 1"),
+        ({"num_reserved_decode_tokens": 7}, "needs --disaggregation-mode decode"),
         ({"disaggregation_mode": "prefill", "disable_radix_cache": True}, "--disable-radix-cache"),
     ],
 )
@@ -143,6 +149,111 @@ async def test_combinations_that_cannot_work_are_refused(options: dict[str, Any]
     with pytest.raises(ConfigurationError, match=word):
         async with Engine(**options):
             pass
+
+
+async def as_sglang_routes(prefill: str, decode: str, port: int, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Send a body as SGLang's load balancer for prefill and decode servers does, and join the answers as it does."""
+    prompts = body.get("text", body.get("input_ids"))
+    count = len(prompts) if isinstance(prompts, list) and not isinstance(prompts[0], int) else None
+    fields: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port, "bootstrap_room": 2**63 - 1}
+    if count is not None:
+        fields = {name: [value] * count for name, value in fields.items()}
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as client:
+        first, answer = await asyncio.gather(
+            *(client.post(url + path, json=body | fields) for url in (prefill, decode))
+        )
+    assert (first.status_code, answer.status_code) == (200, 200), (first.text, answer.text)
+    joined = answer.json()
+    if body.get("return_logprob"):
+        name = "input_token_logprobs"
+        joined["meta_info"][name] = first.json()["meta_info"][name] + joined["meta_info"][name]
+    return joined
+
+
+async def test_a_router_of_sglang_drives_both_servers() -> None:
+    reference = await plain(PROMPTS[:4])
+    asked = {"text": PROMPTS[4], "sampling_params": SAMPLING, "return_logprob": True, "logprob_start_len": 0}
+    async with Engine(**OPTIONS) as engine:
+        scored = await engine.generate(PROMPTS[4], SAMPLING, return_logprob=True, logprob_start_len=0)
+    async with (
+        pair() as (prefill, decode, _),
+        app_serving(build_app(prefill.core)) as first,
+        app_serving(build_app(decode.core)) as second,
+    ):
+        port = decode.core.plan.cache.storage_config["peers"][0][1]
+
+        async def ask(path: str, body: dict[str, Any]) -> Any:
+            return await as_sglang_routes(first, second, port, path, body)
+
+        answers = await ask("/generate", {"text": PROMPTS[:3], "sampling_params": SAMPLING})
+        assert [answer["text"] for answer in answers] == reference[:3]
+        assert all(answer["meta_info"]["cached_tokens"] for answer in answers)
+        answer = await ask(
+            "/v1/completions", {"prompt": PROMPTS[3], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+        )
+        assert answer["choices"][0]["text"] == reference[3]
+        answer = await ask(
+            "/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPTS[5]}], "max_tokens": 4}
+        )
+        assert answer["choices"][0]["message"]["content"]
+        answer = await ask("/generate", asked)
+        assert answer["text"] == scored["text"]
+        for name in ("input_token_logprobs", "output_token_logprobs"):
+            found, expected = answer["meta_info"][name], scored["meta_info"][name]
+            assert [each[1] for each in found] == [each[1] for each in expected]
+            assert [each[0] for each in found][1:] == pytest.approx([each[0] for each in expected][1:], abs=1e-2)
+        assert prefill.core.status().num_generated <= 6  # one token of each prompt
+
+        async with httpx.AsyncClient(base_url=second, trust_env=False) as client:
+            for fields, word in (
+                ({"bootstrap_host": "10.0.0.9", "bootstrap_port": port}, "--disaggregation-prefill"),
+                ({"bootstrap_host": "127.0.0.1", "bootstrap_port": port + 1}, "--disaggregation-prefill"),
+                ({"bootstrap_room": 1}, "needs bootstrap_host"),
+                ({"bootstrap_host": ["127.0.0.1"] * 2}, "2 items for 1"),
+                ({"bootstrap_host": "127.0.0.1", "bootstrap_room": -1}, "bootstrap_room"),
+            ):
+                refused = await client.post("/generate", json={"text": "x"} | fields)
+                assert refused.status_code == 400
+                assert word in refused.json()["error"]["message"]
+
+
+async def test_the_fields_of_a_prefill_server_need_a_role() -> None:
+    async with (
+        Engine(**OPTIONS) as engine,
+        app_serving(build_app(engine.core)) as url,
+        httpx.AsyncClient(base_url=url, trust_env=False) as client,
+    ):
+        refused = await client.post("/generate", json={"text": "x", "bootstrap_host": "127.0.0.1"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "bootstrap_host")
+
+
+async def test_the_router_limits_the_bodies_and_the_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, release = asyncio.Event(), asyncio.Event()
+
+    async def compute(request: Request) -> Response:
+        await request.body()
+        began.set()
+        await release.wait()
+        return Response("done")
+
+    monkeypatch.setattr(router_module, "MAX_BODIES_BYTES", 1000)
+    app = Starlette(routes=[Route("/v1/embeddings", compute, methods=["POST"])])
+    async with (
+        app_serving(app) as url,
+        app_serving(router_app([url], [url]), lifespan="on") as router,
+        app_serving(router_app([url], [url], answer_s=0.05), lifespan="on") as hasty,
+        httpx.AsyncClient(trust_env=False, timeout=60) as client,
+    ):
+        late = await client.post(f"{hasty}/v1/embeddings", content=b"x")
+        assert (late.status_code, late.json()["error"]["type"]) == (504, "RouterError")
+        began.clear()
+        first = asyncio.create_task(client.post(f"{router}/v1/embeddings", content=b"x" * 900))
+        await began.wait()
+        full = await client.post(f"{router}/v1/embeddings", content=b"y" * 200)
+        assert (full.status_code, full.headers["retry-after"]) == (503, "1")
+        release.set()
+        assert (await first).text == "done"
+        assert (await client.post(f"{router}/v1/embeddings", content=b"y" * 1000)).text == "done"
 
 
 async def test_admin_routes_behind_the_router_need_the_key_and_bad_paths_are_refused() -> None:

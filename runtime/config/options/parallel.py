@@ -84,8 +84,10 @@ class ParallelArgs:
         reason="one process schedules all copies, so their load is always known",
         above=0,
     )
-    prefill_round_robin_balance: bool = planned(
-        False, "Declare that requests are distributed to the prefill servers in turn."
+    prefill_round_robin_balance: bool = always(
+        False,
+        "Declare that requests are distributed to the prefill servers in turn.",
+        reason="decode servers find pages by their content, whichever prefill server has them",
     )
     enable_dp_attention: bool = option(
         False,
@@ -143,11 +145,20 @@ class DisaggregationArgs:
         choices=("null", "prefill", "decode"),
         plan="cache.role",
     )
-    disaggregation_transfer_backend: str = planned(
-        "mooncake",
-        "Library that transfers the KV cache between servers. Pages travel over TCP.",
-        choices=("mooncake", "nixl", "ascend", "fake"),
-        instead="leave it out",
+    disaggregation_transfer_backend: str = always(
+        "tcp",
+        "Transfer of the KV cache between servers.",
+        choices=("tcp", "mooncake", "nixl", "ascend", "fake"),
+        built=("tcp",),
+        needs={
+            "mooncake": "the package mooncake-transfer-engine and an RDMA network card",
+            "nixl": "the package nixl and an RDMA network card or NVLink",
+            "ascend": "a Huawei NPU",
+            "fake": "a test that reads no output",
+        },
+        instead="use tcp",
+        reason="pages travel over TCP",
+        sglang="mooncake",
     )
     disaggregation_bootstrap_port: int = option(
         8998,
@@ -162,19 +173,39 @@ class DisaggregationArgs:
         "to no other address.",
         plan="cache.storage_config",
     )
-    disaggregation_decode_tp: int | None = planned(
-        None, "Tensor parallelism of the decode servers. Default: the value of this server.", low=1
+    disaggregation_decode_tp: int | None = always(
+        None,
+        "Tensor parallelism of the decode servers. Another value than this server's --tp-size is refused.",
+        reason="a page travels between ranks of the same number",
+        low=1,
     )
-    disaggregation_decode_dp: int | None = planned(
-        None, "Data parallelism of the decode servers. Default: the value of this server.", low=1
+    disaggregation_decode_dp: int | None = always(
+        None,
+        "Data parallelism of the decode servers. Another value than 1 is refused.",
+        reason="a decode server is one replica",
+        low=1,
     )
-    disaggregation_prefill_pp: int = planned(1, "Pipeline parallelism of the prefill servers.", low=1)
+    disaggregation_prefill_pp: int = always(
+        1,
+        "Pipeline parallelism of the prefill servers. Another value than this server's --pp-size is refused.",
+        reason="a page travels between ranks of the same number",
+        low=1,
+    )
     disaggregation_ib_device: str | None = planned(
-        None, "InfiniBand devices that transfer the KV cache, separated by commas."
+        None,
+        "InfiniBand devices that transfer the KV cache, separated by commas.",
+        instead="leave it out: it needs mooncake or nixl with an RDMA network card, and pages travel over TCP",
     )
-    disaggregation_decode_polling_interval: int = planned(
-        1, "Steps of a decode server between two checks for received KV caches.", low=1
+    disaggregation_decode_polling_interval: int = inert(
+        1,
+        "Steps of a decode server between two checks for received KV caches.",
+        reason="a task beside the steps checks every few milliseconds, so no step waits for it",
+        low=1,
     )
-    num_reserved_decode_tokens: int = planned(
-        512, "Tokens that a decode server keeps free for every running request.", low=0
+    num_reserved_decode_tokens: int = option(
+        512,
+        "Output tokens of each running request for which a decode server keeps pages free when it admits another one.",
+        low=0,
+        plan="scheduler.reserved_tokens",
+        other_unit=True,
     )

@@ -104,6 +104,7 @@ def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
     """Return the storage of a prefill or decode server: the pages that it offers, or those of its prefill servers."""
     args, flag = builder.args.disaggregation, "--disaggregation-mode"
     role = args.disaggregation_mode
+    _check_counterparts(builder)
     if role != "decode" and args.disaggregation_prefill:
         builder.refuse("disaggregation_prefill", f"--disaggregation-prefill needs {flag} decode.")
     if role == "null":
@@ -126,6 +127,23 @@ def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
         "storage_config": Decision(config, reason),
         "prefetch_policy": Decision("wait_complete", "the prompt is computed elsewhere"),
     }
+
+
+def _check_counterparts(builder: PlanBuilder) -> None:
+    """Refuse sizes of the other servers that differ from those of this server."""
+    args, parallel = builder.args.disaggregation, builder.args.parallel
+    sizes = {
+        "disaggregation_decode_tp": (args.disaggregation_decode_tp, parallel.tp_size, "--tp-size"),
+        "disaggregation_decode_dp": (args.disaggregation_decode_dp, 1, "--dp-size"),
+        "disaggregation_prefill_pp": (args.disaggregation_prefill_pp, parallel.pp_size, "--pp-size"),
+    }
+    for option, (asked, own, flag) in sizes.items():
+        if asked is not None and asked != own and builder.args.changed(option):
+            builder.refuse(
+                option,
+                f"--{option.replace('_', '-')} {asked}: a page travels from a rank to the same rank of the other "
+                f"server, so both need the same {flag}, here {own}.",
+            )
 
 
 def _host_tier(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:

@@ -46,6 +46,7 @@ def schedule_plan(
             int(OPEN_ENDED_TOKENS * conservativeness),
             f"{OPEN_ENDED_TOKENS} x --schedule-conservativeness {conservativeness:g}, until real outputs are known",
         ),
+        reserved_tokens=_reserved(builder),
         micro_batches=Decision(builder.args.parallel.pp_size, "one per pipeline stage"),
         priorities=_priorities(builder),
         max_new_sequences=_max_new(builder),
@@ -55,6 +56,14 @@ def schedule_plan(
         adapter_slots=Decision(builder.args.lora.max_loras_per_batch, "the slots of --max-loras-per-batch"),
         adapters_fifo=Decision(builder.args.lora.lora_eviction_policy == "fifo", "by --lora-eviction-policy"),
     )
+
+
+def _reserved(builder: PlanBuilder) -> Decision[int]:
+    if builder.args.disaggregation.disaggregation_mode == "decode":
+        return builder.follow("num_reserved_decode_tokens")
+    if builder.args.changed("num_reserved_decode_tokens"):
+        builder.refuse("num_reserved_decode_tokens", "--num-reserved-decode-tokens needs --disaggregation-mode decode.")
+    return Decision(0, "prompts and outputs share the pages; --schedule-conservativeness applies")
 
 
 def _target(builder: PlanBuilder, facts: ModelFacts) -> Decision[float | None]:

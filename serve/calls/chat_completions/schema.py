@@ -14,6 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from runtime.grammar_spec import Grammar
 from runtime.request import MAX_TOP_LOGPROBS
 from runtime.sampling_params import MAX_INT32, Api
+from serve.calls.bootstrap import Hosts, Ports, Rooms
 from serve.calls.chat.request import Effort
 from serve.calls.decode import Length, NotBuilt, NotBuiltNumber, NotBuiltOptions, Range
 from serve.calls.prompts import MAX_MESSAGES, AdapterName, Ids, Label, Priority, Salt, Texts
@@ -80,9 +81,9 @@ class OpenAIBody:
     session_params: NotBuilt = None
     session_id: NotBuilt = None
     return_hidden_states: NotBuilt = None
-    bootstrap_host: NotBuilt = None
-    bootstrap_port: NotBuilt = None
-    bootstrap_room: NotBuilt = None
+    bootstrap_host: Hosts | None = None  # the prefill server that computes the prompt, as SGLang's routers name it
+    bootstrap_port: Ports | None = None
+    bootstrap_room: Rooms | None = None
     data_parallel_rank: NotBuilt = None
     return_token_ids: bool = False
     truncate_prompt_tokens: Annotated[int, Range(-1, MAX_INT32)] | None = None

@@ -13,6 +13,7 @@ from runtime.logits_processors import check_name, name_of
 from runtime.media_source import Kind
 from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
+from serve.calls.bootstrap import Hosts, Ports, Rooms
 from serve.calls.decode import NotBuilt
 from serve.calls.errors import renamed
 from serve.calls.media import native_media
@@ -72,9 +73,9 @@ class GenerateBody:
     modalities: list[Modality] | Modality | None = None
     return_hidden_states: NotBuilt = None
     custom_logit_processor: str | list[str | None] | None = None  # a sampling parameter in the other APIs
-    bootstrap_host: NotBuilt = None
-    bootstrap_port: NotBuilt = None
-    bootstrap_room: NotBuilt = None
+    bootstrap_host: Hosts | None = None  # the prefill server that computes the prompt, as SGLang's routers name it
+    bootstrap_port: Ports | None = None
+    bootstrap_room: Rooms | None = None
     bootstrap_pair_key: NotBuilt = None
     data_parallel_rank: NotBuilt = None
     routed_dp_rank: NotBuilt = None

@@ -79,6 +79,14 @@ def test_pages_ahead_count_known_tokens_and_a_share_of_the_output(max_new_tokens
     assert pages_ahead(make_sequence([1] * 4, max_new_tokens=max_new_tokens), ratio, 4) == pages
 
 
+def test_some_pages_are_reserved_whatever_the_ratio():
+    ratio = NewTokenRatio(make_plan(new_token_ratio=0.25, reserved_tokens=8, open_ended_tokens=1))
+    long, short = (make_sequence([1] * 4, max_new_tokens=count) for count in (100, 4))
+    assert [ratio.pages_ahead(each, 4) for each in (long, short)] == [1 + 25 // 4 + 1, 2]
+    ratio.value = 0.0
+    assert [ratio.pages_ahead(each, 4) for each in (long, short)] == [3, 2]
+
+
 def test_pages_that_are_held_are_not_ahead():
     sequence = make_sequence([1] * 4, max_new_tokens=8)
     sequence.pages = [0, 1]

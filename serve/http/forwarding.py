@@ -1,0 +1,40 @@
+"""Parts of servers that forward requests to other servers: reading a body, and answering an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+
+
+async def read_body(request: Request, note: Callable[[int], None] = lambda size: None) -> bytes | None:
+    """Return the body; None if it has more than `MAX_BODY_BYTES`. Raises `ClientDisconnect`.
+
+    `note` gets the size of each part, and may raise an exception to end the reading.
+    """
+    body = bytearray()
+    async for part in request.stream():
+        note(len(part))
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            return None
+    return bytes(body)
+
+
+def failure(kind: str, status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    """Return an error in OpenAI's form, whose type is `kind`."""
+    return Response(error_body(kind, message), status_code=status, media_type="application/json", headers=headers)
+
+
+def error_body(kind: str, message: str) -> bytes:
+    """Return the JSON of an error in OpenAI's form."""
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": None, "code": None}})
+
+
+def too_large(kind: str) -> Response:
+    """Return the answer to a body that is too large."""
+    return failure(kind, 413, f"The body has more than {MAX_BODY_BYTES} bytes.")

@@ -1,0 +1,102 @@
+"""The bootstrap port of a prefill server: strangers and slow connections hold nobody up."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from runtime.page_store import peers
+from runtime.page_store.peers import EXISTS, HEAD, OfferedPages, PeerPages, greeting
+from runtime.page_store.protocol import StoreSpace
+
+SPACE = StoreSpace("model", 0, 1, 8)
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+    pages = OfferedPages(SPACE, {"host": "127.0.0.1", "port": number})
+    pages.set(KEY, [b"12345678"])
+    yield number
+    pages.close()
+
+
+def fetched(port: int) -> bytes:
+    buffer = bytearray(8)
+    store = PeerPages(SPACE, {"peers": [["127.0.0.1", port]]})
+    try:
+        assert store.exists([KEY, b"x" * 32]) == 1
+        assert store.get(KEY, [memoryview(buffer)])
+    finally:
+        store.close()
+    return bytes(buffer)
+
+
+def connected(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=30)
+
+
+def test_a_stranger_that_says_nothing_is_dropped_in_time(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "REQUEST_S", 0.05)
+    with connected(port) as silent, connected(port) as slow:
+        slow.sendall(b"p")
+        assert silent.recv(1) == slow.recv(1) == b""
+    monkeypatch.setattr(peers, "REQUEST_S", 10.0)
+    assert fetched(port) == b"12345678"
+
+
+def test_a_request_that_does_not_end_is_dropped(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with connected(port) as half:
+        half.sendall(greeting(SPACE))
+        assert half.recv(3) == b"ok\n"
+        monkeypatch.setattr(peers, "REQUEST_S", 0.05)
+        half.sendall(HEAD.pack(EXISTS, 5)[:3])
+        assert half.recv(1) == b""
+
+
+def test_other_pages_and_unknown_operations_end_the_connection(port: int) -> None:
+    with connected(port) as other:
+        other.sendall(b"GET / HTTP/1.1\r\n")
+        assert other.recv(20) == b"other pages\n"
+    for head in (HEAD.pack(9, 0), HEAD.pack(EXISTS, peers.MAX_KEYS + 1)):
+        with connected(port) as wrong:
+            wrong.sendall(greeting(SPACE) + head)
+            assert wrong.recv(3) == b"ok\n"
+            assert wrong.recv(1) == b""
+
+
+def test_strangers_make_room_and_decode_servers_do_not(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "MAX_CONNECTIONS", 3)
+    with connected(port) as known:
+        known.sendall(greeting(SPACE))
+        assert known.recv(3) == b"ok\n"
+        strangers = [connected(port) for _ in range(5)]
+        assert fetched(port) == b"12345678"  # the oldest strangers have left
+        assert strangers[0].recv(1) == b""
+        known.sendall(HEAD.pack(EXISTS, 1) + KEY)
+        assert known.recv(1)
+        friends = []
+        for _ in range(2):
+            friends.append(connected(port))
+            friends[-1].sendall(greeting(SPACE))
+            assert friends[-1].recv(3) == b"ok\n"
+        with connected(port) as refused:
+            assert refused.recv(1) == b""
+        for each in (*strangers, *friends):
+            each.close()
+
+
+def test_a_connection_that_the_server_closed_is_made_again(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "IDLE_S", 0.01)
+    store = PeerPages(SPACE, {"peers": [["127.0.0.1", port]]})
+    assert store.exists([KEY]) == 1
+    [connection] = store._open.values()
+    assert connection.recv(1) == b""  # the server has closed it
+    monkeypatch.setattr(peers, "IDLE_S", 10.0)
+    assert store.exists([KEY]) == 1
+    store.close()
