@@ -247,7 +247,14 @@ GREEDY = {"temperature": 0, "max_tokens": 48, "model": MODEL}
 PROCESSORS: Fields = {"custom_logit_processor": "mine", "custom_params": {"custom_params": {"a": 1}}}
 # They need a prefill or decode server.
 PREFILLED: Fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 1}
-REFUSED_BY_OPENAI: Fields = {**PROCESSORS, "model": "other", "priority": 3, "best_of": 7, "lora_path": "none", **PREFILLED}
+REFUSED_BY_OPENAI: Fields = {
+    **PROCESSORS,
+    "model": "other",
+    "priority": 3,
+    "best_of": 7,
+    "lora_path": "none",
+    **PREFILLED,
+}
 SPACES = "the demo model's tokenizer puts none between special tokens"
 LOADING = (
     "numa",
