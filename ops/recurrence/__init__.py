@@ -38,8 +38,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from ops.sampling.native import to_device
 
 ZEROS = 0  # slot of zeros, the initial state
 
@@ -69,6 +73,9 @@ class Segments:
     # int32 [S, 4], the fields of `Span`. C++ kernels read spans until these cover the step's tokens, so that S may be
     # arbitrary during graph capture.
     spans: Tensor
+    host: NDArray[np.int32] | None = None  # the same on the host; None: `waves` copies them from the device
+    # Whether the spans are those of a captured step: unknown on the host, of one token each, and `independent`.
+    captured: bool = False
 
     @classmethod
     def build(cls, spans: Sequence[Span], device: torch.device | str = "cpu") -> Self:
@@ -79,9 +86,13 @@ class Segments:
     def waves(self) -> tuple[Wave, ...]:
         """The spans, grouped into waves. A wave depends only on earlier waves.
 
-        Blocks while data is copied to the host and back.
+        Without `host`, it blocks while the spans are copied from the device.
         """
-        spans, device = [Span(*each) for each in self.spans.tolist()], self.spans.device
+        if self.captured:
+            reads, writes, tokens, _ = self.spans.long().unbind(1)
+            return (Wave(tokens, reads, writes, ()),)
+        rows = (self.spans if self.host is None else self.host).tolist()
+        spans, device = [Span(*each) for each in rows], self.spans.device
         waves: list[list[Span]] = []
         written: dict[int, int] = {}  # slot -> first wave after its last write
         read: dict[int, int] = {}  # slot -> first wave after its last read
@@ -96,8 +107,16 @@ class Segments:
         return tuple(_wave(each, device) for each in waves)
 
 
+def independent(spans: NDArray[np.int32]) -> bool:
+    """Return whether spans [S, 4] have one token each, and none reads or writes a slot that another one writes."""
+    reads, writes = spans[:, 0], spans[:, 1]
+    return (
+        bool((spans[:, 3] == 1).all()) and len(set(writes.tolist())) == len(writes) and not np.isin(reads, writes).any()
+    )
+
+
 def _wave(spans: list[Span], device: torch.device | str) -> Wave:
     single = [span for span in spans if span.count == 1]
     columns = torch.tensor([(span.start, span.read, span.write) for span in single], dtype=torch.int64)
-    tokens, reads, writes = columns.view(-1, 3).t().contiguous().to(device)
+    tokens, reads, writes = to_device(columns.view(-1, 3).t().contiguous(), torch.device(device))
     return Wave(tokens, reads, writes, tuple(span for span in spans if span.count > 1))

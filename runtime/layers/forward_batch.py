@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ops.attention import AttentionMetadata, AttentionOptions
@@ -97,6 +99,7 @@ class KindInputs(NamedTuple):
     arrays: Mapping[str, Tensor]  # by name, int32
     # The attention metadata of the step, unless the kind has its own page table and slot mapping.
     attention: AttentionMetadata
+    host: Mapping[str, NDArray[np.int32]] | None = None  # the arrays on the host, unless the step is captured
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

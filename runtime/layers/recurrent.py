@@ -83,7 +83,9 @@ def segments_in(batch: ForwardBatch) -> Segments:
     """Return which tokens belong to which state. It is computed once per step and shared by all layers."""
     key, plan_cache = (__name__, "segments"), batch.attention.plan_cache
     if key not in plan_cache:
-        plan_cache[key] = Segments(batch.kinds[KIND].arrays["spans"])
+        inputs, captured = batch.kinds[KIND], batch.attention.replans is not None
+        host = None if inputs.host is None else inputs.host["spans"]
+        plan_cache[key] = Segments(inputs.arrays["spans"], host, captured)
     return plan_cache[key]
 
 

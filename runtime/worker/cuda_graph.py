@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
+from ops.recurrence import ZEROS, independent
 from ops.sampling import SamplingArrays
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.pools import KVPool
@@ -26,9 +27,8 @@ from runtime.worker.step_inputs import Forward, kind_inputs
 
 logger = logging.getLogger("penstock.core")
 
+SPANS = "spans"  # name of the array of cache kinds that keep states (`ops.recurrence`)
 PROFILE_ROWS = 20  # maximum number of rows in the table of --enable-profile-cuda-graph
-
-
 NOTHING_MORE = BatchReads()
 # For each of `_tables`: functions that write a step's attention plan before a replay.
 Replans = list[dict[Hashable, Callable[[AttentionMetadata], None]]]
@@ -90,8 +90,10 @@ class CudaGraphRunner:
         self._device = device
         self._buckets = buckets
         self._cache = cache
-        # Steps with other cache kinds can be captured only if these have just a page table.
-        self._capturable = all([*KINDS[kind].scratch_arrays([], 0)] == ["page_table"] for kind in cache.kinds)
+        # Steps with other cache kinds can be captured only if these have just a page table, or just spans.
+        self._capturable = all(
+            [*KINDS[kind].scratch_arrays([], 0)] in (["page_table"], [SPANS]) for kind in cache.kinds
+        )
         self._choice = choice
         # (size, whether the graph samples); the last entry is captured next
         self._waiting: list[tuple[int, bool]] = []
@@ -207,6 +209,9 @@ class CudaGraphRunner:
             return None
         if attention.page_table.shape[1] > self._buffers.attention.page_table.shape[1]:
             return None
+        for inputs in batch.kinds.values():
+            if SPANS in inputs.arrays and (inputs.host is None or not independent(inputs.host[SPANS])):
+                return None
         return self._buckets.take(len(attention.counts_host))
 
     def _fill(self, batch: ForwardBatch, arrays: SamplingArrays | None) -> None:
@@ -222,6 +227,7 @@ class CudaGraphRunner:
         for own, given in zip(_tables(buffers), _tables(batch), strict=True):
             pairs.append((own.slot_mapping, given.slot_mapping))
             own.page_table[:num_rows, :width].copy_(given.page_table)
+        pairs += [(own, batch.kinds[name].arrays[SPANS].t()) for name, own in _spans(buffers)]
         if arrays is not None:
             pairs += zip(self._sampling, arrays, strict=True)
         for dtype in {own.dtype: None for own, _ in pairs}:
@@ -265,7 +271,11 @@ class CudaGraphRunner:
             values[rows].fill_(0)
         if buffers.position_axes is not None:
             buffers.position_axes[:, rows].fill_(0)
-        scratch_pages = [self._cache.scratch_page, *self._cache.kinds.values()]
+        for name, spans in _spans(buffers):
+            spans[0, rows].fill_(ZEROS)
+            spans[1, rows].fill_(self._cache.kinds[name])
+        own_pages = [self._cache.kinds[name] for name, kind in buffers.kinds.items() if SPANS not in kind.arrays]
+        scratch_pages = [self._cache.scratch_page, *own_pages]
         for own, scratch_page in zip(_tables(buffers), scratch_pages, strict=True):
             own.slot_mapping[rows].fill_(scratch_page * self._cache.page_size)
             own.page_table[rows].fill_(scratch_page)
@@ -297,10 +307,7 @@ class CudaGraphRunner:
                 positions=buffers.positions[:size],
                 attention=attention,
                 **_first_optional(buffers, size),
-                kinds={
-                    name: KindInputs({"page_table": own.page_table}, own)
-                    for name, own in zip(buffers.kinds, others, strict=True)
-                },
+                kinds=_first_kinds(buffers, attention, others),
             )
         )
         choice = self._choice
@@ -338,15 +345,15 @@ class CudaGraphRunner:
             starts_host=[],
             counts_host=[],
         )
-        kinds = {
-            name: kind_inputs(
-                {"page_table": filled(scratch_page, num_rows, max_pages, dtype=torch.int32)},
-                filled(scratch_page * cache.page_size, num_rows),
-                attention,
-            )
-            for name, scratch_page in cache.kinds.items()
-            if self._capturable
-        }
+        kinds = {}
+        for name, scratch in cache.kinds.items() if self._capturable else ():
+            if SPANS in KINDS[name].scratch_arrays([], 0):
+                columns = [filled(value, num_rows) for value in (ZEROS, scratch, 0, 1)]
+                columns[2] = torch.arange(num_rows, device=device)
+                kinds[name] = KindInputs({SPANS: torch.stack(columns).int()}, attention)
+                continue
+            table = filled(scratch, num_rows, max_pages, dtype=torch.int32)
+            kinds[name] = kind_inputs({"page_table": table}, filled(scratch * cache.page_size, num_rows), attention)
         return ForwardBatch(
             token_ids=filled(0, num_rows),
             positions=filled(0, num_rows),
@@ -391,8 +398,28 @@ def _all_greedy(num_rows: int) -> SamplingArrays:
 
 
 def _tables(batch: ForwardBatch) -> list[AttentionMetadata]:
-    """Return the metadata of all page tables: first of paged layers, then of each other cache kind."""
-    return [batch.attention, *(kind.attention for kind in batch.kinds.values())]
+    """Return the metadata of all page tables: first of paged layers, then of each other cache kind with pages."""
+    return [batch.attention, *(kind.attention for kind in batch.kinds.values() if SPANS not in kind.arrays)]
+
+
+def _spans(buffers: ForwardBatch) -> list[tuple[str, Tensor]]:
+    """Return the names of cache kinds with spans, and their buffers: int32 [4, B], one column per row."""
+    return [(name, kind.arrays[SPANS]) for name, kind in buffers.kinds.items() if SPANS in kind.arrays]
+
+
+def _first_kinds(
+    buffers: ForwardBatch, attention: AttentionMetadata, tables: Sequence[AttentionMetadata]
+) -> dict[str, KindInputs]:
+    """Return the inputs of the cache kinds for the rows of `attention`. `tables` has the rows of their page tables."""
+    size, own = len(attention.counts_host), iter(tables)
+    kinds = {}
+    for name, kind in buffers.kinds.items():
+        if SPANS in kind.arrays:
+            kinds[name] = KindInputs({SPANS: kind.arrays[SPANS][:, :size].t()}, attention)
+        else:
+            table = next(own)
+            kinds[name] = KindInputs({"page_table": table.page_table}, table)
+    return kinds
 
 
 def _first_rows(attention: AttentionMetadata, starts: Sequence[int]) -> AttentionMetadata:

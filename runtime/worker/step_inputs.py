@@ -193,7 +193,7 @@ def prepare(
             {name: on_device[f"{kind}.{name}"] for name in own},
             on_device.get(f"{kind}.slot_mapping"),
             attention,
-        )
+        )._replace(host=own)
         for kind, own in batch.kinds.items()
     }
     forward = ForwardBatch(

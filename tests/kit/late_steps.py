@@ -15,8 +15,10 @@ from torch import Tensor
 import fake_runner
 import paged_forward
 import tiny_checkpoints
+from ops.activation.native import gate
 from ops.attention import AttentionMetadata, AttentionOptions, native
 from ops.attention.hybrid import hybrid
+from ops.moe import Mixture
 from ops.sampling import NO_LIMIT, Masks, SamplingArrays
 from ops.sampling import native as sampling
 from ops.select import Kernels, select
@@ -28,7 +30,7 @@ from runtime.errors import OutOfMemory
 from runtime.kv_cache.pools import KVPool
 from runtime.loading.facts import read_facts
 from runtime.loading.loader import load_model
-from runtime.modeling.decoder import Decoder
+from runtime.modeling.decoder import Decoder, collect_specs
 from runtime.sequence import Sequence
 from runtime.worker.cuda_graph import Choice, CudaGraphRunner
 from runtime.worker.device import CpuDevice, Device, Read
@@ -83,47 +85,70 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 @cache
-def facts() -> ModelFacts:
-    path = tiny_checkpoints.cached("qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, num_hidden_layers=2)
+def facts(family: str = "qwen3") -> ModelFacts:
+    layers = {} if family in WHOLE_SHAPE else {"num_hidden_layers": 2}
+    path = tiny_checkpoints.cached(family, vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, **layers)
     return read_facts(path, {})
 
 
+WHOLE_SHAPE = ("lfm2", "qwen3_next", "granitemoehybrid")  # families whose layers differ in kind
+STATES = 24  # state slots of a pool for recurrent layers
+
+
+def mix(
+    x: Tensor, mixture: Mixture, weights: Tensor, experts: Tensor, activation: str, *, weigh_inputs: bool = False
+) -> Tensor:
+    """Compute all experts for all tokens, without reading on the host which ones are needed, as graphs require."""
+    assert not weigh_inputs
+    assert mixture.gate_up_bias is None
+    inner = gate(torch.einsum("te,xoe->txo", x, mixture.gate_up), activation)
+    outputs = torch.einsum("txf,xef->txe", inner, mixture.down)
+    shares = torch.zeros(len(x), len(mixture.down)).scatter(1, experts.long(), weights)
+    return (outputs * shares.unsqueeze(2)).sum(1).to(x.dtype)
+
+
 def kernels() -> Kernels:
-    return replace(select(), attend=attend)
+    return replace(select(), attend=attend, mix=mix)
 
 
-def model_plan() -> ModelPlan:
-    return paged_forward.plan_for(facts().path, context_length=CONTEXT)
+def model_plan(family: str = "qwen3") -> ModelPlan:
+    return paged_forward.plan_for(facts(family).path, context_length=CONTEXT)
 
 
 @cache
-def model() -> Decoder:
-    return load_model(facts(), model_plan(), kernels())
+def model(family: str = "qwen3") -> Decoder:
+    return load_model(facts(family), model_plan(family), kernels())
 
 
-def choice() -> Choice:
+def choice(family: str = "qwen3") -> Choice:
     """The sampling step for graphs that also choose tokens."""
-    return Choice(model().logits, choose, greedy_only=False, limits=frozenset(NO_LIMIT))
+    return Choice(model(family).logits, choose, greedy_only=False, limits=frozenset(NO_LIMIT))
 
 
 class Steps:
     """A runner for `fake_runner.Drive`: launches are enqueued, and results are read on request."""
 
     def __init__(
-        self, num_pages: int, num_sequences: int, device: Device | None = None, *, num_host_pages: int = 0
+        self,
+        num_pages: int,
+        num_sequences: int,
+        device: Device | None = None,
+        *,
+        num_host_pages: int = 0,
+        family: str = "qwen3",
     ) -> None:
-        self.device = device or CpuDevice()
-        self.pool = KVPool.uniform(
-            facts().num_layers,
+        self.device, self.family = device or CpuDevice(), family
+        specs = collect_specs(model(family))
+        self.pool = KVPool(
+            specs,
             num_pages,
             PAGE_SIZE,
-            facts().num_kv_heads,
-            facts().head_dim,
             torch.float32,
             "cpu",
+            kinds={"state": 1 + STATES} if any(spec.kind == "state" for spec in specs.values()) else {},
             num_host_pages=num_host_pages,
         )
-        self.forward: Forward = model()
+        self.forward: Forward = model(family)
         self.vocab_size = VOCAB_SIZE
         self._num_sequences = num_sequences
         self._batches: deque[Batch] = deque()
@@ -132,7 +157,7 @@ class Steps:
 
     def use_graphs(self, buckets: Buckets, **options: Any) -> CudaGraphRunner:
         """Like `use_forward`, with graphs of the current forward, of which some also choose tokens."""
-        options = {"max_pages": CONTEXT // PAGE_SIZE, "choice": choice()} | options
+        options = {"max_pages": CONTEXT // PAGE_SIZE, "choice": choice(self.family)} | options
         graphs = CudaGraphRunner(self.forward, self.pool, self.device, buckets, **options)
         self.use_forward(graphs)
         return graphs
@@ -174,7 +199,7 @@ class Steps:
 
     def _make_executor(self) -> StepExecutor:
         return StepExecutor(
-            model(),
+            model(self.family),
             self.pool,
             self.forward,
             num_sequences=self._num_sequences,
@@ -206,6 +231,7 @@ def outputs(
     watch: Callable[[Batch], None] | None = None,
     change: Callable[[Steps], None] | None = None,
     ways: tuple[dict[str, Any], ...] = WAYS,
+    family: str = "qwen3",
 ) -> list[list[int]]:
     """Return the tokens for each (prompt, number of new tokens), with all `ways` of sampling, four at a time in a
     small pool.
@@ -215,7 +241,7 @@ def outputs(
     possible. With `drafts`, which are the outputs without drafts, rows propose correct and wrong ids in turn. If a step
     lacks memory, its newest sequence is retracted and keeps its tokens.
     """
-    steps = Steps(num_pages, 4, device, num_host_pages=num_host_pages)
+    steps = Steps(num_pages, 4, device, num_host_pages=num_host_pages, family=family)
     graphs = steps.use_graphs(Buckets(sizes)) if sizes else None
     if change is not None:
         change(steps)
@@ -233,6 +259,7 @@ def outputs(
         runner=steps,
         watch=watch,
         num_host_pages=num_host_pages if swap else 0,
+        num_states=STATES if steps.pool.kinds else 0,
     )
     sequences = sequences_of(prompts, ways)
     drive.add(*sequences)

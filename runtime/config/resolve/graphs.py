@@ -28,18 +28,19 @@ def graph_plan(
     recurrent: bool = False,
     is_embedding: bool = False,
 ) -> GraphPlan:
-    """Plan graphs. A model `by_transformers` or with `recurrent` layers may read tensors on the host: no graphs."""
+    """Plan graphs. A model `by_transformers` may read tensors on the host: no graphs. `recurrent` layers read the spans
+    of a step on the host, except in a captured step, so torch.compile cannot compile them.
+    """
     foreign = (
         "transformers' modules compute this model, and their code may not allow a capture" if by_transformers else ""
     )
-    if recurrent:
-        foreign = "recurrent layers read the state slots of the rows on the host"
     if is_embedding:
         foreign = "graphs are captured for decode steps only, and this model generates no tokens"
+    uncompiled = "recurrent layers read the state slots of the rows on the host" if recurrent else foreign
     return builder.build(
         GraphPlan,
         sizes=_sizes(builder, gpu, decode_attention, max_running, foreign),
-        compile_max_rows=_compiled(builder, machine, gpu, foreign),
+        compile_max_rows=_compiled(builder, machine, gpu, uncompiled),
     )
 
 

@@ -293,7 +293,7 @@ def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(with_flashinfer, "WORKSPACE_BYTES", 16)
     monkeypatch.setattr(with_flashinfer, "check_heads", lambda q: None)
     model = load_model(late_steps.facts(), late_steps.model_plan(), replace(late_steps.kernels(), attend=attend))
-    monkeypatch.setattr(late_steps, "model", lambda: model)
+    monkeypatch.setattr(late_steps, "model", lambda family: model)
     return backend
 
 

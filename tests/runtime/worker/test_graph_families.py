@@ -1,0 +1,99 @@
+"""Graphs of models with latent attention, recurrent layers and experts, on a late device."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import late_steps
+from fake_device import LateDevice
+from ops.recurrence import Segments, Span, independent
+from runtime.layers import recurrent
+from runtime.worker.cuda_graph import CudaGraphRunner
+
+PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * (i * 7 % 5)) for i in range(6)]
+SHARED = [([7, 5, 3, 9, 2, 8, 4, 6, 1][:length], 6) for length in (8, 9, 9, 5, 8)]  # rows continue from snapshots
+
+
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the number of rows of every replay."""
+    sizes: list[int] = []
+    fill = CudaGraphRunner._fill
+
+    def counted(self: CudaGraphRunner, batch: Any, arrays: Any) -> None:
+        sizes.append(batch.num_tokens)
+        fill(self, batch, arrays)
+
+    monkeypatch.setattr(CudaGraphRunner, "_fill", counted)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_next",  # gated delta nets and experts
+        "deepseek_v2",  # latent attention and experts
+        pytest.param("granitemoehybrid", marks=pytest.mark.slow),  # Mamba 2
+        pytest.param("lfm2", marks=pytest.mark.slow),  # short convolutions
+    ],
+)
+@pytest.mark.parametrize("prompts", [PROMPTS, SHARED], ids=["own", "shared"])
+def test_graphs_give_the_tokens_of_eager_steps(
+    family: str, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = late_steps.outputs(prompts, family=family)
+    sizes = replays(monkeypatch)
+    for seed, depth in ((0, 1), (1, 2)):
+        found = late_steps.outputs(
+            prompts, family=family, device=LateDevice(Random(seed)), depth=depth, sizes=(1, 2, 4), capture_every=1
+        )
+        assert found == expected
+    assert len(set(sizes)) > 1  # several sizes, with and without padding rows
+
+
+def test_spans_that_a_graph_keeps_from_the_capture_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = late_steps.outputs(PROMPTS, family="qwen3_next")
+    monkeypatch.setattr("runtime.worker.cuda_graph._spans", lambda buffers: [])
+    found = late_steps.outputs(
+        PROMPTS, family="qwen3_next", device=LateDevice(Random(0)), sizes=(1, 2, 4), capture_every=1
+    )
+    assert found != expected
+
+
+def test_spans_on_the_host_are_not_copied_from_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Segments] = []
+    build = recurrent.Segments
+
+    def recorded(*args: Any) -> Segments:
+        made.append(build(*args))
+        return made[-1]
+
+    monkeypatch.setattr(recurrent, "Segments", recorded)
+    late_steps.outputs(PROMPTS[:2], family="qwen3_next", device=LateDevice(Random(0)))
+    assert made
+    assert all(each.host is not None for each in made)
+
+
+@pytest.mark.parametrize(
+    ("spans", "expected"),
+    [
+        ([(0, 1, 0, 1), (2, 3, 1, 1), (2, 4, 2, 1)], True),
+        ([(0, 1, 0, 1), (2, 3, 1, 2)], False),  # two tokens
+        ([(0, 1, 0, 1), (1, 3, 1, 1)], False),  # the second row continues from the first row's state
+        ([(3, 1, 0, 1), (2, 3, 1, 1)], False),
+        ([(0, 1, 0, 1), (2, 1, 1, 1)], False),  # both write one slot
+    ],
+)
+def test_only_independent_rows_are_one_wave(spans: list[tuple[int, ...]], expected: bool) -> None:
+    array = np.array(spans, np.int32)
+    assert independent(array) == expected
+    if expected:
+        [wave] = Segments(torch.from_numpy(array), captured=True).waves
+        [same] = Segments.build([Span(*each) for each in spans]).waves
+        for one, other in zip(wave[:3], same[:3], strict=True):
+            assert torch.equal(one, other)
+        assert wave.spans == same.spans == ()
