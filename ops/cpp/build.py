@@ -19,12 +19,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import IO, Self
 
 from ops.machine import cache_folder
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("penstock.kernels")
 
 SOURCES = Path(__file__).with_name("source")
 # The unit that takes longest comes first.
@@ -56,6 +57,7 @@ class Lifeline:
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
         self.is_cut = False
+        self.build_s = 0.0  # seconds for which the build compiled, or waited for another process that compiled
 
     def __enter__(self) -> Self:
         return self
@@ -103,12 +105,21 @@ def build(
     except (OSError, RuntimeError) as reason:
         path = _spare_directory(reason) / name
         lock = _open_lock(path.parent)
+    began = time.monotonic()
     with lock:
         _take(lock, lifeline)
         _remove_scratch(path.parent)
         if is_whole(path):
+            lifeline.build_s = time.monotonic() - began
             return path
-        return make(path.parent, lambda sources: _name(sources, compiler, processor, flags), compiler, flags, lifeline)
+        logger.info(
+            "Compiling CPU kernels for this processor, once: about 20 s on two cores. Later starts load them from %s.",
+            path.parent,
+        )
+        made = make(path.parent, lambda sources: _name(sources, compiler, processor, flags), compiler, flags, lifeline)
+        lifeline.build_s = time.monotonic() - began
+        logger.info("Compiled CPU kernels in %.0f s.", lifeline.build_s)
+        return made
 
 
 def _spare_directory(reason: Exception) -> Path:
@@ -219,10 +230,11 @@ def _sync(folder: Path) -> None:
 
 def _compile(compiler: str, flags: Sequence[str], sources: Path, parallel: int, lifeline: Lifeline) -> Path:
     """Compile the units, `parallel` at a time, and link them. The library is in the folder of the sources."""
-    objects = [str(sources / f"{number}.o") for number in range(len(UNITS))]
+    objects, done = [str(sources / f"{number}.o") for number in range(len(UNITS))], count(1)
 
     def compile_unit(unit: str, output: str) -> None:
         _run([compiler, *flags, "-c", str(sources / unit), "-o", output], lifeline)
+        logger.info("Compiling CPU kernels: %d of %d files are done.", next(done), len(UNITS))
 
     with ThreadPoolExecutor(min(len(UNITS), parallel)) as pool:
         list(pool.map(compile_unit, UNITS, objects))  # the list raises the first unit's exception

@@ -150,7 +150,7 @@ class _ReplicaLoader:
             facts.architecture,
             plan.model.dtype,
             sum(worker.weight_bytes.values()) / GIB,
-            time.monotonic() - began,
+            time.monotonic() - began - lifeline.build_s,
         )
         logger.info("Kernels: %s", worker.kernels_description)
 

@@ -61,7 +61,10 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--question-len", type=int, default=128, help="tokens that are specific to each prompt")
     group.add_argument("--output-len", type=int, default=256, help="tokens, with shared-prefix")
     group.add_argument("--file-output-len", type=int, help="output tokens of lines without output_len")
-    group.add_argument("--tokenizer", help="tokenizer.json or its directory: to count tokens and create texts")
+    group.add_argument(
+        "--tokenizer",
+        help="tokenizer.json or its directory: to count tokens and create texts (serving: default the server's)",
+    )
     group.add_argument("--vocab-size", type=int, help="without a tokenizer: prompts consist of ids in [0, N)")
 
 
@@ -126,8 +129,8 @@ def build_warmup(
 def _need(vocabulary: Vocabulary | None, *, as_text: bool) -> Vocabulary:
     if vocabulary is None or (as_text and not vocabulary.has_text):
         raise ConfigurationError(
-            "Prompts are built from tokens: set --tokenizer (a tokenizer.json or its directory)"
-            + ("; chat prompts must be texts." if as_text else ", or --vocab-size to send token ids.")
+            "Prompts are built from tokens, and no server names its tokenizer: set --tokenizer (a tokenizer.json or "
+            "its directory)" + ("; chat prompts must be texts." if as_text else ", or --vocab-size to send token ids.")
         )
     return vocabulary
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from http.client import HTTPException
+from pathlib import Path
 from time import perf_counter, process_time
 from typing import Any
+from urllib.request import Request, urlopen
 
 import anyio
 import orjson
@@ -30,6 +33,8 @@ from serve.bench.workload import Prompt, Vocabulary, arrival_times
 
 BUSY_CLIENT = 0.8  # if the client uses a larger share of a core, it may be the bottleneck
 NUM_SHOWN_ERRORS = 3
+ASK_TIMEOUT_S = 10.0
+MAX_INFO_BYTES = 2**20
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,12 +92,12 @@ class ServingRun:
         self.objectives = parse_objectives(options.goodput)
         if options.max_concurrency is not None and options.max_concurrency < 1:
             raise ConfigurationError("--max-concurrency must be at least 1.")
-        self.vocabulary = read_vocabulary(options)
+        self.headers = _headers(options.header, options.api_key)
+        self.vocabulary = read_vocabulary(options) or served_vocabulary(options.base_url, self.headers)
         as_text = _sends_text(options.send, self.backend.takes_ids, self.vocabulary)
         self.prompts = build_prompts(options, self.vocabulary, as_text=as_text)
         self.warmup = build_warmup(options, self.prompts, self.vocabulary, options.warmup_requests, as_text=as_text)
         self.arrivals_s = arrival_times(len(self.prompts), options.request_rate, options.burstiness, options.seed)
-        self.headers = _headers(options.header, options.api_key)
         self.defaults = RequestDefaults(
             model=options.model,
             ignore_eos=not options.disable_ignore_eos,
@@ -157,8 +162,28 @@ def _sends_text(send: str, takes_ids: bool, vocabulary: Vocabulary | None) -> bo
     if send == "ids" and not takes_ids:
         raise ConfigurationError("--backend openai-chat accepts messages, not token ids: use --send text.")
     if send == "text" and (vocabulary is None or not vocabulary.has_text):
-        raise ConfigurationError("--send text requires --tokenizer.")
+        raise ConfigurationError(
+            "--send text requires --tokenizer, because the server names no tokenizer on this machine."
+        )
     return send == "text" or not takes_ids
+
+
+def served_vocabulary(base_url: str, headers: Mapping[str, str]) -> Vocabulary | None:
+    """Return the vocabulary of the server's tokenizer, if /get_model_info names a folder or file of this machine."""
+    if not base_url.startswith(("http://", "https://")):
+        return None
+    request = Request(f"{base_url.rstrip('/')}/get_model_info", headers=dict(headers))
+    try:
+        with urlopen(request, timeout=ASK_TIMEOUT_S) as response:
+            info = orjson.loads(response.read(MAX_INFO_BYTES))
+    except (OSError, ValueError, HTTPException):  # another kind of server, or none, which the first request tells
+        return None
+    found = info.get("tokenizer_path") if isinstance(info, dict) else None
+    if not isinstance(found, str) or not found:
+        return None
+    folder = Path(found)
+    file = folder / "tokenizer.json" if folder.is_dir() else folder
+    return Vocabulary.of_tokenizer(found) if file.is_file() and file.suffix == ".json" else None
 
 
 def _headers(pairs: Sequence[str], api_key: str | None) -> dict[str, str]:

@@ -19,6 +19,13 @@ from ops.machine import Machine
 from serve.bench.options import new_parser
 
 ROOT = Path(__file__).parents[2]
+# No Triton, and no compilers, which fail with a preloaded runtime.
+SELECTED = (
+    "-m",
+    "not interpreter and not long",
+    "-k",
+    "not lesser and not test_build and not prebuilt and not refused",
+)
 RUNTIMES = {"address": "libasan.so", "undefined": "libubsan.so", "thread": "libtsan.so"}
 EXCEPTIONS = "libstdc++.so.6"  # preloaded too, because the sanitizer's runtime looks for `__cxa_throw` when it starts
 # Options of the sanitizers. Python never frees some memory, and torch's and Python's threads are not instrumented.
@@ -41,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"{PROGRAM}: {compiler()} lacks one of {', '.join(runtimes)}\n")
         return 2
     tests = rest if any(not word.startswith("-") and Path(word).exists() for word in rest) else [*_tests(), *rest]
-    program = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-m", "not interpreter and not long"]
+    program = [sys.executable, "-m", "pytest", "-n", "0", "-q", "--timeout", "1200", *SELECTED]
     done = subprocess.run(
         [*program, *tests], cwd=ROOT, env={**os.environ, **OPTIONS, "LD_PRELOAD": " ".join(runtimes)}, check=False
     )

@@ -18,7 +18,7 @@ import pytest
 
 from cpp_kernels import compiler, library
 from ops.cpp import build as building
-from ops.cpp.build import DIGEST_BYTES, FLAGS, BuildError, build, library_path
+from ops.cpp.build import DIGEST_BYTES, FLAGS, BuildError, Lifeline, build, library_path
 from ops.cpp.library import load
 from ops.machine import Machine, cache_folder
 from ops.select import select
@@ -62,6 +62,25 @@ def compiled(path: Path) -> str:
 def libraries() -> list[Path]:
     """Return all files in the cache except the lock."""
     return [path for path in cache_folder("cpp").iterdir() if path.name != "lock"]
+
+
+def test_a_build_says_what_it_does_and_how_far_it_is(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
+    compiler = fake('echo "library" > "$OUT"')
+    with caplog.at_level("INFO", "penstock.kernels"), Lifeline() as lifeline:
+        build(compiler, [], FLAGS, lifeline)
+        assert lifeline.build_s > 0
+    first, *progress, last = caplog.messages
+    assert first.startswith("Compiling CPU kernels for this processor, once: about 20 s")
+    number = len(building.UNITS)
+    assert [text.split(": ")[1] for text in progress] == [
+        f"{done} of {number} files are done." for done in range(1, number + 1)
+    ]
+    assert last.startswith("Compiled CPU kernels in")
+    caplog.clear()
+    with Lifeline() as lifeline:
+        build(compiler, [], FLAGS, lifeline)
+        assert lifeline.build_s == 0
+    assert not caplog.messages
 
 
 def test_the_second_time_nothing_is_compiled(fake: Fake, tmp_path: Path) -> None:

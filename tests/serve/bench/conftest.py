@@ -56,6 +56,7 @@ class FakeServer:
     running: int = 0
     peak: int = 0
     flushed: int = 0
+    tokenizer_path: str | None = None  # of /get_model_info
 
     async def generate(self, request: Request) -> Response:
         body = json.loads(await request.body())
@@ -104,9 +105,13 @@ class FakeServer:
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "fake-model"}]})
 
+    async def model_info(self, request: Request) -> Response:
+        return JSONResponse({"tokenizer_path": self.tokenizer_path})
+
     def app(self) -> Starlette:
         posts = ("/v1/chat/completions", "/v1/completions", "/generate")
         routes = [Route(path, self.generate, methods=["POST"]) for path in posts]
+        routes += [Route("/get_model_info", self.model_info)]
         routes += [Route("/v1/models", self.models), Route("/flush_cache", self.flush, methods=["POST"])]
         return Starlette(routes=routes)
 

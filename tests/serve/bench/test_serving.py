@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from serve.bench.__main__ import main
+from serve.demo import demo_path
 
 SMALL = ["--vocab-size", "100", "--num-prompts", "6", "--random-input-len", "5", "--random-output-len", "4"]
 EXACT = [*SMALL, "--random-range-ratio", "1"]
@@ -43,6 +44,17 @@ def test_result_file_holds_the_run(fake_server, tmp_path: Path, backend: str) ->
     assert all(0 < request["ttft_s"] <= request["e2e_s"] for request in result["requests"])
     assert "hidden" not in text
     assert fake_server.headers[-1]["authorization"] == "Bearer hidden"
+
+
+def test_the_server_is_asked_for_its_tokenizer(fake_server, capsys) -> None:
+    words = ["--num-prompts", "2", "--random-input-len", "5", "--random-output-len", "2", "--warmup-requests", "0"]
+    fake_server.tokenizer_path = demo_path()
+    assert run(fake_server, "openai-chat", *words) == 0
+    assert all(body["messages"][0]["content"] for body in fake_server.bodies)
+    for path in (None, "/nowhere", "org/name", 7):
+        fake_server.tokenizer_path = path
+        assert run(fake_server, "openai-chat", *words) == 2
+        assert "no server names its tokenizer: set --tokenizer" in capsys.readouterr().err
 
 
 def test_details_are_left_out_unless_asked_for(fake_server, tmp_path: Path) -> None:
