@@ -167,6 +167,7 @@ class FakeCore:
         self.num_cached = 0
         self._ids_of = ids_of or (lambda request, index: self._encode(text))
         self.metrics = None
+        self.request_log_level: int | None = None
         self._requests = LiveRequests()
         self._runs: dict[tuple[int, int], _Run] = {}
         self._stepping = False
