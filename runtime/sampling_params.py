@@ -364,6 +364,11 @@ class SamplingParams:
         "Keep the stop string or token that ended the text in the text.",
         apis=_also_called("no_stop_trim", "include_stop_str_in_output"),
     )
+    deterministic: bool = param(
+        False,
+        "Refuse the request where its tokens and log-probabilities may depend on other requests, chunks or cached "
+        "prefixes, for example on a GPU. Elsewhere nothing changes.",
+    )
     stream_interval: int | None = param(
         None,
         "Tokens between two events of a stream; default: that of --stream-interval.",

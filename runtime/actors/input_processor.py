@@ -36,6 +36,7 @@ class InputProcessor:
         self._eos_ids = facts.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
         self._tokenizer = tokenizer
         self._is_embedding = plan.model.is_embedding
+        self._dependence = plan.model.dependence
         self._priorities = plan.scheduler.priorities
         self._low_first = plan.scheduler.low_priority_first
         self._text_limit = tokenizer.text_limit if tokenizer else None
@@ -87,6 +88,8 @@ class InputProcessor:
                 param="allowed_token_ids",
             )
         self._banned_ids(sampling)
+        if sampling.deterministic and self._dependence is not None:
+            raise InvalidRequest(f"deterministic cannot be promised: {self._dependence}.", param="deterministic")
         name = sampling.custom_logit_processor
         if name is not None:
             check_name(name, self._processors)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import tiny_checkpoints
-from runtime.errors import ConfigurationError
+from runtime.errors import ConfigurationError, InvalidRequest
 from serve import Engine, SyncEngine
 
 PLAIN: dict[str, Any] = {"skip_tokenizer_init": True, "random_seed": 1}
@@ -92,6 +92,27 @@ def test_heads_of_other_sizes_make_no_such_promise() -> None:
         SyncEngine(path, **PLAIN, enable_deterministic_inference=True),
     ):
         pass
+
+
+async def test_a_request_may_insist_on_the_promise() -> None:
+    insisting = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True, "deterministic": True}
+    plain = {**insisting, "deterministic": False}
+    for family, shape, options, refusal in (
+        ("llama", SHAPE, {}, None),
+        ("llama", SHAPE, {"attention_backend": "torch_native"}, "attention in torch"),
+        ("deepseek_v3", SHAPES["deepseek_v3"], {}, "latent attention"),
+        ("deepseek_v3", SHAPES["deepseek_v3"], {"enable_deterministic_inference": True}, None),
+        ("llama", {"vocab_size": 131}, {}, "heads of size 8"),
+    ):
+        async with Engine(tiny_checkpoints.cached(family, **shape), **PLAIN, **options) as engine:
+            found = await engine.generate(input_ids=[5, 6, 7], sampling_params=plain)
+            if refusal is None:
+                again = await engine.generate(input_ids=[5, 6, 7], sampling_params=insisting)
+                assert again["output_ids"] == found["output_ids"]
+            else:
+                with pytest.raises(InvalidRequest, match=refusal) as failed:
+                    await engine.generate(input_ids=[5, 6, 7], sampling_params=insisting)
+                assert failed.value.param == "deterministic"
 
 
 def test_a_gpu_makes_no_such_promise() -> None:
