@@ -88,6 +88,23 @@ class WeightControl:
         answers = await ask(self._actors, "close_transfer", {"name": name})
         return any(isinstance(each, list) and any(each) for each in answers)
 
+    async def open_sending(self, *, address: str, ports: Sequence[int], name: str) -> None:
+        """Let the ranks of the first replica wait for a new server, each on its port. Raises `InvalidRequest`."""
+        if len(ports) != self._parallel.ranks:
+            raise InvalidRequest(f"ports must name {self._parallel.ranks} ports, one per rank.", param="ports")
+        payload = {"address": address, "ports": list(ports), "name": name, "timeout_s": self._parallel.join_timeout_s}
+        answers = await ask(self._actors[:1], "open_sending", payload)
+        if (error := first_error(answers)) is not None:
+            await ask(self._actors[:1], "close_transfer", {"name": name})
+            raise InvalidRequest(error, param="group_name")
+
+    async def send(self, name: str) -> None:
+        """Send all weights to the new server of `open_sending`. No update runs meanwhile. Raises `InvalidRequest`."""
+        async with self._changing():
+            answers = await ask(self._actors[:1], "send_weights", {"name": name})
+        if (error := first_error(answers)) is not None:
+            raise InvalidRequest(error, param="group_name")
+
     # --- updates ---
 
     async def update_from_group(

@@ -39,12 +39,18 @@ class ModelPlan(Section):
     shard_pattern: str | None = None  # file names of sharded_state; None: the names that `penstock shard` writes
     # Functions that yield the tensors instead of files, named package.module.function.
     custom_loaders: Sequence[str] = ()
+    # The running server from which load format remote_instance copies the weights, and its port for each rank.
+    seed_address: str | None = None
+    seed_port: int | None = None
+    seed_group_ports: Sequence[int] | None = None
+    seed_key: str | None = field(default=None, repr=False)  # admin key of the running server
     any_dtype: bool = False  # convert tensors of mixed dtypes instead of refusing them
     delete_after_loading: bool = False  # delete the checkpoint's files
     memory_saver: bool = False  # memory of a GPU can be given back, so no graph may hold its addresses
     state_dtype: str = "float32"  # dtype of recurrent states
     always_absorbed: bool = False  # use absorbed latent attention for prompts too
     deterministic: bool = False  # results depend on the request alone; on a CPU it implies `always_absorbed`
+    dependence: str | None = None  # why results may depend on other requests; None: they do not
     # Quantisation method that rounds the weights while they load; None: keep them.
     quantization: str | None = None
     kv_scales: str | None = None  # file with the scales of an 8-bit KV cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 from contextlib import suppress
 from hashlib import blake2b, sha256
 from pathlib import Path
@@ -37,6 +38,7 @@ def model_digest(plan: ModelPlan, path: Path, known: Path) -> str:
     settings = (
         plan.load_format,
         plan.random_seed if plan.load_format == "dummy" else None,
+        secrets.token_hex() if plan.load_format == "remote_instance" else None,  # the weights are in no file
         plan.dtype,
         plan.quantization,
         plan.kv_scales,

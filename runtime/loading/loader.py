@@ -124,7 +124,8 @@ def outline_model(
 ) -> Outline:
     """Build the model or a rank's shard, and open its checkpoint. Raises CheckpointError like `load_model`."""
     sharded = plan.load_format == "sharded_state"
-    tensors = None if sharded or plan.load_format == "dummy" else open_tensors(facts, plan)
+    from_files = plan.load_format not in ("sharded_state", "dummy", "remote_instance")
+    tensors = open_tensors(facts, plan) if from_files else None
     model = build_model(facts, plan, kernels, tensors, group, stage, experts)
     if sharded:
         tensors = open_sharded(facts, plan, rank_info or RankInfo())

@@ -25,7 +25,7 @@ class MemoryFile:
         self._file: BinaryIO = tempfile.TemporaryFile(prefix="penstock-weights-", buffering=0)  # noqa: SIM115
         try:
             for tensor in self._tensors:
-                for piece in _content(tensor).split(PIECE_BYTES):
+                for piece in content(tensor).split(PIECE_BYTES):
                     rest = memoryview(_array(piece.cpu()))
                     while rest:
                         rest = rest[self._file.write(rest) :]
@@ -38,7 +38,7 @@ class MemoryFile:
         """Copy the contents back to the same tensors. Raises OSError."""
         self._file.seek(0)
         for tensor in self._tensors:
-            for piece in _content(tensor).split(PIECE_BYTES):
+            for piece in content(tensor).split(PIECE_BYTES):
                 host = piece if piece.device.type == "cpu" else torch.empty_like(piece, device="cpu")
                 rest = memoryview(_array(host))
                 while rest:
@@ -87,7 +87,7 @@ def reserve(tensors: Iterable[Tensor]) -> None:
         num_bytes = getattr(tensor, "penstock_nbytes", 0)
         if num_bytes and not tensor.untyped_storage().nbytes():
             tensor.untyped_storage().resize_(num_bytes)
-            _content(tensor).zero_()
+            content(tensor).zero_()
 
 
 def checksums(model: nn.Module) -> dict[str, str]:
@@ -106,23 +106,22 @@ def combined(sums: Mapping[str, str]) -> str:
 def fill_random(model: nn.Module) -> None:
     """Overwrite each byte of all parameters with a random number below 16. A later check then finds stale weights."""
     for tensor in distinct(parameter.data for parameter in model.parameters()):
-        content = _content(tensor)
-        content.random_(0, 16)
+        content(tensor).random_(0, 16)
 
 
-def _array(content: Tensor) -> Any:
+def _array(memory: Tensor) -> Any:
     """Return the uint8 tensor as an array, whose memory it shares."""
-    return content.numpy()
+    return memory.numpy()
 
 
 def _checksum(tensor: Tensor) -> str:
     digest = hashlib.sha256()
-    for piece in _content(tensor).split(PIECE_BYTES):
+    for piece in content(tensor).split(PIECE_BYTES):
         digest.update(memoryview(_array(piece.cpu())))
     return digest.hexdigest()
 
 
-def _content(tensor: Tensor) -> Tensor:
+def content(tensor: Tensor) -> Tensor:
     """Return the tensor's whole storage as uint8, without a copy."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class LoadedWeights:
         self._snapshot: dict[str, str] | None = None
         self.unset: set[str] = set()  # tensors without values since a release that did not keep them
         # Whether the weights are those of the source's files; False after `commit` and `fill_random`.
-        self._from_files = True
+        self._from_files = source.plan.load_format != "remote_instance"
 
     def check(self, path: str, load_format: str | None) -> None:
         """Raise `InvalidRequest` or `CheckpointError` unless the checkpoint's weights can replace the current ones.
@@ -179,6 +179,13 @@ class LoadedWeights:
         self._from_files = self._from_files and not names
         self.unset -= names
         return len(names)
+
+    def send(self, send: Callable[[nn.Module], None]) -> None:
+        """Call `send` with the model, whose parameters must not change meanwhile."""
+        if self._released:
+            raise InvalidRequest("The memory of the weights is released; resume it first.")
+        with torch.inference_mode():
+            send(self._model)
 
     # --- experts ---
 

@@ -17,6 +17,7 @@ from runtime.loading.checkpoint import WeightFiles
 from runtime.loading.tensors import TensorFiles
 from runtime.loading.weight_memory import combined, release, reserve
 from runtime.worker.rank_state import RankState
+from runtime.worker.remote_instance import SENDER, send_parameters
 from runtime.worker.weight_transfer import BACKENDS, TransferGroup, announced, on_thread
 
 logger = logging.getLogger("penstock.core")
@@ -68,6 +69,37 @@ def open_transfer(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[st
         rank.groups[name] = group
 
     return on_thread(f"Joining the group {name}", join)
+
+
+def open_sending(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]]:
+    """Open this rank's port, and wait for the same rank of a new server. Return {"error": ...}."""
+    name = payload["name"]
+    if name in rank.groups:
+        raise InvalidRequest(f"There is a group {name[:80]} already; destroy it first.", param="group_name")
+    if len(rank.groups) >= MAX_GROUPS:
+        raise InvalidRequest(f"There are {MAX_GROUPS} groups already; destroy one first.", param="group_name")
+    info = {**payload, "port": payload["ports"][rank.rank], "world_size": 2, "name": "weights", "backend": "gloo"}
+
+    def join() -> None:
+        rank.groups[name] = TransferGroup(info, SENDER, torch.device("cpu"))
+
+    return on_thread(f"Joining the group {name}", join)
+
+
+def send_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]]:
+    """Send this rank's weights over the group of `open_sending`, while steps continue, and leave the group."""
+    name = payload["name"]
+    group = rank.groups.pop(name, None)
+    if group is None:
+        raise InvalidRequest(f"There is no group {name[:80]} for a new server.", param="group_name")
+
+    def send() -> None:
+        try:
+            rank.loaded.send(lambda model: send_parameters(model, group))
+        finally:
+            group.close()
+
+    return on_thread(f"Sending weights over the group {name}", send)
 
 
 def close_transfer(rank: RankState, payload: Mapping[str, Any]) -> bool:
@@ -224,6 +256,8 @@ WEIGHT_VERBS: Mapping[str, Callable[[RankState, Mapping[str, Any]], Any]] = {
     "accept_weights": accept_weights,
     "restore_weights": restore_weights,
     "open_transfer": open_transfer,
+    "open_sending": open_sending,
+    "send_weights": send_weights,
     "close_transfer": close_transfer,
     "receive_weights": receive_weights,
     "stage_weights": stage_weights,

@@ -53,6 +53,7 @@ from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.page_copies import CopyPages, PageCopier
 from runtime.worker.relaxed_acceptance import RelaxedAcceptance
+from runtime.worker.remote_instance import load_from_instance
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward, Staging
 
@@ -414,6 +415,8 @@ class ModelWorker:
         source = WeightSource.of(facts, plan)
         layers = info.stage_layers(facts.num_layers)
         decoder = load_model(facts, plan, self.kernels, mesh, layers, info, self._sharing_of(name))
+        if plan.load_format == "remote_instance":
+            load_from_instance(decoder, plan, info)
         if plan.by_transformers:
             from runtime.worker.transformers_check import verified  # imports transformers' models
 

@@ -59,6 +59,29 @@ class DestroyGroupBody:
 
 
 @dataclass(slots=True, kw_only=True)
+class SendGroupBody:
+    """The body of `/init_weights_send_group_for_remote_instance`: where this server waits for a new one."""
+
+    master_address: Annotated[str, Length(1, 255)]  # of this server
+    ports: Annotated[str, Length(1, 10_000)]  # one per rank, separated by commas
+    group_name: Name = "weight_send_group"
+    group_rank: Literal[0] = 0  # this server is rank 0 of each group of two
+    world_size: Literal[2] = 2
+    backend: Literal["gloo"] = "gloo"
+
+
+@dataclass(slots=True, kw_only=True)
+class SendWeightsBody:
+    """The body of `/send_weights_to_remote_instance`."""
+
+    group_name: Name = "weight_send_group"
+    master_address: Annotated[str, Length(1, 255)] | None = None  # as in the group's body
+    ports: Annotated[str, Length(1, 10_000)] | None = None
+    group_rank: Literal[0] = 0
+    world_size: Literal[2] = 2
+
+
+@dataclass(slots=True, kw_only=True)
 class WeightsFromGroupBody:
     """The body of `/update_weights_from_distributed`: the tensors that rank 0 of the group broadcasts, in order."""
 
@@ -134,6 +157,24 @@ async def open_group(core: EngineCore, body: UpdateGroupBody) -> Answer:
         backend=body.backend,
     )
     return {"success": True, "message": f"Joined the group {body.group_name}."}
+
+
+async def open_sending(core: EngineCore, body: SendGroupBody) -> Answer:
+    """Wait for a new server that copies the weights. Raises `InvalidRequest` if it does not come."""
+    try:
+        ports = [int(port) for port in body.ports.split(",")]
+    except ValueError:
+        ports = []
+    if not ports or not all(1 <= port <= 65535 for port in ports):
+        raise InvalidRequest("ports must be port numbers, separated by commas.", param="ports")
+    await core.weights.open_sending(address=body.master_address, ports=ports, name=body.group_name)
+    return {"success": True, "message": f"Joined the group {body.group_name}."}
+
+
+async def send_weights(core: EngineCore, body: SendWeightsBody) -> Answer:
+    """Send the weights to the new server. Raises `InvalidRequest` with the reason if they do not arrive."""
+    await core.weights.send(body.group_name)
+    return {"success": True, "message": "The weights were sent."}
 
 
 async def close_group(core: EngineCore, body: DestroyGroupBody) -> Answer:

@@ -47,6 +47,20 @@ async def destroy_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
     return json_response(await calls.close_group(core, body))
 
 
+@decodes(calls.SendGroupBody)
+async def init_send_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Wait for a new server that copies this server's weights. Answers when all its ranks have joined."""
+    body = await read_body(http, lambda raw: decode(calls.SendGroupBody, parse_object(raw)))
+    return json_response(await calls.open_sending(core, body))
+
+
+@decodes(calls.SendWeightsBody)
+async def send(http: HttpRequest, core: EngineCore) -> ASGIApp:
+    """Send all weights to the new server, while requests continue."""
+    body = await read_body(http, lambda raw: decode(calls.SendWeightsBody, parse_object(raw)))
+    return json_response(await calls.send_weights(core, body))
+
+
 @decodes(calls.WeightsFromGroupBody)
 async def update_from_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Receive tensors that rank 0 of a group broadcasts, and put them in place, or answer 400 and keep the old ones."""

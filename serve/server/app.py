@@ -131,6 +131,10 @@ ROUTES = (  # searched in order, so the most frequent routes come first
     RouteSpec(POST, "/update_weights_from_disk", weights.update_from_disk, ADMIN, weights.ERROR_FORMAT),
     RouteSpec(POST, "/init_weights_update_group", weights.init_group, ADMIN, weights.ERROR_FORMAT),
     RouteSpec(POST, "/destroy_weights_update_group", weights.destroy_group, ADMIN, weights.ERROR_FORMAT),
+    RouteSpec(
+        POST, "/init_weights_send_group_for_remote_instance", weights.init_send_group, ADMIN, weights.ERROR_FORMAT
+    ),
+    RouteSpec(POST, "/send_weights_to_remote_instance", weights.send, ADMIN, weights.ERROR_FORMAT),
     RouteSpec(POST, "/update_weights_from_distributed", weights.update_from_group, ADMIN, weights.ERROR_FORMAT),
     RouteSpec(
         POST, "/update_weights_from_tensor", weights.update_from_tensor, ADMIN, weights.ERROR_FORMAT, takes_tensors=True

@@ -38,6 +38,8 @@ class ModelArgs:
         "penstock shard wrote for each rank; layered: layer by layer, which auto also does; bitsandbytes: weights in "
         "nf4, fp4 or int8 as transformers saves them, which auto also reads; "
         "remote: a URL (s3://..., gs://..., https://...), which auto also accepts; "
+        "remote_instance: copied from a running server with the same model, see "
+        "--remote-instance-weight-loader-seed-instance-ip; "
         "dummy: random weights, for measurements without a download.",
         choices=_LOAD_FORMATS,
         built=(
@@ -51,6 +53,7 @@ class ModelArgs:
             "layered",
             "bitsandbytes",
             "remote",
+            "remote_instance",
         ),
         plan="model.load_format",
     )
@@ -147,14 +150,26 @@ class ModelArgs:
     disable_mla: bool = planned(
         False, "Run DeepSeek models with expanded keys and values instead of the compressed latent cache."
     )
-    remote_instance_weight_loader_seed_instance_ip: str | None = planned(
-        None, "Address of a running server from which the weights are copied (load format remote_instance)."
+    remote_instance_weight_loader_seed_instance_ip: str | None = option(
+        None,
+        "Address of a running server from which --load-format remote_instance copies the weights. It needs the same "
+        "model and options. --model-path still names the folder with config.json and the tokenizer. The running server "
+        "must accept this server's --admin-api-key or --api-key.",
+        plan="model.seed_address",
     )
-    remote_instance_weight_loader_seed_instance_service_port: int | None = planned(
-        None, "HTTP port of the running server from which the weights are copied.", low=1, high=65535
+    remote_instance_weight_loader_seed_instance_service_port: int | None = option(
+        None,
+        "HTTP port of the running server from which the weights are copied.",
+        low=1,
+        high=65535,
+        plan="model.seed_port",
     )
-    remote_instance_weight_loader_send_weights_group_ports: tuple[int, ...] | None = planned(
-        None, "Ports that receive the weights, one per tensor-parallel rank, as a JSON list."
+    remote_instance_weight_loader_send_weights_group_ports: tuple[int, ...] | None = option(
+        None,
+        "Ports that the running server opens to send the weights, one per rank.",
+        low=1,
+        high=65535,
+        plan="model.seed_group_ports",
     )
 
 

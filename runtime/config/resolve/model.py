@@ -11,11 +11,13 @@ from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.config.quantization import METHODS, TORCHAO, UNREADABLE, WRITERS, agrees
+from runtime.config.resolve.kernels import CPP_DTYPES, CPP_NEEDS
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
 MAX_TABLE_SHARE = 0.1  # maximum share of the device's memory for rotary tables
 REFUSED = Decision("cpu", "the requested value cannot be used")
+_SEED_OPTIONS = ("seed_instance_ip", "seed_instance_service_port", "send_weights_group_ports")
 _OTHER_DEVICES = {
     "xpu": "an Intel GPU",
     "hpu": "an Intel Gaudi accelerator",
@@ -30,12 +32,18 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
     """Plan the model. It decides the device, so it comes before all other sections."""
     args = builder.args.model
     device = _device(builder, machine)
-    _check_deterministic(builder, device.value, facts)
+    dtype = _dtype(builder, chosen_gpu(device.value, machine), facts)
+    dependence = _dependence(builder, machine, device.value, dtype.value, facts)
     return builder.build(
         ModelPlan,
         path=Decision(facts.path, "as asked" if args.model_path else "no model is given, so the demo model is used"),
         load_format=_load_format(builder, facts),
-        dtype=_dtype(builder, chosen_gpu(device.value, machine), facts),
+        seed_address=builder.follow("remote_instance_weight_loader_seed_instance_ip"),
+        seed_port=builder.follow("remote_instance_weight_loader_seed_instance_service_port"),
+        seed_group_ports=_seed_group_ports(builder, facts),
+        seed_key=Decision(builder.args.get("admin_api_key") or builder.args.get("api_key"), "this server's own key"),
+        dtype=dtype,
+        dependence=dependence,
         device=device,
         context_length=_context_length(builder, facts, _device_bytes(device.value, machine)),
         random_seed=builder.follow_or("random_seed", secrets.randbelow(2**30), "a new seed at each start"),
@@ -52,22 +60,45 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
     )
 
 
-def _check_deterministic(builder: PlanBuilder, device: str, facts: ModelFacts) -> None:
-    """Refuse to promise deterministic results where kernels depend on the batch or on places in memory."""
+def _dependence(
+    builder: PlanBuilder, machine: Machine, device: str, dtype: str, facts: ModelFacts
+) -> Decision[str | None]:
+    """Say why results may depend on other requests, or None. Refuse to promise the opposite."""
     option = "enable_deterministic_inference"
-    if not builder.args.get(option):
-        return
+    promised = bool(builder.args.get(option))
+    reason = _batch_dependence(builder, machine, device, dtype, facts)
+    if reason is not None and promised:
+        builder.refuse(option, f"--enable-deterministic-inference: {reason}.")
+    config = facts.config.get("text_config", facts.config)
+    absorbed = promised or builder.args.get("flashinfer_mla_disable_ragged")
+    if reason is None and config.get("kv_lora_rank") and not absorbed:
+        reason = (
+            "latent attention expands the keys of long prompts, which depends on the chunks; start the server with "
+            "--enable-deterministic-inference"
+        )
+    return Decision(reason, "by the device, the kernels and the model")
+
+
+def _batch_dependence(builder: PlanBuilder, machine: Machine, device: str, dtype: str, facts: ModelFacts) -> str | None:
+    """Say why the model's kernels depend on the batch or on places in memory, or None."""
     if device != "cpu":
-        builder.refuse(
-            option,
-            "--enable-deterministic-inference: products and attention on a GPU depend on the batch. Use --device cpu.",
+        return "products and attention on a GPU depend on the batch; use --device cpu"
+    if facts.by_transformers:
+        return "transformers' modules compute this model, and torch's products depend on the batch"
+    if builder.args.graphs.enable_torch_compile:
+        return "with --enable-torch-compile torch computes products, which depend on the batch"
+    if not machine.has_cpp or not machine.cpu_flags >= CPP_NEEDS:
+        return "without C++ kernels (a compiler, and a processor with AVX2) torch's products depend on the batch"
+    if dtype not in CPP_DTYPES:
+        return f"the C++ kernels do not support {dtype}, and torch's products depend on the batch; use bfloat16"
+    if facts.config and facts.head_dim % 16:
+        return (
+            f"attention over heads of size {facts.head_dim}, which is not a multiple of 16, depends on where keys are "
+            "stored in the last bits of its sums"
         )
-    elif facts.config and facts.head_dim % 16:
-        builder.refuse(
-            option,
-            f"--enable-deterministic-inference: attention over heads of size {facts.head_dim}, which is not a multiple "
-            "of 16, depends on where keys are stored in the last bits of its sums.",
-        )
+    if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
+        return "attention in torch depends on the batch; leave the options of attention backends out"
+    return None
 
 
 def _load_format(builder: PlanBuilder, facts: ModelFacts) -> Decision[str]:
@@ -99,6 +130,42 @@ def _load_format(builder: PlanBuilder, facts: ModelFacts) -> Decision[str]:
         "remote": "the local copy of the remote folder",
     }
     return Decision("auto", usual[asked]) if asked in usual else builder.follow("load_format")
+
+
+def _seed_group_ports(builder: PlanBuilder, facts: ModelFacts) -> Decision[tuple[int, ...] | None]:
+    """Return the ports of a running server that sends its weights. Refuse what cannot be copied from it."""
+    model, ranks = builder.args.model, builder.args.parallel.tp_size * builder.args.parallel.pp_size
+    prefix = "remote_instance_weight_loader_"
+    address, port, ports = (f"{prefix}{end}" for end in _SEED_OPTIONS)
+    given = builder.args.get(ports)
+    if model.load_format != "remote_instance":
+        for option in (address, port, ports):
+            if builder.args.get(option):
+                builder.refuse(option, f"--{option.replace('_', '-')} needs --load-format remote_instance.")
+        return Decision(given, "no weights are copied from a running server")
+    for option in (address, port):
+        if not builder.args.get(option):
+            builder.refuse(option, f"--load-format remote_instance needs --{option.replace('_', '-')}.")
+    if len(given or ()) != ranks:
+        builder.refuse(
+            ports, f"--load-format remote_instance needs --{ports.replace('_', '-')} with {ranks} ports, one per rank."
+        )
+    why = None
+    if facts.by_transformers:
+        why = "transformers' modules compute this model and load its files themselves"
+    elif facts.quantization is not None:
+        why = f"the layout of a quantised checkpoint ({facts.quantization}) is known only from its files"
+    elif builder.args.cache.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+        why = "the scales of an 8-bit KV cache are no weights; leave --kv-cache-dtype out"
+    elif builder.args.moe.ep_size > 1:
+        why = "experts of ranks may have moved; leave --ep-size out"
+    elif facts.pooling is not None:
+        why = "pooling layers are read from files"
+    elif builder.args.parallel.dp_size > 1 or builder.args.parallel.nnodes > 1:
+        why = "one replica on one machine can copy them; leave --dp-size and --nnodes out"
+    if why is not None:
+        builder.refuse("load_format", f"--load-format remote_instance: {why}. Load the checkpoint's files instead.")
+    return Decision(given, "as asked")
 
 
 def _delete_after_loading(builder: PlanBuilder) -> Decision[bool]:
