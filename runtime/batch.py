@@ -90,6 +90,7 @@ class Batch:
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
     # Rows that compute an embedding instead of a token; None: no such rows.
     embedding_rows: Ints | None = None
+    hidden_rows: tuple[int, ...] = ()  # rows that return the hidden states of their tokens, ascending
     # Row values that layers read, by name, [B] each; 0 is the default. A batch has only names that the model's layers
     # declare (`runtime.layers.batch_reads`).
     row_values: Mapping[str, Ints] = field(default_factory=dict)
@@ -246,6 +247,7 @@ class StepOutput(NamedTuple):
     prompt_logprobs: list[tuple[int, Logprobs]] = []  # (row, requested logprobs)  # noqa: RUF012
     embeddings: list[list[float] | None] | None = None  # [B]; None: not requested
     stuck: Collection[int] = ()  # failed rows whose constraint failed or allowed no token
+    hidden: Collection[tuple[int, Floats]] = ()  # (row, states of its tokens [N, E]) of `Batch.hidden_rows`
 
 
 class Runner(Protocol):

@@ -8,12 +8,16 @@ from itertools import count
 from typing import Any, Literal, NamedTuple
 from uuid import uuid4
 
+import numpy as np
+from numpy.typing import NDArray
+
 from runtime.constraint import Constraint
 from runtime.errors import InvalidRequest
 from runtime.grammar_spec import Grammar, ThinkingLimit
 from runtime.media_source import MediaSource, PromptMedia
 from runtime.sampling_params import MAX_BIASES, SamplingParams, grammars_of
 
+Floats = NDArray[np.float32]
 MAX_TOP_LOGPROBS = 128
 LOWEST_LOGPROB = -3.4028234663852886e38  # lowest float32; stands for minus infinity, which JSON lacks
 
@@ -94,6 +98,7 @@ class Request:
     # Keep only this many tokens at the end of the prompt; -1: as many as leave room for the output; None: keep all.
     keep_last: int | None = None
     wants_embedding: bool = False
+    returns_hidden: bool = False  # whether the last chunk of each choice has the hidden states of its tokens
     grammar: Grammar | None = None  # grammar of the output; the engine makes the constraint from it
     # `cache_salt` and `extra_key`; requests share prefixes within one namespace.
     namespace: tuple[str | None, str | None] | None = None
@@ -221,6 +226,7 @@ class Delta(NamedTuple):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
+    hidden: Floats | None = None  # [N, E], of all computed tokens, with the finish, if the request returns them
 
 
 class Chunk(NamedTuple):
@@ -235,3 +241,4 @@ class Chunk(NamedTuple):
     prompt_logprobs: Logprobs | None = None  # only in the first chunk
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
     prompt_ids: tuple[int, ...] | None = None  # only in the first chunk, if the request returns ids
+    hidden: Floats | None = None  # [N, E], as in `Delta`; at a stop string, N may exceed the tokens

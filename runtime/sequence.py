@@ -6,12 +6,40 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import numpy as np
+
 from runtime.constraint import HostData, SequenceConstraint
-from runtime.request import DraftCounts, Finish, Logprobs, Request
+from runtime.request import DraftCounts, Finish, Floats, Logprobs, Request
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.chain import ChainDrafter
 from runtime.speculative.model_drafts import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
+
+
+class HiddenParts:
+    """The hidden states of a sequence's tokens, in parts as steps compute them."""
+
+    __slots__ = ("_parts", "end")
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, Floats]] = []
+        self.end = 0  # number of leading tokens with states
+
+    def add(self, start: int, states: Floats) -> None:
+        """Add the states [N, E] of the tokens from `start` on. They replace earlier ones."""
+        self._parts.append((start, states))
+        if start <= self.end:
+            self.end = max(self.end, start + len(states))
+
+    def joined(self, count: int) -> Floats | None:
+        """Return the states [count, E] of the first tokens, or None if some are missing."""
+        if not 0 < count <= self.end:
+            return None
+        width = self._parts[0][1].shape[1]
+        whole = np.empty((max(count, self.end), width), np.float32)
+        for start, states in self._parts:
+            whole[start : start + len(states)] = states[: len(whole) - start]
+        return whole[:count]
 
 
 class Sequence:
@@ -30,6 +58,7 @@ class Sequence:
         "draft_counts",
         "drafter",
         "finish",
+        "hidden",
         "ids",
         "index",
         "locked_node",
@@ -104,6 +133,7 @@ class Sequence:
         start = request.logprobs.start if request.logprobs is not None else -1
         self.next_logprob = start if start >= 0 else self.num_prompt  # next position to request logprobs for
         self.prompt_logprobs: Logprobs | None = None  # collected until the first output
+        self.hidden = HiddenParts() if request.returns_hidden else None
 
     def restarted(self) -> Sequence:
         """Return a copy with only the prompt, for another scheduler."""

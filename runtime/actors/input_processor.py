@@ -23,6 +23,7 @@ from runtime.tokenizer.tokenizer import Tokenizer
 SEED_MASK = 2**64 - 1
 NO_IDS: frozenset[int] = frozenset()  # shared: `frozenset()` creates a new object at each call
 NO_PRIORITY = -(2**31) - 1  # urgency of a request without a priority: below all priorities
+MAX_HIDDEN_NUMBERS = 2**24  # numbers in the hidden states of a request: 64 MiB, or about 170 MB of JSON
 IDS_AT_ONCE = 16_384  # ids checked by one C call (0.2 ms), which holds the GIL
 CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of neighbouring choices are far apart
 
@@ -37,6 +38,8 @@ class InputProcessor:
         self._tokenizer = tokenizer
         self._is_embedding = plan.model.is_embedding
         self._dependence = plan.model.dependence
+        self._hidden_size = facts.hidden_size
+        self._returns_hidden = plan.serve.returns_hidden
         self._priorities = plan.scheduler.priorities
         self._low_first = plan.scheduler.low_priority_first
         self._text_limit = tokenizer.text_limit if tokenizer else None
@@ -88,6 +91,11 @@ class InputProcessor:
                 param="allowed_token_ids",
             )
         self._banned_ids(sampling)
+        if request.returns_hidden and not self._returns_hidden:
+            raise InvalidRequest(
+                "Hidden states are off on this server; start it with --enable-return-hidden-states.",
+                param="return_hidden_states",
+            )
         if sampling.deterministic and self._dependence is not None:
             raise InvalidRequest(f"deterministic cannot be promised: {self._dependence}.", param="deterministic")
         name = sampling.custom_logit_processor
@@ -179,6 +187,8 @@ class InputProcessor:
         ends_anyway = request.grammar is not None  # the output ends when the grammar allows no more text
         stop_ids = frozenset() if sampling.ignore_eos and not ends_anyway else self._stop_ids(request)
         new = self.context_length if sampling.max_new_tokens is None else sampling.max_new_tokens
+        if request.returns_hidden:
+            self._check_hidden(min(len(ids) + new, self.context_length) * sampling.n)
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         return request, [
             Sequence(
@@ -244,6 +254,16 @@ class InputProcessor:
             new = request.sampling.max_new_tokens
             keep = max(1, self.context_length - (1 if new is None else new))
         return ids[-keep:]
+
+    def _check_hidden(self, num_tokens: int) -> None:
+        """Raise `InvalidRequest` if the hidden states of a request with so many tokens are too large."""
+        most = MAX_HIDDEN_NUMBERS // self._hidden_size
+        if num_tokens > most:
+            raise InvalidRequest(
+                f"A request with hidden states may have at most {most} tokens of prompt and output, not {num_tokens}; "
+                "set a lower max_new_tokens.",
+                param="return_hidden_states",
+            )
 
     def _fit(self, request: Request, ids: tuple[int, ...]) -> Request:
         context, sampling, ids = self.context_length, request.sampling, self._truncated(request, ids)

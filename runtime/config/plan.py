@@ -320,6 +320,7 @@ class ServePlan(Section):
     host: str
     port: int
     api_key: str | None = field(repr=False)
+    returns_hidden: bool = False  # requests may return the hidden states of their tokens
     served_model_name: str
     log_level: str
     log_level_http: str

@@ -430,10 +430,12 @@ class PrefixCache:
 def reusable_tokens(sequence: Sequence) -> int:
     """Return how many leading tokens may come from the cache.
 
-    The last known token is always computed, for its logits, and so is every prompt position whose logprobs are
-    requested.
+    The last known token is always computed, for its logits, and so is every prompt position whose logprobs or hidden
+    states are requested.
     """
     limit = len(sequence.ids) - 1
+    if sequence.hidden is not None:
+        limit = min(limit, sequence.hidden.end)
     if sequence.next_logprob < sequence.num_prompt - 1:
         return min(limit, sequence.next_logprob)
     return limit

@@ -54,6 +54,10 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
         for row, logprobs in output.prompt_logprobs:
             sequence = batch.sequences[row]
             _append_prompt_logprobs(sequence, logprobs)
+        for row, states in output.hidden:
+            sequence = batch.sequences[row]
+            if sequence.hidden is not None:
+                sequence.hidden.add(int(batch.starts[row]), states)
         failed = frozenset(output.failed)
         for row, (sequence, tokens) in enumerate(zip(batch.sequences, output.tokens)):
             if sequence.finish is not None:
@@ -146,7 +150,8 @@ def _delta(
             sequence.draft_counts,
         ),
     )
-    return _new(Delta, (request.id, sequence.index, tokens, finish, usage, logprobs, prompt_logprobs, None))
+    hidden = None if finish is None or sequence.hidden is None else sequence.hidden.joined(num_known - 1)
+    return _new(Delta, (request.id, sequence.index, tokens, finish, usage, logprobs, prompt_logprobs, None, hidden))
 
 
 def _with_forced(forced: list[int], logprobs: Logprobs | None, params: LogprobParams | None) -> Logprobs | None:
@@ -178,7 +183,8 @@ def final_delta(sequence: Sequence, finish: Finish, embedding: list[float] | Non
         sequence.draft_counts,
     )
     prompt_logprobs = sequence.prompt_logprobs if finish.kind == "length" else None
-    return Delta(sequence.request.id, sequence.index, [], finish, usage, None, prompt_logprobs, embedding)
+    hidden = None if sequence.hidden is None else sequence.hidden.joined(min(len(sequence.ids), sequence.hidden.end))
+    return Delta(sequence.request.id, sequence.index, [], finish, usage, None, prompt_logprobs, embedding, hidden)
 
 
 def first_logprobs(logprobs: Logprobs, count: int) -> Logprobs:

@@ -571,6 +571,7 @@ class _StepRows:
             page_table=page_table,
             sampling=sampling,
             prompt_logprobs=tuple(self._prompt_logprobs),
+            hidden_rows=self._hidden_rows() if tables.num_with_hidden else (),
             embedding_rows=np.array(self._embedded, np.int32) if self._embedded else None,
             row_values=tables.values_of(indices),
             position_offsets=self._position_offsets(starts, counts) if tables.num_with_axes else None,
@@ -591,6 +592,10 @@ class _StepRows:
                 sum(len(scored.targets) for scored in self._prompt_logprobs),
             ),
         )
+
+    def _hidden_rows(self) -> tuple[int, ...]:
+        """Return the rows whose hidden states are returned."""
+        return tuple(row for row, sequence in enumerate(self._sequences) if sequence.hidden is not None)
 
     def _position_offsets(self, starts: Ints, counts: Ints) -> Ints | None:
         """Return the offsets [3, T] of the tokens' positions, or None if all of them are 0."""

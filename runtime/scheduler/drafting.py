@@ -45,7 +45,7 @@ class Drafting:
 
     def start(self, sequence: Sequence) -> None:
         """Give a new sequence its drafter, if its rows may have drafts."""
-        if not self.enabled or sequence.request.wants_embedding:
+        if not self.enabled or sequence.request.wants_embedding or sequence.hidden is not None:
             return
         if sequence.constraint is not None and not (self._may_stall and sequence.constraint.takes_drafts):
             return

@@ -201,6 +201,10 @@ class CpuGraph:
             raise RuntimeError("This model is not a draft head.")
         return self._own_states[torch.from_numpy(positions).long()]
 
+    def hidden_of_all(self, count: int) -> Tensor:
+        """Return the hidden states [count, E] of the last step's tokens, after the final norm."""
+        return self._hidden_of_all[:count]
+
     def states_of_all(self, count: int) -> Tensor:
         """Return what a draft head reads of the last step's `count` tokens: see `states_for_draft_head`."""
         return states_for_draft_head(self._hidden_of_all, self._tapped, count)

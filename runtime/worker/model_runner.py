@@ -484,7 +484,7 @@ class StepExecutor:
         graphs, sampling = self.cuda_graphs, batch.sampling
         if graphs is None or sampling is None or len(sampling.positions) < len(batch.counts):
             return None
-        if batch.drafts is not None or self._by_operations(batch):
+        if batch.drafts is not None or self._by_operations(batch) or batch.hidden_rows:
             return None
         if batch.prompt_logprobs or not chooses_plainly(sampling) or not self._graphs_choose:
             return None
@@ -517,7 +517,19 @@ class StepExecutor:
             )
         if batch.embedding_rows is not None and vectors is None:
             vectors = self._model.pooler(hidden, batch.counts, batch.embedding_rows)
-        return copy_out(self.device, batch, sampled, prompts, vectors)
+        states = self._hidden_of_rows(begun) if batch.hidden_rows else None
+        return copy_out(self.device, batch, sampled, prompts, vectors, states)
+
+    def _hidden_of_rows(self, begun: _Begun) -> Tensor:
+        """Return a copy of the hidden states [n, E] of all tokens of the batch's `hidden_rows`, in float32."""
+        batch, graph = begun.batch, self._cpu_graph
+        if begun.in_graph and graph is not None:
+            hidden = graph.hidden_of_all(len(batch.token_ids))
+        else:
+            hidden = self._final_hidden(begun)
+        ends = batch.counts.cumsum()
+        index = np.concatenate([np.arange(ends[row] - batch.counts[row], ends[row]) for row in batch.hidden_rows])
+        return hidden[to_device(torch.from_numpy(index), hidden.device)].float()
 
     def _final_hidden(self, begun: _Begun) -> Tensor:
         """Return the hidden states [T, E] after the final norm. In a pipeline, only requested positions have values."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
 from torch import Tensor
 
-from runtime.batch import Batch, Drafts, StepOutput
+from runtime.batch import Batch, Drafts, Floats, StepOutput
 from runtime.request import Logprobs, joined
 from runtime.worker.device import Device, Read
 from runtime.worker.logprobs import ScoredPrompts
@@ -21,16 +21,20 @@ def copy_out(
     sampled: Sampled | None = None,
     prompts: ScoredPrompts | None = None,
     vectors: Tensor | None = None,
+    states: Tensor | None = None,
 ) -> Read[StepOutput]:
     """Start copying results to the host after the forward. The returned function waits for the copy.
 
-    `vectors`, float32 [M, D], are those of the batch's `embedding_rows`.
+    `vectors`, float32 [M, D], are those of the batch's `embedding_rows`; `states`, float32 [n, E], those of all tokens
+    of its `hidden_rows`.
     """
     tensors = [*sampled.tensors()] if sampled is not None else []
     if prompts is not None:
         tensors += prompts.tensors()
     if vectors is not None:
         tensors.append(vectors)
+    if states is not None:
+        tensors.append(states)
     host, copied = device.download(tensors)
 
     def read() -> StepOutput:
@@ -94,4 +98,13 @@ def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None
                 embeddings[row] = vector
             else:
                 failed.append(row)
-    return StepOutput(tokens, failed, logprobs, prompt_logprobs, embeddings, stuck)
+    return StepOutput(tokens, failed, logprobs, prompt_logprobs, embeddings, stuck, _hidden(batch, copies))
+
+
+def _hidden(batch: Batch, copies: Iterator[Tensor]) -> list[tuple[int, Floats]]:
+    """Split the hidden states of the batch's `hidden_rows` by row."""
+    if not batch.hidden_rows:
+        return []
+    rows = list(batch.hidden_rows)
+    parts = np.split(next(copies).numpy(), batch.counts[rows].cumsum()[:-1])
+    return list(zip(rows, parts, strict=True))

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_CHOICES_IN_ALL = 4096  # maximum of the number of prompts times n
+MAX_HIDDEN_CHOICES = 16  # maximum of the number of prompts times n, with hidden states
 MAX_CONTEXTS = 8  # maximum length of a text whose tokens are counted, in multiples of the model's context
 Texts = str | Annotated[list[str], Length(1, MAX_PROMPTS)]
 Ids = list[int] | Annotated[list[list[int]], Length(1, MAX_PROMPTS)]
@@ -27,6 +28,17 @@ Label = Annotated[str, Length(1, 256)]
 AdapterName = Annotated[str, Length(0, MAX_NAME)]  # "": no adapter
 Salt = Annotated[str, Length(1, 256)]
 Priority = Annotated[int, Range(-MAX_INT32, MAX_INT32)]
+
+
+def check_hidden(wanted: bool, num_choices: int, *, stream: bool) -> None:
+    """Raise `InvalidRequest` if a call wants hidden states that it cannot get."""
+    if wanted and stream:
+        raise InvalidRequest("Hidden states cannot be streamed; set stream to false.", param="return_hidden_states")
+    if wanted and num_choices > MAX_HIDDEN_CHOICES:
+        raise InvalidRequest(
+            f"A call with hidden states has at most {MAX_HIDDEN_CHOICES} choices of all prompts together.",
+            param="return_hidden_states",
+        )
 
 
 def check_choices(num_prompts: int, n: int) -> None:

@@ -17,6 +17,7 @@ from serve.calls.body import decode_open, parse_object
 from serve.calls.bootstrap import with_prefill_server
 from serve.calls.generate.answers import GenerateAnswers
 from serve.calls.generate.schema import GenerateBody, requests_of
+from serve.calls.hidden_states import as_fragment
 from serve.calls.prompts import of_client
 from serve.calls.work_budget import check_repeated
 from serve.http.endpoint import decodes, json_response, read_all_or_disconnect, read_call
@@ -48,7 +49,8 @@ async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
     if body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)
-    if any(request.logprobs for request in requests):  # in a thread, because serializing long lists takes long
+    # In a thread, because serializing long lists takes long.
+    if any(request.logprobs or request.returns_hidden for request in requests):
         return await anyio.to_thread.run_sync(_response, answers, chunks, single)
     return _response(answers, chunks, single)
 
@@ -60,6 +62,9 @@ def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody, list[Request]]:
 
 def _response(answers: GenerateAnswers, chunks: Sequence[Sequence[Chunk]], single: bool) -> Response:
     results = answers.whole(chunks)
+    for result in results:
+        if "hidden_states" in result["meta_info"]:
+            result["meta_info"]["hidden_states"] = as_fragment(result["meta_info"]["hidden_states"])
     if single:
         return json_response(results[0])
     # One by one, because orjson holds the interpreter lock during each call, which delays all streams.

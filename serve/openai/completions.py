@@ -21,8 +21,9 @@ from serve.calls.chat_completions.answers import AnswerHeader, UsageCount, event
 from serve.calls.chat_completions.requests import decode_body, keep_last_of, sampling_of
 from serve.calls.chat_completions.schema import NAMES, CompletionBody, StreamOptions
 from serve.calls.errors import ended
+from serve.calls.hidden_states import last_hidden
 from serve.calls.logprobs import CompletionLogprobs, prompt_logprobs, with_top
-from serve.calls.prompts import check_choices, labels_of, namespaces_of, of_client
+from serve.calls.prompts import check_choices, check_hidden, labels_of, namespaces_of, of_client
 from serve.calls.served_model import adapters_of, choose_model
 from serve.calls.work_budget import check_joined, prompt_ids
 from serve.http.endpoint import decodes, json_response, read_all_or_disconnect, read_call
@@ -92,6 +93,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
     if body.suffix:
         prompts = _fill_in_the_middle(core, body, prompts)
     check_choices(len(prompts), sampling.n)
+    check_hidden(body.return_hidden_states, len(prompts) * sampling.n, stream=body.stream)
     logprobs = _logprobs(body)
     rid = body.rid or uuid4().hex
     keep_last = keep_last_of(body)
@@ -107,6 +109,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
             grammar=body.grammar,
             logprobs=logprobs,
             returns_ids=body.return_token_ids,
+            returns_hidden=body.return_hidden_states,
             truncate=core.plan.serve.allow_auto_truncate,
             keep_last=keep_last,
             add_special_tokens=body.add_special_tokens,
@@ -294,6 +297,8 @@ class CompletionAnswers:
     def _more(self, request_index: int, chunk: Chunk) -> dict[str, Any]:
         """Return the fields of a choice with ids and the prompt's log-probabilities, if they are requested."""
         fields: dict[str, Any] = {}
+        if self._requests[request_index].returns_hidden:
+            fields["hidden_states"] = last_hidden(chunk)
         if self._requests[request_index].returns_ids:
             fields["token_ids"] = chunk.ids
             if chunk.prompt_ids is not None:

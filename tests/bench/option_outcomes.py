@@ -25,6 +25,12 @@ _STANDALONE = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_p
 _NODES = {"nnodes": 2, "tp_size": 2, "dist_init_addr": "first:5000"}
 _PARTS = {"tp_size": 2, "ep_size": 2}
 _BALANCED = {**_PARTS, "enable_eplb": True}
+_REMOTE = {
+    "load_format": "remote_instance",
+    "remote_instance_weight_loader_seed_instance_ip": "first",
+    "remote_instance_weight_loader_seed_instance_service_port": 30000,
+    "remote_instance_weight_loader_send_weights_group_ports": (30100,),
+}
 # Further options that an option requires.
 _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "torch_compile_max_bs": {"enable_torch_compile": True},
@@ -74,6 +80,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "speculative_ngram_branch_length": _NGRAM,
     "speculative_ngram_min_match_window_size": _NGRAM,
     "speculative_ngram_max_match_window_size": _NGRAM,
+    **{name: _REMOTE for name in _REMOTE if name != "load_format"},
     "quantization_param_path": {"kv_cache_dtype": "fp8_e4m3"},
     "delete_ckpt_after_loading": {"model_path": "."},  # an existing path; nothing is deleted for the table
 }

@@ -74,7 +74,12 @@ class SamplingArgs:
         "change the logits in place, and have all rights of this process. Default: none.",
         plan="serve.logits_processors",
     )
-    enable_return_hidden_states: bool = planned(False, "Allow requests to return the hidden states of their tokens.")
+    enable_return_hidden_states: bool = option(
+        False,
+        "Allow requests to return the hidden states of their tokens (return_hidden_states). Such requests compute "
+        "their whole prompt.",
+        plan="serve.returns_hidden",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -151,6 +151,12 @@ def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> 
         )
     if args.public_origin is not None and not re.fullmatch(r"https?://[^/?#@\s]+", args.public_origin):
         builder.refuse("public_origin", "--public-origin must be an origin, for example https://models.example.")
+    if builder.args.sampling.enable_return_hidden_states and builder.args.parallel.pp_size > 1:
+        builder.refuse(
+            "enable_return_hidden_states",
+            "--enable-return-hidden-states: the last stage of a pipeline sends only the states that are sampled; use "
+            "--pp-size 1.",
+        )
     return builder.build(
         ServePlan,
         served_model_name=_served_model_name(builder, model_path, demo_path),

@@ -88,6 +88,7 @@ def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> 
         sampling=sampling,
         logprobs=chat.logprobs,
         returns_ids=chat.returns_ids,
+        returns_hidden=chat.returns_hidden,
         add_special_tokens=chat.add_special_tokens,
         keep_last=chat.keep_last,
         cut_output=chat.cut_output,

@@ -38,6 +38,7 @@ class ChatRequest:
     # Alternatives per token in the answer, for the output and the prompt. None: the answer shows no log-probabilities.
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
+    returns_hidden: bool = False  # whether the answer has the hidden states of the last token
     returns_ids: bool = False  # whether the answer has the ids of the prompt and the output
     add_special_tokens: bool = False  # false, because the chat template writes the special tokens
     keep_last: int | None = None  # the same as `Request.keep_last`

@@ -22,6 +22,7 @@ from serve.calls.chat.prepare import PreparedChat
 from serve.calls.chat_completions.answers import AnswerHeader, UsageCount, event_end
 from serve.calls.chat_completions.schema import StreamOptions
 from serve.calls.errors import ended
+from serve.calls.hidden_states import last_hidden
 from serve.calls.logprobs import chat_logprobs, prompt_logprobs, with_top
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def chat_answer(
                 "matched_stop": finish.matched,
             }
         )
+        if prepared.request.returns_hidden:
+            choices[-1]["hidden_states"] = last_hidden(chunk)
         if prepared.request.returns_ids:
             choices[-1]["token_ids"] = chunk.ids
             whole["prompt_token_ids"] = chunk.prompt_ids

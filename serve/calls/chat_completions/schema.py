@@ -80,7 +80,7 @@ class OpenAIBody:
     guided_whitespace_pattern: NotBuilt = None
     session_params: NotBuilt = None
     session_id: NotBuilt = None
-    return_hidden_states: NotBuilt = None
+    return_hidden_states: bool = False  # the last token's, as `hidden_states`; see `GenerateBody`
     bootstrap_host: Hosts | None = None  # the prefill server that computes the prompt, as SGLang's routers name it
     bootstrap_port: Ports | None = None
     bootstrap_room: Rooms | None = None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from runtime.request import Chunk, Finish, Logprobs, Request
+from serve.calls.hidden_states import hidden_states
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -108,6 +109,7 @@ class GenerateAnswers:
             "cached_tokens": chunk.usage.cached,
             "e2e_latency": time.perf_counter() - self._started_s,
             **({} if chunk.usage.drafts is None else chunk.usage.drafts.as_meta()),
+            **({"hidden_states": hidden_states(chunk)} if request.returns_hidden else {}),
         }
 
     def _logprobs(self, request: Request, chunk: Chunk) -> dict[str, list[Any]]:

@@ -25,6 +25,7 @@ from serve.calls.prompts import (
     Salt,
     Texts,
     check_choices,
+    check_hidden,
     check_length,
     labels_of,
     namespaces_of,
@@ -71,7 +72,7 @@ class GenerateBody:
     video_data: Any = None  # as image_data
     audio_data: Any = None
     modalities: list[Modality] | Modality | None = None
-    return_hidden_states: NotBuilt = None
+    return_hidden_states: bool | list[bool] = False  # requires --enable-return-hidden-states; not with stream
     custom_logit_processor: str | list[str | None] | None = None  # a sampling parameter in the other APIs
     bootstrap_host: Hosts | None = None  # the prefill server that computes the prompt, as SGLang's routers name it
     bootstrap_port: Ports | None = None
@@ -114,6 +115,8 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
     namespaces = namespaces_of(body.cache_salt, body.extra_key, count)
     priorities = spread(body.priority, count, "priority")
     adapters = spread(body.lora_path, count, "lora_path")
+    hidden = spread(body.return_hidden_states, count, "return_hidden_states")
+    check_hidden(any(hidden), count * sampling[0].n, stream=body.stream)
     values: dict[Kind, Any] = {"image": body.image_data, "video": body.video_data, "audio": body.audio_data}
     media = native_media(values, count, is_batch=body.is_batch)
     if body.session_params is not None and (body.is_batch or sampling[0].n > 1):
@@ -127,6 +130,7 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
             media=media[index],
             sampling=sampling[index],
             logprobs=logprobs[index],
+            returns_hidden=hidden[index],
             truncate=core.plan.serve.allow_auto_truncate,
             namespace=namespaces[index],
             priority=priorities[index],

@@ -41,6 +41,12 @@ CPU = replace(Machine.named("cpu"), compiler="/usr/bin/c++")
 H200 = Machine.named("h200")
 FOUR_GPUS = replace(H200, gpus=H200.gpus * 4)
 NODES = {"nnodes": 2, "tp_size": 2, "dist_init_addr": "first:5000"}
+REMOTE = {
+    "load_format": "remote_instance",
+    "remote_instance_weight_loader_seed_instance_ip": "first",
+    "remote_instance_weight_loader_seed_instance_service_port": 30000,
+    "remote_instance_weight_loader_send_weights_group_ports": (30100,),
+}
 # Machines, with options that other options require.
 SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {}),
@@ -66,6 +72,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, PARTS),
     (CPU, {**PARTS, "enable_eplb": True}),
     (CPU, {"json_model_override_args": SEEING}),
+    (CPU, REMOTE),
     (CPU, {"model_path": str(ROOT)}),  # an existing path
 ]
 # Values of options that do not accept arbitrary values.
