@@ -27,6 +27,7 @@ NO_BODY = {
     "cancel",
     "answer",
     *("reset_prefix_cache", "pause_requests", "resume_requests", "sleep", "wake_up"),
+    *("start_expert_record", "stop_expert_record", "dump_expert_record"),
 }
 EASY = {"/generate", "/v1/completions", "/tokenize", "/detokenize"}  # routes for which random bodies are often valid
 WITH_BODY = [path for path, each in DOCUMENT["paths"].items() if "requestBody" in each.get("post", {})]
