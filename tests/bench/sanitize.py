@@ -14,11 +14,12 @@ from pathlib import Path
 
 from bench import PROGRAM
 from cpp_kernels import SANITIZER, SANITIZERS, compiler, flags
-from ops.cpp.build import build
+from ops.cpp import build as building
 from ops.machine import Machine
 from serve.bench.options import new_parser
 
 ROOT = Path(__file__).parents[2]
+COMPILE_S = 1800  # seconds per compiled unit: a sanitizer multiplies the time
 # No Triton, and no compilers, which fail with a preloaded runtime.
 SELECTED = (
     "-m",
@@ -42,7 +43,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("sanitizer", choices=[*SANITIZERS])
     options, rest = parser.parse_known_args(argv)
     os.environ[SANITIZER] = options.sanitizer
-    print(f"Compiled {build(compiler(), Machine.probe().cpu_flags, flags())}", flush=True)
+    building.TIMEOUT_S = COMPILE_S
+    print(f"Compiled {building.build(compiler(), Machine.probe().cpu_flags, flags())}", flush=True)
     runtimes = [_found(name) for name in (RUNTIMES[options.sanitizer], EXCEPTIONS)]
     if not all(Path(each).is_file() for each in runtimes):
         sys.stderr.write(f"{PROGRAM}: {compiler()} lacks one of {', '.join(runtimes)}\n")
