@@ -19,7 +19,7 @@ PROMPTS = [([3 + i, 9, 4 + 3 * i, 7][: 1 + i % 4], 3 + i) for i in range(6)]
 @pytest.mark.skipif(Machine.probe().compiler is None, reason="needs a C++ compiler")
 def test_compiled_steps_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch):
     model = load_model(late_steps.facts(), late_steps.model_plan(), compilable(select()))
-    monkeypatch.setattr(late_steps, "model", lambda: model)
+    monkeypatch.setattr(late_steps, "model", lambda family: model)
     calls: list[int] = []
 
     def compiled(steps: late_steps.Steps) -> None:
