@@ -25,6 +25,7 @@ COMMANDS = {
         "clients that read or send slowly, and what others notice of them",
     ),
     "gpu": ("bench.gpu.command", "a GPU with random weights of real shapes, beside its limits"),
+    "gpu-model": ("bench.gpu_model", "predict decode steps on a GPU from bytes, operations and launches"),
     "gpu-bundle": ("bench.contact.bundle", "gather what a GPU machine without a package index lacks"),
     "gpu-contact": ("bench.contact.command", "prove everything that concerns a GPU within a budget of time"),
     "cpu": ("bench.cpu.command", "ours and its peers on this machine's CPU, in turns"),
