@@ -18,8 +18,8 @@ from runtime.batch import Batch
 from runtime.config.model_facts import ModelFacts
 from runtime.errors import ConfigurationError
 
-OUTLIER = 3.0  # in a fit, steps are left out whose error is above so many times the median error
-NUM_FITS = 3  # the first over all steps, the others without outliers
+OUTLIER = 10.0  # a fit leaves out steps that take this many times as long as predicted: the process was stopped
+NUM_FITS = 6  # the weights of each fit follow from the predictions of the one before
 MIN_STEPS = 20  # minimum number of steps of a fit
 
 
@@ -76,18 +76,19 @@ def features(batch: Batch) -> tuple[int, int, int, int]:
 def fit(steps: list[tuple[tuple[int, int, int, int], float]]) -> StepCosts:
     """Return the costs that predict these steps (features, seconds) with the least relative errors.
 
+    Errors are relative to the prediction, so that sums of predictions are as long as sums of steps, delays included.
     Raises `ConfigurationError` if there are too few steps.
     """
     if len(steps) < MIN_STEPS:
         raise ConfigurationError(f"The record has {len(steps)} timed steps; a fit needs {MIN_STEPS}.")
     matrix = np.array([(1.0, *values) for values, _ in steps])
     seconds = np.array([max(each, 1e-6) for _, each in steps])
-    kept = np.ones(len(steps), np.bool_)
+    kept, scale = np.ones(len(steps), np.bool_), seconds
     found = np.zeros(matrix.shape[1])
     for _ in range(NUM_FITS):
-        found = _least_squares(matrix[kept] / seconds[kept, None], np.ones(int(kept.sum())))
-        errors = np.abs(matrix @ found / seconds - 1)
-        kept = errors <= max(OUTLIER * float(np.median(errors)), 0.02)
+        found = _least_squares(matrix[kept] / scale[kept, None], seconds[kept] / scale[kept])
+        scale = np.maximum(matrix @ found, 1e-6)
+        kept = seconds <= OUTLIER * scale
     return StepCosts(*map(float, found))
 
 
