@@ -8,6 +8,7 @@
     │   │   └── ContextOverflow   400, the prompt does not fit
     │   ├── Unauthorized          401
     │   ├── Forbidden             403
+    │   ├── DeadlinePassed        408, the request's own time limit
     │   ├── NotFound              404
     │   ├── PayloadTooLarge       413
     │   └── NotSupported          501, the feature is not supported yet
@@ -107,6 +108,13 @@ class NotFound(RequestError):
 
     status = 404
     kind = "NotFoundError"
+
+
+class DeadlinePassed(RequestError):
+    """The time limit of the request passed, or will pass before its first token."""
+
+    status = 408
+    kind = "RequestTimeoutError"
 
 
 class PayloadTooLarge(RequestError):

@@ -65,6 +65,17 @@ class Adapter(NamedTuple):
     pinned: bool = False  # whether it keeps its slot on the device and its place in host memory
 
 
+class Service(NamedTuple):
+    """How soon a client wants its answer, and what should stay cached for its next request."""
+
+    timeout_s: float | None = None  # seconds after which the answer is worthless; None: no limit
+    tier: str | None = None  # OpenAI's service tier; with priorities, it stands for a priority
+    pin: str | None = None  # the prompt's pages are pinned under this name; None: they are not pinned
+
+
+USUAL = Service()
+
+
 class SessionParams(NamedTuple):
     """The session of a request, and the earlier request whose tokens it continues."""
 
@@ -106,7 +117,8 @@ class Request:
     row_values: Mapping[str, int] = field(default_factory=dict)
     lora: str | None = None  # name of an adapter
     adapter: Adapter | None = None  # the adapter with this name; the engine sets it
-    priority: int | None = None  # None: after all requests with a priority
+    priority: int | None = None  # None: that of the service tier, else after all requests with a priority
+    service: Service = USUAL
     session: SessionParams | None = None
     follows: bool = False  # another prompt of the same call was admitted, so the queue admits this one even if full
     shown_special_ids: frozenset[int] = frozenset()  # special tokens that `skip_special_tokens` keeps

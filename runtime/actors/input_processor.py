@@ -24,6 +24,7 @@ SEED_MASK = 2**64 - 1
 NO_IDS: frozenset[int] = frozenset()  # shared: `frozenset()` creates a new object at each call
 NO_PRIORITY = -(2**31) - 1  # urgency of a request without a priority: below all priorities
 MAX_HIDDEN_NUMBERS = 2**24  # numbers in the hidden states of a request: 64 MiB, or about 170 MB of JSON
+DEFAULT_TIER = "default"  # the tier of requests that name none, or an unknown one
 IDS_AT_ONCE = 16_384  # ids checked by one C call (0.2 ms), which holds the GIL
 CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of neighbouring choices are far apart
 
@@ -41,6 +42,7 @@ class InputProcessor:
         self._hidden_size = facts.hidden_size
         self._returns_hidden = plan.serve.returns_hidden
         self._priorities = plan.scheduler.priorities
+        self._tiers = plan.scheduler.tiers
         self._low_first = plan.scheduler.low_priority_first
         self._text_limit = tokenizer.text_limit if tokenizer else None
         self._suffix = _suffix(tokenizer) if tokenizer and self._is_embedding else ()
@@ -209,9 +211,12 @@ class InputProcessor:
         """Return `Sequence.urgency` of a request: a higher number runs earlier."""
         if not self._priorities:
             return 0
-        if request.priority is None:
+        priority = request.priority
+        if priority is None and self._tiers:
+            priority = self._tiers.get(request.service.tier or DEFAULT_TIER, self._tiers.get(DEFAULT_TIER))
+        if priority is None:
             return NO_PRIORITY
-        return -request.priority if self._low_first else request.priority
+        return -priority if self._low_first else priority
 
     def grammar_ends(self, request: Request) -> Ends:
         """Return the rules for ending an output that a grammar constrains."""

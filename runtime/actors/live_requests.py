@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol, Self
 from runtime.actors.choice_decoder import ChoiceDecoder
 from runtime.actors.output_stream import OutputStream
 from runtime.actors.request_times import RequestTimes
-from runtime.errors import InvalidRequest, PenstockError
+from runtime.errors import DeadlinePassed, InvalidRequest, PenstockError
 from runtime.request import Chunk, Finish, Request, Usage
 from runtime.sequence import Sequence
 from runtime.tokenizer.stop import StopPattern
@@ -146,6 +146,7 @@ class LiveRequests:
         # Timelines of ended requests, the latest last.
         self.recent: deque[Timeline] = deque(maxlen=NUM_RECENT)
         self._live: dict[int, LiveRequest] = {}  # request id -> request
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # of the requests with a time limit
         self._labels: set[tuple[str, str]] = set()  # (owner, label) of the live requests
         self._ended: dict[int, asyncio.Event] = {}  # requests whose end `wait_for` awaits
         self._idle = asyncio.Event()
@@ -168,6 +169,10 @@ class LiveRequests:
         output = OutputStream(request.id, request.sampling.n, self.abort)
         live = self._live[request.id] = LiveRequest(request, output)
         self._idle.clear()
+        if (timeout_s := request.service.timeout_s) is not None:
+            passed = DeadlinePassed(f"The answer was not complete within {timeout_s:g} s.", param="timeout_s")
+            loop = asyncio.get_running_loop()
+            self._timers[request.id] = loop.call_later(timeout_s, self.fail, request.id, passed)
         for observer in self.observers:
             observer.began(live)
         return live
@@ -177,6 +182,8 @@ class LiveRequests:
         if self._live.pop(live.request.id, None) is None:
             return
         self._labels.discard((live.request.owner, live.request.label))
+        if self._timers and (timer := self._timers.pop(live.request.id, None)) is not None:
+            timer.cancel()
         live.times.ended = monotonic()
         self.recent.append(Timeline.of(live, ended_s=live.times.ended, error=error))
         for observer in self.observers:

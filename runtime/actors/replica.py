@@ -226,6 +226,7 @@ class _ReplicaLoader:
             num_tier_pages=num_tier_pages,
             write_policy=plan.cache.write_policy,
             step_pages=_step_pages(page_bytes),
+            num_pinnable=int(plan.cache.pin_share * cache.num_pages),
         )
         if prefixes.tier is not None:
             prefixes.tier.copy_s = restore_s

@@ -26,6 +26,7 @@ from runtime.actors.storage import Storage
 from runtime.batch import Batch, Runner
 from runtime.config.plan import SchedulerPlan
 from runtime.errors import (
+    DeadlinePassed,
     EngineClosed,
     EngineFailure,
     NotFinite,
@@ -145,6 +146,8 @@ class SchedulerActor:
         self._crash_folder = plan.crash_folder
         self._target_s = None if plan.target_token_ms is None else plan.target_token_ms / 1000
         self._priorities = plan.priorities
+        self._max_first_token_s = plan.max_first_token_s
+        self._limits_first_token = plan.max_first_token_s is not None
         self._receive_interval = plan.receive_interval
         self._requests = requests
         self._detokenizer = detokenizer
@@ -192,6 +195,11 @@ class SchedulerActor:
         """Queue a request for computation."""
         live.scheduler = self
         live.times.queued = time.monotonic()
+        if self._limits_first_token or live.request.service.timeout_s is not None:
+            refusal = self._refusal(live)
+            if refusal is not None:
+                self._requests.fail(live.request.id, refusal)
+                return
         self._num_arriving += len(live.sequences)
         self._tokens_arriving += sum(len(sequence.ids) for sequence in live.sequences)
         self._inbox.put(Admit(live))
@@ -217,6 +225,39 @@ class SchedulerActor:
     def least_urgency(self) -> float:
         """Lowest urgency of the waiting requests. A full queue accepts only more urgent requests."""
         return self.scheduler.least_urgency
+
+    def first_token_s(self, num_tokens: int, urgency: float = -math.inf) -> float | None:
+        """Predict the time to the first token of a new request with `num_tokens` prompt tokens that are not cached.
+
+        The prompts that run or wait with at least this urgency come first, at the measured speed. None: no speed is
+        known.
+        """
+        token_s, decode_s = self.progress.times.prompt_token_s, self.progress.times.decode_s or 0.0
+        if token_s is None:
+            return None
+        num_before = self.scheduler.num_tokens_ahead(urgency) + self._tokens_arriving
+        num_steps = len(self.steps) + -(-(num_before + num_tokens) // self._step_tokens)
+        return max((num_before + num_tokens) * token_s + num_steps * decode_s, self.wait_s)
+
+    def _refusal(self, live: LiveRequest) -> PenstockError | None:
+        """Return the error of a request whose first token is predicted to come too late, or None."""
+        if live.request.follows or not live.sequences:
+            return None
+        first = live.sequences[0]
+        num_tokens = first.num_prompt - self.scheduler.num_cached(first)
+        urgency = first.urgency if self._priorities else -math.inf
+        predicted_s = self.first_token_s(num_tokens, urgency)
+        if predicted_s is None:
+            return None
+        limit_s = self._max_first_token_s
+        if limit_s is not None and predicted_s > limit_s:
+            text = f"The first token is predicted in {predicted_s:.1f} s; this server accepts {limit_s:g} s."
+            return Overloaded(text, retry_after_s=min(MAX_RETRY_AFTER_S, math.ceil(predicted_s - limit_s)))
+        timeout_s = live.request.service.timeout_s
+        if timeout_s is not None and time.monotonic() - live.times.arrived + predicted_s > timeout_s:
+            text = f"The first token is predicted in {predicted_s:.1f} s, after the request's limit of {timeout_s:g} s."
+            return DeadlinePassed(text, param="timeout_s")
+        return None
 
     @property
     def wait_s(self) -> float:

@@ -72,6 +72,7 @@ class CachePlan(Section):
     # Pages of sliding-window layers per page of the other layers; None: one pool for all layers.
     window_ratio: float | None = None
     max_states: int | None = None  # state slots of recurrent layers; None: as many as memory allows
+    pin_share: float = 0.0  # maximum share of the pages that pinned prefixes may have
     swap_space_gib: float = 0.0  # host memory per rank for the KV of retracted sequences
     host_tier: bool = False  # keep pages of the prefix tree in host memory too
     host_ratio: float = 2.0  # pages of the host tier per page of the device
@@ -110,6 +111,8 @@ class SchedulerPlan(Section):
     max_queue_time_s: float | None = None  # longest wait of a request; None: no limit
     micro_batches: int = 1  # batches in flight with disjoint sequences: one per pipeline stage
     priorities: bool = False  # priorities order the queue, displace waiting requests and interrupt running ones
+    tiers: Mapping[str, int] = field(default_factory=dict)  # priorities of service tiers; {}: tiers have no effect
+    max_first_token_s: float | None = None  # requests with a longer predicted time to the first token are refused
     low_priority_first: bool = False  # lower priority numbers go first
     # A request interrupts a running one if its priority is higher by more than this.
     preemption_threshold: int = 10

@@ -31,6 +31,7 @@ from runtime.kv_cache.host_tier import HostTier
 from runtime.kv_cache.kinds import CacheKind
 from runtime.kv_cache.page_events import PageEvents
 from runtime.kv_cache.pages import PagePool
+from runtime.kv_cache.pins import Pins
 from runtime.kv_cache.radix_tree import Node, RadixTree, path_pages
 from runtime.kv_cache.storage_tier import StorageTier
 from runtime.sequence import Sequence
@@ -67,7 +68,9 @@ class PrefixCache:
         num_tier_pages: int = 0,
         write_policy: str = "write_through",
         step_pages: int = 64,
+        num_pinnable: int = 0,
     ) -> None:
+        """`num_pinnable` is the number of pages that `pin` may keep."""
         if page_size < 1:
             raise ValueError(f"The page size must be at least 1, not {page_size}.")
         self.page_size = page_size
@@ -76,6 +79,7 @@ class PrefixCache:
         self.events = events
         self._pool = PagePool(num_pages)
         self._tree = RadixTree(page_size)
+        self.pins = Pins(self._tree, num_pinnable)
         if (num_host_pages or num_tier_pages) and self.kinds:
             raise ValueError("Sequences that have other caches than KV pages cannot be copied to the host.")
         self.copies = CopyQueue()
@@ -174,6 +178,15 @@ class PrefixCache:
         node, pages = self._tree.lock(ids, len(ids), namespace)
         self._tree.unlock(node)
         return len(pages) * self.page_size
+
+    def pin(self, sequence: Sequence) -> None:
+        """Pin the cached part of a sequence's prompt, if its request asks for it."""
+        request = sequence.request
+        if request.service.pin is None or not self.enabled or not self.pins.max_pages:
+            return
+        node, pages = self._tree.lock(sequence.keys, sequence.num_prompt, sequence.namespace)
+        self._tree.unlock(node)
+        self.pins.add(request.owner, request.service.pin, node, len(pages))
 
     def lock(self, sequence: Sequence) -> None:
         """Give a sequence without pages its longest cached prefix, and lock this prefix in the tree."""
@@ -375,6 +388,7 @@ class PrefixCache:
 
     def empty(self) -> None:
         """Evict every prefix that no running sequence uses, on the host too."""
+        self.pins.clear()
         pages = self._tree.evict(self._tree.num_evictable)
         if self.tier is not None:
             self.tier.discarded(pages)
@@ -391,6 +405,7 @@ class PrefixCache:
         """
         for sequence in sequences:
             _forget_pages(sequence)
+        self.pins.clear()
         self._tree.clear()
         if self.events is not None:
             self.events.cleared()

@@ -12,11 +12,13 @@ from collections.abc import Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
 
+PINNED = 1 << 60  # above every value of the clock
+
 
 class Node:
     """A run of pages. A split keeps this object for the *end* of the run, where the locks are."""
 
-    __slots__ = ("children", "ids", "last_used", "locks", "pages", "parent")
+    __slots__ = ("children", "ids", "last_used", "locks", "pages", "parent", "pins")
 
     def __init__(self, parent: Node | None, ids: list[int], pages: list[int]) -> None:
         self.parent = parent  # None for a root and for a removed node
@@ -24,7 +26,13 @@ class Node:
         self.pages = pages
         self.children: dict[tuple[int, ...], Node] = {}
         self.locks = 0
+        self.pins = 0  # pinned prefixes that end here
         self.last_used = 0
+
+    @property
+    def order(self) -> int:
+        """Position in the order of eviction: pinned nodes come after all others, each least recently used first."""
+        return self.last_used + PINNED if self.pins else self.last_used
 
 
 class RadixTree:
@@ -42,7 +50,7 @@ class RadixTree:
         self._num_nodes = 0
         self._clock = 0
         self._serial = count()
-        self._leaves: list[tuple[int, int, Node]] = []  # heap of (last used, tie, node); stale entries are skipped
+        self._leaves: list[tuple[int, int, Node]] = []  # heap of (order, tie, node); stale entries are skipped
 
     def match_length(self, ids: list[int], limit: int, namespace: Hashable = None) -> int:
         """Return how many of the first `limit` tokens are in the tree, without changing it."""
@@ -134,12 +142,22 @@ class RadixTree:
         self._offer(node)
         self._drop_root_if_empty(root)
 
+    def pin(self, node: Node) -> None:
+        """Evict the prefix that ends at this node after all prefixes without a pin."""
+        node.pins += 1
+        self._offer(node)
+
+    def unpin(self, node: Node) -> None:
+        """Remove one pin from a node, which may have left the tree."""
+        node.pins -= 1
+        self._offer(node)
+
     def evict(self, num_pages: int) -> list[int]:
         """Remove and return up to `num_pages` pages: least recently used leaves first, from the ends of runs."""
         freed: list[int] = []
         while len(freed) < num_pages and self._leaves:
-            last_used, _, node = heappop(self._leaves)
-            if not _is_free_leaf(node) or node.last_used != last_used:
+            order, _, node = heappop(self._leaves)
+            if not _is_free_leaf(node) or node.order != order:
                 continue
             missing = num_pages - len(freed)
             if len(node.pages) > missing:
@@ -188,7 +206,7 @@ class RadixTree:
             if root not in self._roots.values():
                 raise ValueError("A locked node is no longer in the tree.")
         nodes = list(self._nodes())
-        evictable_leaves = {(last_used, id(node)) for last_used, _, node in self._leaves}
+        evictable_leaves = {(order, id(node)) for order, _, node in self._leaves}
         for node in nodes:
             if node.locks != locks[id(node)]:
                 raise ValueError(f"A node counts {node.locks} locks but has {locks[id(node)]} holders.")
@@ -208,7 +226,7 @@ class RadixTree:
             raise ValueError("A node's ids do not fill its pages.")
         if parent is None or parent.children.get(tuple(node.ids[: self.page_size])) is not node:
             raise ValueError("A node is not at the key of its ids.")
-        if _is_free_leaf(node) and (node.last_used, id(node)) not in evictable_leaves:
+        if _is_free_leaf(node) and (node.order, id(node)) not in evictable_leaves:
             raise ValueError("An unlocked leaf is not in the eviction order.")
 
     def _nodes(self) -> Iterator[Node]:
@@ -285,11 +303,9 @@ class RadixTree:
         """Add a node to the eviction order if it is an unlocked leaf."""
         if not _is_free_leaf(node):
             return
-        heappush(self._leaves, (node.last_used, next(self._serial), node))
+        heappush(self._leaves, (node.order, next(self._serial), node))
         if len(self._leaves) > 2 * self._num_nodes + 64:
-            self._leaves = [
-                entry for entry in self._leaves if _is_free_leaf(entry[2]) and entry[2].last_used == entry[0]
-            ]
+            self._leaves = [entry for entry in self._leaves if _is_free_leaf(entry[2]) and entry[2].order == entry[0]]
             heapify(self._leaves)
 
     def _drop_root_if_empty(self, root: Node) -> None:

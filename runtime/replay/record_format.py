@@ -33,7 +33,7 @@ from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.states import StateKind
 from runtime.kv_cache.windowed import WindowedPages
 from runtime.media_source import PlacedMedia, PromptMedia
-from runtime.request import Adapter, LogprobParams, Request
+from runtime.request import Adapter, LogprobParams, Request, Service
 from runtime.sampling_params import SamplingParams
 from runtime.sequence import Sequence
 
@@ -54,6 +54,7 @@ def header(plan: SchedulerPlan, cache: PrefixCache, **settings: Any) -> dict[str
         "page_size": cache.page_size,
         "prefix_cache": cache.enabled,
         "kinds": [[kind.name, kind.count, getattr(kind, "window", None)] for kind in cache.kinds],
+        "num_pinnable": cache.pins.max_pages,
         "copy_s": None if cache.tier is None else cache.tier.copy_s,
         **settings,
     }
@@ -84,6 +85,7 @@ def make_cache(first: Mapping[str, Any]) -> PrefixCache:
         num_tier_pages=first["num_tier_pages"],
         write_policy=first["write_policy"],
         step_pages=first["step_pages"],
+        num_pinnable=first["num_pinnable"],
     )
     if cache.tier is not None:
         cache.tier.copy_s = first["copy_s"]
@@ -139,6 +141,7 @@ def request_fields(sequences: tuple[Sequence, ...]) -> dict[str, Any]:
         "values": dict(request.row_values),
         "follows": request.follows,
         "owner": request.owner and blake2b(request.owner.encode(), digest_size=6).hexdigest(),
+        "pin": request.service.pin and blake2b(request.service.pin.encode(), digest_size=6).hexdigest(),
         "constrained": first.constraint is not None,
         "media": None if media is None else _media_fields(media, first.ids),
     }
@@ -161,6 +164,7 @@ def make_sequences(values: Mapping[str, Any]) -> list[Sequence]:
         row_values=values.get("values", {}),
         follows=values.get("follows", False),
         owner=values.get("owner", ""),
+        service=Service(pin=values.get("pin")),
         constraint=RecordedConstraint() if values.get("constrained") else None,
         prompt_media=_media(values["media"], values["ids"]) if "media" in values else None,
     )
@@ -220,7 +224,7 @@ def _sampling(values: Mapping[str, Any]) -> SamplingParams:
 def _media_fields(media: PromptMedia, ids: list[int]) -> dict[str, Any]:
     keys = [[at, key % KEY_LIMIT] for at, (key, token_id) in enumerate(zip(media.keys, ids)) if key != token_id]
     spans = [[span.start, span.end] for span in media.spans]
-    return {"spans": spans, "keys": keys, "mutual": media.mutual, "images": media.num_images}
+    return {"spans": spans, "keys": keys, "mutual": media.mutual, "images": media.num_items}
 
 
 def _media(values: Mapping[str, Any], ids: list[int]) -> PromptMedia:

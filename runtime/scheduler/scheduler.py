@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Hashable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
@@ -48,6 +49,7 @@ class Load(NamedTuple):
     drafts: DraftCounts = DraftCounts()  # since the start
     num_adapter_slots: int = 0  # slots of adapters with running sequences
     num_adapter_evictions: int = 0  # adapters that left their slot for another one, since the start
+    num_pinned_pages: int = 0  # pages of pinned prefixes
     tier: TierCounts = TierCounts()  # pages of the host tier
     storage: StorageCounts = StorageCounts()  # pages of the storage tier
 
@@ -107,6 +109,13 @@ class Scheduler:
         """Number of further sequences that the queue accepts. Sequences with a free row do not count as queued."""
         entering = 0 if self._running.full else self._running.tables.num_free
         return self._max_queued + entering - len(self._waiting)
+
+    def num_tokens_ahead(self, urgency: float) -> int:
+        """Return the number of prompt tokens that are computed before those of a new sequence with this urgency."""
+        running = sum(max(0, len(each.ids) - each.num_computed - 1) for each in self._running)
+        if math.isinf(urgency):
+            return running + self._waiting.num_tokens
+        return running + sum(each.num_prompt for each in self._waiting if each.urgency >= urgency)
 
     @property
     def least_urgency(self) -> float:
@@ -387,6 +396,7 @@ class Scheduler:
             num_adapter_slots=self._running.adapters.num_used,
             num_adapter_evictions=self._running.adapters.num_evictions,
             storage=StorageCounts() if self.storage is None else self.storage.counts,
+            num_pinned_pages=cache.pins.num_pages,
             tier=TierCounts() if cache.tier is None else cache.tier.counts,
         )
 
@@ -417,6 +427,8 @@ class Scheduler:
             sequence.constraint.release()
         if sequence.sequence_index >= 0:
             self._running.leave(sequence, trusted=trusted)
+            if trusted and not sequence.index and finish.kind != "abort":
+                self._cache.pin(sequence)
         else:
             self._waiting.remove(sequence)
             self._cache.forget_swapped(sequence)

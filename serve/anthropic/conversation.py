@@ -11,6 +11,7 @@ import orjson
 from runtime.errors import InvalidRequest
 from runtime.grammar_spec import Grammar
 from runtime.media_source import MediaSource, source_of
+from runtime.request import USUAL, Service
 from serve.anthropic.schema import (
     Block,
     CountBody,
@@ -26,6 +27,7 @@ from serve.anthropic.schema import (
     UrlImage,
 )
 from serve.calls.chat.request import ChatRequest, thinking_switch
+from serve.calls.prompts import pin_of
 
 Message = dict[str, Any]
 
@@ -51,8 +53,23 @@ def chat_of(body: CountBody, *, label: str) -> ChatRequest:
         continue_final_message=messages[-1]["role"] == "assistant",
         max_thinking_tokens=_budget(body),
         cut_output=True,
+        service=_service(body),
         label=label,
     )
+
+
+def _service(body: CountBody) -> Service:
+    """Return the service of a body: if it has a `cache_control`, the prompt is pinned.
+
+    All turns of a conversation have the same name, so that a longer prompt replaces the pin of a shorter one.
+    """
+    marked: list[Any] = [body, *body.tools, *(body.system if isinstance(body.system, list) else ())]
+    for turn in body.messages:
+        if isinstance(turn.content, list):
+            marked += turn.content
+    if all(getattr(each, "cache_control", None) is None for each in marked):
+        return USUAL
+    return Service(pin=pin_of(body.system, body.messages[0].content))
 
 
 def _sampling(body: MessagesBody) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Unknown fields of the body are refused; unknown fields of nested objects are logged (--refuse-unknown-fields:
 refused). Accepted without effect: `metadata` (an identifier for abuse reports, which this server does not
-write), `service_tier` (there is one), `cache_control` (all prefixes are cached), `signature` of thinking
+write), `service_tier` (there is one), `signature` of thinking
 blocks (a constant of this server), `citations` of the assistant's text, `caller` of its calls (always the
 model), and `eager_input_streaming` of tools (arguments are always streamed).
 """
@@ -20,10 +20,11 @@ MAX_TOOLS = 1024
 
 @dataclass(slots=True, kw_only=True)
 class TextBlock:
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "citations"})
+    without_effect: ClassVar[frozenset[str]] = frozenset({"citations"})
 
     type: Literal["text"]
     text: str
+    cache_control: dict[str, Any] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,12 +39,13 @@ class ThinkingBlock:
 class ToolUseBlock:
     """A call of the assistant in an earlier turn."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "caller"})
+    without_effect: ClassVar[frozenset[str]] = frozenset({"caller"})
 
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
+    cache_control: dict[str, Any] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,20 +65,18 @@ class UrlImage:
 class ImageBlock:
     """An image; images of the files API are refused."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
-
     type: Literal["image"]
     source: Base64Image | UrlImage
+    cache_control: dict[str, Any] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
 class ToolResultBlock:
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
-
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[TextBlock | ImageBlock] | None = None
     is_error: bool = False
+    cache_control: dict[str, Any] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,13 +95,12 @@ class Citations:
 class DocumentBlock:
     """A document with a text source; files and URLs are refused."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})
-
     type: Literal["document"]
     source: PlainText
     title: str | None = None
     context: str | None = None
     citations: Citations | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 Block = TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -119,7 +118,7 @@ class Turn:
 class Tool:
     """A function of the client. Tools that would run in the server are refused by their `type`."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control", "eager_input_streaming"})
+    without_effect: ClassVar[frozenset[str]] = frozenset({"eager_input_streaming"})
 
     name: Annotated[str, Length(1, 256)]
     # Required for functions; None for tools of other types, which are refused.
@@ -127,6 +126,7 @@ class Tool:
     description: str | None = None
     strict: bool = False
     type: str | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 @dataclass(slots=True, kw_only=True)

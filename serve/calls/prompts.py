@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Annotated, Any
 
 from runtime.actors.adapters import MAX_NAME
 from runtime.errors import ContextOverflow, InvalidRequest
-from runtime.request import NOBODY, Request
+from runtime.request import NOBODY, USUAL, Request, Service
 from runtime.sampling_params import MAX_INT32, SamplingParams
 from serve.calls.client import CALLER, CLIENT, THIS_PROCESS
 from serve.calls.decode import Length, Range
@@ -22,12 +23,16 @@ MAX_MESSAGES = 4096
 MAX_CHOICES_IN_ALL = 4096  # maximum of the number of prompts times n
 MAX_HIDDEN_CHOICES = 16  # maximum of the number of prompts times n, with hidden states
 MAX_CONTEXTS = 8  # maximum length of a text whose tokens are counted, in multiples of the model's context
+PINNED_CHARS = 4096  # characters at the beginning of a conversation that name its pin
 Texts = str | Annotated[list[str], Length(1, MAX_PROMPTS)]
 Ids = list[int] | Annotated[list[list[int]], Length(1, MAX_PROMPTS)]
 Label = Annotated[str, Length(1, 256)]
 AdapterName = Annotated[str, Length(0, MAX_NAME)]  # "": no adapter
 Salt = Annotated[str, Length(1, 256)]
 Priority = Annotated[int, Range(-MAX_INT32, MAX_INT32)]
+Timeout = Annotated[float, Range(0.001, 86_400)]  # seconds
+Tier = Annotated[str, Length(1, 32)]
+CacheKey = Annotated[str, Length(1, 256)]
 
 
 def check_hidden(wanted: bool, num_choices: int, *, stream: bool) -> None:
@@ -127,6 +132,26 @@ def vector_requests(
         return replace(request, text=text, sampling=sampling, truncate=truncate, wants_embedding=True)
 
     return [vector_request(request) for request in requests]
+
+
+def service_of(
+    timeout_s: float | None, tier: str | None, cache_key: str | None, session_id: str | None = None
+) -> Service:
+    """Return the service that the fields of a body name."""
+    if timeout_s is None and tier is None and cache_key is None and session_id is None:
+        return USUAL
+    pin = f"key {cache_key}" if cache_key is not None else None if session_id is None else f"session {session_id}"
+    return Service(timeout_s, tier, pin)
+
+
+def pin_of(*contents: Any) -> str:
+    """Return the name of the pin of a conversation that begins with these contents: texts, lists of parts, or None."""
+    texts = []
+    for content in contents:
+        first = content[0] if isinstance(content, list) and content else content
+        text = first if isinstance(first, str) else getattr(first, "text", None)
+        texts.append(text[:PINNED_CHARS] if isinstance(text, str) else "")
+    return blake2b("\0".join(texts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def of_client(core: EngineCore, requests: Sequence[Request]) -> list[Request]:

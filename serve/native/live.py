@@ -49,7 +49,7 @@ async def live_state(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def loads(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Return the load of each replica and of all together, in the form of SGLang's route."""
     actors = core.schedulers
-    replicas = [_load(rank, actor) for rank, actor in enumerate(actors)]
+    replicas = [_load(rank, actor, core.plan.cache.page_size) for rank, actor in enumerate(actors)]
     running, waiting = (sum(each[name] for each in replicas) for name in ("num_running_reqs", "num_waiting_reqs"))
     aggregate = {
         "total_running_reqs": running,
@@ -68,8 +68,8 @@ async def loads(http: HttpRequest, core: EngineCore) -> ASGIApp:
     return json_response(body)
 
 
-def _load(rank: int, actor: SchedulerActor) -> dict[str, Any]:
-    load = actor.scheduler.load
+def _load(rank: int, actor: SchedulerActor, page_size: int) -> dict[str, Any]:
+    load, predicted_s = actor.scheduler.load, actor.first_token_s(1)
     return {
         "dp_rank": rank,
         "num_running_reqs": load.num_running,
@@ -78,6 +78,8 @@ def _load(rank: int, actor: SchedulerActor) -> dict[str, Any]:
         "num_used_tokens": load.num_used_tokens,
         "token_usage": round(load.token_usage, 4),
         "num_retracted": load.num_retracted,
+        "num_pinned_tokens": load.num_pinned_pages * page_size,
+        "predicted_first_token_s": None if predicted_s is None else round(predicted_s, 4),
     }
 
 

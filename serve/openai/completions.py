@@ -23,7 +23,7 @@ from serve.calls.chat_completions.schema import NAMES, CompletionBody, StreamOpt
 from serve.calls.errors import ended
 from serve.calls.hidden_states import last_hidden
 from serve.calls.logprobs import CompletionLogprobs, prompt_logprobs, with_top
-from serve.calls.prompts import check_choices, check_hidden, labels_of, namespaces_of, of_client
+from serve.calls.prompts import check_choices, check_hidden, labels_of, namespaces_of, of_client, service_of
 from serve.calls.served_model import adapters_of, choose_model
 from serve.calls.work_budget import check_joined, prompt_ids
 from serve.http.endpoint import decodes, json_response, read_all_or_disconnect, read_call
@@ -115,6 +115,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
             add_special_tokens=body.add_special_tokens,
             namespace=namespace,
             priority=body.priority,
+            service=service_of(body.timeout_s, body.service_tier, body.prompt_cache_key, body.session_id),
             lora=adapter,
             label=label,
         )

@@ -44,6 +44,15 @@ class CacheArgs:
         choices=("auto", "fp8_e5m2", "fp8_e4m3"),
         plan="cache.kv_dtype",
     )
+    prefix_pin_share: float = option(
+        0.25,
+        "Share of the KV cache for prompts that requests ask to keep: with prompt_cache_key, session_id in a body, or "
+        "Anthropic's cache_control. They are evicted last. If they exceed the share, the client with "
+        "most of them loses its oldest one. 0: the hints have no effect.",
+        low=0,
+        high=1,
+        plan="cache.pin_share",
+    )
     disable_radix_cache: bool = option(
         False,
         "Turn prefix caching off: free the KV of a sequence when it ends, instead of keeping it for prompts with the "

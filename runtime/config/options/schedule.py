@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.config.option_spec import always, inert, option
+from runtime.config.option_spec import Json, always, inert, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +148,20 @@ class ScheduleArgs:
         False,
         "Put lower priority numbers before higher ones, as vLLM does.",
         plan="scheduler.low_priority_first",
+    )
+    service_tier_priorities: Json = option(
+        {},
+        "JSON object that maps values of the field service_tier to priorities, for requests without a priority, for "
+        'example {"priority": 100, "default": 0, "flex": -100}. Requests without a tier, and tiers that are not '
+        "listed, count as default. Needs --enable-priority-scheduling. Default: tiers have no effect.",
+        plan="scheduler.tiers",
+    )
+    max_predicted_first_token: float | None = option(
+        None,
+        "Seconds. A request is answered with status 503 and Retry-After at once if its first token is predicted to "
+        "take longer, by the waiting prompts and the measured speed of steps. Default: no limit.",
+        above=0,
+        plan="scheduler.max_first_token_s",
     )
     priority_scheduling_preemption_threshold: int = option(
         10,

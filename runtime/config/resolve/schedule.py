@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ops.machine import GIB, Gpu
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, KernelPlan, SchedulerPlan
@@ -49,6 +51,7 @@ def schedule_plan(
         reserved_tokens=_reserved(builder),
         micro_batches=Decision(builder.args.parallel.pp_size, "one per pipeline stage"),
         priorities=_priorities(builder),
+        tiers=_tiers(builder),
         max_new_sequences=_max_new(builder),
         max_forced=builder.follow("disable_jump_forward", 0 if builder.args.text.disable_jump_forward else MAX_FORCED),
         forced_share=_forced_share(builder, gpu),
@@ -111,6 +114,16 @@ def _priorities(builder: PlanBuilder) -> Decision[bool]:
             "--schedule-low-priority-values-first needs --enable-priority-scheduling.",
         )
     return builder.follow("enable_priority_scheduling")
+
+
+def _tiers(builder: PlanBuilder) -> Decision[Mapping[str, int]]:
+    tiers, name, flag = builder.args.schedule.service_tier_priorities, "service_tier_priorities", "--service-tier-"
+    if tiers and not builder.args.schedule.enable_priority_scheduling:
+        builder.refuse(name, f"{flag}priorities needs --enable-priority-scheduling.")
+    for tier, priority in tiers.items():
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
+            builder.refuse(name, f"{flag}priorities: the priority of {tier!r} must be a whole number.")
+    return builder.follow(name)
 
 
 def _max_new(builder: PlanBuilder) -> Decision[int | None]:

@@ -105,6 +105,7 @@ def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> 
         thinking=thinking_limit(core, chat.max_thinking_tokens, settings, prompt),
         namespace=chat.namespace,
         priority=chat.priority,
+        service=chat.service,
         lora=adapter,
         label=chat.label,
     )

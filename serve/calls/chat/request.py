@@ -8,7 +8,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from runtime.grammar_spec import Grammar
-from runtime.request import LogprobParams
+from runtime.request import USUAL, LogprobParams, Service
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -45,6 +45,7 @@ class ChatRequest:
     cut_output: bool = False  # the same as `Request.cut_output`
     namespace: tuple[str | None, str | None] | None = None  # the same as `Request.namespace`
     priority: int | None = None  # the same as `Request.priority`
+    service: Service = USUAL  # the same as `Request.service`
     label: str = field(default_factory=lambda: uuid4().hex)
 
 

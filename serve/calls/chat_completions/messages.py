@@ -8,13 +8,13 @@ from uuid import uuid4
 
 from runtime.errors import InvalidRequest
 from runtime.media_source import Kind
-from runtime.request import LogprobParams
+from runtime.request import LogprobParams, Service
 from serve.calls.chat.request import ChatRequest, effort_switch, thinking_switch
 from serve.calls.chat_completions.functions import is_legacy, legacy_choice, legacy_tools, with_tool_calls
 from serve.calls.chat_completions.requests import keep_last_of
 from serve.calls.chat_completions.schema import ChatBody, Message, Part
 from serve.calls.media import OBJECT, media_part, native_source
-from serve.calls.prompts import namespaces_of
+from serve.calls.prompts import namespaces_of, pin_of, service_of
 
 _MEDIA: Mapping[str, Kind] = {  # types of parts
     "image_url": "image", "input_image": "image", "video_url": "video", "audio_url": "audio",
@@ -54,8 +54,20 @@ def chat_of(body: ChatBody, objects: Sequence[Any] = ()) -> ChatRequest:
         keep_last=keep_last_of(body),
         namespace=namespaces_of(body.cache_salt, body.extra_key, 1)[0],
         priority=body.priority,
+        service=_service(body),
         label=body.rid or uuid4().hex,
     )
+
+
+def _service(body: ChatBody) -> Service:
+    """Return the service of a body. A part with `cache_control` pins the prompt like a `prompt_cache_key`."""
+    service = service_of(body.timeout_s, body.service_tier, body.prompt_cache_key, body.session_id)
+    if service.pin is not None or not body.messages:
+        return service
+    contents = [message.content for message in body.messages if isinstance(message.content, list)]
+    if all(part.cache_control is None for content in contents for part in content):
+        return service
+    return service._replace(pin=pin_of(body.messages[0].content))
 
 
 def read_message(message: Message, path: str, objects: Sequence[Any] = ()) -> dict[str, Any]:

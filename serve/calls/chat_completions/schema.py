@@ -17,7 +17,7 @@ from runtime.sampling_params import MAX_INT32, Api
 from serve.calls.bootstrap import Hosts, Ports, Rooms
 from serve.calls.chat.request import Effort
 from serve.calls.decode import Length, NotBuilt, NotBuiltNumber, NotBuiltOptions, Range
-from serve.calls.prompts import MAX_MESSAGES, AdapterName, Ids, Label, Priority, Salt, Texts
+from serve.calls.prompts import MAX_MESSAGES, AdapterName, CacheKey, Ids, Label, Priority, Salt, Texts, Tier, Timeout
 from serve.calls.sampling import sampling_names
 
 ThinkingTokens = Annotated[int, Range(0, MAX_INT32)]
@@ -33,11 +33,9 @@ WITHOUT_EFFECT = frozenset(
         "mirostat_eta",  # options of mirostat, which is refused
         "mirostat_tau",
         "prediction",  # only speeds up the same answer
-        "prompt_cache_key",
         "prompt_cache_retention",
         "request_id",
         "safety_identifier",
-        "service_tier",
         "store",
         "verbosity",
     }
@@ -74,12 +72,15 @@ class OpenAIBody:
     stream_options: StreamOptions | None = None
     user: str | None = None
     priority: Priority | None = None  # requires --enable-priority-scheduling
+    timeout_s: Timeout | None = None  # seconds until the whole answer
+    service_tier: Tier | None = None  # stands for a priority (--service-tier-priorities)
+    prompt_cache_key: CacheKey | None = None  # the prompt's pages stay cached under this key (--prefix-pin-share)
+    session_id: CacheKey | None = None  # the same, for the requests of a conversation
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None  # vLLM's output constraints
 
     guided_whitespace_pattern: NotBuilt = None
     session_params: NotBuilt = None
-    session_id: NotBuilt = None
     return_hidden_states: bool = False  # the last token's, as `hidden_states`; see `GenerateBody`
     bootstrap_host: Hosts | None = None  # the prefill server that computes the prompt, as SGLang's routers name it
     bootstrap_port: Ports | None = None
@@ -144,8 +145,6 @@ class InputAudio:
 class Part:
     """One part of a message's content."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"cache_control"})  # all prefixes are cached anyway
-
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -153,6 +152,7 @@ class Part:
     video_url: str | MediaUrl | None = None
     audio_url: str | MediaUrl | None = None
     input_audio: InputAudio | None = None
+    cache_control: dict[str, Any] | None = None  # the prompt's pages stay cached, as with `prompt_cache_key`
     uuid: str | None = None  # vLLM's name for an image; images are known by their pixels
 
 

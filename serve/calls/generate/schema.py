@@ -19,16 +19,20 @@ from serve.calls.errors import renamed
 from serve.calls.media import native_media
 from serve.calls.prompts import (
     AdapterName,
+    CacheKey,
     Ids,
     Label,
     Priority,
     Salt,
     Texts,
+    Tier,
+    Timeout,
     check_choices,
     check_hidden,
     check_length,
     labels_of,
     namespaces_of,
+    service_of,
     spread,
 )
 from serve.calls.sampling import read_sampling, sampling_params
@@ -64,6 +68,10 @@ class GenerateBody:
     cache_salt: Salt | list[Salt] | None = None  # only prompts with equal salts share prefixes
     extra_key: Salt | list[Salt] | None = None  # only prompts with equal keys share prefixes
     priority: Priority | list[Priority | None] | None = None  # requires --enable-priority-scheduling
+    timeout_s: Timeout | None = None  # seconds until the whole answer
+    service_tier: Tier | None = None  # stands for a priority (--service-tier-priorities)
+    prompt_cache_key: CacheKey | None = None  # the prompt's pages stay cached under this key (--prefix-pin-share)
+    session_id: CacheKey | None = None  # the same, for the requests of a conversation
     session_params: SessionBody | None = None  # the tokens of an earlier request that this one continues
     lora_path: AdapterName | list[AdapterName | None] | None = None  # names of adapters
     log_metrics: bool = True  # false: the metrics of requests do not count this call
@@ -81,7 +89,6 @@ class GenerateBody:
     data_parallel_rank: NotBuilt = None
     routed_dp_rank: NotBuilt = None
     lora_id: NotBuilt = None
-    session_id: NotBuilt = None
     background: NotBuilt = None
     no_logs: NotBuilt = None
     return_bytes: NotBuilt = None
@@ -122,6 +129,7 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
     if body.session_params is not None and (body.is_batch or sampling[0].n > 1):
         raise InvalidRequest("A request of a session has one prompt and one choice.", param="session_params")
     session = None if body.session_params is None else body.session_params.params()
+    service = service_of(body.timeout_s, body.service_tier, body.prompt_cache_key, body.session_id)
     ids_of = partial(prompt_ids, plan=core.plan, cut=cut) if owned else tuple
     return [
         Request(
@@ -134,6 +142,7 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
             truncate=core.plan.serve.allow_auto_truncate,
             namespace=namespaces[index],
             priority=priorities[index],
+            service=service,
             lora=adapters[index] or None,
             session=session,
             counted=body.log_metrics,

@@ -18,7 +18,7 @@ from serve.calls.chat.prepare import CountedPrompt, PreparedChat, counted_prompt
 from serve.calls.chat.request import ChatRequest, effort_switch
 from serve.calls.decode import Noted
 from serve.calls.media import media_of
-from serve.calls.prompts import namespaces_of
+from serve.calls.prompts import namespaces_of, service_of
 from serve.calls.response_format import grammar_of
 from serve.calls.served_model import ServedModel, choose_model
 from serve.openai.responses.items import (
@@ -68,12 +68,13 @@ def call_of(
         logprobs=LogprobParams(top=body.top_logprobs, text=True) if body.wants_logprobs else None,
         namespace=namespaces_of(body.cache_salt, body.extra_key, 1)[0],
         priority=body.priority,
+        service=service_of(body.timeout_s, body.service_tier, body.prompt_cache_key),
         label=f"resp_{uuid4().hex}",
     )
     if body.truncation == "auto":
         chat = fitted(core, chat, parts.num_kept, body.max_output_tokens or 1)
     prepared = prepare(core, chat, parts.model.adapter)
-    head = _head(body, parts.model.name, prepared, parts.tools)
+    head = _head(core, body, parts.model.name, prepared, parts.tools)
     # The input is stored three times: as items, as messages, and in the answer.
     num_bytes = 3 * body.num_bytes + (previous.num_bytes if previous else 0)
     names = namespaced_names(parts.tools)
@@ -186,7 +187,9 @@ def _fits(core: EngineCore, chat: ChatRequest, max_tokens: int) -> bool:
     return True
 
 
-def _head(body: ResponsesBody, model: str, prepared: PreparedChat, tools: Sequence[Tool]) -> dict[str, Any]:
+def _head(
+    core: EngineCore, body: ResponsesBody, model: str, prepared: PreparedChat, tools: Sequence[Tool]
+) -> dict[str, Any]:
     sampling = prepared.request.sampling
     reasoning = body.reasoning
     return {
@@ -210,7 +213,7 @@ def _head(body: ResponsesBody, model: str, prepared: PreparedChat, tools: Sequen
             "summary": reasoning.asked_summary if reasoning else None,
         },
         "safety_identifier": body.safety_identifier,
-        "service_tier": "default",
+        "service_tier": body.service_tier if body.service_tier in core.plan.scheduler.tiers else "default",
         "store": body.store,
         "temperature": sampling.temperature,
         "text": {"format": _format_object(body)},

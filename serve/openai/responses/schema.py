@@ -1,10 +1,9 @@
 """Bodies of /v1/responses and /v1/responses/input_tokens.
 
 Unknown fields of the body are refused; unknown fields of nested objects are logged (--refuse-unknown-fields:
-refused). Accepted without effect: `user`, `safety_identifier`, `prompt_cache_key` and
-`prompt_cache_retention` and `client_metadata` (nothing is reported, all prefixes are cached), `service_tier` (there is
-one), `max_tool_calls` (this server does not run tools), `text.verbosity`, and values of `include` that this server
-never has.
+refused). Accepted without effect: `user`, `safety_identifier`, `prompt_cache_retention` and
+`client_metadata` (nothing is reported, all prefixes are cached), `max_tool_calls` (this server does not run tools),
+`text.verbosity`, and values of `include` that this server never has.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from runtime.errors import InvalidRequest
 from serve.calls.body import decode_open, parse_object
 from serve.calls.chat.request import Effort
 from serve.calls.decode import Length, NotBuilt, Range
-from serve.calls.prompts import MAX_MESSAGES, Priority, Salt
+from serve.calls.prompts import MAX_MESSAGES, CacheKey, Priority, Salt, Tier, Timeout
 from serve.calls.sampling import read_sampling, sampling_names
 
 if TYPE_CHECKING:
@@ -155,14 +154,15 @@ class ResponsesBody(InputBody):
     stream_options: StreamOptions | None = None
     user: str | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    prompt_cache_key: CacheKey | None = None  # the prompt's pages stay cached under this key
     prompt_cache_retention: str | None = None
     client_metadata: dict[str, Any] | None = None  # of Codex; reported to nobody
-    service_tier: Literal["auto", "default"] | None = None
+    service_tier: Tier | None = None  # stands for a priority (--service-tier-priorities)
     max_tool_calls: int | None = None
     cache_salt: Salt | None = None  # fields of /v1/chat/completions, from here on
     extra_key: Salt | None = None
     priority: Priority | None = None
+    timeout_s: Timeout | None = None
     prompt: NotBuilt = None
     context_management: NotBuilt = None
     moderation: NotBuilt = None

@@ -1,0 +1,64 @@
+"""Pinned prefixes: those that clients asked to keep cached, within a budget of pages.
+
+A pinned prefix is evicted after all others, but it is evicted when running sequences need its pages. A pin therefore
+never delays a request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import NamedTuple
+
+from runtime.kv_cache.radix_tree import Node, RadixTree
+
+
+class _Pin(NamedTuple):
+    node: Node  # where the prefix ends
+    num_pages: int
+
+
+class Pins:
+    """The pinned prefixes of a tree, by client and name. A client's new pin replaces its pin of the same name.
+
+    If the pins exceed the budget, the client with most pinned pages loses its oldest pin.
+    """
+
+    def __init__(self, tree: RadixTree, max_pages: int) -> None:
+        self.max_pages = max_pages
+        self.num_pages = 0  # a page that several pins share counts for each of them
+        self._tree = tree
+        self._pins: OrderedDict[tuple[str, str], _Pin] = OrderedDict()
+        self._pages_of: Counter[str] = Counter()  # pinned pages by client
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def add(self, owner: str, name: str, node: Node, num_pages: int) -> None:
+        """Pin the prefix that ends at this node. A prefix that exceeds the whole budget is not pinned."""
+        if (owner, name) in self._pins:
+            self._drop(owner, name)
+        if not 0 < num_pages <= self.max_pages:
+            return
+        self._pins[owner, name] = _Pin(node, num_pages)
+        self.num_pages += num_pages
+        self._pages_of[owner] += num_pages
+        self._tree.pin(node)
+        while self.num_pages > self.max_pages:
+            most = max(self._pages_of, key=self._pages_of.__getitem__)
+            self._drop(*next(key for key in self._pins if key[0] == most))
+
+    def clear(self) -> None:
+        """Forget all pins. Called when the tree becomes empty."""
+        for pin in self._pins.values():
+            self._tree.unpin(pin.node)
+        self._pins.clear()
+        self._pages_of.clear()
+        self.num_pages = 0
+
+    def _drop(self, owner: str, name: str) -> None:
+        pin = self._pins.pop((owner, name))
+        self.num_pages -= pin.num_pages
+        self._pages_of[owner] -= pin.num_pages
+        if not self._pages_of[owner]:
+            del self._pages_of[owner]
+        self._tree.unpin(pin.node)
