@@ -238,6 +238,8 @@ class ParallelPlan(Section):
     dp_size: int = 1  # replicas, each with its own requests and cache
     dp_attention: bool = False  # whether the replicas are attention groups of one copy of the model
     head_by_group: bool = False  # whether each attention group computes the logits of its own rows
+    # Smallest share of a step's tokens in a half that is cut between rows; None: steps are not split in two halves.
+    two_batches: float | None = None
     whole_dense: bool = False  # whether each rank has the whole dense MLPs of a mixture-of-experts model
     balance: str = "round_robin"  # load-balance method between the copies
     gpu_step: int = 1  # distance between the indices of used GPUs

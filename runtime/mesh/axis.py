@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.mesh.rank_info import Coordinate
+from runtime.mesh.turns import Turns
 
 MAX_UNSENT = 16  # maximum number of sent tensors that a rank keeps until they have arrived
 
@@ -34,6 +35,7 @@ class Axis:
         # Process groups: one for all traffic, or one for sending to higher ranks and one for sending to lower ranks.
         self._open: list[Any] = []
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self.turns: Turns | None = None  # set while two threads compute in turns
 
     def open(
         self,
@@ -68,7 +70,7 @@ class Axis:
     def all_reduce(self, x: Tensor) -> Tensor:
         """Add all ranks' `x` in place and return the sum."""
         if self.size > 1:
-            self._group.allreduce([x]).wait()
+            self._wait(self._group.allreduce([x]))
         return x
 
     def all_gather(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
@@ -79,7 +81,7 @@ class Axis:
         padded = _pad(x, largest)
         gathered = x.new_empty(self.size * largest, *x.shape[1:])
         if gathered.numel():
-            self._group._allgather_base(gathered, padded).wait()
+            self._wait(self._group._allgather_base(gathered, padded))
         return gathered if sizes is None else torch.cat(_unpad(gathered.split(largest), sizes))
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
@@ -94,7 +96,7 @@ class Axis:
             padded = torch.cat([_pad(part, largest) for part in x.split(list(sizes))])
         reduced = x.new_empty(largest, *x.shape[1:])
         if reduced.numel():
-            self._group._reduce_scatter_base(reduced, padded).wait()
+            self._wait(self._group._reduce_scatter_base(reduced, padded))
         return reduced if sizes is None else reduced[: sizes[self.rank]]
 
     def all_to_all(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> Tensor:
@@ -105,7 +107,7 @@ class Axis:
         if self.size == 1:
             return x
         received = x.new_empty(sum(source), *x.shape[1:])
-        self._group.alltoall_base(received, x.contiguous(), list(source), list(to)).wait()
+        self._wait(self._group.alltoall_base(received, x.contiguous(), list(source), list(to)))
         return received
 
     def gather(self, x: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor] | None:
@@ -117,7 +119,7 @@ class Axis:
         options.rootRank = 0
         parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
         if padded.numel():
-            self._group.gather([parts] if parts is not None else [], [padded], options).wait()
+            self._wait(self._group.gather([parts] if parts is not None else [], [padded], options))
         return parts if parts is None or sizes is None else _unpad(parts, sizes)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
@@ -125,7 +127,7 @@ class Axis:
         if self.size > 1:
             options = dist.BroadcastOptions()
             options.rootRank = source
-            self._group.broadcast([x], options).wait()
+            self._wait(self._group.broadcast([x], options))
         return x
 
     def send(self, x: Tensor, to: int) -> None:
@@ -153,6 +155,13 @@ class Axis:
         groups, self._open = self._open, []
         for group in groups:
             group.shutdown()
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a collective. Another thread may compute meanwhile."""
+        if self.turns is None:
+            work.wait()
+        else:
+            self.turns.wait(work)
 
     @property
     def _group(self) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import distributed
 from runtime.mesh.axis import Axis
 from runtime.mesh.rank_info import AXES, RankInfo
 from runtime.mesh.rendezvous import Rendezvous
+from runtime.mesh.turns import Turns
 
 
 class Mesh:
@@ -41,6 +44,17 @@ class Mesh:
                     address=address or rendezvous.host,
                     two_ways=name == "pp",
                 )
+
+    @contextmanager
+    def in_turns(self, turns: Turns) -> Iterator[None]:
+        """Let two threads compute in turns inside the context."""
+        for axis in self._axes.values():
+            axis.turns = turns
+        try:
+            yield
+        finally:
+            for axis in self._axes.values():
+                axis.turns = None
 
     def abort(self) -> None:
         """Unblock calls that wait for other ranks. The mesh cannot be used afterwards."""

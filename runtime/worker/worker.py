@@ -56,6 +56,7 @@ from runtime.worker.relaxed_acceptance import RelaxedAcceptance
 from runtime.worker.remote_instance import load_from_instance
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward, Staging
+from runtime.worker.two_batches import TwoBatchForward
 
 logger = logging.getLogger("penstock.core")
 
@@ -87,6 +88,7 @@ class WorkerSetup:
     # Initial expert of each slot, by layer number as text; other layers start in order.
     expert_places: Mapping[str, Sequence[int]] = field(default_factory=dict)
     step_tokens: int = 0  # maximum number of tokens of most steps
+    two_batches: float | None = None  # see `TwoBatchForward`; None: steps are not split
 
     @property
     def device(self) -> str:
@@ -122,6 +124,7 @@ class WorkerSetup:
             expert_places=expert_places or {},
             step_tokens=plan.scheduler.step_prompt_tokens
             + plan.scheduler.max_running * (1 + plan.scheduler.max_drafts),
+            two_batches=parallel.two_batches,
         )
 
     @classmethod
@@ -143,6 +146,7 @@ class WorkerSetup:
             experts=ExpertPlan(**body["experts"]),
             expert_places=body["expert_places"],
             step_tokens=body["step_tokens"],
+            two_batches=body["two_batches"],
         )
 
 
@@ -190,6 +194,7 @@ class ModelWorker:
         self._whole = frozenset(name for name, model in setup.models.items() if model.whole)
         self.kernels = _select(setup.kernels, lifeline)
         self._graphs = setup.graphs
+        self._two_batches = setup.two_batches
         self._raw_logprobs = setup.kernels.raw_logprobs
         self._sampling_backend = SAMPLING[setup.kernels.sampling_backend]
         if setup.graphs.compile_max_rows:
@@ -573,6 +578,8 @@ class ModelWorker:
         """
         graphs, info = self._graphs, self.mesh.rank_info
         forward: Forward = model
+        if self._two_batches is not None:
+            return TwoBatchForward(model, self.mesh, device, self._two_batches)
         if graphs.compile_max_rows:
             forward = CompiledForward(model, pool, graphs.compile_max_rows)
             forward.compile(device)

@@ -100,11 +100,20 @@ class ParallelArgs:
         "With --enable-dp-attention: each group computes the logits of its own rows. A tied LM head always does.",
         plan="parallel.head_by_group",
     )
-    enable_two_batch_overlap: bool = planned(
-        False, "Split each batch into two halves, so that one communicates while the other computes."
+    enable_two_batch_overlap: bool = option(
+        False,
+        "Split each batch into two halves, so that one communicates while the other computes. It needs --tp-size.",
+        plan="parallel.two_batches",
+        other_unit=True,
     )
-    tbo_token_distribution_threshold: float = planned(
-        0.48, "Imbalance of the two halves above which a sequence may be split between them.", low=0
+    tbo_token_distribution_threshold: float = option(
+        0.48,
+        "Share of the tokens that the smaller half has at least; otherwise a sequence is split between the halves. 0: "
+        "never.",
+        low=0,
+        high=0.5,
+        plan="parallel.two_batches",
+        other_unit=True,
     )
     disable_custom_all_reduce: bool = always(
         False,

@@ -78,6 +78,8 @@ def _none_here(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str) -> 
         return "CUDA graphs need an NVIDIA GPU, and this model runs on the CPU"
     if parallel.pp_size > 1:
         return "no CUDA graphs are captured with pipeline parallelism (--pp-size)"
+    if parallel.enable_two_batch_overlap:
+        return "the halves of --enable-two-batch-overlap have different numbers of rows in a step"
     if parallel.enable_dp_attention:
         return "the groups of --enable-dp-attention have different numbers of rows in a step"
     backend = ATTENTION[decode_attention]

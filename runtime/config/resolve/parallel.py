@@ -30,6 +30,7 @@ def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, dev
         master_address=_master_address(builder),
         store_port=builder.follow("nccl_port") if args.nnodes > 1 else Decision(None, ONE_MACHINE),
         whole_dense=_whole_dense(builder),
+        two_batches=_two_batches(builder, facts),
         join_timeout_s=Decision(JOIN_TIMEOUT_S, "long enough to read a large model")
         if timeout is None
         else Decision(float(timeout), "as asked"),
@@ -72,6 +73,32 @@ def _whole_dense(builder: PlanBuilder) -> Decision[bool]:
             f"--moe-dense-tp-size {size} is not supported; use 1, or {tp_size}, the value of --tp-size.",
         )
     return Decision(size == 1 < tp_size, "as asked")
+
+
+def _two_batches(builder: PlanBuilder, facts: ModelFacts) -> Decision[float | None]:
+    args, flag = builder.args.parallel, "--enable-two-batch-overlap"
+    if not args.enable_two_batch_overlap:
+        if builder.args.changed("tbo_token_distribution_threshold"):
+            builder.refuse("tbo_token_distribution_threshold", f"--tbo-token-distribution-threshold needs {flag}.")
+        return Decision(None, "the default")
+    moe, algorithm = builder.args.moe, builder.args.speculative.speculative_algorithm
+    problems = {
+        "needs several ranks that share every layer (--tp-size)": args.tp_size == 1,
+        "cannot be combined with a pipeline (--pp-size)": args.pp_size > 1,
+        "cannot be combined with --enable-dp-attention, whose groups would be split differently": (
+            args.enable_dp_attention
+        ),
+        "cannot be combined with records of experts, which are made per step": (
+            moe.enable_eplb or moe.expert_distribution_recorder_mode is not None
+        ),
+        "cannot be combined with a compiled forward (--enable-torch-compile)": builder.args.graphs.enable_torch_compile,
+        "supports drafts of NGRAM only": algorithm not in (None, "NGRAM"),
+        "does not support embedding models": facts.pooling is not None,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            builder.refuse("enable_two_batch_overlap", f"{flag} {problem}.")
+    return Decision(args.tbo_token_distribution_threshold, "as asked")
 
 
 def _check_groups(builder: PlanBuilder, facts: ModelFacts) -> None:

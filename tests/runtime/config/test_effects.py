@@ -54,6 +54,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"pp_size": 2}),
     (CPU, {"tp_size": 2, "dp_size": 2}),
     (CPU, {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}),
+    (CPU, {"tp_size": 2, "enable_two_batch_overlap": True}),
     (CPU, {"kv_cache_dtype": "fp8_e4m3"}),
     (CPU, {"enable_priority_scheduling": True, "enable_trace": True}),
     (CPU, NODES),

@@ -222,6 +222,18 @@ def test_attention_groups_must_fit_the_ranks_and_other_options() -> None:
     assert "--moe-dense-tp-size 2 is not supported; use 1, or 4" in refusals(tp_size=4, moe_dense_tp_size=2)
 
 
+def test_halves_of_steps_need_ranks_that_share_layers() -> None:
+    halves = {"enable_two_batch_overlap": True, "tp_size": 2}
+    assert plan(**halves).parallel.two_batches == 0.48
+    assert plan(**halves, tbo_token_distribution_threshold=0.25).parallel.two_batches == 0.25
+    assert plan(tp_size=2).parallel.two_batches is None
+    assert "needs several ranks" in refusals(enable_two_batch_overlap=True)
+    assert "a pipeline" in refusals(**halves, pp_size=2)
+    assert "groups would be split differently" in refusals(**halves, dp_size=2, enable_dp_attention=True)
+    assert "records of experts" in refusals(**halves, expert_distribution_recorder_mode="stat")
+    assert "--tbo-token-distribution-threshold needs" in refusals(tbo_token_distribution_threshold=0.1)
+
+
 def test_check_refuses_what_needs_no_model() -> None:
     assert check(Args.of(model_path="org/model", context_length=10**9), CPU) == "org/model"
     assert check(Args.of(), CPU, demo_path="/demo") == "/demo"
