@@ -26,6 +26,7 @@ from runtime.loading.checkpoint import delete, locate, stored_as
 from runtime.loading.draft_facts import read_draft_facts
 from runtime.loading.facts import check_serves, read_facts
 from runtime.media.preparation import MediaPreparer
+from runtime.media.transcription import Transcriber
 from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.core")
@@ -100,6 +101,8 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     traces = RequestTraces(endpoint) if endpoint is not None else None
     replicas: list[Replica] = []
     media = await _load_media(plan, facts)
+    whisper = plan.media.transcription_model
+    transcriber = await anyio.to_thread.run_sync(Transcriber.load, whisper, plan) if whisper else None
     if media is None and plan.media.enabled:
         plan = replace(plan, media=replace(plan.media, enabled=False, refusal=NOT_LOADED))
     try:
@@ -142,7 +145,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     if plan.model.delete_after_loading:
         await anyio.to_thread.run_sync(_delete, plan.model.path)
     start_again = restart if plan.parallel.copies > 1 else None
-    core = EngineCore(plan, facts, tokenizer, replicas, start_again, traces, media)
+    core = EngineCore(plan, facts, tokenizer, replicas, start_again, traces, media, transcriber)
     if core.metrics is not None:
         core.metrics.startup_s = time.monotonic() - began_s
     return core

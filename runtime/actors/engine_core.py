@@ -37,6 +37,7 @@ from runtime.grammar.load import load_grammars
 from runtime.kv_cache.host_tier import TierCounts
 from runtime.kv_cache.storage_tier import StorageCounts
 from runtime.media.preparation import MediaPreparer
+from runtime.media.transcription import Transcriber
 from runtime.metrics.series import EngineMetrics
 from runtime.profile import ProfileOptions
 from runtime.request import Request, with_grammar
@@ -110,13 +111,15 @@ class EngineCore:
         start_replica: Callable[[int], Awaitable[Replica]] | None = None,
         traces: RequestTraces | None = None,
         media: MediaPreparer | None = None,
+        transcriber: Transcriber | None = None,
     ) -> None:
         self.plan = plan
         self.facts = facts
         self.tokenizer = tokenizer
         self._state: State = "starting"
         self._traces = traces
-        self.media = media  # None: images are refused
+        self.media = media  # None: images, videos and audio are refused in prompts
+        self.transcriber = transcriber
         self.metrics = EngineMetrics(plan.observe, plan.parallel.dp_size) if plan.observe.metrics else None
         self.adapters = AdapterRegistry(plan.lora, lambda: self._scheduler.alive)
         observers = [*_observers(plan.observe, self.metrics, traces), *([self.adapters] if plan.lora.enabled else [])]

@@ -213,6 +213,7 @@ class MediaPlan(Section):
     max_frames: int = 64  # of a video
     max_video_pixels: int = 2**26  # of all frames of a video together
     max_audio_s: float = 600.0
+    transcription_model: str | None = None  # path or name of a Whisper model; None: audio is not transcribed
     cache_bytes: int = 2**30  # host memory for vectors of images
     num_threads: int = 2
     fast: bool = True  # use torchvision's processors if there are any

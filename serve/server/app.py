@@ -39,7 +39,7 @@ from serve.native import (
 )
 from serve.ollama import handlers as ollama
 from serve.ollama import models as ollama_models
-from serve.openai import batches, chat, completions, embeddings, files, models
+from serve.openai import audio, batches, chat, completions, embeddings, files, models
 from serve.openai.file_store import FileStore
 from serve.openai.responses import handlers as responses
 from serve.openai.responses.store import ResponseStore
@@ -79,6 +79,8 @@ ROUTES = (  # searched in order, so the most frequent routes come first
         USER,
         responses.ERROR_FORMAT,
     ),
+    RouteSpec(POST, "/v1/audio/transcriptions", audio.transcribe, USER, OPENAI),
+    RouteSpec(POST, "/v1/audio/translations", audio.translate, USER, OPENAI),
     RouteSpec(POST, "/v1/files", files.upload, USER, OPENAI),
     RouteSpec(GET, "/v1/files", files.list_files, USER, OPENAI),
     RouteSpec(GET, "/v1/files/{file_id}", files.retrieve, USER, OPENAI),

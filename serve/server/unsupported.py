@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 GENERATING = {
     "/generate_from_file": (("POST",), "Input embeddings"),
     # OpenAI
-    "/v1/audio/transcriptions": (("POST",), "Audio"),
-    "/v1/audio/translations": (("POST",), "Audio"),
-    "/v1/audio/speech": (("POST",), "Audio"),
-    "/v1/audio/voices": (("GET",), "Audio"),
+    "/v1/audio/speech": (("POST",), "Making speech"),
+    "/v1/audio/voices": (("GET",), "Making speech"),
     "/v1/realtime": (("GET", "POST"), "The realtime API"),
     "/v1/images/generations": (("POST",), "Making images"),
     "/v1/images/edits": (("POST",), "Making images"),

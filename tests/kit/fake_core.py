@@ -152,7 +152,7 @@ class FakeCore:
     ) -> None:
         self.plan = make_plan(**serve)
         self.facts = facts or make_facts()
-        self.media = None
+        self.media = self.transcriber = None
         self.tokenizer: Any = tokenizer
         self.sessions = Sessions(None)
         self.attachment = None

@@ -65,6 +65,13 @@ class MediaArgs:
     max_audio_seconds: float = option(
         600.0, "Most seconds of audio in one input. The model may allow less.", above=0, plan="media.max_audio_s"
     )
+    transcription_model: str | None = option(
+        None,
+        "A Whisper model for /v1/audio/transcriptions and /v1/audio/translations, beside the served model. "
+        "transformers' own model generates, one request at a time. Default: these routes are refused.",
+        sglang="the served model itself may be one of Whisper",
+        plan="media.transcription_model",
+    )
     mm_cache_gib: float = option(
         1.0,
         "Host memory in GiB for the vectors of images, videos and audio that were encoded lately. One in this cache "

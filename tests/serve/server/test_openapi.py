@@ -18,6 +18,8 @@ from served_core import Served
 
 DOCUMENT = document(ROUTES)
 NO_BODY = {
+    "transcribe",
+    "translate",
     "upload",
     "stop_profile",
     "flush_cache",
