@@ -12,7 +12,7 @@ import torch
 from kernel_cases.sampling import CASES, Case, masked, outputs, penalized, rows, scored
 from kernel_comparison import agree, differ
 from kernel_memory import traffic
-from kernel_mutants import mutant
+from kernel_mutants import backend_with_mutant, mutant
 from ops.sampling import native
 
 pytestmark = pytest.mark.interpreter
@@ -169,7 +169,7 @@ def test_the_kernel_scores_like_native(vocab_size: int, num_top: int) -> None:
     ],
 )
 def test_a_broken_choice_is_noticed(name: str, old: str, new: str, tmp_path: Path) -> None:
-    broken = mutant("sampling", old, new, tmp_path)
+    broken = backend_with_mutant("sampling", old, new, tmp_path)
     vars(broken)["HELD_BLOCK"] = 8192
     if "is_higher" in old:
         vars(broken)["PROGRAMS"] = 1  # a part has several blocks
