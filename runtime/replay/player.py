@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import orjson
 
 from runtime.batch import Batch, StepOutput
@@ -238,7 +239,15 @@ class Player:
         if "embedded" in more:
             embeddings = [[0.0] if row in more["embedded"] else None for row in range(len(rows))]
         scored = [(row, Logprobs([(0.0, 0)] * count, [], [])) for row, count in more.get("scored", ())]
-        output = StepOutput(rows, more.get("failed", []), None, scored, embeddings, more.get("stuck", ()))
+        output = StepOutput(
+            rows,
+            more.get("failed", []),
+            None,
+            scored,
+            embeddings,
+            more.get("stuck", ()),
+            [(row, np.zeros((count, 1), np.float32)) for row, count in more.get("hidden", ())],
+        )
         self._applied = batch
         deltas = self.scheduler.apply(batch, output)
         self.counts.steps += 1

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from runtime.batch import Batch
 from runtime.config.plan import SchedulerPlan
-from runtime.constraint import HostData, Output
+from runtime.constraint import DraftData, HostData, Output
 from runtime.kv_cache.kinds import CacheKind
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.states import StateKind
@@ -143,6 +143,8 @@ def request_fields(sequences: tuple[Sequence, ...]) -> dict[str, Any]:
         "owner": request.owner and blake2b(request.owner.encode(), digest_size=6).hexdigest(),
         "pin": request.service.pin and blake2b(request.service.pin.encode(), digest_size=6).hexdigest(),
         "constrained": first.constraint is not None,
+        "drafted": first.constraint is not None and first.constraint.takes_drafts,
+        "hidden": request.returns_hidden,
         "media": None if media is None else _media_fields(media, first.ids),
     }
     return {**values, **{name: value for name, value in optional.items() if value}}
@@ -165,7 +167,8 @@ def make_sequences(values: Mapping[str, Any]) -> list[Sequence]:
         follows=values.get("follows", False),
         owner=values.get("owner", ""),
         service=Service(pin=values.get("pin")),
-        constraint=RecordedConstraint() if values.get("constrained") else None,
+        constraint=RecordedConstraint(values.get("drafted", False)) if values.get("constrained") else None,
+        returns_hidden=values.get("hidden", False),
         prompt_media=_media(values["media"], values["ids"]) if "media" in values else None,
     )
     sequences = []
@@ -187,10 +190,16 @@ def make_sequences(values: Mapping[str, Any]) -> list[Sequence]:
 
 
 class RecordedConstraint:
-    """A `Constraint` whose host data the replay sets, as it arrived in the recorded run."""
+    """A `DraftedConstraint` whose host data the replay sets, as it arrived in the recorded run."""
+
+    def __init__(self, takes_drafts: bool) -> None:
+        self.takes_drafts = takes_drafts
 
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
         """Do nothing: the replay sets the data."""
+
+    def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
+        """Do nothing: the replay has the accepted drafts."""
 
 
 def _sampling_fields(params: SamplingParams) -> dict[str, Any]:

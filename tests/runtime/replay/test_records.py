@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,24 @@ async def test_a_record_is_replayed(tmp_path: Path, family: str, more: dict[str,
     assert counts.tokens == num_tokens
     assert counts.requests == len(prompts()) + 1
     assert counts.failures == []
+
+
+@pytest.mark.parametrize("more", [{}, {"speculative_algorithm": "NGRAM"}])
+async def test_grammars_and_hidden_states_are_replayed(tmp_path: Path, more: dict[str, Any]):
+    schema = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"]}'
+    options = {"random_seed": 1, "enable_return_hidden_states": True, **more}
+    async with Engine(record=str(tmp_path / "record"), **options) as engine:
+        async with anyio.create_task_group() as tasks:
+            for number in range(4):
+                sampling = {"json_schema": schema, "max_new_tokens": 40, "temperature": number / 2, "seed": number}
+                call = partial(engine.generate, f"Number {number}:", sampling_params=sampling)
+                tasks.start_soon(call)
+            plain = {"max_new_tokens": 6, "temperature": 0}
+            tasks.start_soon(
+                partial(engine.generate, "a b a b a b a", sampling_params=plain, return_hidden_states=True)
+            )
+        num_tokens = engine.status().num_generated
+    assert replay(tmp_path / "record").tokens == num_tokens
 
 
 async def test_the_model_computes_the_recorded_tokens_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
