@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import lora_adapters
 import tiny_checkpoints
 from runtime.errors import ConfigurationError, InvalidRequest
 from serve import Engine, SyncEngine
@@ -70,6 +71,64 @@ async def test_answers_depend_on_the_request_alone(family: str, options: dict[st
         for _ in range(2):  # cold, then warm
             warm = [await outputs_warm(engine, ids) for ids in sizes]
             assert warm == [each[:2] for each in alone]
+
+
+async def crowd(engine: Engine, asked: list[list[int]], size: int, adapters: list[str | None]) -> list[tuple[Any, ...]]:
+    """Return the answers of requests of which `size` run at a time; each has a neighbour of another model."""
+    slots, found = asyncio.Semaphore(size), {}
+
+    async def one(number: int) -> None:
+        async with slots:
+            neighbour = engine.generate(
+                input_ids=asked[-1 - number][:20],
+                sampling_params={"max_new_tokens": 3, "ignore_eos": True},
+                lora_path=adapters[number % len(adapters)],
+            )
+            found[number], _ = await asyncio.gather(outputs_warm(engine, asked[number]), neighbour)
+
+    await asyncio.gather(*(one(number) for number in range(len(asked))))
+    return [found[number] for number in range(len(asked))]
+
+
+RETRACTING: dict[str, Any] = {"page_size": 4, "max_total_tokens": 400, "schedule_conservativeness": 0.01}
+SITUATIONS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
+    "crowds": ({}, (2, 7, 64)),
+    "chunks": (CHUNKED, (8, 64)),
+    "retracted": (RETRACTING, (64,)),
+    "speculated": ({"speculative_algorithm": "NGRAM", "speculative_adaptive": {"enabled": False}}, (16,)),
+    "adapters": ({"enable_lora": True}, (16,)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+async def test_nothing_around_a_request_changes_it(count: int) -> None:
+    path = tiny_checkpoints.cached("llama", **SHAPE)
+    asked = prompts(count, 90)
+    async with Engine(path, **PLAIN, disable_radix_cache=True) as engine:
+        alone = [await outputs_warm(engine, ids) for ids in asked]
+    for name, (options, sizes) in SITUATIONS.items():
+        adapters: list[str | None] = [None]
+        if name == "adapters":
+            folders = {letter: lora_adapters.adapter(path, seed) for letter, seed in (("a", 1), ("b", 2))}
+            options = {**options, "lora_paths": [f"{letter}={folder}" for letter, folder in folders.items()]}
+            adapters = ["a", None, "b"]
+        async with Engine(path, **PLAIN, **options) as engine:
+            for size in sizes:
+                assert await crowd(engine, asked, size, adapters) == alone, (name, size)
+            if name == "retracted":
+                assert engine.status().num_retracted
+            engine.core.check()
+
+
+@pytest.mark.slow
+async def test_sums_that_depend_on_the_batch_are_found() -> None:
+    """The mutation: torch computes attention, whose sums depend on the longest row of the batch."""
+    path = tiny_checkpoints.cached("llama", **SHAPE)
+    asked = prompts(60, 90)
+    async with Engine(path, **PLAIN, attention_backend="torch_native", disable_radix_cache=True) as engine:
+        alone = [await outputs_warm(engine, ids) for ids in asked]
+        assert await crowd(engine, asked, 16, [None]) != alone
 
 
 async def test_the_log_probabilities_equal_those_of_transformers() -> None:
