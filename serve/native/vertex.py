@@ -68,4 +68,9 @@ def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody | None, list[Reque
     for key in body.parameters.keys() & set(PROMPTS):
         raise InvalidRequest(f"parameters.{key} must be set in instances instead.", param=f"parameters.{key}")
     generate = decode(GenerateBody, {**body.parameters, name: [each[name] for each in body.instances]})
-    return generate, requests_of(generate, core, owned=True)
+    requests = requests_of(generate, core, owned=True)
+    if any(request.returns_hidden for request in requests):
+        raise InvalidRequest(
+            "Predictions have no hidden states; use /generate.", param="parameters.return_hidden_states"
+        )
+    return generate, requests

@@ -432,6 +432,10 @@ class Generation:
         options = {**self.options, "return_logprob": True} if self.logprobs else self.options
         requests = requests_of(generate_body(None, parameters, [self.ids], options), self._core)
         [request] = with_hook(requests, self.on_logits)
+        if request.returns_hidden:
+            raise InvalidRequest(
+                "A generation returns no hidden states; use Engine.generate.", param="return_hidden_states"
+            )
         return request
 
     def _check_idle(self) -> None:

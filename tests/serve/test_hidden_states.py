@@ -98,6 +98,10 @@ async def test_all_apis_return_them() -> None:
         chat = {**text, "messages": [{"role": "user", "content": "Hi"}]}
         answer = await post(http, "/v1/chat/completions", chat)
         assert len(answer["choices"][0]["hidden_states"]) == 256
+        predict = {"instances": [{"text": "a"}], "parameters": {"return_hidden_states": True}}
+        await post(http, "/vertex_generate", predict, status=400)
+        with pytest.raises(InvalidRequest, match=r"use Engine\.generate"):
+            await engine.open([5], return_hidden_states=True).generate(2)
         for route, wrong in (("/v1/completions", {**text, "prompt": "a"}), ("/v1/chat/completions", chat)):
             refused = await post(http, route, {**wrong, "stream": True}, status=400)
             assert refused["error"]["param"] == "return_hidden_states"
