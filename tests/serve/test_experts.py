@@ -143,8 +143,9 @@ async def test_without_the_option_nothing_is_recorded() -> None:
 
 
 async def places(engine: Engine) -> list[dict[str, list[int]]]:
-    [runner] = engine.core.runners
-    return await asyncio.shield(runner.call("expert_places", {}))
+    """Return the placement that each rank knows."""
+    answers = [await asyncio.shield(runner.call("expert_places", {})) for runner in engine.core.runners]
+    return [answer for of_replica in answers for answer in of_replica]
 
 
 async def check_moving(family: str, **options: Any) -> None:
@@ -164,7 +165,8 @@ async def check_moving(family: str, **options: Any) -> None:
         for _ in range(20):
             assert await outputs(engine) == expected
             now = await places(engine)
-            assert all(each == now[0] for each in now)  # all ranks know the same placement
+            for each in now:  # all ranks of a stage know the same placement
+                assert all(each == other or not each.keys() & other.keys() for other in now)
             if now != first:
                 break
         assert now != first
@@ -185,6 +187,14 @@ async def test_four_ranks_while_experts_move(family: str) -> None:
 @pytest.mark.slow
 async def test_two_stages_of_two_parts(tmp_path: Path) -> None:
     await check_moving("qwen3_moe", tp_size=2, pp_size=2, ep_size=2, ep_num_redundant_experts=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ep_size", [2, 4])
+async def test_groups_that_attend_to_their_own_tokens_share_experts(ep_size: int) -> None:
+    """With data-parallel attention, all ranks hold experts, and rank 0 counts the tokens of all groups."""
+    options = {"tp_size": ep_size, "dp_size": 2, "enable_dp_attention": True, "ep_size": ep_size}
+    await check_moving("qwen3_moe", **options, ep_num_redundant_experts=ep_size)
 
 
 @pytest.mark.slow
