@@ -11,6 +11,7 @@ from serve.bench.__main__ import run_command
 COMMANDS = {
     "overhead": ("bench.overhead", "scheduling and streaming without a model"),
     "parallel": ("bench.parallel", "a step of two processes against one, in its parts"),
+    "experts": ("bench.experts", "experts on several ranks: sums against all-to-all, and the balance of a skewed load"),
     "step": ("bench.step", "single steps in this process: chosen kernels against plain torch"),
     "adapters": ("bench.adapters", "tokens per second with LoRA adapters in a batch, and without"),
     "grammars": ("bench.grammars", "steps with a grammar for each row against none, and masks alone"),
