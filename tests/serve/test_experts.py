@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 import http_server
 import tiny_checkpoints
 from runtime.errors import ConfigurationError
+from runtime.layers.expert_sharing import EXCHANGE_TOKENS, ExpertSharing
 from serve import Engine
 from serve.server.app import build_app
 
@@ -155,8 +156,7 @@ async def check_moving(family: str, **options: Any) -> None:
     async with Engine(
         model_path(family),
         **PLAIN,
-        **options,
-        chunked_prefill_size=16,
+        **{"chunked_prefill_size": 16, **options},
         enable_eplb=True,
         eplb_rebalance_num_iterations=10,
         eplb_rebalance_layers_per_chunk=1,
@@ -198,8 +198,19 @@ async def test_groups_that_attend_to_their_own_tokens_share_experts(ep_size: int
 
 
 @pytest.mark.slow
-async def test_results_travel_by_all_to_all() -> None:
-    await check_moving("qwen3_moe", tp_size=2, enable_ep_moe=True, moe_a2a_backend="all_to_all")
+async def test_results_travel_by_all_to_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    combine, sizes = ExpertSharing.combine, []
+
+    def counted(self: ExpertSharing, layer: int, chosen: torch.Tensor, *rest: Any) -> torch.Tensor:
+        sizes.append(len(chosen))
+        return combine(self, layer, chosen, *rest)
+
+    monkeypatch.setattr(ExpertSharing, "combine", counted)
+    await check_moving(
+        "qwen3_moe", tp_size=2, enable_ep_moe=True, moe_a2a_backend="all_to_all", chunked_prefill_size=128
+    )
+    assert sizes
+    assert min(sizes) >= EXCHANGE_TOKENS  # smaller steps are summed
 
 
 @pytest.mark.slow
