@@ -37,7 +37,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "--disable-log-requests": "leave it out: requests are logged with --log-requests only",
     "--no-enable-log-requests": "leave it out: requests are logged with --log-requests only",
     "--disable-log-stats": "--log-level warning; metrics are kept with --enable-metrics only",
-    "--enable-expert-parallel": "use --enable-ep-moe, or --ep-size",
+    "--enable-expert-parallel": "--enable-ep-moe",
     "--distributed-executor-backend": "leave it out: Penstock starts one process per rank",
     "--kv-cache-memory-bytes": "--max-total-tokens",
     "--num-gpu-blocks-override": "--max-total-tokens",

@@ -227,6 +227,15 @@ class FakeCore:
         """Return a path to which nothing was written."""
         return "nowhere"
 
+    async def start_expert_record(self) -> None:
+        pass
+
+    async def stop_expert_record(self) -> None:
+        pass
+
+    async def dump_expert_record(self) -> list[dict[str, Any]]:
+        return [{"path": "/tmp/record.pt"}]
+
     def set_weight_version(self, version: str) -> None:
         """Do nothing: the plan of a test stays as it is."""
 

@@ -26,6 +26,7 @@ NO_BODY = {
     "freeze_collector",
     "clear_storage",
     "list_models",
+    *("start_expert_record", "stop_expert_record", "dump_expert_record"),
     "cancel",
     "answer",
     *("reset_prefix_cache", "pause_requests", "resume_requests", "sleep", "wake_up"),
