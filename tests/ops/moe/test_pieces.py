@@ -27,8 +27,9 @@ def plain() -> Mixture:
 
 def prepared(kernels: Kernels, form: str, mixture: Mixture) -> Mixture:
     if form == "grouped":
-        weights = [round_experts(weight, 32) for weight in mixture[:2]]
-        return kernels.prepare_grouped_experts(GroupedMixture(*weights, *mixture[2:]), torch.float32)
+        gate_up, down = round_experts(mixture.gate_up, 32), round_experts(mixture.down, 32)
+        grouped = GroupedMixture(gate_up, down, mixture.gate_up_bias, mixture.down_bias)
+        return kernels.prepare_grouped_experts(grouped, torch.float32)
     return kernels.prepare_experts(mixture, bits=8 if form == "8 bits" else None)
 
 
