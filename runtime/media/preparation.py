@@ -127,6 +127,11 @@ class MediaPreparer:
                     f"No {PLURALS[source.kind]} are accepted: {self._processors.refusals[source.kind]}",
                     param=source.param,
                 )
+            for name in self._processors.unknown_options(source.kind, source.options):
+                raise InvalidRequest(
+                    f"mm_processor_kwargs.{name}: the processor of this model has no such option for {source.kind}s.",
+                    param=f"mm_processor_kwargs.{name}",
+                )
         check_counts(sources, self.plan.limits)
 
     def check_space(self, num_bytes: int, retry_after_s: int = 1) -> None:

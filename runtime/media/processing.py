@@ -36,6 +36,7 @@ PARTS: Mapping[Kind, Sequence[str]] = {
     "video": ("video_processor",),
     "audio": ("feature_extractor", "audio_processor"),
 }
+FRAME_OPTIONS = ("fps", "num_frames")  # by which frames are chosen, before the processor sees them
 FRAMES_PER_S = 2.0  # frames of a video for processors that choose none
 
 
@@ -81,7 +82,7 @@ class Processors:
         if not self.placeholders:
             raise CheckpointError("; ".join(self.refusals.values()))
         self._identities = {kind: _identity(first, kind) for kind in self.placeholders}
-        self._video = _part_of(first, "video")
+        self._any, self._video = first, _part_of(first, "video")
         self.sampling_rate = int(getattr(_part_of(first, "audio"), "sampling_rate", 16_000))
         # Seconds of audio that the extractor takes; it would drop the rest. None: any length.
         self.audio_s: float | None = getattr(_part_of(first, "audio"), "chunk_length", None)
@@ -113,7 +114,7 @@ class Processors:
 
         The model's processor chooses if it is configured to, else there are `FRAMES_PER_S` frames per second.
         """
-        chosen = {name: options[name] for name in ("fps", "num_frames") if name in options}
+        chosen = {name: options[name] for name in FRAME_OPTIONS if name in options}
         configured = getattr(self._video, "do_sample_frames", False) and (
             getattr(self._video, "fps", None) or getattr(self._video, "num_frames", None)
         )
@@ -126,6 +127,11 @@ class Processors:
         wanted = chosen.get("num_frames") or round(total / (fps or 24.0) * chosen.get("fps", FRAMES_PER_S))
         count = min(max(int(wanted), 4), total)
         return [int(total * place / count) for place in range(count)]
+
+    def unknown_options(self, kind: Kind, options: Mapping[str, Any]) -> list[str]:
+        """Return the options that the processor would ignore."""
+        known = getattr(getattr(_part_of(self._any, kind), "valid_kwargs", None), "__annotations__", {})
+        return [name for name in options if name not in known and not (kind == "video" and name in FRAME_OPTIONS)]
 
     def process(self, kind: Kind, content: Any, options: Mapping[str, Any], param: str) -> Processed:
         """Return the tensors and the text of a decoded item. Raises `InvalidRequest` if the processor refuses it."""
@@ -144,7 +150,7 @@ class Processors:
 
 
 def _process(processor: Any, placeholder: str, kind: Kind, content: Any, options: Mapping[str, Any]) -> Processed:
-    options = {name: value for name, value in options.items() if name not in ("fps", "num_frames")}
+    options = {name: value for name, value in options.items() if name not in FRAME_OPTIONS}
     if kind == "image":
         given: dict[str, Any] = {"images": [content], **options}
     elif kind == "video":

@@ -6,6 +6,7 @@ A part is `{"type": "image", "source": MediaSource}`, or of type "video" or "aud
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,15 @@ FILE_ENDINGS: Mapping[Kind, tuple[str, ...]] = {
     "audio": (".wav", ".mp3", ".flac", ".ogg", ".opus", ".m4a", ".mp4", ".webm", ".aac"),
 }
 ARTICLES: Mapping[Kind, str] = {"image": "an image", "video": "a video", "audio": "audio"}
+_SEEN: frozenset[Kind] = frozenset({"image", "video"})
+# Options of processors that a request may set -> largest value, and the kinds on which it acts. Sizes by edges are not
+# among them, because their meaning differs between processors, so that they cannot be limited.
+PROCESSOR_OPTIONS: Mapping[str, tuple[int, frozenset[Kind]]] = {
+    "min_pixels": (2**22, _SEEN),
+    "max_pixels": (2**24, _SEEN),
+    "fps": (60, frozenset({"video"})),
+    "num_frames": (4096, frozenset({"video"})),
+}
 _OBJECT_KEYS: Mapping[Kind, str] = {"video": "frames", "audio": "samples"}
 OBJECT = "object:"  # scheme of URLs that stand for Python objects, which JSON cannot hold
 MAX_PATH = 1024
@@ -62,6 +72,38 @@ def for_template(core: EngineCore, messages: Sequence[Message]) -> Sequence[Mess
         {**message, "content": [places.get(part.get("type"), part) for part in message["content"]]}
         if next(iter(_media_parts(message)), None)
         else message
+        for message in messages
+    ]
+
+
+def with_options(messages: Sequence[Message], options: Mapping[str, Any] | None) -> Sequence[Message]:
+    """Return the messages whose images and videos have these options for the model's processor.
+
+    Raises `InvalidRequest` for options that are unknown, beyond their limits, or without an item to act on.
+    """
+    if not options:
+        return messages
+    kinds = {part["type"] for message in messages for part in _media_parts(message)}
+    for name, value in options.items():
+        param = f"mm_processor_kwargs.{name[:40]}"
+        if name not in PROCESSOR_OPTIONS:
+            raise InvalidRequest(f"{param} is not supported; {', '.join(PROCESSOR_OPTIONS)} are.", param=param)
+        most, for_kinds = PROCESSOR_OPTIONS[name]
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if not (whole or (name == "fps" and isinstance(value, float))) or not 0 < value <= most:
+            raise InvalidRequest(f"{param} must be a number above 0 and at most {most}.", param=param)
+        if not kinds & for_kinds:
+            raise InvalidRequest(f"{param} needs {ARTICLES[min(for_kinds)]} in the messages.", param=param)
+    if "fps" in options and "num_frames" in options:
+        raise InvalidRequest("fps and num_frames exclude each other.", param="mm_processor_kwargs.fps")
+
+    def chosen(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        kind = part.get("type")
+        own = {name: value for name, value in options.items() if kind in PROCESSOR_OPTIONS[name][1]}
+        return {**part, "source": replace(part["source"], options=own)} if own and kind in KINDS else part
+
+    return [
+        {**message, "content": [chosen(part) for part in message["content"]]} if _media_parts(message) else message
         for message in messages
     ]
 

@@ -247,3 +247,33 @@ async def test_a_server_without_images_says_why() -> None:
             text = [{"role": "user", "content": QUESTION}]
             answer = await http.post("/v1/chat/completions", json={"model": "x", "messages": text, **GREEDY})
             assert answer.status_code == 200
+
+
+async def test_options_of_the_processor() -> None:
+    family, question = "qwen2_vl", "What?"
+    path, wide = tiny_seeing.cached(family), picture(64, 64, 1)
+    chat = f"<|im_start|>user\n{tiny_seeing.FAMILIES[family].placeholder}{question}<|im_end|>\n<|im_start|>assistant\n"
+    content = [{"type": "image_url", "image_url": wide}, {"type": "text", "text": question}]
+    messages = [{"role": "user", "content": content}]
+    answers = {}
+    async with Engine(path, **PLAIN) as engine:
+        for most in (4096, 1024):
+            ids, _ = tiny_seeing.reference(path, family, chat, [wide], 6, images_kwargs={"max_pixels": most})
+            wanted = tiny_seeing.processor_of(path, family).tokenizer.decode(ids, skip_special_tokens=True)
+            made = await engine.chat(messages, mm_processor_kwargs={"max_pixels": most}, **GREEDY)
+            assert made.choices[0].message.content == wanted
+            answers[most] = made.usage.prompt_tokens
+        assert answers[1024] < answers[4096]
+        assert engine.core.media is not None
+        assert engine.core.media.cache.num_hits == 0, "the options belong to the key"
+        for options, reason in (
+            ({"size": {"height": 10**9}}, "size is not supported"),
+            ({"max_pixels": 2**40}, "at most"),
+            ({"min_pixels": True}, "must be a number"),
+            ({"fps": 1.0}, "needs a video"),
+        ):
+            with pytest.raises(InvalidRequest, match=reason):
+                await engine.chat(messages, mm_processor_kwargs=options, **GREEDY)
+    async with Engine(tiny_seeing.cached("llava"), **PLAIN) as engine:
+        with pytest.raises(InvalidRequest, match="no such option"):
+            await engine.chat(messages, mm_processor_kwargs={"max_pixels": 64}, **GREEDY)

@@ -171,14 +171,16 @@ async def test_files_through_the_apis(tmp_path: Any) -> None:
             assert (await http.get("/model_info")).json()["has_video_understanding"] is True
         sampling = {"temperature": 0.0, "max_new_tokens": NUM_NEW}
         assert (await engine.generate(chat, sampling, video_data=file))["text"] == wanted
+        less = await engine.chat(messages, max_tokens=NUM_NEW, temperature=0, mm_processor_kwargs={"num_frames": 4})
         frames = [picture(32, 32, seed) for seed in range(4)]
         with_frames = [{"role": "user", "content": [{"type": "video", "video": frames}, {"type": "text", "text": "?"}]}]
         assert (await engine.chat(with_frames, max_tokens=2)).usage.completion_tokens == 2
     async with Engine(checkpoint, max_video_frames=4, **PLAIN) as engine:
         few = await engine.generate(chat, sampling, video_data=file)
         assert few["meta_info"]["prompt_tokens"] < counted["count"]
+        assert less.usage.prompt_tokens == few["meta_info"]["prompt_tokens"], "an option of the request does the same"
         with pytest.raises(InvalidRequest, match="1 to 4 are accepted"):
-            await engine.generate(chat, sampling, video_data={"frames": video("v1")})
+            await engine.generate(chat, sampling, video_data={"frames": tiny_films.film(5, 32, 32)})
     async with Engine(checkpoint, max_video_pixels=4 * 32 * 32, **PLAIN) as engine:
         assert (await engine.generate(chat, sampling, video_data=file))["text"] == few["text"]
 

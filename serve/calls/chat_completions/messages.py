@@ -13,7 +13,7 @@ from serve.calls.chat.request import ChatRequest, effort_switch, thinking_switch
 from serve.calls.chat_completions.functions import is_legacy, legacy_choice, legacy_tools, with_tool_calls
 from serve.calls.chat_completions.requests import keep_last_of
 from serve.calls.chat_completions.schema import ChatBody, Message, Part
-from serve.calls.media import OBJECT, media_part, native_source
+from serve.calls.media import OBJECT, media_part, native_source, with_options
 from serve.calls.prompts import namespaces_of, pin_of, service_of
 
 _MEDIA: Mapping[str, Kind] = {  # types of parts
@@ -31,7 +31,7 @@ def chat_of(body: ChatBody, objects: Sequence[Any] = ()) -> ChatRequest:
     legacy = is_legacy(body)
     messages = [read_message(message, f"messages.{index}", objects) for index, message in enumerate(body.messages)]
     return ChatRequest(
-        messages=with_tool_calls(messages),
+        messages=with_options(with_tool_calls(messages), body.mm_processor_kwargs),
         sampling=body.sampling,
         tools=legacy_tools(body) if legacy else body.tools,
         tool_choice=legacy_choice(body) if legacy else body.tool_choice,

@@ -253,7 +253,7 @@ class ChatBody(OpenAIBody):
     echo: NotBuilt = None
     chat_template: NotBuilt = None
     documents: NotBuilt = None
-    mm_processor_kwargs: NotBuilt = None
+    mm_processor_kwargs: dict[str, Any] | None = None  # options of the model's processor for images and videos
     add_generation_prompt: bool = True
     add_special_tokens: bool = False  # the chat template writes them
 

@@ -275,7 +275,7 @@ ROUTES: Mapping[str, Route] = {
         {**GREEDY, "messages": STORY},
         CHAT,
         declared(ChatBody, "chat"),
-        refused={**REFUSED_BY_OPENAI, "modalities": ["audio"], "timeout_s": 0},
+        refused={**REFUSED_BY_OPENAI, "modalities": ["audio"], "timeout_s": 0, "mm_processor_kwargs": {"fps": 1}},
         idle={
             "service_tier": "a test of its own in test_service.py",
             "prompt_cache_key": "a test of its own in test_service.py",
