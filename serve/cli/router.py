@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
@@ -87,19 +87,34 @@ class _Bodies:
     num_bytes = 0
 
 
+class _TooManyBytes(Exception):
+    """The bodies in progress are too large together."""
+
+
 class _Held:
-    """The bytes that one request holds, which count for all."""
+    """The bytes of one request's body, which count until all its uses have ended."""
 
     def __init__(self, bodies: _Bodies) -> None:
-        self.num_bytes = 0
+        self._num_bytes = self._num_uses = 0
         self._bodies = bodies
 
     def add(self, num_bytes: int) -> None:
-        """Count more bytes. Raises MemoryError if all requests together hold too many."""
+        """Count more bytes. Raises `_TooManyBytes` if all requests together hold too many."""
         if self._bodies.num_bytes + num_bytes > MAX_BODIES_BYTES:
-            raise MemoryError("The bodies in progress are too large.")
-        self.num_bytes += num_bytes
+            raise _TooManyBytes
+        self._num_bytes += num_bytes
         self._bodies.num_bytes += num_bytes
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Use the body inside the context. The last use frees it."""
+        self._num_uses += 1
+        try:
+            yield
+        finally:
+            self._num_uses -= 1
+            if not self._num_uses:
+                self._bodies.num_bytes -= self._num_bytes
 
 
 class Router:
@@ -113,36 +128,31 @@ class Router:
     async def handle(self, request: Request) -> Response:
         """Answer a request with the answer of a decode server."""
         async with AsyncExitStack() as stack:
-            held = stack.enter_context(self._held())
+            held = _Held(self._bodies)
+            stack.enter_context(held.used())
             try:
                 async with asyncio.timeout(BODY_S):
                     body = await read_body(request, held.add)
             except TimeoutError:
                 return failure(KIND, 408, f"The body did not arrive within {BODY_S:g} seconds.")
-            except MemoryError:
+            except _TooManyBytes:
                 return failure(KIND, 503, "Too many large bodies are in progress; retry later.", {"retry-after": "1"})
             except ClientDisconnect:
                 return Response(status_code=499)
-            return too_large(KIND) if body is None else await self._route(request, body, stack)
+            return too_large(KIND) if body is None else await self._route(request, body, held, stack)
 
-    @contextmanager
-    def _held(self) -> Iterator[_Held]:
-        """Count the bytes that a request holds while the context lasts."""
-        held = _Held(self._bodies)
-        try:
-            yield held
-        finally:
-            self._bodies.num_bytes -= held.num_bytes
-
-    async def _route(self, request: Request, body: bytes, stack: AsyncExitStack) -> Response:
+    async def _route(self, request: Request, body: bytes, held: _Held, stack: AsyncExitStack) -> Response:
         """Forward a request. When the answer is complete, `stack` is closed."""
         headers = [(name, value) for name, value in request.headers.items() if name not in HOP_HEADERS]
         path = request.scope["raw_path"].decode("latin-1") + (f"?{request.url.query}" if request.url.query else "")
         headers.append(VIA)
         if request.method == "POST" and request.url.path in GENERATING:
+            use = ExitStack()
+            use.enter_context(held.used())  # begins now, because the task may begin after the answer
             task = asyncio.create_task(self._prefill_prompt(path, [*headers], body))
             self._prefilling.add(task)
             task.add_done_callback(self._prefilling.discard)
+            task.add_done_callback(lambda _: use.close())
             headers.append((PREFILLED, "1"))
         return await self._forward(request, path, headers, body, stack)
 
@@ -150,10 +160,8 @@ class Router:
         """Let a prefill server compute the prompt. If it fails, the decode server computes the prompt itself."""
         try:
             async with self._prefill.server() as url:
-                with self._held() as held:
-                    held.add(len(body))
-                    await self._client.post(url + path, headers=list(headers), content=body)
-        except (httpx.HTTPError, httpx.InvalidURL, MemoryError) as error:
+                await self._client.post(url + path, headers=list(headers), content=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             sys.stderr.write(f"A prompt was not prefilled: {type(error).__name__}: {error}\n")
 
     async def _forward(

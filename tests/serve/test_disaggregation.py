@@ -253,7 +253,10 @@ async def test_the_router_limits_the_bodies_and_the_wait_for_an_answer(monkeypat
         assert (full.status_code, full.headers["retry-after"]) == (503, "1")
         release.set()
         assert (await first).text == "done"
-        assert (await client.post(f"{router}/v1/embeddings", content=b"y" * 1000)).text == "done"
+        for path in ("/v1/embeddings", "/generate", "/generate", "/v1/embeddings"):  # all bytes are free again
+            while (answer := await client.post(f"{router}{path}", content=b"y" * 1000)).status_code == 503:
+                continue  # a moment after an answer, its body still counts
+            assert answer.status_code in (200, 404)
 
 
 async def test_admin_routes_behind_the_router_need_the_key_and_bad_paths_are_refused() -> None:
