@@ -19,6 +19,8 @@ PATHS = MappingProxyType(
         "/page/chat.css": "chat.css",
         "/page/chat.js": "chat.js",
         "/page/answer.js": "answer.js",
+        "/page/code.js": "code.js",
+        "/page/saved.js": "saved.js",
         "/page/markdown.js": "markdown.js",
         "/page/stream.js": "stream.js",
         "/live": "live.html",

@@ -1,7 +1,9 @@
 // The chat page: the conversation, the composer and the settings.
 
 import { Answer, createElement } from "./answer.js";
+import { asCurl, asPython } from "./code.js";
 import { render } from "./markdown.js";
+import { keepFields, saveChat, savedChat } from "./saved.js";
 import { complete, serverInfo } from "./stream.js";
 
 const KEY = "penstock-key"; // in sessionStorage: deleted when the tab is closed
@@ -26,6 +28,7 @@ let turns = []; // { role: "user" | "tool", message, element } and Answers, in t
 let running = null; // the AbortController of the running answer
 let edited = null; // the turn that the composer's text will replace
 let server = {}; // facts about the server
+let lastBody = null; // the body of the last request
 let attached = []; // data URLs of the images that the next message will hold
 let follows = true; // the page scrolls along with the growing answer
 
@@ -43,17 +46,54 @@ function say(text) {
   fitPrompt();
   if (edited) dropFrom(edited);
   stopEditing();
+  const images = attached.map((url) => ({ type: "image_url", image_url: { url } }));
+  const content = images.length ? [...images, ...(text ? [{ type: "text", text }] : [])] : text;
+  attach([]);
+  addQuestion(content);
+  answer(settings);
+}
+
+/** Show a message of the user: a text, or parts with texts and images. */
+function addQuestion(content) {
+  const { text, urls } = partsOf(content);
   const element = createElement("li", "message user");
   const bubble = createElement("div", "text");
   render(bubble, text);
   bubble.dir = "auto";
-  for (const url of attached) bubble.prepend(picture(url));
+  for (const url of urls) bubble.prepend(picture(url));
   element.append(bubble);
-  const images = attached.map((url) => ({ type: "image_url", image_url: { url } }));
-  const content = images.length ? [...images, ...(text ? [{ type: "text", text }] : [])] : text;
-  attach([]);
   add({ role: "user", message: { role: "user", content }, element });
-  answer(settings);
+}
+
+function partsOf(content) {
+  const parts = typeof content === "string" ? [{ type: "text", text: content }] : content;
+  return {
+    text: parts.find((each) => each.type === "text")?.text ?? "",
+    urls: parts.filter((each) => each.type === "image_url").map((each) => each.image_url.url),
+  };
+}
+
+function addResult(message) {
+  const element = createElement("li", "tool");
+  element.hidden = true; // the call's card shows the result
+  add({ role: "tool", message, element });
+}
+
+/** Show the conversation that this tab had before it was loaded again. */
+function restore() {
+  for (const message of savedChat()) {
+    if (message.role === "user") addQuestion(message.content);
+    else if (message.role === "tool") addResult(message);
+    else {
+      const reply = new Answer({ countsCached: false });
+      add(reply);
+      const calls = message.tool_calls?.map((call, index) => ({ index, id: call.id, function: call.function }));
+      reply.take({ choices: [{ delta: { ...message, tool_calls: calls } }] });
+      reply.end();
+    }
+  }
+  if (turns.length) showState("");
+  scrollToEnd();
 }
 
 // --- images ---
@@ -109,6 +149,7 @@ function dropFrom(turn) {
 
 async function answer(settings) {
   const request = { ...settings.body, messages: messages(settings.system) };
+  lastBody = request;
   const controller = new AbortController();
   const reply = new Answer({ countsCached: server.cache_report === true });
   running = controller;
@@ -134,9 +175,7 @@ async function answer(settings) {
 function giveResults(reply, results, settings) {
   reply.calls.forEach(({ id }, place) => {
     const message = { role: "tool", tool_call_id: id, content: results[place] };
-    const element = createElement("li", "tool");
-    element.hidden = true; // the call's card shows the result
-    add({ role: "tool", message, element });
+    addResult(message);
   });
   answer(settings);
 }
@@ -168,10 +207,10 @@ function readSettings() {
 }
 
 function addNumbers(body) {
-  for (const [id, name] of [["temperature", "temperature"], ["max-tokens", "max_tokens"]]) {
+  for (const id of ["temperature", "top-p", "seed", "max-tokens"]) {
     const field = part(id);
     if (!field.checkValidity()) return `${field.labels[0].textContent}: ${field.validationMessage}`;
-    if (field.value !== "") body[name] = Number(field.value);
+    if (field.value !== "") body[id.replace("-", "_")] = Number(field.value);
   }
   return "";
 }
@@ -209,10 +248,9 @@ function edit(turn) {
   edited = turn;
   turn.element.classList.add("edited");
   part("editing").hidden = false;
-  const { content } = turn.message;
-  const parts = typeof content === "string" ? [{ type: "text", text: content }] : content;
-  prompt.value = parts.find((each) => each.type === "text")?.text ?? "";
-  attach(parts.filter((each) => each.type === "image_url").map((each) => each.image_url.url));
+  const { text, urls } = partsOf(turn.message.content);
+  prompt.value = text;
+  attach(urls);
   fitPrompt();
   prompt.focus();
 }
@@ -249,10 +287,11 @@ function showState(status) {
   part("send").hidden = running !== null;
   part("stop").hidden = running === null;
   document.body.classList.toggle("running", running !== null);
+  if (running === null) saveChat(messages(""));
   offerActions();
 }
 
-/** Show Edit below the user's last message, and Retry and Copy below the last answer; hidden during an answer. */
+/** Show Edit below the user's last message, and Retry and copies below the last answer; hidden during an answer. */
 function offerActions() {
   for (const old of log.querySelectorAll(".actions")) old.remove();
   if (!turns.length) return;
@@ -260,7 +299,13 @@ function offerActions() {
   offer(asked, { Edit: () => edit(asked) });
   const last = turns.at(-1);
   // Browsers disable the clipboard on pages that another machine serves over plain HTTP.
-  offer(last, last.text && navigator.clipboard ? { Retry: retry, Copy: copy } : { Retry: retry });
+  const acts = { Retry: retry };
+  if (navigator.clipboard && lastBody) {
+    acts["Copy as curl"] = (event) => copy(event, asCurl(lastBody, Boolean(key())));
+    acts["Copy as Python"] = (event) => copy(event, asPython(lastBody, Boolean(key())));
+  }
+  if (navigator.clipboard && last.text) acts.Copy = (event) => copy(event, last.text);
+  offer(last, acts);
 }
 
 function offer(turn, acts) {
@@ -274,10 +319,10 @@ function offer(turn, acts) {
   turn.element.append(row);
 }
 
-async function copy(event) {
+async function copy(event, text) {
   const button = event.currentTarget;
   try {
-    await navigator.clipboard.writeText(turns.at(-1).text);
+    await navigator.clipboard.writeText(text);
     button.textContent = "Copied";
   } catch {
     button.textContent = "Not allowed by the browser";
@@ -404,5 +449,7 @@ part("key-form").addEventListener("submit", (event) => {
 part("tools").value = JSON.stringify(EXAMPLE_TOOLS, null, 2);
 part("schema").value = JSON.stringify(EXAMPLE_SCHEMA, null, 2);
 wide.addEventListener("change", () => showSettings(wide.matches));
+keepFields([...document.querySelectorAll("#settings input, #settings textarea")]);
 showSettings(wide.matches);
+restore();
 meetServer();

@@ -14,6 +14,13 @@ const PARTS = [
 ];
 
 const part = (id) => document.getElementById(id);
+const KEPT = 120; // samples of the charts, one per look
+const CHARTS = [
+  ["Tokens/s", (state) => state.tokens_per_s],
+  ["Waiting requests", (state) => sum(state.replicas, "num_waiting")],
+  ["Running requests", (state) => sum(state.replicas, "num_running")],
+];
+const samples = CHARTS.map(() => []);
 let paused = false;
 let timer = 0;
 
@@ -28,12 +35,31 @@ function show(state) {
     figure("Steps", state.num_steps),
     figure("Tokens", state.num_generated),
   ]);
+  fill(part("history"), CHARTS.map(([name, value], index) => chart(name, samples[index], value(state))));
   fill(part("replicas"), state.replicas.map((replica, number) => replicaPart(replica, number, state.replicas.length)));
   const longest = Math.max(1e-6, ...state.requests.map(seconds));
   fill(part("requests"), state.requests.map((request) => requestRow(request, longest)));
   part("hidden").textContent = state.num_hidden
     ? `${state.num_hidden} more requests are not shown: they belong to other keys, or exceed the limit.`
     : "";
+}
+
+/** Return a line of a figure's last values, after adding `value` to them. */
+function chart(name, kept, value) {
+  kept.push(value);
+  if (kept.length > KEPT) kept.shift();
+  const most = Math.max(...kept, 1);
+  const points = kept.map((each, index) => `${KEPT - kept.length + index},${100 - (100 * each) / most}`).join(" ");
+  const element = part("chart").content.firstElementChild.cloneNode(true);
+  element.dataset.chart = name;
+  element.querySelector("figcaption").textContent = `${name}, at most ${Math.round(most)}`;
+  element.querySelector("svg").setAttribute("aria-label", `${name}: now ${value}, at most ${most}`);
+  element.querySelector("polyline").setAttribute("points", points);
+  return element;
+}
+
+function sum(replicas, name) {
+  return replicas.reduce((total, replica) => total + replica[name], 0);
 }
 
 function replicaPart(replica, number, count) {
