@@ -33,6 +33,7 @@ def stages(device: str) -> tuple[Stage, ...]:
         _command("environment", ("-m", "serve", "explain", "--device", "DEVICE"), 60),
         *(_smoke(name, options, rehearsal) for name, options in SMOKES.items()),
         _tests("kernels", ("tests/gpu/test_operations.py",), 240, test_limit_s=90),
+        _speeds(rehearsal),
         _tests("tokens of Llama and Qwen3", (*ANSWERS, "-k", "llama or (qwen3 and not moe)"), 240),
         _tests("served", ("tests/gpu/test_serving.py",), 180),
         _figures("decode", rehearsal, 150),
@@ -43,7 +44,6 @@ def stages(device: str) -> tuple[Stage, ...]:
         _figures("prefix", rehearsal, 90),
         _figures("online", rehearsal, 240),
         _figures("cold", rehearsal, 150),
-        _speeds(rehearsal),
         _tests("tokens of the other families", (*ANSWERS, "-k", "not llama and not (qwen3 and not moe)"), 480),
     )
 
@@ -52,6 +52,7 @@ ANSWERS = ("tests/gpu/test_answers.py",)
 SMOKES: dict[str, tuple[str, ...]] = {
     "served, no graphs": ("--disable-cuda-graph",),
     "served, graphs": (),
+    "served, fp8": ("--quantization", "fp8"),
     "served, sampling in torch": ("--sampling-backend", "pytorch"),
     "served, FlashInfer": ("--attention-backend", "flashinfer"),
     "served, plain torch": ("--attention-backend", "torch_native"),
