@@ -118,9 +118,14 @@ class ExpertSharing:
             return chosen
         return self._tables_of(layer, num_experts, chosen.device).here[chosen]
 
-    def exchanges(self, num_tokens: int) -> bool:
-        """Whether a step of this size combines results by all-to-all."""
-        return self._exchanges and self.is_shared and num_tokens >= EXCHANGE_TOKENS
+    def exchanges(self, x: Tensor) -> bool:
+        """Whether a step of tokens x [T, E] combines results by all-to-all.
+
+        Steps that CUDA graphs capture do not, because the host reads how many rows are sent.
+        """
+        if not (self._exchanges and self.is_shared and len(x) >= EXCHANGE_TOKENS):
+            return False
+        return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def combine(self, layer: int, chosen: Tensor, num_experts: int, mix: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the mixture's output [T, E], with uneven all-to-all and all-gather among the ranks.

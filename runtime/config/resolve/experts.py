@@ -38,6 +38,12 @@ def expert_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan) -> Ex
         for option in BALANCING:
             if builder.args.changed(option) and option != "eplb_rebalance_num_iterations":
                 builder.refuse(option, f"{_flag(option)} needs --enable-eplb.")
+    if builder.args.graphs.enable_torch_compile and (record.value is not None or _is_fake(builder)):
+        builder.refuse(
+            "enable_torch_compile",
+            "--enable-torch-compile: the choices of experts are not recorded or replaced in compiled code; leave it "
+            "out, or the options of the recorder.",
+        )
     steps = args.expert_distribution_recorder_buffer_size
     if steps == 0:
         builder.refuse(

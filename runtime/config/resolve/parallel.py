@@ -89,7 +89,9 @@ def _two_batches(builder: PlanBuilder, facts: ModelFacts) -> Decision[float | No
             args.enable_dp_attention
         ),
         "cannot be combined with records of experts, which are made per step": (
-            moe.enable_eplb or moe.expert_distribution_recorder_mode is not None
+            moe.enable_eplb
+            or moe.enable_expert_distribution_metrics
+            or moe.expert_distribution_recorder_mode is not None
         ),
         "cannot be combined with a compiled forward (--enable-torch-compile)": builder.args.graphs.enable_torch_compile,
         "supports drafts of NGRAM only": algorithm not in (None, "NGRAM"),

@@ -19,6 +19,7 @@ from ops.matmul.with_cpp import PackedWeight4
 from ops.select import select
 from runtime.config.fields import Fields
 from runtime.errors import CheckpointError
+from runtime.layers.expert_sharing import ExpertSharing
 from runtime.loading.checkpoint import WeightFiles
 from runtime.loading.facts import read_facts
 from runtime.loading.formats.stored import QuantizedTensors
@@ -344,10 +345,10 @@ def test_weights_of_few_bits_stay_so_where_there_are_kernels(
         torch.testing.assert_close(one, other, rtol=0, atol=0.01 * float(other.std()))
 
 
-@pytest.mark.parametrize("asked", [None, "w4a8"])
+@pytest.mark.parametrize(("asked", "ep_size"), [(None, 1), ("w4a8", 1), (None, 2)])
 @pytest.mark.parametrize(("form", "options"), [KEPT[1], KEPT[2], KEPT[6]], ids=str)
 def test_experts_of_4_bits_stay_so_on_every_rank(
-    form: str, options: dict[str, Any], asked: str | None, tmp_path: Path
+    form: str, options: dict[str, Any], asked: str | None, ep_size: int, tmp_path: Path
 ) -> None:
     cpp_kernels.library()
     quantized, plain = quantized_checkpoints.write(tmp_path, form, "qwen3_moe", **options)
@@ -356,9 +357,11 @@ def test_experts_of_4_bits_stay_so_on_every_rank(
     for path, quantization in ((quantized, asked), (plain, None)):
         plan = paged_forward.plan_for(path, quantization=quantization)
         total = torch.zeros(9, 64)
-        for rank in (RankInfo(rank=0, tp_size=2), RankInfo(rank=1, tp_size=2)):
-            axis = Mesh(rank, torch.device("cpu")).axis("tp")
-            layer: Any = load_model(read_facts(path), plan, kernels, axis).layers[0]
+        for number in range(2):
+            mesh = Mesh(RankInfo(rank=number, tp_size=2, ep_size=ep_size), torch.device("cpu"))
+            experts = ExpertSharing(mesh.axis("ep")) if ep_size > 1 else None
+            model = load_model(read_facts(path), plan, kernels, mesh.axis("tp"), experts=experts)
+            layer: Any = model.layers[0]
             for weight in (layer.mlp.gate_up, layer.mlp.down):
                 assert isinstance(weight, PackedWeight4) == (path == quantized)
             layer.mlp._summed_over = None
