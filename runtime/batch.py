@@ -122,11 +122,25 @@ class Drafts:
     only on the seed and the output position, so the accepted ids and the token after them are exactly the tokens of
     decoding without drafts, also with random sampling.
 
-    Draft trees, which would need the parent of each id, are not supported.
+    `branches` are further rows with alternatives, so that the drafts are a tree.
     """
 
     rows: Ints  # [D], row indices, ascending
     counts: Ints  # [D], number of proposed ids of each row, >= 1
+    branches: Branches | None = None
+
+
+class Branches(NamedTuple):
+    """The M rows with alternatives to drafts (`scheduler/branches.py`). They have no tokens of their own in the output.
+
+    Row rows[i] begins at the position of the draft with number depths[i] of row owners[i], whose ids it replaces, and
+    samples at each of its positions. It has pages of its own from this position on. If all drafts before are accepted
+    and the model samples the row's first id in place of the draft, the row's ids are the drafts that go on.
+    """
+
+    rows: Ints  # [M], row indices, ascending
+    owners: Ints  # [M], row indices of rows with drafts
+    depths: Ints  # [M], from 1 on
 
 
 @dataclass(frozen=True, slots=True, eq=False)

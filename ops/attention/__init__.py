@@ -56,6 +56,8 @@ class AttentionMetadata:
     # (row, first position, end) of spans whose tokens attend to each other, also to later ones, as tokens of one image
     # do in some models. Backends ignore them; `native.attend_mutually` computes these rows again.
     mutual_spans: Sequence[tuple[int, int, int]] = ()
+    # (int64 [R], metadata with their slots): tokens whose KV is stored in further slots too. Only the cache reads it.
+    repeated: tuple[Tensor, AttentionMetadata] | None = None
 
     @classmethod
     def build(

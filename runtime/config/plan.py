@@ -124,6 +124,8 @@ class SchedulerPlan(Section):
     max_step_drafts: int = 256  # maximum number of draft tokens per step
     max_lookup_drafts: int = 0  # maximum from prompt lookup per row; 0: no prompt lookup
     max_model_drafts: int = 0  # maximum from a draft model or head per row; 0: there is none
+    draft_topk: int = 1  # ids that a draft model or head proposes at each draft
+    max_tree_drafts: int = 0  # maximum number of drafts of a row with their alternatives
     # Steps have drafts only if they speed up decoding (in tokens per second) by at least this factor; None: always.
     min_draft_gain: float | None = None
     overlap_drafts: bool = False  # whether a sequence may enter the next step while the result of its drafts is unknown

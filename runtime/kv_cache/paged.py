@@ -103,7 +103,11 @@ class PagedKVCache(NamedTuple):
 
     def store(self, kernels: Kernels, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Mapping[str, float]) -> None:
         """Store keys and values [T, K, D] in the slots of their tokens."""
-        kernels.store(k, v, self.k, self.v, self._metadata(batch), **self._fp8_scales(scales))
+        metadata, fp8_scales = self._metadata(batch), self._fp8_scales(scales)
+        kernels.store(k, v, self.k, self.v, metadata, **fp8_scales)
+        if metadata.repeated is not None:
+            tokens, again = metadata.repeated
+            kernels.store(k[tokens], v[tokens], self.k, self.v, again, **fp8_scales)
 
     def attend(
         self,

@@ -46,8 +46,11 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
     """
     retire = effects.retire
     drafted: dict[int, int] = {}
+    branches: Collection[int] = ()
     if batch.drafts is not None:
         drafted = dict(zip(batch.drafts.rows.tolist(), batch.drafts.counts.tolist(), strict=True))
+        if batch.drafts.branches is not None:
+            branches = frozenset(batch.drafts.branches.rows.tolist())
     deltas: list[Delta] = []
     sequence = batch.sequences[0]
     try:
@@ -60,7 +63,7 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
                 sequence.hidden.add(int(batch.starts[row]), states)
         failed = frozenset(output.failed)
         for row, (sequence, tokens) in enumerate(zip(batch.sequences, output.tokens)):
-            if sequence.finish is not None:
+            if sequence.finish is not None or row in branches:
                 continue
             if sequence.num_superseded and row not in failed and _is_sampled(batch, row):
                 sequence.num_superseded -= 1

@@ -13,16 +13,18 @@ free pages. If outputs lack pages too, a sequence is retracted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.batch import UNKNOWN, Batch, Drafts, Ints, MediaSpan, PromptLogprobs, StepStats
+from runtime.batch import UNKNOWN, Batch, Branches, Drafts, Ints, MediaSpan, PromptLogprobs, StepStats
 from runtime.config.plan import SchedulerPlan
 from runtime.constraint import DraftData
 from runtime.kv_cache.prefix_cache import NONE_HELD, Duplicates, PrefixCache, reusable_tokens
 from runtime.media_source import PromptMedia
 from runtime.scheduler.adapter_slots import AdapterSlots
+from runtime.scheduler.branches import Branch, page_copies
 from runtime.scheduler.budget import SCORED_TOKENS, NewTokenRatio, PromptBudget
 from runtime.scheduler.drafting import Drafting
 from runtime.scheduler.fast_forward import FastForward
@@ -31,6 +33,7 @@ from runtime.scheduler.request_tables import RequestTables, Running
 from runtime.sequence import Sequence
 from runtime.speculative.model_drafts import DRAFT
 
+NO_BRANCHES: Mapping[Sequence, list[Branch]] = MappingProxyType({})
 MAX_DEFERRED = 16  # waiting sequences that one step may look up and defer
 MAX_WITHOUT_SLOT = 256  # waiting sequences that one step may pass over because their adapters have no slot
 
@@ -91,6 +94,8 @@ class BatchBuilder:
         tables = self._running.tables
         batch = step.build(number, tables, self._cache, self._running.adapters)
         # Freed after `build`, so that no row of this batch gets these pages.
+        if step.branch_pages:
+            self._cache.free(step.branch_pages)
         for sequence, duplicates in step.duplicates:
             first, pages = duplicates
             tables.write_pages(sequence.sequence_index, first, sequence.pages[first : first + len(pages)])
@@ -184,7 +189,7 @@ class BatchBuilder:
             self._running.tables.append_pages(at_page_end, self._cache.allocate(len(at_page_end)))
         if self._drafting.enabled and (proposed := self._drafting.propose(decodes)):
             decodes = [sequence for sequence in decodes if sequence not in proposed]
-            step.add_drafts(proposed)
+            step.add_drafts(proposed, branches=self._drafting.branch(proposed))
         step.add_decodes(decodes)
 
     def _may_add_followers(self, step: _StepRows) -> bool:
@@ -386,6 +391,9 @@ class _StepRows:
     """
 
     __slots__ = (
+        "_branch_rows",
+        "_branch_starts",
+        "_branches",
         "_counts",
         "_draft_data",
         "_drafts",
@@ -400,6 +408,7 @@ class _StepRows:
         "_starts",
         "_token_ids",
         "_unknown_starts",
+        "branch_pages",
         "duplicates",
         "num_cached_tokens",
         "num_decodes",
@@ -420,6 +429,10 @@ class _StepRows:
         self._token_ids: list[int] = []
         self._sampled: list[int] = []
         self._drafts: dict[int, int] = {}  # number of proposed ids, by row
+        self._branch_rows: dict[int, tuple[int, Branch]] = {}  # (row of the trunk, branch), by row
+        self._branches: dict[Sequence, list[Branch]] = {}
+        self._branch_starts: dict[Sequence, int] = {}  # first position of each row with branches
+        self.branch_pages: list[int] = []  # pages of all branches
         self._draft_data: dict[int, DraftData] = {}  # of rows with a constraint and drafts, by row
         self._unknown_starts: list[int] = []  # rows whose first position only the device knows
         self._embedded: list[int] = []
@@ -461,8 +474,20 @@ class _StepRows:
         self._sampled += range(first, first + len(sequences))
         self.num_decodes += len(sequences)
 
-    def add_drafts(self, proposed: Mapping[Sequence, list[int]], *, starts_known: bool = True) -> None:
-        """Add one row for each of these sequences. It computes the one token without KV, then the proposed ids."""
+    def add_drafts(
+        self,
+        proposed: Mapping[Sequence, list[int]],
+        *,
+        starts_known: bool = True,
+        branches: Mapping[Sequence, list[Branch]] = NO_BRANCHES,
+    ) -> None:
+        """Add one row for each of these sequences. It computes the one token without KV, then the proposed ids.
+
+        Its branches follow as rows of their own.
+        """
+        if branches:
+            self._branch_starts |= {sequence: sequence.num_computed for sequence in branches}
+            self._branches |= branches
         for sequence, ids in proposed.items():
             row, start = len(self._sequences), sequence.num_computed
             if not starts_known:
@@ -485,7 +510,21 @@ class _StepRows:
             sequence.num_computed = start + 1 + len(ids)
             sequence.num_pending += 1 + len(ids)
             self.num_drafted += len(ids)
+            for branch in branches.get(sequence, ()):
+                self._add_branch(sequence, row, start, branch)
         self.num_decodes += len(proposed)
+
+    def _add_branch(self, sequence: Sequence, owner: int, start: int, branch: Branch) -> None:
+        """Add a row after that of its `owner`, which begins at `start`."""
+        row, count = len(self._sequences), len(branch.ids)
+        self._branch_rows[row] = owner, branch
+        self._sequences.append(sequence)
+        self._starts.append(start + branch.depth)
+        self._counts.append(count)
+        self._token_ids += branch.ids
+        self._sampled.append(row)
+        self.branch_pages += branch.pages
+        self.num_drafted += count
 
     def add_prompt(self, sequence: Sequence, count: int) -> None:
         """Add a row that computes the next `count` known tokens.
@@ -543,6 +582,12 @@ class _StepRows:
         ends = starts + counts
         width = -(-int(ends.max()) // cache.page_size)
         page_table = tables.pages[indices, :width]
+        copies = cache.take_copies()
+        if self._branch_rows:
+            copies = (*copies, *page_copies(self._branch_starts, self._branches, cache.page_size))
+            for row, (_, branch) in self._branch_rows.items():
+                page_table[row, branch.first_page :] = 0
+                page_table[row, branch.first_page : branch.first_page + len(branch.pages)] = branch.pages
         sampling = None
         if self._sampled:
             row_of = np.array(self._sampled, np.int32)
@@ -578,11 +623,9 @@ class _StepRows:
             media=tuple(self._media),
             mutual_spans=np.array(self._mutual_spans, np.int32) if self._mutual_spans else None,
             kinds={kind.name: kind.step_arrays(self._sequences, starts, counts, page_table) for kind in cache.kinds},
-            drafts=Drafts(np.array([*self._drafts], np.int32), np.array([*self._drafts.values()], np.int32))
-            if self._drafts
-            else None,
+            drafts=self._all_drafts() if self._drafts else None,
             unknown_starts=self._flags(self._unknown_starts) if self._unknown_starts else None,
-            copies=cache.take_copies(),
+            copies=copies,
             adapters=adapters.take_placements(),
             stats=StepStats(
                 self.num_new,
@@ -596,6 +639,19 @@ class _StepRows:
     def _hidden_rows(self) -> tuple[int, ...]:
         """Return the rows whose hidden states are returned."""
         return tuple(row for row, sequence in enumerate(self._sequences) if sequence.hidden is not None)
+
+    def _all_drafts(self) -> Drafts:
+        """Return the rows with drafts and their branches."""
+        rows, counts = (np.array([*each], np.int32) for each in (self._drafts, self._drafts.values()))
+        if not self._branch_rows:
+            return Drafts(rows, counts)
+        owners = [owner for owner, _ in self._branch_rows.values()]
+        depths = [branch.depth for _, branch in self._branch_rows.values()]
+        arrays = (np.array(values, np.int32) for values in ([*self._branch_rows], owners, depths))
+        return Drafts(rows, counts, Branches(*arrays))
+
+    def _num_sampled(self, row: int) -> int:
+        return self._counts[row] if row in self._branch_rows else 1 + self._drafts.get(row, 0)
 
     def _position_offsets(self, starts: Ints, counts: Ints) -> Ints | None:
         """Return the offsets [3, T] of the tokens' positions, or None if all of them are 0."""
@@ -618,7 +674,7 @@ class _StepRows:
         """Return for each of the N sampled positions its row and its distance from the row's last position."""
         if not self._drafts:
             return rows, np.zeros_like(rows)
-        num_sampled = np.array([1 + self._drafts.get(row, 0) for row in self._sampled], np.int32)
+        num_sampled = np.array([self._num_sampled(row) for row in self._sampled], np.int32)
         row_of = np.repeat(rows, num_sampled)
         ends = np.repeat(np.cumsum(num_sampled, dtype=np.int32), num_sampled)
         return row_of, ends - 1 - np.arange(len(row_of), dtype=np.int32)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from runtime.batch import Batch
 from runtime.config.plan import SchedulerPlan
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import DraftCounts
+from runtime.scheduler.branches import Branch, branches_of
 from runtime.scheduler.request_tables import Running
 from runtime.scheduler.sampling import forbids_ends
 from runtime.sequence import Sequence
@@ -33,6 +34,8 @@ class Drafting:
         self.by_model = plan.max_model_drafts > 0
         self._max_lookup, self._max_model = plan.max_lookup_drafts, plan.max_model_drafts
         self._windows = plan.draft_windows
+        self._topk, self._max_tree = plan.draft_topk, plan.max_tree_drafts
+        self._branches = self._topk > 1
         self._max_step = plan.max_step_drafts
         # A row after drafts in flight begins at an unknown position, but recurrent layers need exact positions.
         self._follows = plan.overlap_drafts and all(kind.steps_back is None for kind in cache.kinds)
@@ -52,7 +55,7 @@ class Drafting:
         asked = sequence.sampling.speculative
         lookup, model = (most if asked is None else min(asked, most) for most in (self._max_lookup, self._max_model))
         looking = NgramDrafter(lookup, *self._windows) if lookup else None
-        asking = ModelDrafter(model) if model else None
+        asking = ModelDrafter(model, self._topk, self._max_tree) if model else None
         sequence.drafter = ChainDrafter(looking, asking) if looking and asking else looking or asking
 
     def propose(self, decodes: Collection[Sequence], num_drafted: int = 0) -> dict[Sequence, list[int]]:
@@ -79,6 +82,13 @@ class Drafting:
                 proposed[sequence] = ids
                 left -= len(ids)
         return proposed
+
+    def branch(self, proposed: Mapping[Sequence, list[int]]) -> dict[Sequence, list[Branch]]:
+        """Return the alternatives to these drafts, whose rows are not added yet, and allocate their pages."""
+        if not self._branches or not proposed:
+            return {}
+        left = self._max_step - sum(map(len, proposed.values()))
+        return branches_of(proposed, self._cache, left, len(self._running))
 
     def note(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
         """Record the result of a row's drafts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runtime.speculative.model_drafts import ModelDrafter
+from runtime.speculative.model_drafts import DRAFT, ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
 
 
@@ -27,6 +27,11 @@ class ChainDrafter:
             if found:
                 return found
         return self._model.propose(ids, num_pending, limit)
+
+    def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
+        """Return the alternatives to proposed drafts; see the drafters."""
+        drafter = self._model if proposed[0] == DRAFT else self._lookup
+        return drafter.alternatives(proposed)
 
     def note(self, num_proposed: int, num_accepted: int, num_known: int) -> None:
         """Record the result of the oldest proposal. `num_known` is the number of known tokens."""

@@ -15,10 +15,12 @@ class ModelDrafter:
     If the first id is rejected too often, it is 0 for a pause. Each further pause is twice as long.
     """
 
-    __slots__ = ("_length", "_max_drafts", "_pause", "_rate", "_resume")
+    __slots__ = ("_length", "_max_drafts", "_max_tree", "_pause", "_rate", "_resume", "_topk")
 
-    def __init__(self, max_drafts: int) -> None:
+    def __init__(self, max_drafts: int, topk: int = 1, max_tree: int = 0) -> None:
+        """`topk` is the number of alternatives at each draft, which have up to `max_tree` ids with the drafts."""
         self._max_drafts = self._length = max_drafts
+        self._topk, self._max_tree = topk, max_tree
         self._rate = 1.0  # average share of rows whose first id was accepted
         self._pause = FIRST_PAUSE
         self._resume = 0  # number of known tokens from which it proposes again
@@ -26,6 +28,15 @@ class ModelDrafter:
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
         """Return a placeholder for each id, at most `limit`."""
         return [DRAFT] * min(self._length, limit) if len(ids) >= self._resume else []
+
+    def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
+        """Return (number of the draft that it replaces, placeholder) of each alternative to proposed drafts.
+
+        The likelier alternatives come first.
+        """
+        count = len(proposed)
+        places = [(depth, [DRAFT]) for _ in range(1, self._topk) for depth in range(1, count + 1)]
+        return places[: max(self._max_tree - count, 0)]
 
     def note(self, num_proposed: int, num_accepted: int, num_known: int) -> None:
         """Record the result of a proposal. `num_known` is the number of known tokens."""

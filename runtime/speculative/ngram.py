@@ -58,6 +58,10 @@ class NgramDrafter:
                 return continuation[num_pending:]
         return []
 
+    def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
+        """Return no alternatives."""
+        return []
+
     def note(self, num_proposed: int, num_accepted: int, num_known: int) -> None:
         """Record the result of a proposal. `num_known` is the number of known tokens."""
         if num_accepted == num_proposed:

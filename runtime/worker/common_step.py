@@ -235,7 +235,7 @@ class _GroupEnd:
 
 def _keep(samples: SampleInputs, ids: Tensor, last_tokens: Tensor, lengths: Tensor) -> Tensor | None:
     if samples.drafts is not None:
-        return settle(ids, samples.drafts, last_tokens, lengths)
+        return settle(ids, samples.drafts, last_tokens, lengths)[0]
     if samples.sequences is not None:
         last_tokens[samples.sequences] = ids
     return None

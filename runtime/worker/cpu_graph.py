@@ -132,6 +132,8 @@ class CpuGraph:
         fits = len(batch.token_ids) <= self._capacity and len(batch.starts) <= self._max_rows
         if batch.sampling is not None:
             fits = fits and len(batch.sampling.positions) <= self._max_samples
+        if batch.drafts is not None and batch.drafts.branches is not None:  # their tokens are stored twice
+            fits = False
         if batch.media:  # vectors that are added after layers, and attention within images, are not captured
             size = 0 if self._embeds is None else self._embeds.shape[1]
             fits = fits and batch.mutual_spans is None and all(span.vectors.shape[1] == size for span in batch.media)

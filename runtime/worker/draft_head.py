@@ -14,7 +14,7 @@ from runtime.kv_cache.pools import KVPool
 from runtime.modeling.draft_head import DraftHead
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.device import Device
-from runtime.worker.draft_model import NO_BATCH, draft_sampling, drafted_by_model, one_token_each
+from runtime.worker.draft_model import NO_ALTERNATIVES, NO_BATCH, draft_sampling, drafted_by_model, one_token_each
 from runtime.worker.sampler import Sampler, chooses_greedily
 from runtime.worker.step_inputs import Staging, prepare
 
@@ -46,7 +46,12 @@ class HeadDrafter:
         num_sequences: int,
         max_drafts: int,
         graph: CpuGraph | None = None,
+        topk: int = 1,
     ) -> None:
+        """With a `topk` above 1, each proposal also has `alternatives`."""
+        self.alternatives: list[tuple[Ints, Ints]] = []  # of the last proposals (`branches.Alternatives`)
+        self._topk = topk
+        self._likeliest = NO_ALTERNATIVES  # the likeliest ids of each position that the last step sampled, [N, topk]
         self._head = head
         self._pool = pool
         self._sampler = sampler
@@ -75,6 +80,7 @@ class HeadDrafter:
 
         `last_tokens`, int64 by sequence index, are the tokens behind UNKNOWN. The batch's starts must be exact.
         """
+        self.alternatives = []
         rows, firsts, positions = _flat(batch)
         indices = batch.sequence_indices
         ids = np.where(batch.token_ids == UNKNOWN, last_tokens.numpy()[indices[rows]], batch.token_ids)
@@ -103,6 +109,7 @@ class HeadDrafter:
         if not len(drafted):
             return batch
         for number in range(1, int(counts.max()) + 1):
+            self.alternatives.append((drafted[counts >= number], self._likeliest))
             ids[firsts[drafted[counts >= number]] + number] = tokens
             more = counts > number
             if more.any():
@@ -146,6 +153,12 @@ class HeadDrafter:
         place = torch.from_numpy(indices[rows[keep]]).long(), torch.from_numpy(positions[keep] % self._kept)
         self._states[place] = states if keep.all() else states[torch.from_numpy(np.flatnonzero(keep))]
         self._starts[indices], self._ends[indices] = starts, ends
+
+    def take(self, sequence_index: int, position: int, token_id: int, state: Tensor | None) -> None:
+        """Note that the target took an alternative to the draft at this position, and the target's state there."""
+        if state is not None:
+            self._ids[sequence_index, position % self._kept] = token_id
+            self._states[sequence_index, position % self._kept] = self._head.project(state[None])[0]
 
     def close(self) -> None:
         """End the threads of the CPU graph, after the last step."""
@@ -195,7 +208,7 @@ class HeadDrafter:
         graph, sampling = self._graph, step.sampling
         if graph is not None and graph.takes(step):
             graph.write_states(states)
-            if sampling is not None and graph.chooses and chooses_greedily(sampling):
+            if sampling is not None and graph.chooses and chooses_greedily(sampling) and self._topk == 1:
                 ids = graph.choose(step, self._last_tokens)[0]
                 return self._mapped(ids), graph.states_of(sampling.positions)
             hidden, _ = graph.states(step, self._last_tokens)
@@ -214,6 +227,8 @@ class HeadDrafter:
         if self._map is not None:
             whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
             logits = whole.index_copy_(1, self._map, logits)
+        if self._topk > 1:
+            self._likeliest = logits.topk(self._topk).indices.numpy().astype(np.int32)
         return self._sampler.sample(logits, step).ids.numpy().astype(np.int32)
 
     def _mapped(self, ids: Tensor) -> Ints:

@@ -21,6 +21,7 @@ from runtime.worker.sampler import Sampler, chooses_greedily
 from runtime.worker.step_inputs import Staging, prepare
 
 KEPT = 256  # last tokens of each sequence that a draft model may compute later
+NO_ALTERNATIVES = np.zeros((0, 0), np.int32)
 NO_BATCH: Mapping[str, Any] = {  # fields of the target's batch that a draft model does not take
     "sequences": (), "prompt_logprobs": (), "embedding_rows": None, "row_values": {}, "kinds": {}, "drafts": None,
     "position_offsets": None, "media": (), "mutual_spans": None, "copies": (), "adapters": (),
@@ -46,7 +47,12 @@ class DraftModel:
         sampler: Sampler,
         num_sequences: int,
         graph: CpuGraph | None = None,
+        topk: int = 1,
     ) -> None:
+        """With a `topk` above 1, each proposal also has `alternatives`."""
+        self.alternatives: list[tuple[Ints, Ints]] = []  # of the last proposals (`branches.Alternatives`)
+        self._topk = topk
+        self._likeliest = NO_ALTERNATIVES  # the likeliest ids of each position that the last step sampled, [N, topk]
         self._model = model
         self._sampler = sampler
         self._pool = pool
@@ -71,18 +77,25 @@ class DraftModel:
         step = self._catch_up(batch, firsts)
         if step is not None:
             chosen = self._compute(step)
+        self.alternatives = []
         if batch.drafts is None:
             return batch
         drafted, counts = drafted_by_model(batch)
         if not len(drafted):
             return batch
         for number in range(1, int(counts.max()) + 1):
+            self.alternatives.append((drafted[counts >= number], self._likeliest))
             ids[firsts[drafted[counts >= number]] + number] = chosen
             if (counts > number).any():
                 chosen = self._compute(one_token_each(batch, drafted[counts > number], number))
         self._ids[indices, positions % KEPT] = ids
         self._computed[batch.sequence_indices[drafted]] = batch.starts[drafted] + counts
         return batch
+
+    def take(self, sequence_index: int, position: int, token_id: int, state: Tensor | None) -> None:
+        """Note that the target took an alternative to the draft at this position, whose KV is to be computed again."""
+        self._ids[sequence_index, position % KEPT] = token_id
+        self._computed[sequence_index] = min(self._computed[sequence_index], position)
 
     @property
     def pool(self) -> KVPool:
@@ -139,7 +152,7 @@ class DraftModel:
         """Compute a step. Return the token of each sampled position, int32 [N]."""
         graph, sampling = self._graph, batch.sampling
         if graph is not None and graph.takes(batch):
-            if sampling is not None and graph.chooses and chooses_greedily(sampling):
+            if sampling is not None and graph.chooses and chooses_greedily(sampling) and self._topk == 1:
                 return graph.choose(batch, self._last_tokens)[0].numpy().astype(np.int32)
             hidden, _ = graph.states(batch, self._last_tokens)
         else:
@@ -147,7 +160,10 @@ class DraftModel:
             hidden = self._model(inputs.forward)[inputs.samples.index]
         if sampling is None:
             return NO_POSITIONS
-        chosen = self._sampler.sample(self._model.logits(hidden), batch).ids
+        logits = self._model.logits(hidden)
+        if self._topk > 1:
+            self._likeliest = logits.topk(self._topk).indices.numpy().astype(np.int32)
+        chosen = self._sampler.sample(logits, batch).ids
         self._last_tokens[torch.from_numpy(batch.sequence_indices[sampling.row_of])] = chosen
         return chosen.numpy().astype(np.int32)
 

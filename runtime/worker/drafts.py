@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ops.sampling.native import to_device
 from runtime.batch import UNKNOWN, Batch, Drafts, Sampling, uniform_numbers
+from runtime.worker.branches import is_trunk, take_branches
 
-DRAFT_ARRAYS = ("draft_sequences", "draft_firsts", "draft_owners", "draft_ids", "draft_lengths")
+OF_DRAFTS = ("draft_", "branch_")  # how the names of the arrays for `settle` begin
 
 
 def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
@@ -21,6 +22,8 @@ def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
     if sampling is None or drafts is None:
         raise ValueError("No row of this batch has drafts.")
     rows, firsts = np.unique(sampling.row_of, return_index=True)
+    kept = is_trunk(batch)[rows]
+    rows, firsts = rows[kept], firsts[kept]
     owners = np.searchsorted(rows, drafts.rows)
     offsets = np.arange(int(drafts.counts.max()))
     # [D, K]: position in [T] of each draft, and whether it is one or padding after the row's drafts.
@@ -111,19 +114,23 @@ def settle(
     last_tokens: Tensor,
     lengths: Tensor,
     limits: np.ndarray | None = None,
-) -> Tensor:
-    """Verify drafts with the sampled tokens `ids` int64 [N]. Return the number of accepted drafts of each row [D].
+) -> tuple[Tensor, Tensor | None]:
+    """Verify drafts with the sampled tokens `ids` int64 [N].
 
+    Return the number of accepted drafts of each row [D], and the branch that it takes [D] or -1; None without branches.
     `limits` [D] are the most drafts that rows may accept; None: all.
 
     Writes by sequence index: the last token of every row that samples to `last_tokens`, and the number of computed
     tokens of rows with drafts to `lengths`.
     """
     accepted, last = last_choices(ids, arrays, limits)
+    taken = None
+    if "branch_owners" in arrays:
+        accepted, taken, last = take_branches(ids, arrays, accepted, last)
     sequences = arrays["draft_sequences"]
     last_tokens[sequences] = ids[last]
     lengths[sequences[arrays["draft_owners"]]] = arrays["draft_lengths"] + accepted.to(lengths.dtype)
-    return accepted
+    return accepted, taken
 
 
 def with_exact_starts(batch: Batch, lengths: Tensor) -> Batch:

@@ -32,6 +32,7 @@ from runtime.mesh.rank_info import RankInfo
 from runtime.modeling.decoder import Decoder, states_for_draft_head
 from runtime.speculative.model_drafts import DRAFT
 from runtime.worker.adapters import Adapters
+from runtime.worker.branches import copy_taken, is_trunk, trunks, with_branch_ids
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read, retrieve
@@ -253,6 +254,7 @@ class StepExecutor:
         self._begun: deque[_Begun] = deque()
         self._reads = batch_reads(model)
         self._logged_drafts = False
+        self._taken: Tensor | None = None  # branches that the last step took; None: it had none
         self._search = NonFiniteSearch(model) if nan_detection and self.mesh is None else None
 
     # --- rank 0 ---
@@ -275,7 +277,12 @@ class StepExecutor:
                 begun = self._begin(batch)
             read = self._end(begun)
             if isinstance(self._draft_model, HeadDrafter):
-                self._draft_model.observe(proposed, self._states(begun, graph))
+                states = self._states(begun, graph)
+                trunk = torch.from_numpy(np.flatnonzero(np.repeat(is_trunk(batch), batch.counts)))
+                self._draft_model.observe(proposed, states if len(trunk) == len(states) else states[trunk])
+                self._tell_taken(batch, states)
+            elif self._draft_model is not None:
+                self._tell_taken(batch, None)
             if search is None or before is None:
                 return read
             output = read()
@@ -283,6 +290,18 @@ class StepExecutor:
                 inputs = self._prepare(batch, before)
                 search.log_origin(inputs.forward)
             return lambda: output
+
+    def _tell_taken(self, batch: Batch, states: Tensor | None) -> None:
+        """Tell the draft model which branches are taken. `states` are the target's states of all tokens [T, ...]."""
+        drafts = batch.drafts
+        if self._draft_model is None or self._taken is None or drafts is None or drafts.branches is None:
+            return
+        firsts = batch.counts.cumsum() - batch.counts
+        for number in self._taken[self._taken >= 0].tolist():
+            row = int(drafts.branches.rows[number])
+            first = int(firsts[row])
+            place = int(batch.sequence_indices[row]), int(batch.starts[row])
+            self._draft_model.take(*place, int(batch.token_ids[first]), None if states is None else states[first])
 
     def _states(self, begun: _Begun, graph: CpuGraph | None) -> Tensor:
         """Return what a draft head reads of all tokens of a step, [T, 3E] or [T, E]."""
@@ -324,12 +343,15 @@ class StepExecutor:
         is_drafted = batch.drafts is not None and DRAFT in batch.token_ids
         proposed = batch
         if self._draft_model is not None:
-            proposed = self._draft_model.propose(batch, self.last_tokens)
+            proposed = self._draft_model.propose(trunks(batch), self.last_tokens)
         if self.mesh is not None and is_drafted:
             ids = torch.from_numpy(np.ascontiguousarray(proposed.token_ids)).clone()
             ids = self.mesh.axis("tp").broadcast(ids)
             proposed = replace(proposed, token_ids=ids.numpy())
-        return (batch, batch) if proposed is batch else (with_proposals(batch, proposed), proposed)
+        if proposed is batch or self._draft_model is None:
+            return (batch, batch) if proposed is batch else (with_proposals(batch, proposed), proposed)
+        whole = with_branch_ids(batch, proposed, self._draft_model.alternatives)
+        return with_proposals(batch, whole), proposed
 
     # --- ranks other than 0 ---
 
@@ -505,7 +527,9 @@ class StepExecutor:
         if sampled is not None:
             late = sampled.host_data.without_token
             limits = accept_limits(batch, late) if late else None
-            sampled = replace(sampled, accepted=self._keep(samples, sampled.ids, limits))
+            accepted, taken = self._keep(samples, sampled.ids, limits)
+            sampled = replace(sampled, accepted=accepted, taken=taken)
+            self._taken = taken
             if sampled.uncounted is not None and sampled.accepted is not None:
                 self._sampler.count(sampled, sampled.accepted)
         if batch.prompt_logprobs:
@@ -542,23 +566,29 @@ class StepExecutor:
             hidden[begun.requested] = stages.recv(sent, stages.previous)
         return hidden
 
-    def _keep(self, samples: SampleInputs, ids: Tensor, limits: np.ndarray | None = None) -> Tensor | None:
+    def _keep(
+        self, samples: SampleInputs, ids: Tensor, limits: np.ndarray | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Store the last of each row's sampled `ids` [N] as its sequence's last token, on every rank that embeds.
 
         `limits` [D] are the most drafts that rows may accept, on rank 0; None: all. Other ranks do not know them, but a
         row with a limit has a constraint, so the batch with its next row has its last token and its exact start.
-        Return the number of accepted drafts of each row [D], or None without drafts. Stores nothing in a pipeline:
-        there a sequence is in one step at a time, so its tokens are known.
+        Return the number of accepted drafts of each row [D], or None without drafts, and the branch that each takes
+        [D] or -1, or None without branches. KV of branches that are taken goes to the pages of their sequences. Stores
+        nothing in a pipeline: there a sequence is in one step at a time, so its tokens are known.
         """
         if self.pipelined:
-            return None if samples.drafts is None else last_choices(ids, samples.drafts, limits)[0]
+            return (None if samples.drafts is None else last_choices(ids, samples.drafts, limits)[0]), None
         if self.mesh is not None:
             ids = self.mesh.axis("tp").broadcast(ids)
         if samples.drafts is not None:
-            return settle(ids, samples.drafts, self.last_tokens, self.lengths, limits)
+            accepted, taken = settle(ids, samples.drafts, self.last_tokens, self.lengths, limits)
+            if taken is not None:
+                copy_taken(self._pool, samples.drafts, taken, accepted)
+            return accepted, taken
         if samples.sequences is not None:
             self.last_tokens[samples.sequences] = ids
-        return None
+        return None, None
 
     def _empty_hidden(self, batch: Batch) -> Tensor:
         shape = (len(batch.token_ids), self._model.hidden_size)

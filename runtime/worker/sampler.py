@@ -83,6 +83,7 @@ class HostTokens(NamedTuple):
     logprobs: list[Logprobs | None] | None  # [N]; None: no row requested log-probabilities
     stuck: list[int]  # those of `failed` whose constraint failed or allowed no token
     accepted: list[int] | None = None  # [D], accepted drafts of each row with drafts
+    taken: list[int] | None = None  # [D], the branch that each takes or -1; None: no branches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +96,7 @@ class Sampled:
     scored_rows: tuple[int, ...] = ()  # positions (of N) in `scored`
     host_data: Arrived = NO_HOST_DATA
     accepted: Tensor | None = None  # int64 [D], accepted drafts of each row with drafts; None: no drafts
+    taken: Tensor | None = None  # int64 [D], the branch that each of these rows takes or -1; None: no branches
     # Arrays of the step if tokens of penalised rows are counted only when the accepted drafts are known.
     uncounted: Mapping[str, Tensor] | None = None
 
@@ -104,6 +106,7 @@ class Sampled:
             self.ids,
             self.sound,
             *(self.scored.tensors() if self.scored else ()),
+            *(() if self.taken is None else (self.taken,)),
             *(() if self.accepted is None else (self.accepted,)),
         ]
 
@@ -117,16 +120,19 @@ class Sampled:
             sound[row] = False
         unsound = [row for row, is_sound in enumerate(sound) if not is_sound]
         stuck = [row for row in unsound if self.host_data.is_stuck(row)] if unsound else []
-        scored, accepted = host[2:], None
+        scored, accepted, taken = host[2:], None, None
         if self.accepted is not None:
             *scored, last = scored
             accepted = last.tolist()
+        if self.taken is not None:
+            *scored, last = scored
+            taken = last.tolist()
         if self.scored is None:
-            return HostTokens(tokens, unsound, None, stuck, accepted)
+            return HostTokens(tokens, unsound, None, stuck, accepted, taken)
         logprobs: list[Logprobs | None] = [None] * len(tokens)
         for row, scores in zip(self.scored_rows, self.scored.read(scored)):
             logprobs[row] = scores if sound[row] and tokens[row] else None
-        return HostTokens(tokens, unsound, logprobs, stuck, accepted)
+        return HostTokens(tokens, unsound, logprobs, stuck, accepted, taken)
 
 
 class Sampler:

@@ -16,8 +16,9 @@ from runtime.batch import Batch
 from runtime.kv_cache.pools import KVPool
 from runtime.kv_cache.registry import KINDS
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
+from runtime.worker.branches import branch_arrays, repeated_tokens
 from runtime.worker.device import Device, Event
-from runtime.worker.drafts import DRAFT_ARRAYS, draft_arrays
+from runtime.worker.drafts import OF_DRAFTS, draft_arrays
 from runtime.worker.logprobs import prompt_indices
 
 # Computes hidden states [T, E] after the final norm: a model, or its captured or compiled forward. The result is valid
@@ -75,12 +76,15 @@ def _host_arrays(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
         sampled, row_of = batch.sampling.positions.astype(np.int64), batch.sampling.row_of
     embedding = nothing if batch.embedding_rows is None else query_starts[1:][batch.embedding_rows] - 1
     drafts = {} if batch.drafts is None else draft_arrays(batch)
+    slot_mapping = slots(batch.page_table)
     return {
         **drafts,
         "token_ids": batch.token_ids.astype(np.int64),
         "token_sequence_indices": batch.sequence_indices[rows].astype(np.int64),
         "positions": positions,
-        "slot_mapping": slots(batch.page_table),
+        "slot_mapping": slot_mapping,
+        **branch_arrays(batch, slot_mapping, page_size),
+        **repeated_tokens(batch, page_size),
         "sample_index": sampled,
         "sample_sequence_indices": batch.sequence_indices[row_of].astype(np.int64),
         "requested": np.concatenate([sampled, embedding, prompt_indices(batch.prompt_logprobs)]),
@@ -188,6 +192,9 @@ def prepare(
         counts_host=batch.counts.tolist(),
         mutual_spans=() if batch.mutual_spans is None else [(row, *span) for row, *span in batch.mutual_spans.tolist()],
     )
+    if "repeated_tokens" in on_device:
+        again = replace(attention, slot_mapping=on_device["repeated_slots"], plan_cache={})
+        attention = replace(attention, repeated=(on_device["repeated_tokens"], again))
     kinds = {
         kind: kind_inputs(
             {name: on_device[f"{kind}.{name}"] for name in own},
@@ -210,7 +217,7 @@ def prepare(
     samples = SampleInputs(
         on_device["sample_index"],
         on_device["sample_sequence_indices"],
-        None if batch.drafts is None else {name: on_device[name] for name in DRAFT_ARRAYS},
+        None if batch.drafts is None else {name: on_device[name] for name in on_device if name.startswith(OF_DRAFTS)},
         Staged(more, {name: on_device[f"more.{name}"] for name in more}),
     )
     return StepInputs(forward, samples, on_device["requested"])

@@ -44,16 +44,26 @@ def copy_out(
     return read
 
 
-def _used_choices(row_of: Sequence[int], drafts: Drafts, accepted: Sequence[int]) -> dict[int, int]:
-    """Return the sampled positions, up to the first rejected draft, whose tokens become output, with their rows."""
-    left = dict.fromkeys(row_of, 1)
-    for row, num_accepted in zip(drafts.rows.tolist(), accepted, strict=True):
+def _used_choices(
+    row_of: Sequence[int], drafts: Drafts, accepted: Sequence[int], taken: Sequence[int] | None
+) -> dict[int, int]:
+    """Return the sampled positions whose tokens become output, with the rows whose output they are.
+
+    They are those of a row up to its first rejected draft, and go on in the branch that it takes.
+    """
+    left, owners = dict.fromkeys(row_of, 1), {}
+    if drafts.branches is not None:
+        left |= dict.fromkeys(drafts.branches.rows.tolist(), 0)
+    for number, (row, num_accepted) in enumerate(zip(drafts.rows.tolist(), accepted, strict=True)):
         left[row] += num_accepted
+        if drafts.branches is not None and taken is not None and taken[number] >= 0:
+            depth, branch = int(drafts.branches.depths[taken[number]]), int(drafts.branches.rows[taken[number]])
+            left[row], left[branch], owners[branch] = depth, num_accepted - depth + 1, row
     used: dict[int, int] = {}
     for index, row in enumerate(row_of):
         if left[row]:
             left[row] -= 1
-            used[index] = row
+            used[index] = owners.get(row, row)
     return used
 
 
@@ -76,10 +86,10 @@ def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None
                 tokens[row] = new_ids
             failed = [rows[index] for index in read.failed]
         else:
-            used = _used_choices(rows, batch.drafts, read.accepted or [])
+            used = _used_choices(rows, batch.drafts, read.accepted or [], read.taken)
             for index, row in used.items():
                 tokens[row] = tokens[row] + read.tokens[index]
-            failed = sorted({rows[index] for index in read.failed if index in used})
+            failed = sorted({used[index] for index in read.failed if index in used})
         stuck = [rows[index] for index in read.stuck]
         if read.logprobs is not None:
             logprobs = [None for _ in range(num_rows)]

@@ -565,8 +565,9 @@ class ModelWorker:
         graph = self._make_cpu_graph(loaded.setup, decoder, pool, cache, plan)
         sampler = self._make_sampler(loaded.setup.facts, num_sequences, device)
         if isinstance(decoder, DraftHead):
-            return HeadDrafter(decoder, pool, device, sampler, num_sequences, plan.scheduler.max_drafts, graph)
-        return DraftModel(decoder, pool, device, sampler, num_sequences, graph)
+            most = plan.scheduler.max_drafts
+            return HeadDrafter(decoder, pool, device, sampler, num_sequences, most, graph, plan.scheduler.draft_topk)
+        return DraftModel(decoder, pool, device, sampler, num_sequences, graph, plan.scheduler.draft_topk)
 
     def _make_forward(
         self, setup: ModelSetup, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup

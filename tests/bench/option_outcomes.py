@@ -75,6 +75,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "speculative_draft_model_path": {"speculative_algorithm": "STANDALONE"},
     "speculative_draft_model_revision": _STANDALONE,
     "speculative_num_steps": _STANDALONE,
+    "speculative_eagle_topk": _STANDALONE,
     "speculative_num_draft_tokens": _NGRAM,
     "speculative_adaptive": _NGRAM,
     "speculative_accept_threshold_single": _NGRAM,

@@ -149,7 +149,9 @@ class FakeRunner:
         batch = with_proposals(batch, self._with_proposals(batch))
         slots = [self._slots(batch, row, int(bounds[row])) for row in range(len(batch.sequences))]
         self._store(batch, slots)
+        self._repeat(batch, slots)
         states = [self._attend(batch, row, slots[row]) for row in range(len(batch.sequences))]
+        self._repeat(batch, slots)
         self._check(slots, states)
         if self._window is not None:
             self._check_windows(batch, states, self._window)
@@ -209,9 +211,23 @@ class FakeRunner:
             for number in range(ends[row] - count, ends[row]):
                 assert ids[number] == DRAFT
                 is_wrong = crc32(bytes([start % 256, number % 256, sequence.seed % 256])) % 4 == 0
-                ids[number] = (next_token(state, sequence.seed, self.vocab_size) + is_wrong) % self.vocab_size
+                right = next_token(state, sequence.seed, self.vocab_size)
+                ids[number] = (right + is_wrong) % self.vocab_size
+                depth = number - ends[row] + count + 1
+                for offset, branch in enumerate(self._branches_at(batch, row, depth)):
+                    ids[ends[branch] - 1] = (right + (offset + 1) * (1 if not is_wrong else 2) - is_wrong * 2) % (
+                        self.vocab_size
+                    )
                 state = advance(state, int(ids[number]))
         return replace(batch, token_ids=ids)
+
+    def _branches_at(self, batch: Batch, row: int, depth: int) -> list[int]:
+        """Return the branches of a row with alternatives to its draft with this number."""
+        branches = batch.drafts.branches if batch.drafts is not None else None
+        if branches is None:
+            return []
+        chosen = (branches.owners == row) & (branches.depths == depth)
+        return branches.rows[chosen].tolist()
 
     def _slots(self, batch: Batch, row: int, bound: int) -> list[int]:
         """Return the slot (page and offset) of each position of a row's history. The row has pages up to its upper
@@ -236,6 +252,41 @@ class FakeRunner:
                 self._tokens[slot] = token
                 self._states[slot] = None
         assert next(ids, None) is None, "token_ids is longer than the rows"
+
+    def _repeat(self, batch: Batch, slots: list[list[int]]) -> None:
+        """Store the tokens of this step before each branch in the branch's first page, too."""
+        if batch.drafts is None or batch.drafts.branches is None:
+            return
+        for row, owner, depth in zip(*(each.tolist() for each in batch.drafts.branches)):
+            start, first = int(batch.starts[owner]), int(batch.starts[row])
+            assert first == start + depth, "a branch begins elsewhere"
+            for position in range(max(start, first // self._page_size * self._page_size), first):
+                source, target = slots[owner][position], slots[row][position]
+                assert source != target, "a branch has no page of its own"
+                self._tokens[target], self._states[target] = self._tokens[source], self._states[source]
+
+    def _take(self, batch: Batch, states: list[list[int]], row: int, count: int, tokens: list[int]) -> None:
+        """Go on in the branch whose first id is the last of a row's tokens, and keep what it stored."""
+        branches = batch.drafts.branches if batch.drafts is not None else None
+        if branches is None or len(tokens) > count:
+            return
+        ends = np.cumsum(batch.counts).tolist()
+        for branch, owner, depth in zip(*(each.tolist() for each in branches)):
+            ids = batch.token_ids[ends[branch] - int(batch.counts[branch]) : ends[branch]].tolist()
+            if (owner, depth, ids[0]) != (row, len(tokens), tokens[-1]):
+                continue
+            for state, draft in zip(states[branch][-len(ids) :], [*ids[1:], UNKNOWN], strict=True):
+                tokens.append(next_token(state, batch.sequences[row].seed, self.vocab_size))
+                if tokens[-1] != draft:
+                    break
+            for position in range(int(batch.starts[branch]), int(batch.starts[row]) + len(tokens)):
+                source, target = (
+                    int(batch.page_table[each, position // self._page_size]) * self._page_size
+                    + position % self._page_size
+                    for each in (branch, row)
+                )
+                self._tokens[target], self._states[target] = self._tokens[source], self._states[source]
+            return
 
     def _attend(self, batch: Batch, row: int, slots: list[int]) -> list[int]:
         state, states, start = first_state(batch.sequences[row]), [], int(batch.starts[row])
@@ -297,11 +348,14 @@ class FakeRunner:
             if wanted is not None:
                 logprobs = [None for _ in batch.sequences]
             drafted: dict[int, int] = {}
+            branches: Collection[int] = ()
+            if batch.drafts is not None and batch.drafts.branches is not None:
+                branches = batch.drafts.branches.rows.tolist()
             if batch.drafts is not None:
                 drafted = dict(zip(batch.drafts.rows.tolist(), batch.drafts.counts.tolist(), strict=True))
                 self._verify(batch, states, drafted, tokens, late)
             for index, row in enumerate(batch.sampling.row_of.tolist()):
-                if row in drafted:
+                if row in drafted or row in branches:
                     continue
                 if index in late:  # the device has an arbitrary id here
                     self._last[int(batch.sequence_indices[row])] = 0
@@ -342,6 +396,8 @@ class FakeRunner:
                 tokens[row].append(next_token(state, sequence.seed, self.vocab_size))
                 if tokens[row][-1] != draft:
                     break
+            if not any(first + place in late for place in range(count + 1)):
+                self._take(batch, states, row, count, tokens[row])
             index = int(batch.sequence_indices[row])
             self._last[index] = tokens[row][-1] if tokens[row] else 0
             self._lengths[index] = int(batch.starts[row]) + len(tokens[row])

@@ -13,10 +13,11 @@ from runtime.speculative.ngram import NgramDrafter
 class ScriptedDrafter(NgramDrafter):
     """Proposes the sequence's future tokens, with an error at a position that depends on its length."""
 
-    __slots__ = ("_expected", "_limit", "_sequence", "_vocab_size")
+    __slots__ = ("_expected", "_limit", "_right", "_sequence", "_vocab_size")
 
     def __init__(self, sequence: Sequence, expected: list[int], vocab_size: int, limit: int) -> None:
         super().__init__(1, 1, 1)
+        self._right: tuple[int, list[int]] = (0, [])  # place of the first wrong draft, and the right ids there
         self._limit = limit
         self._sequence, self._expected, self._vocab_size = sequence, expected, vocab_size
 
@@ -25,9 +26,18 @@ class ScriptedDrafter(NgramDrafter):
         chance = crc32(bytes([first % 256, self._sequence.seed % 256, self._sequence.num_prompt % 256]))
         found = self._expected[first : first + min(limit, self._limit, chance % 9)]
         wrong = chance // 8 % 10
+        self._right = wrong, found[wrong:][: 1 + chance % 3]
         if wrong < len(found):
             found = [*found[:wrong], *((token + 1) % self._vocab_size for token in found[wrong:])]
         return found
+
+    def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
+        """Return the right ids in place of the first wrong one, and a wrong branch."""
+        wrong, right = self._right
+        right = right[: len(proposed) - wrong]
+        other = (proposed[0] + 2) % self._vocab_size
+        found = [(wrong + 1, right)] if right and wrong < len(proposed) else []
+        return found if wrong == 0 else [*found, (1, [other])]
 
 
 def script_drafts(scheduler: Scheduler, expected: Callable[[Sequence], list[int]], vocab_size: int, limit: int) -> None:

@@ -130,8 +130,14 @@ class SpeculativeArgs:
         plan="scheduler.max_drafts",
         other_unit=True,
     )
-    speculative_eagle_topk: int = planned(
-        1, "Alternatives drafted at each position; 1 drafts a single chain.", low=1, instead=ONE_CHAIN
+    speculative_eagle_topk: int = option(
+        1,
+        "Tokens that a drafting model proposes at each step. 1: a chain. Above 1, the chain has alternatives at each "
+        "step, which are verified with it; --speculative-num-draft-tokens limits all of them together.",
+        low=1,
+        high=16,
+        plan="scheduler.draft_topk",
+        other_unit=True,
     )
     speculative_num_draft_tokens: int | None = option(
         None,

@@ -23,6 +23,7 @@ _ALGORITHMS = {  # option -> the algorithms that read it
     "speculative_draft_model_path": BY_MODEL,
     "speculative_draft_model_revision": BY_MODEL,
     "speculative_num_steps": BY_MODEL,
+    "speculative_eagle_topk": BY_MODEL,
     "speculative_adaptive": ("NGRAM", *BY_MODEL),
     "speculative_num_draft_tokens": ("NGRAM", *BY_MODEL),
     "speculative_accept_threshold_single": ("NGRAM", *BY_MODEL),
@@ -76,6 +77,7 @@ def draft_decisions(
         "overlap_drafts": _overlap_drafts(builder, gpu, kernels, overlap=overlap),
         "overlap_draws": Decision(gpu is None, "positions are known" if gpu is None else "positions are unknown"),
         "draft_windows": _draft_windows(builder),
+        **_tree(builder, facts),
     }
 
 
@@ -180,6 +182,11 @@ def _model_drafts(builder: PlanBuilder, method: str, *, chained: bool, facts: Mo
     """
     args = builder.args.speculative
     steps, tokens = args.speculative_num_steps, None if chained else args.speculative_num_draft_tokens
+    if args.speculative_eagle_topk > 1:
+        most = steps or MODEL_DRAFTS
+        if tokens is None or tokens == 1 or most < tokens:
+            return Decision(most, "by --speculative-num-steps" if steps else f"the default for {method}")
+        return Decision(tokens - 1, "by --speculative-num-draft-tokens, without the token that drafts follow")
     if tokens is not None and steps is not None and tokens != steps + 1:
         builder.refuse(
             "speculative_num_draft_tokens",
@@ -198,6 +205,27 @@ def _model_drafts(builder: PlanBuilder, method: str, *, chained: bool, facts: Mo
     if facts.recurrent:
         return Decision(1, "recurrent layers can take back one token")
     return Decision(MODEL_DRAFTS, f"the default for {method}")
+
+
+def _tree(builder: PlanBuilder, facts: ModelFacts) -> dict[str, Decision]:
+    """Decide how many alternatives a draft has."""
+    args, parallel = builder.args.speculative, builder.args.parallel
+    topk = args.speculative_eagle_topk
+    if topk > 1 and model_method(builder) is not None:
+        why = None
+        if parallel.tp_size * parallel.pp_size > 1:
+            why = "several ranks (--tp-size, --pp-size) take one chain of drafts"
+        elif facts.recurrent:
+            why = "recurrent layers take one chain of drafts"
+        if why is not None:
+            builder.refuse("speculative_eagle_topk", f"--speculative-eagle-topk {topk}: {why}; set it to 1.")
+    steps = args.speculative_num_steps or MODEL_DRAFTS
+    tokens = args.speculative_num_draft_tokens
+    most = steps * topk if tokens is None or topk == 1 else tokens - 1
+    return {
+        "draft_topk": builder.follow("speculative_eagle_topk"),
+        "max_tree_drafts": Decision(most, "drafts of all steps" if tokens is None else "by the number of draft tokens"),
+    }
 
 
 def _overlap_drafts(builder: PlanBuilder, gpu: Gpu | None, kernels: KernelPlan, *, overlap: bool) -> Decision[bool]:

@@ -54,6 +54,8 @@ class AnyOrder(RuleBasedStateMachine):
         overlap_drafts=st.booleans(),
         overlap_draws=st.booleans(),
         draft_methods=st.sampled_from(["lookup", "model", "both"]),
+        draft_topk=st.sampled_from([1, 1, 2, 3]),
+        max_tree_drafts=st.sampled_from([2, 6, 24]),
         forced_share=st.sampled_from([0.0, 0.0, 1.0]),
         num_host_pages=st.sampled_from([0, 0, 1, 5, 100]),
         num_tier_pages=st.sampled_from([0, 1, 3, 12, 100]),
@@ -91,6 +93,8 @@ class AnyOrder(RuleBasedStateMachine):
             self.max_drafts = 0  # the record does not have the test's own drafts
             self.folder = TemporaryDirectory()
             self.record = Path(self.folder.name) / "record"
+        if num_states or window is not None:
+            plan["draft_topk"] = 1
         plan |= {"new_token_ratio": ratio, "min_new_token_ratio": 0.0, "max_drafts": self.max_drafts}
         self.drive = Drive(
             make_plan(**plan),

@@ -183,12 +183,13 @@ def test_pages_balance_when_a_sequence_leaves_with_two_rows_in_flight(how: str):
 def test_whatever_happens_outputs_are_exact_and_pages_balance(seed: int):
     random = Random(seed)
     page_size = random.choice([1, 2, 4])
+    window = random.choice([None, None, 3, 9])
     watched = Watched(
         page_size=page_size,
         num_pages=random.choice([48, 96]) // page_size,
         vocab_size=5,
         depth=random.choice([1, 1, 2]),
-        window=random.choice([None, None, 3, 9]),
+        window=window,
         plan={
             "max_running": 6,
             "mixed": random.random() < 0.8,
@@ -197,6 +198,9 @@ def test_whatever_happens_outputs_are_exact_and_pages_balance(seed: int):
             "chunk_tokens": random.choice([None, 4]),
             "max_drafts": random.choice([2, 8]),
             "max_step_drafts": random.choice([3, 256]),
+            "draft_topk": random.choice([1, 2, 3]) if window is None else 1,
+            "max_tree_drafts": 12,
+            "draft_methods": random.choice(["lookup", "lookup", "model", "both"]),
         },
     )
     drive, interrupted, added = watched.drive, set[Sequence](), list[Sequence]()

@@ -1,0 +1,148 @@
+"""Takes the branch that goes on after a row's accepted drafts (`scheduler/branches.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from runtime.batch import Batch, Drafts, Ints
+from runtime.kv_cache.pools import KVPool
+
+# Of each draft number: the rows with such a draft, and the likeliest ids there, [n, topk].
+Alternatives = Sequence[tuple[Ints, Ints]]
+
+
+def is_trunk(batch: Batch) -> np.ndarray:
+    """Return which rows are no branches, bool [B]."""
+    found = np.ones(len(batch.counts), np.bool_)
+    if batch.drafts is not None and batch.drafts.branches is not None:
+        found[batch.drafts.branches.rows] = False
+    return found
+
+
+def trunks(batch: Batch) -> Batch:
+    """Return the batch without the rows of branches, for a draft model."""
+    drafts, sampling = batch.drafts, batch.sampling
+    if drafts is None or sampling is None or drafts.branches is None:
+        return batch
+    kept = is_trunk(batch)
+    numbers = kept.cumsum(dtype=np.int32) - np.int32(1)  # row -> its row in the result
+    tokens = np.repeat(kept, batch.counts)
+    places = tokens.cumsum(dtype=np.int32) - np.int32(1)
+    sampled = kept[sampling.row_of]
+    return replace(
+        batch,
+        starts=batch.starts[kept],
+        counts=batch.counts[kept],
+        sequence_indices=batch.sequence_indices[kept],
+        token_ids=batch.token_ids[tokens],
+        page_table=batch.page_table[kept],
+        drafts=Drafts(numbers[drafts.rows], drafts.counts),
+        unknown_starts=None if batch.unknown_starts is None else batch.unknown_starts[kept],
+        sampling=replace(
+            sampling,
+            positions=places[sampling.positions[sampled]],
+            row_of=numbers[sampling.row_of[sampled]],
+            greedy=sampling.greedy[sampled],
+            uniform=sampling.uniform[sampled],
+            params={name: values[sampled] for name, values in sampling.params.items()},
+        ),
+    )
+
+
+def with_branch_ids(batch: Batch, proposed: Batch, alternatives: Alternatives) -> Batch:
+    """Return the batch with the ids of `proposed`, which is its `trunks`, and with alternatives to them in branches."""
+    if batch.drafts is None or batch.drafts.branches is None:
+        return proposed
+    kept, ids = is_trunk(batch), batch.token_ids.copy()
+    ids[np.repeat(kept, batch.counts)] = proposed.token_ids
+    numbers, firsts = kept.cumsum() - 1, batch.counts.cumsum() - batch.counts
+    used: dict[tuple[int, int], list[int]] = {}
+    for row, owner, depth in zip(*(each.tolist() for each in batch.drafts.branches)):
+        known = used.setdefault((owner, depth), [int(ids[firsts[owner] + depth])])
+        rows, likeliest = alternatives[depth - 1]
+        [found] = likeliest[rows == numbers[owner]].tolist()
+        known.append(next(token_id for token_id in found if token_id not in known))
+        ids[firsts[row]] = known[-1]
+    return replace(batch, token_ids=ids)
+
+
+def branch_arrays(batch: Batch, slot_mapping: np.ndarray, page_size: int) -> dict[str, np.ndarray]:
+    """Return the arrays about the M branches of a batch by name; {} without branches. They have L tokens in total."""
+    drafts, sampling = batch.drafts, batch.sampling
+    if drafts is None or sampling is None or drafts.branches is None:
+        return {}
+    rows, owners, depths = drafts.branches
+    firsts, counts = batch.counts.cumsum() - batch.counts, batch.counts[rows]
+    offsets = np.arange(int(counts.max()))
+    is_id = offsets < counts[:, None]
+    ids = batch.token_ids[np.minimum(firsts[rows][:, None] + offsets, len(batch.token_ids) - 1)]
+    branch, number = np.nonzero(is_id)
+    positions = batch.starts[rows][branch] + number
+    pages = batch.page_table[owners[branch], positions // page_size].astype(np.int64)
+    return {
+        "branch_owners": np.searchsorted(drafts.rows, owners).astype(np.int64),  # [M], index into [D]
+        "branch_firsts": np.searchsorted(sampling.row_of, rows).astype(np.int64),  # [M], index into [N]
+        "branch_depths": depths.astype(np.int64),  # [M]
+        "branch_ids": np.where(is_id, ids, -1).astype(np.int64),  # [M, K]
+        "branch_numbers": branch.astype(np.int64),  # [L], index into [M] of each token
+        "branch_offsets": number.astype(np.int64),  # [L], offset of each token in its row
+        "branch_sources": slot_mapping[firsts[rows][branch] + number],  # [L], slot of each token
+        "branch_targets": pages * page_size + positions % page_size,  # [L], the same in the pages of the sequence
+    }
+
+
+def repeated_tokens(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
+    """Return the tokens before branches in their first pages that this step computes in other rows.
+
+    Their KV is stored in these pages, too: (index into [T], slot) of each, [R].
+    """
+    if batch.drafts is None or batch.drafts.branches is None:
+        return {}
+    firsts, found = batch.counts.cumsum() - batch.counts, list[tuple[int, int]]()
+    for row, owner, depth in zip(*(each.tolist() for each in batch.drafts.branches)):
+        begin = int(batch.starts[owner])
+        end = begin + depth
+        page = int(batch.page_table[row, end // page_size])
+        for position in range(max(end // page_size * page_size, begin), end):
+            found.append((int(firsts[owner]) + position - begin, page * page_size + position % page_size))
+    pairs = np.array(found, np.int64).reshape(-1, 2)
+    return {"repeated_tokens": pairs[:, 0], "repeated_slots": pairs[:, 1]} if len(found) else {}
+
+
+def take_branches(
+    ids: Tensor, arrays: Mapping[str, Tensor], accepted: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (accepted drafts [D], the branch taken [D] or -1, index into [N] of each row's last token [R]).
+
+    `ids` int64 [N] are the sampled tokens. `accepted` and `last` are the results without branches.
+    """
+    owners, firsts, branch_ids = (arrays[f"branch_{name}"] for name in ("owners", "firsts", "ids"))
+    trunk_last = last[arrays["draft_owners"]]  # [D]
+    hit = (ids[trunk_last[owners]] == branch_ids[:, 0]) & (accepted[owners] == arrays["branch_depths"] - 1)
+    index = firsts[:, None] + torch.arange(branch_ids.shape[1] - 1, device=ids.device)
+    more = (ids[index.clamp(max=len(ids) - 1)] == branch_ids[:, 1:]).long().cumprod(1).sum(1)  # [M]
+    numbers = torch.where(hit, torch.arange(len(owners), device=ids.device), -1)
+    taken = torch.full_like(accepted, -1).scatter_reduce(0, owners, numbers, "amax")
+    is_taken, chosen = taken >= 0, taken.clamp(min=0)
+    accepted = torch.where(is_taken, accepted + 1 + more[chosen], accepted)
+    own_last = torch.where(is_taken, firsts[chosen] + more[chosen], trunk_last)
+    return accepted, taken, last.index_copy(0, arrays["draft_owners"], own_last)
+
+
+def copy_taken(pool: KVPool, arrays: Mapping[str, Tensor], taken: Tensor, accepted: Tensor) -> None:
+    """Copy the KV of accepted tokens of branches to the pages of their sequences."""
+    numbers = arrays["branch_numbers"]
+    owners = arrays["branch_owners"][numbers]
+    used = (taken[owners] == numbers) & (
+        arrays["branch_offsets"] <= accepted[owners] - arrays["branch_depths"][numbers]
+    )
+    sources, size = arrays["branch_sources"], pool.page_size
+    targets = torch.where(used, arrays["branch_targets"], sources)  # a slot that is copied to itself is unchanged
+    for cache in pool.paged.values():
+        for tensor in cache.tensors:  # [pages, K, page, D]
+            tensor[targets // size, :, targets % size] = tensor[sources // size, :, sources % size]

@@ -1,0 +1,138 @@
+"""With alternatives to drafts, outputs equal those of plain decoding, and alternatives are taken."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_models
+from draft_heads import TinyHead
+from runtime.errors import ConfigurationError
+from runtime.worker.branches import take_branches
+from runtime.worker.model_runner import StepExecutor
+from serve import Engine
+from serve.demo import demo_path
+
+IDS = "output_ids"
+# The launch line of SGLang's documentation.
+TREE: dict[str, Any] = {"speculative_num_steps": 3, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
+ALWAYS: dict[str, Any] = {"speculative_adaptive": {"enabled": False}}
+QUESTION = "<|im_start|>user\nWhat does --page-size do?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+PROMPTS = [QUESTION, "Once upon a time", "a b c d a b c d a b"]
+PARAMS: list[dict[str, Any]] = [
+    {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True},
+    {"temperature": 0.8, "max_new_tokens": 30, "sampling_seed": 3},
+    {"temperature": 0, "max_new_tokens": 30, "frequency_penalty": 0.5},
+    {"temperature": 0, "max_new_tokens": 30, "regex": "[a-z ,]+"},
+    {"temperature": 0, "max_new_tokens": 40, "stop": ["page"]},
+]
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "page size 1": {"page_size": 1},
+    "page size 4, chunks of 8": {"page_size": 4, "chunked_prefill_size": 8},
+    "retracted": {"max_total_tokens": 512, "schedule_conservativeness": 0.0, "page_size": 16},
+}
+
+
+async def answers(**options: Any) -> list[dict[str, Any]]:
+    async with Engine(log_level="error", random_seed=1, **options) as engine:
+        calls = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
+        alone = [await engine.generate(prompt, sampling_params=params) for prompt, params in calls]
+        together = [engine.generate(prompt, sampling_params=params, return_logprob=True) for prompt, params in calls]
+        found = [*alone, *await asyncio.gather(*together)]
+        engine.core.check()
+        return found
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[list[int]]:
+    return [answer[IDS] for answer in asyncio.run(answers())]
+
+
+def count_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that receives the number of branches that each step takes."""
+    counts: list[int] = []
+    tell = StepExecutor._tell_taken
+
+    def told(executor: StepExecutor, batch: Any, states: Any) -> None:
+        taken = executor._taken
+        counts.append(0 if taken is None else int((taken >= 0).sum()))
+        tell(executor, batch, states)
+
+    monkeypatch.setattr(StepExecutor, "_tell_taken", told)
+    return counts
+
+
+@pytest.mark.parametrize("way", ["default", *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS if WAYS[way])])
+async def test_tokens_with_a_tree_are_those_of_plain_decoding(
+    way: str, plain: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = count_taken(monkeypatch)
+    found = await answers(speculative_algorithm="EAGLE3", **TREE, **ALWAYS, **WAYS[way])
+    assert [answer[IDS] for answer in found] == plain
+    assert sum(taken) > 5
+    for answer in found[len(found) // 2 :]:
+        assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == answer[IDS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["STANDALONE", "NGRAM,STANDALONE", "NGRAM,EAGLE3"])
+async def test_every_method_may_have_alternatives(method: str, plain: list[list[int]]) -> None:
+    path = {"speculative_draft_model_path": demo_path()} if "STANDALONE" in method else {}
+    found = await answers(speculative_algorithm=method, **path, speculative_eagle_topk=2, **ALWAYS)
+    assert [answer[IDS] for answer in found] == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["EAGLE llama", "EAGLE3 small vocabulary", "NEXTN deepseek_v3"])
+async def test_tiny_heads_with_trees(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latent attention and experts are verified in branches, too."""
+    tiny, taken = TinyHead(tmp_path, kind), count_taken(monkeypatch)
+    found, expected = await answers(**tiny.options, **TREE), await answers(model_path=str(tiny.target))
+    assert [answer[IDS] for answer in found] == [answer[IDS] for answer in expected]
+    assert taken
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"tp_size": 2}, "one chain of drafts"),
+        ({"pp_size": 2}, "one chain of drafts"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-eagle-topk needs"),
+    ],
+)
+async def test_what_takes_no_tree_is_refused(options: dict[str, Any], sentence: str) -> None:
+    draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": demo_path()}
+    with pytest.raises(ConfigurationError, match=sentence):
+        await Engine(log_level="error", **{**draft, "speculative_eagle_topk": 2, **options}).start()
+
+
+async def test_models_with_windows_take_no_tree() -> None:
+    path = tiny_models.cached("gemma2")
+    draft = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": path, "speculative_eagle_topk": 2}
+    with pytest.raises(ConfigurationError, match=r"one chain of drafts|must not have"):
+        await Engine(path, log_level="error", **draft).start()
+
+
+def test_a_branch_goes_on_where_the_row_is_rejected() -> None:
+    """Row 0 has drafts 5 and 6; branches replace its second draft by 7 and 8, or its first by 9."""
+    arrays = {
+        "draft_owners": torch.tensor([0]),
+        "branch_owners": torch.tensor([0, 0]),
+        "branch_firsts": torch.tensor([3, 5]),
+        "branch_depths": torch.tensor([2, 1]),
+        "branch_ids": torch.tensor([[7, 8], [9, -1]]),
+    }
+    for ids, before, wanted in (
+        ([5, 7, 0, 8, 1, 2], 1, (3, 0, 4)),  # 5, 7, 8, then 1
+        ([5, 7, 0, 4, 1, 2], 1, (2, 0, 3)),  # 5, 7, then 4
+        ([9, 7, 0, 8, 1, 2], 0, (1, 1, 5)),  # 9, then 2
+        ([5, 6, 0, 8, 1, 2], 2, (2, -1, 2)),
+        ([7, 6, 0, 8, 1, 2], 0, (0, -1, 0)),
+    ):
+        found = take_branches(torch.tensor(ids), arrays, torch.tensor([before]), torch.tensor([before]))
+        assert tuple(int(value) for value in found) == wanted
