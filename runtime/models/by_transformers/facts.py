@@ -83,6 +83,11 @@ class ModelSizes:
 def config_of(values: Mapping[str, Any]) -> Any:
     """Return transformers' configuration for config.json. Raises CheckpointError if transformers has none."""
     kind, [name, *_] = str(values.get("model_type")), values["architectures"]
+    if name == "WhisperForConditionalGeneration":
+        raise CheckpointError(
+            f"{name} transcribes audio and generates no text from prompts. Serve another model, and name this one with "
+            "--transcription-model."
+        )
     if kind in TEXT_ONLY:
         kind, values = TEXT_ONLY[kind], text_part(values)
     if output_kind(name) is None or kind not in CONFIG_MAPPING:

@@ -153,6 +153,8 @@ async def test_another_model_than_whisper_is_a_refused_start() -> None:
     with pytest.raises(CheckpointError, match="must be a Whisper model, not llama"):
         async with served(transcription_model=tiny_checkpoints.cached("llama")):
             pass
+    with pytest.raises(CheckpointError, match="name this one with --transcription-model"):
+        await Engine(tiny_whisper.cached(), **PLAIN).start()
 
 
 async def test_a_client_that_leaves_ends_its_work_and_few_wait(monkeypatch: pytest.MonkeyPatch) -> None:
