@@ -143,12 +143,11 @@ def _tile(num_rows: int, step: int, dtype: torch.dtype) -> dict[str, Any]:
     if num_rows <= FEW_ROWS:
         rows = 16 if num_rows <= 16 else 32
         return {"ROWS_BLOCK": rows, "OUT_BLOCK": 32, "IN_BLOCK": step, "num_warps": 4, "num_stages": 4}
-    many = num_rows > 64
     return {
-        "ROWS_BLOCK": 128 if many else 64,
+        "ROWS_BLOCK": 128 if num_rows > 64 else 64,
         "OUT_BLOCK": 128,
         "IN_BLOCK": min(step, 128 if dtype.itemsize == 1 else 64),
-        "num_warps": 8 if many else 4,
+        "num_warps": 8,
         "num_stages": 3,
     }
 

@@ -407,6 +407,16 @@ def test_few_rows_and_4_bits_take_few_instructions_while_the_next_codes_arrive(t
     assert len(code) <= 64 * 16  # a thread converts 64 weights per iteration
 
 
+def test_float8_fits_into_the_small_shared_memory_of_ada(tmp_path: Path) -> None:
+    with compiling_for(89) as kernels:
+        for rows in (4, 48, 512):
+            _float8(rows, 128)
+        _mix_float8(4096, 128)
+    for found in (inspect(kernel, tmp_path) for kernel in kernels):
+        assert found.shared_bytes <= 99 * 1024, found
+        assert found.spilled_bytes <= 64, found  # a tile that suits Hopper is a few registers too large
+
+
 def test_sampling_spends_few_instructions_on_a_logit(tmp_path: Path) -> None:
     """Kernels that read all logits, without the one that searches the list. A thread has 8 logits per iteration."""
     with compiling_for(90) as kernels:

@@ -361,8 +361,8 @@ def _torchao(builder: PlanBuilder, gpu: Gpu | None, stored: str | None) -> Decis
     if asked.startswith("fp8dq"):
         builder.refuse(
             option,
-            f"--torchao-config {asked} needs float8 products on a GPU, which are not supported yet; use fp8wo, or "
-            "int8dq on a CPU.",
+            f"--torchao-config {asked} is not supported; use --quantization fp8, which rounds weights and, on GPUs "
+            "with float8 products, activations to e4m3, or int8dq on a CPU.",
         )
     elif asked not in TORCHAO:
         builder.refuse(option, f"--torchao-config {asked} is unknown; use {', '.join(TORCHAO)}.")

@@ -93,7 +93,7 @@ def test_dynamic_8_bits_are_our_own() -> None:
 @pytest.mark.parametrize(
     ("asked", "more", "reason"),
     [
-        ("fp8dq-per_row", {}, "needs float8 products on a GPU"),
+        ("fp8dq-per_row", {}, "use --quantization fp8"),
         ("int4wo-48", {}, "is unknown; use int8dq, int8wo"),
         ("int8wo", {"quantization": "w4a16"}, "cannot be combined"),
     ],
