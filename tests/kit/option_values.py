@@ -24,7 +24,11 @@ def other_value(option: Option) -> Any:
         low = spec.low if spec.low is not None else spec.above if spec.above is not None else 0
         one = option.type(next(v for v in (low + step, low + 2 * step) if v != option.default))
     elif option.type is Json:
-        known = {"speculative_config": {"method": "ngram"}, "speculative_adaptive": {"min_gain": 1.5}}
+        known = {
+            "speculative_config": {"method": "ngram"},
+            "speculative_adaptive": {"min_gain": 1.5},
+            "service_tier_priorities": {"flex": -1},
+        }
         one = known.get(option.name, {"temperature": 0.5})
     else:
         one = "something"
