@@ -38,6 +38,10 @@ FAMILIES = {  # with the names of the number of experts
     "glm4_moe": "n_routed_experts",
     "granitemoe": "num_local_experts",
 }
+SOON = ("deepseek_v3", "gpt_oss", "qwen3_moe")  # families in the default test run
+each_family = pytest.mark.parametrize(
+    "family", [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 TOLERANCE = 1e-5
 SIZES = [(2, 2), (4, 4), (4, 2)]  # ranks, and parts among which the experts are divided
 
@@ -120,19 +124,19 @@ def shuffle(mesh: Mesh, model: Decoder, shared: ExpertSharing) -> None:
 
 
 @pytest.mark.parametrize(("size", "parts"), SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_experts_on_several_ranks_give_every_logit(family: str, size: int, parts: int, tmp_path: Path) -> None:
     assert largest_error(tmp_path, family, size, parts) < TOLERANCE
 
 
 @pytest.mark.parametrize("dispatch", ["static", "dynamic"])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_moved_experts_and_copies_give_every_logit(family: str, dispatch: str, tmp_path: Path) -> None:
     assert largest_error(tmp_path, family, 4, 2, shuffle, num_redundant=4, dispatch=dispatch) < TOLERANCE
 
 
 @pytest.mark.parametrize("num_redundant", [0, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_all_to_all_gives_every_logit(
     family: str, num_redundant: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
