@@ -11,6 +11,7 @@ from typing import Any
 
 from runtime.errors import InvalidRequest
 
+MAX_FRAME_PIXELS = 2**26  # of any frame, whatever the options allow
 MAX_DECODE_S = 60.0  # after which a file is refused; a tiny file may decode to hours
 # FFmpeg's name of a format -> whether the first bytes of a file belong to it. FFmpeg is not asked to guess, because
 # it would also accept playlists, which name other files and hosts.
@@ -49,12 +50,20 @@ def opened(content: bytes, kind: str, param: str) -> Iterator[Any]:
         known = ", ".join(FORMATS)
         raise InvalidRequest(f"{param} is no {kind} that can be read ({known}).", param=param)
     try:
-        with av.open(io.BytesIO(content), "r", format=name, metadata_errors="ignore") as container:
+        # The limit on pixels also holds while FFmpeg looks for the streams, which may decode frames.
+        options = {"max_pixels": str(MAX_FRAME_PIXELS)}
+        file = io.BytesIO(content)
+        with av.open(file, "r", format=name, options=options, io_open=_refuse, metadata_errors="ignore") as container:
             yield container
     except InvalidRequest:
         raise
     except Exception as error:  # decoders raise errors of many types for broken files
         raise InvalidRequest(f"{param}: the {kind} is broken and cannot be decoded.", param=param) from error
+
+
+def _refuse(*_: Any) -> Any:
+    """Refuse to open a further file that the file names."""
+    raise PermissionError("Files must not refer to other files.")
 
 
 class Deadline:
