@@ -22,15 +22,18 @@ def expert_pieces(tensors: Iterable[Tensor | None], num_experts: int) -> list[Te
 def _pieces(tensor: Tensor, num_experts: int) -> list[Tensor]:
     if tensor.is_mkldnn:
         raise ValueError("oneDNN's packed weights are not divided by expert.")
+    parts = getattr(tensor, "parts", None)  # of weights that `ops.matmul.with_triton` packs
+    if parts is not None:
+        return [part.view(num_experts, -1).view(torch.uint8) for part in parts if part is not None]
     if not isinstance(tensor, PackedWeight | PackedWeight8 | PackedWeight4):
         return [tensor.detach().view(num_experts, -1).view(torch.uint8)]
     memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
-    parts = [memory]
+    blocks = [memory]
     if isinstance(tensor, PackedWeight4):
-        parts = [memory[sizeof(Header4) :]]
+        blocks = [memory[sizeof(Header4) :]]
     elif isinstance(tensor, PackedWeight8):  # scales of all experts, then codes
         first = tensor.storage_offset() * tensor.element_size()
-        parts = [memory[:first], memory[first:]]
-    if any(len(part) % num_experts for part in parts):
+        blocks = [memory[:first], memory[first:]]
+    if any(len(part) % num_experts for part in blocks):
         raise ValueError("The packed weights are not divided by expert.")
-    return [part.view(num_experts, -1) for part in parts]
+    return [part.view(num_experts, -1) for part in blocks]

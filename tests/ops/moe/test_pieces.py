@@ -50,3 +50,13 @@ def test_swapped_lines_are_swapped_experts(form: str) -> None:
     found, expected = (kernels.mix(x, each, weights, experts, "silu") for each in (moved, wanted))
     assert torch.equal(found, expected)
     assert not torch.equal(found, kernels.mix(x, prepared(kernels, form, plain()), weights, experts, "silu"))
+
+
+def test_weights_that_triton_packs_have_a_line_for_each_expert() -> None:
+    with_triton = pytest.importorskip("ops.matmul.with_triton")
+    codes = torch.arange(EXPERTS * 6 * 8, dtype=torch.int8).view(EXPERTS, 6, 8)
+    packed = with_triton.pack(with_triton.Parts(codes, torch.randn(EXPERTS, 6, 1)))
+    first, second = expert_pieces([packed], EXPERTS)
+    assert (first.shape, second.shape) == ((EXPERTS, 48), (EXPERTS, 24))
+    first[0] = first[1].clone()
+    assert torch.equal(packed.parts.codes[0], codes[1])
