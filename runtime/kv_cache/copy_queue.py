@@ -1,4 +1,4 @@
-"""Page copies that wait for the next batch."""
+"""The queue of page copies that the next batch will carry."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.batch import PageCopy
 
 
 class CopyQueue:
-    """Collects page copies in order. Adjacent copies between the same pools become one `PageCopy`."""
+    """Collects page copies in order. Adjacent copies between the same two pools are merged into one `PageCopy`."""
 
     def __init__(self) -> None:
         self._copies: list[tuple[str, str, list[int], list[int]]] = []
@@ -20,7 +20,9 @@ class CopyQueue:
         return bool(self._copies)
 
     def add(self, source: str, target: str, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
-        """Append a copy of `source_pages[i]` of one pool to `target_pages[i]` of another; the targets are distinct."""
+        """Append copies of `source_pages[i]` of pool `source` to `target_pages[i]` of pool `target`. The targets are
+        distinct.
+        """
         if not source_pages:
             return
         if self._copies:
@@ -34,7 +36,7 @@ class CopyQueue:
         self._last_targets = set(target_pages)
 
     def take(self) -> tuple[PageCopy, ...]:
-        """Return and clear the copies."""
+        """Return the queued copies and empty the queue."""
         if not self._copies:
             return ()
         copies, self._copies = self._copies, []
@@ -44,5 +46,5 @@ class CopyQueue:
         )
 
     def clear(self) -> None:
-        """Drop all copies. Called when the KV cannot be trusted."""
+        """Drop all copies. Called when KV may be wrong after a failed step."""
         self._copies = []

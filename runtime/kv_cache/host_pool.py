@@ -1,9 +1,11 @@
-"""Pages in host memory for the KV of retracted sequences.
+"""A pool of host pages that keeps the KV of retracted sequences.
 
-A retracted sequence loses its pages. With a host pool, the pages are copied to the host first, and copied back when
-the sequence is admitted again, so that it is not recomputed. The scheduler decides this when it builds a batch. The
-batch carries the copies (`Batch.copies`), and every rank performs them in order with its steps. A page of either pool
-can therefore be reused immediately: its next owner writes it after the copy that reads it.
+A retracted sequence loses its device pages. With a host pool, its pages are first copied to the host. They are copied
+back when the sequence is admitted again, so its tokens are not recomputed.
+
+The scheduler decides about copies when it builds a batch. The batch carries the copies (`Batch.copies`), and every rank
+performs them in order with its steps. A freed page of either pool can therefore be reused immediately: its next owner
+writes it only after the copy that reads it.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class SwappedOut(NamedTuple):
 
 
 class HostPool:
-    """Allocates host pages, and adds their copies to `copies`, which the next batch carries."""
+    """Allocates host pages. Appends their copies to `copies`, the queue that the next batch takes."""
 
     def __init__(self, num_pages: int, page_size: int, copies: CopyQueue) -> None:
         self.page_size = page_size
@@ -45,13 +47,13 @@ class HostPool:
 
     @property
     def holders(self) -> AbstractSet[Sequence]:
-        """The sequences that have host pages."""
+        """The sequences that own host pages."""
         return self._swapped.keys()
 
     def swap_out(self, sequence: Sequence, num_tokens: int) -> None:
-        """Copy the pages of the first `num_tokens` tokens to the host. The sequence must still list these pages.
+        """Copy the pages of the first `num_tokens` tokens to the host. `sequence.pages` must still list these pages.
 
-        Does nothing if too few host pages are free; the sequence is then recomputed.
+        If too few host pages are free, nothing is copied, and the sequence is recomputed later.
         """
         pages = sequence.pages[: -(-num_tokens // self.page_size)]
         if not pages or len(pages) > self._pool.num_free:
@@ -62,14 +64,16 @@ class HostPool:
         self.num_swapped_out += len(pages)
 
     def num_restorable(self, sequence: Sequence, limit: int) -> int:
-        """Return how many tokens will have KV after host pages of the first `limit` tokens are copied back."""
+        """Return how many tokens will have KV after `swap_in`. At most `limit` tokens are restored."""
         swapped = self._swapped.get(sequence)
         if swapped is None:
             return sequence.num_computed
         return max(sequence.num_computed, min(swapped.num_tokens, limit))
 
     def swap_in(self, sequence: Sequence, pages: list[int]) -> None:
-        """Copy the host pages that follow `sequence.pages` to these device pages, and free all its host pages."""
+        """Copy the host pages after index `len(sequence.pages)` to the device pages `pages`. Then free all the
+        sequence's host pages.
+        """
         start = len(sequence.pages)
         host_pages = self._swapped[sequence].pages[start : start + len(pages)]
         self._copies.add("host", "device", host_pages, pages)
@@ -83,7 +87,7 @@ class HostPool:
             self._pool.free(swapped.pages)
 
     def reset(self) -> None:
-        """Free all pages. Called when the KV cannot be trusted."""
+        """Free all pages. Called when KV may be wrong after a failed step."""
         self._swapped.clear()
         self._pool.reset()
 

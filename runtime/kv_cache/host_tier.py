@@ -1,15 +1,15 @@
-"""The host tier: pages of the prefix tree that are also kept in host memory.
+"""The host tier: copies of prefix-tree pages in host memory.
 
-The tier maps the key of a page (`page_keys.py`) to a host page. It gets a page when the page enters the tree, is
-shared for the first time, or leaves the tree (`policy`). When a sequence is admitted, the pages that follow its prefix
-in the tree are copied back, instead of being computed. Like all page copies, these are part of the next batch, so a
-host page may be used as soon as its copy is in the queue.
+The tier maps the key of a page (`page_keys.py`) to a host page. `policy` says when a tree page is copied to the tier:
+when it enters the tree, when it is first shared, or when it leaves the tree. When a sequence is admitted, pages that
+continue its prefix in the tree are copied back instead of being computed. All copies are part of the next batch, so a
+host page may be used as soon as its copy is queued.
 
-A page can be copied to the host once the batch that computes it is built. Pages that enter the tree while a batch is
-built therefore wait for the next batch (`begin_step`).
+A page can be copied to the host only after the batch that computes it is built. Pages that enter the tree while a batch
+is built therefore wait for the next batch (`begin_step`).
 
-The least recently used pages leave the tier first. A page is always used later than the pages that follow it, so the
-page that leaves never has a successor in the tier.
+The tier evicts the least recently used page first. The recency order always places a page after its successors, so a
+page is evicted only when none of its successors is in the tier.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from runtime.kv_cache.page_keys import page_keys
 from runtime.sequence import Sequence
 
 POLICIES = ("write_through", "write_through_selective", "write_back")
-WRITE_SHARE = 4  # a step copies this part (1 / WRITE_SHARE) of the waiting pages, but at least `step_pages`
+WRITE_SHARE = 4  # a step copies 1 / WRITE_SHARE of the waiting pages, but at least `step_pages`
 
 
 class TierCounts(NamedTuple):
@@ -37,11 +37,11 @@ class TierCounts(NamedTuple):
 
 
 class _TreePage(NamedTuple):
-    """A page of the prefix tree, by content."""
+    """A page of the prefix tree, identified by its content."""
 
     key: bytes
-    parent: bytes | None  # key of the page before it
-    index: int  # number of pages before it
+    parent: bytes | None  # key of the preceding page
+    index: int  # number of preceding pages
 
 
 class Entry(NamedTuple):
@@ -53,37 +53,37 @@ class Entry(NamedTuple):
 
 
 class PageMover(Protocol):
-    """What the host tier tells the storage tier, and what it must know of host pages in use (`StorageTier`)."""
+    """The storage tier as the host tier sees it (`StorageTier`): notifications, and the host pages that it uses."""
 
     @property
     def saving(self) -> Collection[bytes]:
-        """Keys of pages that must stay in the tier, because they are being saved."""
+        """Keys of pages that must stay in the tier while they are saved."""
         ...
 
     @property
     def reserved(self) -> Collection[int]:
-        """Host pages in use that are not in the tier."""
+        """Host pages that are in use but not in the tier."""
         ...
 
     def written(self, key: bytes, entry: Entry) -> None:
-        """The batch that is built copies a page to the host."""
+        """Note that the batch being built copies a page to the host."""
         ...
 
     def detained(self, key: bytes, entry: Entry) -> bool:
-        """Whether the page that leaves the tier is still in use; the mover then frees it."""
+        """Return whether a page that leaves the tier is still in use. If so, the mover frees it later."""
         ...
 
     def distrust(self, key: bytes) -> None:
-        """The KV of a page cannot be trusted."""
+        """Note that the KV of a page may be wrong."""
         ...
 
     def clear(self) -> Collection[int]:
-        """The tier becomes empty. Returns the host pages in use."""
+        """Note that the tier becomes empty. Return the host pages still in use."""
         ...
 
 
 class HostTier:
-    """Keeps pages of the prefix tree in the host pages first_page .. first_page + num_pages - 1."""
+    """Keeps copies of tree pages in the host pages first_page .. first_page + num_pages - 1."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class HostTier:
         policy: str = "write_through",
         step_pages: int = 64,
     ) -> None:
-        """`step_pages` is the number of pages that one step may copy to the host without becoming slow."""
+        """`step_pages` is the number of pages that a step can copy to the host without a noticeable delay."""
         if policy not in POLICIES:
             raise ValueError(f"The write policy {policy!r} is unknown.")
         self.page_size = page_size
@@ -110,7 +110,7 @@ class HostTier:
         self._tree: dict[int, _TreePage] = {}  # pages of the prefix tree
         self._waiting: dict[int, None] = {}  # tree pages to copy to the host, in order
         self._kept: frozenset[bytes] = frozenset()  # keys that must not leave the tier now
-        self.storage: PageMover | None = None  # keeps pages of this tier in a store
+        self.storage: PageMover | None = None  # saves pages of this tier to a store and loads them
         self._num_written = self._num_restored = self._num_evicted = 0
 
     @property
@@ -126,7 +126,7 @@ class HostTier:
     # --- the prefix tree changes ---
 
     def added(self, sequence: Sequence, first: int, pages: list[int]) -> None:
-        """Note pages that entered the tree, from index `first` of the sequence's page list."""
+        """Note that `pages` entered the tree. They begin at index `first` of the sequence's page list."""
         keys = page_keys(sequence, first + len(pages), self.page_size)
         for index, page in enumerate(pages, start=first):
             self._tree[page] = _TreePage(keys[index], keys[index - 1] if index else None, index)
@@ -134,7 +134,9 @@ class HostTier:
             self._waiting.update(dict.fromkeys(pages))
 
     def evicted(self, pages: Iterable[int]) -> None:
-        """Note pages that leave the tree because their memory is needed; they are copied to the host if necessary."""
+        """Note that pages were evicted from the tree. Copy them to the host if the policy is "write_back" or they
+        wait.
+        """
         left = [self._tree.pop(page) for page in pages]
         chosen = [
             (page, tree_page)
@@ -146,7 +148,7 @@ class HostTier:
         self._write(chosen)
 
     def discarded(self, pages: Iterable[int]) -> None:
-        """Note pages that leave the tree because their KV cannot be trusted."""
+        """Note that pages were removed from the tree because their KV may be wrong. Remove them from the tier too."""
         for page in pages:
             self._waiting.pop(page, None)
             key = self._tree.pop(page).key
@@ -159,7 +161,9 @@ class HostTier:
     # --- steps ---
 
     def begin_step(self) -> None:
-        """Copy waiting pages to the host, with the batch that is built now. Its own pages are not among them yet."""
+        """Queue copies of waiting pages to the host, for the batch being built. Pages of this batch itself wait for the
+        next.
+        """
         if not self._waiting:
             return
         count = max(self._step_pages, len(self._waiting) // WRITE_SHARE)
@@ -169,7 +173,7 @@ class HostTier:
         self._write([(page, self._tree[page]) for page in pages])
 
     def write_all(self) -> None:
-        """Copy all waiting pages to the host. Called between two steps."""
+        """Queue copies of all waiting pages to the host. Called between two steps."""
         pages, self._waiting = list(self._waiting), {}
         self._write([(page, self._tree[page]) for page in pages])
 
@@ -179,7 +183,7 @@ class HostTier:
         return len(self._waiting)
 
     def num_restorable(self, sequence: Sequence, limit: int) -> int:
-        """Return how many of the first `limit` tokens will have KV after `restore`.
+        """Return how many of the first `limit` tokens will have KV after pages are restored from the tier.
 
         The sequence must hold its prefix in the tree.
         """
@@ -190,22 +194,22 @@ class HostTier:
         return (first + count) * size if count else sequence.num_computed
 
     def keep(self, sequence: Sequence, end: int) -> list[int]:
-        """Return the host pages of the sequence from the end of its page list up to page `end`.
+        """Return the host pages of the sequence, from the end of its page list up to page index `end` (exclusive).
 
-        They stay in the tier until `restored` is called.
+        These host pages stay in the tier until `restored` is called.
         """
         keys = page_keys(sequence, end, self.page_size)[len(sequence.pages) :]
         self._kept = frozenset(keys)
         return [self._entries[key].page for key in keys]
 
     def restored(self, host_pages: list[int], pages: list[int]) -> None:
-        """Copy host pages from `keep` to these pages of the device."""
+        """Queue copies of the host pages that `keep` returned to the device pages `pages`."""
         self._kept = frozenset()
         self._copies.add("host", "device", host_pages, pages)
         self._num_restored += len(pages)
 
     def used(self, sequence: Sequence) -> None:
-        """Note that a sequence starts with the pages that it lists."""
+        """Note that a sequence was admitted with the pages that it lists."""
         pages = sequence.pages
         if not pages:
             return
@@ -228,13 +232,15 @@ class HostTier:
             self._free = [page for page in self._free if page not in moving]
 
     def reset(self) -> None:
-        """Remove all pages from the tier, and forget the tree's pages. Called when the KV cannot be trusted."""
+        """Empty the tier and forget the tree's pages. Called when KV may be wrong after a failed step."""
         self.clear()
         self._tree.clear()
         self._kept = frozenset()
 
     def check(self, tree_pages: Iterable[int]) -> None:
-        """Raise `ValueError` unless host pages balance, and the tier knows exactly the pages of the prefix tree."""
+        """Raise `ValueError` unless every host page is accounted for, and the tier knows exactly the pages of the
+        tree.
+        """
         if self._tree.keys() != set(tree_pages):
             raise ValueError("The host tier does not know the pages of the prefix tree.")
         if not self._waiting.keys() <= self._tree.keys():
@@ -254,35 +260,37 @@ class HostTier:
         return key in self._entries
 
     def entry(self, key: bytes) -> Entry | None:
-        """Return the entry of a page, or None if the tier does not have it."""
+        """Return the entry of a page, or None if the page is not in the tier."""
         return self._entries.get(key)
 
     def take_pages(self, count: int) -> list[int]:
-        """Return up to `count` host pages for pages from storage; the least recently used pages leave."""
+        """Allocate up to `count` host pages for pages from storage. Evicts the least recently used pages if
+        necessary.
+        """
         pages: list[int] = []
         while len(pages) < count and (page := self._take_page()) is not None:
             pages.append(page)
         return pages
 
     def free_pages(self, pages: Iterable[int]) -> None:
-        """Free host pages that hold nothing any more."""
+        """Free host pages that are no longer used."""
         self._free += pages
 
     def loaded(self, key: bytes, page: int, parent: bytes | None, index: int) -> None:
-        """Add a page that was read from storage. Its predecessors must be added after it."""
+        """Add a page that was loaded from storage. Add a prefix's pages from last to first."""
         self._entries[key] = Entry(page, parent, index)
 
     def touch(self, key: bytes) -> None:
-        """Make a page and all pages before it the most recently used ones."""
+        """Make a page and all its predecessors the most recently used ones."""
         self._touch([key])
 
     @property
     def _pays(self) -> bool:
-        """Whether copying a page takes less time than computing its tokens, as far as both are known."""
+        """Whether copying a page takes less time than computing its tokens. True if either time is unknown."""
         return self.copy_s is None or self.compute_s is None or self.copy_s < self.compute_s
 
     def _num_present(self, sequence: Sequence, first: int, end: int) -> int:
-        """Return how many pages of the sequence from index `first` up to `end` are in the tier, without a gap."""
+        """Return how many consecutive pages of the sequence, from index `first` up to `end`, are in the tier."""
         entries, size = self._entries, self.page_size
         for index in range(first, end):
             if page_keys(sequence, index + 1, size)[index] not in entries:
@@ -290,7 +298,7 @@ class HostTier:
         return max(0, end - first)
 
     def _touch(self, keys: Iterable[bytes | None]) -> None:
-        """Make these pages and all pages before them the most recently used ones."""
+        """Make these pages and all their predecessors the most recently used ones."""
         entries, found = self._entries, dict[bytes, int]()
         for key in keys:
             while key is not None and key not in found and (entry := entries.get(key)) is not None:
@@ -300,16 +308,16 @@ class HostTier:
             entries.move_to_end(key)
 
     def _write(self, pages: list[tuple[int, _TreePage]]) -> None:
-        """Copy pages of the device to the tier, unless it has them already.
+        """Queue copies of device pages to the tier. Skip pages that are already in the tier.
 
-        If the tier has too few pages, the first pages of the prefixes stay.
+        If the tier has too few pages, it keeps the pages closest to the start of their prefixes.
         """
         new = [(page, tree_page) for page, tree_page in pages if tree_page.key not in self._entries]
         if not new:
             return
         new.sort(key=lambda item: -item[1].index)
         self._touch([tree_page.parent for _, tree_page in new])
-        sources: dict[int, int] = {}  # by host page: a page that is taken twice holds only the newer one
+        sources: dict[int, int] = {}  # by host page: if a host page is taken twice, only the newer copy counts
         for page, (key, parent, index) in new:
             target = self._take_page()
             if target is None:
@@ -324,7 +332,9 @@ class HostTier:
         self._num_written += len(sources)
 
     def _take_page(self) -> int | None:
-        """Return a free host page, if necessary the one of the least recently used page; None if all must stay."""
+        """Return a free host page. If none is free, evict the least recently used page. None if every page must
+        stay.
+        """
         if self._free:
             return self._free.pop()
         saving = () if self.storage is None else self.storage.saving

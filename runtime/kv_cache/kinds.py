@@ -1,12 +1,17 @@
-"""The interface of cache kinds: caches that layers have in addition to, or in place of, KV pages.
+"""The interface of cache kinds. Layers use such caches in addition to, or in place of, KV pages.
 
-Each module of a model with the attributes `cache_spec` (a `LayerSpec`) and `index` (its layer) has a cache. Layers of
-the kind "paged" keep the keys and values of all tokens in the pages of the prefix cache. Every other kind is a
-subclass of `CacheKind` in its own file of this folder, with one line in `registry.py`. A kind defines its memory, its
-reaction when pages are allocated, shared and freed, after which pages of a cached prefix a sequence can resume, the
-arrays that the device gets in each step, and the cache of a layer.
+A module with the attributes `cache_spec` (a `LayerSpec`) and `index` (its layer) has a cache. Layers of the kind
+"paged" keep the keys and values of all tokens in the pages of the prefix cache. Every other kind is a subclass of
+`CacheKind`, in its own file of this folder, with one line in `registry.py`.
 
-Does not import torch; the methods for the device import it when they are called.
+A kind defines:
+- how much memory it takes
+- what it does when pages are allocated, shared and freed
+- after which pages of a cached prefix a sequence can resume
+- the arrays that the device gets in each step
+- the cache of a layer
+
+This module does not import torch. Methods that run on the device import it when they are called.
 """
 
 from __future__ import annotations
@@ -25,28 +30,28 @@ if TYPE_CHECKING:
     from runtime.layers.forward_batch import LayerCache
 
 PAGED = "paged"
-# `LayerSpec` by layer index in the whole model; with several models, by (model, layer index).
+# Maps a layer index in the whole model to its `LayerSpec`. With several models, the keys are (model, layer index).
 Specs = Mapping[Any, Any]
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e5m2": 1, "float8_e4m3fn": 1}
 
 
 class CacheKind:
-    """The host side of a kind, called by the prefix cache. The methods of this base class do nothing.
+    """The host side of a cache kind, called by the prefix cache. The methods of this base class do nothing.
 
     A kind allocates `num_units` units (its own pages, or states), numbered from 0. Unit `num_units` is the scratch
-    unit, to which padding writes. A `page` below is the id of a page of the prefix cache; a kind may have a unit for
-    each page.
+    unit, to which padding writes. In this class, a `page` is the id of a page of the prefix cache. A kind may have one
+    unit for each page.
 
-    Steps run in the order in which their batches are built, so a unit may be reused as soon as no batch built from now
-    on reads it (see `prefix_cache.py`). A kind frees such units in `filled`.
+    Steps run in the order in which their batches are built. A unit may therefore be reused as soon as no later batch
+    reads it (see `prefix_cache.py`). A kind frees such units in `filled`.
     """
 
     name: ClassVar[str]
-    # How many computed tokens a sequence can rewind; None: any number. Only tokens that were pending when their batch
-    # was built are ever rewound.
+    # Number of computed tokens by which a sequence can rewind; None: no limit. Only tokens that were pending when their
+    # batch was built are ever rewound.
     steps_back: ClassVar[int | None] = None
 
-    less_memory: ClassVar[str] = ""  # advice in the error for too little memory, which appends the GiB that units take
+    less_memory: ClassVar[str] = ""  # advice in the error about too little memory, followed by the GiB of the units
 
     # --- sizing ---
 
@@ -54,25 +59,25 @@ class CacheKind:
     def num_units(specs: Specs, plan: Plan, num_pages: int) -> int:
         """Return the number of units for `num_pages` pages.
 
-        The number must not fall as `num_pages` grows. `specs` has only layers of this kind.
+        The result must not decrease as `num_pages` grows. `specs` contains only layers of this kind.
         """
         raise NotImplementedError
 
     @staticmethod
     def unit_bytes(specs: Specs, plan: Plan) -> int:
-        """Return the bytes that one unit takes in all these layers together."""
+        """Return the bytes of one unit, summed over the layers in `specs`."""
         raise NotImplementedError
 
     @staticmethod
     def used(specs: Specs, plan: Plan) -> bool:
-        """Whether the plan uses this kind. If not, its layers keep all tokens in pages."""
+        """Return whether the plan uses this kind. If not, its layers keep all tokens in pages."""
         return True
 
     # --- on the device ---
 
     @staticmethod
     def make_layer(spec: Any, num_units: int, page_size: int, dtype: torch.dtype, device: torch.device) -> LayerCache:
-        """Create one layer's cache, zeroed.
+        """Create the cache of one layer, filled with zeros.
 
         The layer reads the arrays of `step_arrays` from `batch.kinds[name].arrays`.
         """
@@ -80,9 +85,9 @@ class CacheKind:
 
     @staticmethod
     def buffer_sizes(max_rows: int, max_pages: int) -> Mapping[str, int] | None:
-        """Return the upper bound on the number of elements of each array of `step_arrays`.
+        """Return an upper bound on the number of elements of each array of `step_arrays`.
 
-        Graphs allocate fixed buffers of these sizes. None means that steps with this kind are not captured.
+        Graphs allocate fixed buffers of these sizes. If the result is None, steps with this kind are not captured.
         """
         return None
 
@@ -90,7 +95,7 @@ class CacheKind:
     def scratch_arrays(counts: Seq[int], num_units: int) -> dict[str, Ints]:
         """Return the arrays of `step_arrays` for padding rows, which read and write only the scratch unit.
 
-        `counts` has the number of tokens of each padding row. If the kind has pages, every count is 1.
+        `counts` has the number of tokens of each padding row. For kinds with pages, every count is 1.
         """
         return {}
 
@@ -106,7 +111,7 @@ class CacheKind:
 
     @property
     def num_available(self) -> int | None:
-        """Number of further pages for which this kind has units. None: no limit."""
+        """Number of further prefix-cache pages for which this kind has units. None: no limit."""
         return None
 
     def pages_ahead(self, sequence: Sequence, num_pages: int) -> int:
@@ -114,39 +119,43 @@ class CacheKind:
         return 0
 
     def row_end(self, sequence: Sequence, end: int) -> int:
-        """Return the position, at most `end`, where a row of known tokens should end. The next row begins there."""
+        """Return the position, at most `end`, where a row of known tokens should end. The sequence's next row begins
+        there.
+        """
         return end
 
     def resumable(self, pages: Seq[int], count: int) -> int:
-        """Return the largest number (up to `count`) of leading pages after which a sequence can resume."""
+        """Return the largest number of leading pages, at most `count`, after which a sequence can resume."""
         return count
 
     def enter(self, sequence: Sequence) -> None:
-        """Called when a sequence starts to run, after its cached prefix (possibly empty)."""
+        """Called when a sequence starts to run and its cached prefix (possibly empty) is locked."""
 
     def allocate(self, pages: list[int]) -> None:
-        """Called after these pages, at most `num_available`, were allocated to a sequence."""
+        """Called after `pages` were allocated to a sequence. There are at most `num_available` of them."""
 
     def step_arrays(self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints) -> dict[str, Ints]:
-        """Return the arrays that the device gets for a step: int32 arrays by name.
+        """Return the int32 arrays that the device gets for a step, by name.
 
-        Called once per step, when its rows are known and before any of its pages change owners. An array "page_table"
-        of the shape of `page_table` [B, W] lists the rows' pages in the kind's own pool; the device then also gets
-        its slot mapping.
+        Called once per step, when its rows are known and before any of its pages changes owner. If there is an array
+        "page_table" of the shape of `page_table` [B, W], it lists the rows' pages in the kind's own pool. The device
+        then also gets a slot mapping for this pool.
         """
         return {}
 
     def filled(self, sequences: Iterable[Sequence]) -> None:
         """Called after a batch is built.
 
-        The rows of these sequences complete a page in this batch, or may complete one (`unknown_starts`).
+        Each of `sequences` has a row that completes a page in this batch, or may complete one (`unknown_starts`).
         """
 
     def replace(self, sequence: Sequence, first: int, private: Seq[int], shared: Seq[int]) -> None:
-        """Called when `shared` pages of the tree replaced `private` pages from index `first` of the page list."""
+        """Called after `shared` tree pages replaced `private` pages in a sequence's page list, from index `first`
+        on.
+        """
 
     def leave(self, sequence: Sequence) -> None:
-        """Called before a sequence loses all its pages. `free` is then called for its private pages."""
+        """Called before a sequence loses all its pages. `free` is called for its private pages afterwards."""
 
     def free(self, pages: Iterable[int]) -> None:
         """Called when these pages are freed."""

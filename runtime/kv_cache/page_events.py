@@ -1,6 +1,6 @@
-"""Events of pages that enter and leave the prefix tree, for routers that know what each server has cached.
+"""Events of pages that enter and leave the prefix tree. Routers use them to know what each server has cached.
 
-The hash of a page covers its tokens and all tokens before them, and is equal in every process. Events have the format
+The hash of a page covers its own tokens and all preceding tokens. It is equal in every process. Events have the format
 of vLLM and SGLang: lists that begin with the event's name.
 """
 
@@ -17,7 +17,7 @@ Event = list[Any]
 
 
 class PageEvents:
-    """Records events until `take`."""
+    """Records events until `take` is called."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
@@ -25,7 +25,7 @@ class PageEvents:
         self._events: list[Event] = [["AllBlocksCleared"]]  # tells a router to forget the pages of an earlier server
 
     def stored(self, pages: Sequence[int], ids: Sequence[int], parent_page: int | None, namespace: Hashable) -> None:
-        """Record pages that entered the tree with these ids. `parent_page` is the page before the first one."""
+        """Record that pages entered the tree. `ids` are their tokens. `parent_page` precedes the first page."""
         size = self._page_size
         parent = None if parent_page is None else self._hashes[parent_page]
         previous = repr(namespace).encode() if parent is None else parent.to_bytes(8, "big")
@@ -49,6 +49,6 @@ class PageEvents:
         self._events.append(["AllBlocksCleared"])
 
     def take(self) -> list[Event]:
-        """Return and clear the recorded events, the oldest first."""
+        """Return the recorded events, oldest first, and clear them."""
         events, self._events = self._events, []
         return events

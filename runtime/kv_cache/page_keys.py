@@ -1,7 +1,7 @@
-"""Keys of pages by content: the hash of a page's tokens and of all tokens before them.
+"""Content keys of pages: each key is a hash of a page's tokens and of all preceding tokens.
 
-A key is equal in every process. The model and the layout of its pages are not part of it; a store of several models
-keeps each model's pages apart.
+A key is equal in every process. It does not depend on the model or the page layout; a store of several models keeps
+each model's pages apart.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from runtime.sequence import Sequence
 
 KEY_BYTES = 32
 IMAGE_KEY_BYTES = 40
-LOCAL = 1  # bit of a key's first byte: only this process can use the page
+LOCAL = 1  # bit of a key's first byte: the page is usable only in this process
 
 
 def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
-    """Return the keys of the first `count` full pages of a sequence. They are kept in `sequence.page_keys`."""
+    """Return the keys of the first `count` full pages of a sequence. The keys are cached in `sequence.page_keys`."""
     keys = sequence.page_keys
     missing = count - len(keys)
     if missing > 0:
         start = len(keys) * page_size
         tokens = sequence.keys[start : start + missing * page_size]
-        local = sequence.request.adapter is not None  # the id of an adapter is one of this process
+        local = sequence.request.adapter is not None  # adapter ids are local to this process
         parent = keys[-1] if keys else _root(sequence.namespace)
         for content in _contents(tokens, page_size, plain=sequence.media is None):
             digest = blake2b(parent + content, digest_size=KEY_BYTES).digest()
@@ -35,7 +35,7 @@ def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
 
 
 def _contents(tokens: list[int], page_size: int, *, plain: bool) -> Iterator[bytes]:
-    """Yield the bytes of each page. Keys of images, which are not `plain`, take more bytes than tokens."""
+    """Yield the bytes of each page. `plain` means that the tokens include no image keys, which take more bytes."""
     if plain:
         content, width = np.array(tokens, np.int64).tobytes(), 8 * page_size
         yield from (content[offset : offset + width] for offset in range(0, len(content), width))
@@ -49,7 +49,7 @@ def _contents(tokens: list[int], page_size: int, *, plain: bool) -> Iterator[byt
 
 
 def is_local(key: bytes) -> bool:
-    """Whether the page of this key depends on something that only this process knows, such as the id of an adapter."""
+    """Return whether the page of this key depends on process-local data, such as an adapter id."""
     return bool(key[0] & LOCAL)
 
 

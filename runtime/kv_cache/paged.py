@@ -22,10 +22,10 @@ from runtime.layers.forward_batch import ForwardBatch, KVSpec
 
 
 class PagedKVCache(NamedTuple):
-    """One layer's keys and values in pages, [num_pages + 1, K, page, D] each, written in place.
+    """The keys and values of one layer in pages, each [num_pages + 1, K, page, D], updated in place.
 
-    If keys contain the values (MLA), both are the same tensor. The pages are those of the prefix cache, or those of a
-    `kind` that has its own page table.
+    If keys contain the values (MLA), `k` and `v` are the same tensor. `kind` names the page table that the pages belong
+    to: that of the prefix cache, or a cache kind's own one.
     """
 
     k: Tensor
@@ -50,7 +50,7 @@ class PagedKVCache(NamedTuple):
     def in_host_memory(
         cls, spec: KVSpec, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> Self:
-        """Create pages of the same layout in host memory, without a scratch page; page-locked for a GPU."""
+        """Create pages of the same layout in host memory, without a scratch page. For a GPU, they are page-locked."""
         cache = cls.zeros(spec, num_pages - 1, page_size, dtype, torch.device("cpu"))
         if device.type == "cuda":
             for tensor in cache.tensors:
@@ -66,9 +66,9 @@ class PagedKVCache(NamedTuple):
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[dict[int, PagedKVCache], Tensor]:
-        """Create the host pages of all layers so that each page is one block of memory over all layers.
+        """Create the host pages of all layers. Each page is one contiguous block over all layers.
 
-        Returns the caches, and the blocks [num_pages, elements of a page]. Each cache is a view with the layout of
+        Returns the caches, and the blocks [num_pages, elements per page]. Each cache is a view with the layout of
         `in_host_memory`, except for the stride between pages.
         """
         sizes = {
@@ -102,7 +102,7 @@ class PagedKVCache(NamedTuple):
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def store(self, kernels: Kernels, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Mapping[str, float]) -> None:
-        """Store keys and values [T, K, D] in the slots of their tokens."""
+        """Store keys and values [T, K, D] in the cache slots of their tokens."""
         metadata, fp8_scales = self._metadata(batch), self._fp8_scales(scales)
         kernels.store(k, v, self.k, self.v, metadata, **fp8_scales)
         if metadata.repeated is not None:
@@ -135,7 +135,9 @@ class PagedKVCache(NamedTuple):
         batch: ForwardBatch,
         options: AttentionOptions,
     ) -> Tensor:
-        """Return attention [T, H * V] of queries [T, H, N] and [T, H, P] over the latent vectors of their rows."""
+        """Return attention [T, H * V] of the queries (q_nope [T, H, N], q_pe [T, H, P]) over their rows' latent
+        vectors.
+        """
         metadata = self._metadata(batch)
         return kernels.attend_latent(q_nope, q_pe, self.k, weights, metadata, options, kernels.attend)
 
@@ -147,7 +149,7 @@ class PagedKVCache(NamedTuple):
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros. On a CPU, the system commits each memory page when it is first written."""
+    """Return a tensor of zeros. On a CPU, the operating system commits each memory page at its first write."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -155,9 +157,9 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def _lock_pages(tensor: Tensor) -> None:
-    """Page-lock the tensor's memory for the GPU until it is freed.
+    """Page-lock the tensor's memory for the GPU until the tensor is freed.
 
-    `torch.empty(pin_memory=True)` would round each size up to a power of two.
+    `torch.empty(pin_memory=True)` is not used, because it rounds each size up to a power of two.
     """
     driver: Any = torch.cuda.cudart()
     address = tensor.data_ptr()

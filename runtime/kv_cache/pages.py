@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PagePool:
-    """Allocates page ids 0 .. total - 1, without records of their owners."""
+    """Allocates the page ids 0 .. total - 1. Does not record owners."""
 
     __slots__ = ("_free", "total")
 
@@ -19,7 +19,7 @@ class PagePool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Remove `count` pages from the free list. Raises `ValueError` without effect if there are fewer."""
+        """Remove `count` pages from the free list. Raises `ValueError`, without effect, if fewer pages are free."""
         free = self._free
         if count > len(free):
             raise ValueError(f"{count} pages requested, {len(free)} free.")
@@ -30,7 +30,7 @@ class PagePool:
         return pages
 
     def free(self, pages: list[int]) -> None:
-        """Free allocated pages. No batch built from now on may list them for their previous owner."""
+        """Free allocated pages. No later batch may list them for their previous owner."""
         self._free += pages
 
     def reset(self) -> None:
@@ -38,6 +38,6 @@ class PagePool:
         self._free = list(range(self.total - 1, -1, -1))
 
     def check(self, used: list[int]) -> None:
-        """Raise `ValueError` unless free and used pages together are every page exactly once."""
+        """Raise `ValueError` unless the free and the used pages together contain every page exactly once."""
         if sorted(self._free + used) != list(range(self.total)):
             raise ValueError(f"The pages do not balance: {len(self._free)} free + {len(used)} used, of {self.total}.")

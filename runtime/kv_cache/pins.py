@@ -1,6 +1,6 @@
-"""Pinned prefixes: those that clients asked to keep cached, within a budget of pages.
+"""Pinned prefixes: prefixes that clients asked to keep cached, within a budget of pages.
 
-A pinned prefix is evicted after all others, but it is evicted when running sequences need its pages. A pin therefore
+A pinned prefix is evicted only after all unpinned prefixes, when running sequences need its pages. A pin therefore
 never delays a request.
 """
 
@@ -18,14 +18,15 @@ class _Pin(NamedTuple):
 
 
 class Pins:
-    """The pinned prefixes of a tree, by client and name. A client's new pin replaces its pin of the same name.
+    """The pinned prefixes of a tree, by client and name. A new pin of a client replaces its older pin with the same
+    name.
 
-    If the pins exceed the budget, the client with most pinned pages loses its oldest pin.
+    If the pins exceed the budget, the client with the most pinned pages loses its oldest pin.
     """
 
     def __init__(self, tree: RadixTree, max_pages: int) -> None:
         self.max_pages = max_pages
-        self.num_pages = 0  # a page that several pins share counts for each of them
+        self.num_pages = 0  # a page shared by several pins counts once for each pin
         self._tree = tree
         self._pins: OrderedDict[tuple[str, str], _Pin] = OrderedDict()
         self._pages_of: Counter[str] = Counter()  # pinned pages by client
@@ -34,7 +35,7 @@ class Pins:
         return len(self._pins)
 
     def add(self, owner: str, name: str, node: Node, num_pages: int) -> None:
-        """Pin the prefix that ends at this node. A prefix that exceeds the whole budget is not pinned."""
+        """Pin the prefix that ends at `node`. A prefix larger than the whole budget is not pinned."""
         if (owner, name) in self._pins:
             self._drop(owner, name)
         if not 0 < num_pages <= self.max_pages:
@@ -48,7 +49,7 @@ class Pins:
             self._drop(*next(key for key in self._pins if key[0] == most))
 
     def clear(self) -> None:
-        """Forget all pins. Called when the tree becomes empty."""
+        """Remove all pins. Called when the tree is emptied."""
         for pin in self._pins.values():
             self._tree.unpin(pin.node)
         self._pins.clear()

@@ -13,10 +13,10 @@ from runtime.layers.forward_batch import KVSpec, LayerSpec
 
 
 class KVPool(dict[int, Any]):
-    """The caches (`LayerCache`) of a rank's layers by layer index in the whole model, zeroed.
+    """The caches (`LayerCache`) of a rank's layers, initially zero. Keys are layer indices in the whole model.
 
-    Each cache has a scratch page (or scratch unit) after the others, which padding writes and no row reads. Raises
-    torch.OutOfMemoryError (on a GPU) if the pool does not fit.
+    Each cache has one additional scratch page (or scratch unit) at its end. Padding writes to it, and no row reads it.
+    Raises torch.OutOfMemoryError (on a GPU) if the pool does not fit.
     """
 
     def __init__(
@@ -31,10 +31,11 @@ class KVPool(dict[int, Any]):
         num_host_pages: int = 0,
         in_blocks: bool = False,
     ) -> None:
-        """Allocate the caches. `specs` are by layer index in the whole model.
+        """Allocate the caches. The keys of `specs` are layer indices in the whole model.
 
-        `kinds` maps the kinds in use to their numbers of units. Layers of other kinds keep all tokens in pages, and
-        also have `num_host_pages` pages in host memory, layer by layer or, with `in_blocks`, page by page.
+        `kinds` maps each kind in use to its number of units. Layers of all other kinds keep all tokens in pages. These
+        layers also have `num_host_pages` pages in host memory: one tensor per layer, or one block per page with
+        `in_blocks`.
         """
         super().__init__()
         self.num_pages = num_pages
@@ -43,7 +44,7 @@ class KVPool(dict[int, Any]):
         self.kinds = dict(kinds or {})
         self.paged: dict[int, PagedKVCache] = {}  # layer index -> cache, for layers that keep all tokens
         self.host: dict[int, PagedKVCache] = {}  # layer index -> host pages of the same layers
-        self.host_blocks: torch.Tensor | None = None  # [num_host_pages, elements of a page], if pages are blocks
+        self.host_blocks: torch.Tensor | None = None  # [num_host_pages, elements per page], only with `in_blocks`
         device = torch.device(device)
         paged_specs: dict[int, KVSpec] = {}
         for index, spec in specs.items():
@@ -72,11 +73,11 @@ class KVPool(dict[int, Any]):
         *,
         num_host_pages: int = 0,
     ) -> Self:
-        """Create a pool for equal layers."""
+        """Create a pool for layers of equal shape."""
         specs = {index: KVSpec(num_kv_heads, head_dim) for index in range(num_layers)}
         return cls(specs, num_pages, page_size, dtype, device, num_host_pages=num_host_pages)
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
+        """Bytes of all caches on the device."""
         return sum(cache.nbytes for cache in self.values())

@@ -1,19 +1,19 @@
-"""The pages of all sequences: the free list and the prefix tree in one interface.
+"""The pages of all sequences: one interface to the free list and the prefix tree.
 
-A page is free, or belongs to exactly one sequence (a private page), or belongs to the tree and can be shared. A
-sequence's page list begins with tree pages (`num_shared` tokens, locked by `locked_node`), then private pages.
+A page is either free, or private to one sequence, or owned by the tree, where it can be shared. A sequence's page list
+begins with tree pages (`num_shared` tokens, locked by `locked_node`). Private pages follow.
 
-Pages may change owners while steps are in flight, because steps run in the order in which their batches are built,
-and each batch has its own copy of the page table:
-- Launched steps may still read or write a freed page. Its next owner writes it in a batch built later, which runs
-  after these steps, and reads only what it wrote itself.
-- A page enters the tree when the batch that writes it is built. A batch that matches the page is part of the same
-  step (a step stores all KV before any row attends) or of a later one.
-- A page in the tree is never written again: only full pages of tokens known to the host enter, and a step in flight
-  that overruns the end of a sequence writes later positions.
-- If the tree already has tokens that a sequence computed, the sequence's list switches to the tree's pages, which
-  this or an earlier step writes. Its private pages (`Duplicates`) are freed only when the batch that writes them is
-  complete, so that no other row of the batch can get them.
+Pages may change owners while steps are in flight, because steps run in the order in which their batches are built, and
+each batch has its own copy of the page table:
+- Launched steps may still read or write a freed page. Its next owner writes the page in a later batch, which runs after
+  these steps, and reads only its own data.
+- A page enters the tree when the batch that writes it is built. A batch that matches the page belongs to the same step
+  or to a later one. Within a step, all KV is stored before any row attends.
+- A page in the tree is never written again. Only full pages of tokens that the host knows enter the tree. A step in
+  flight that overruns the end of a sequence writes only later positions.
+- If the tree already contains tokens that a sequence computed, the sequence's page list switches to the tree's pages,
+  which this or an earlier step writes. The sequence's private pages (`Duplicates`) are freed only when the batch that
+  writes them is complete, so no other row of that batch can get them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _EVENT_BITS = 2**63 - 1
 
 
 class Duplicates(NamedTuple):
-    """Private pages of a sequence that the tree's pages replaced. `replaced` must be called to free them."""
+    """Private pages of a sequence that tree pages replaced. They are freed by `PrefixCache.replaced`."""
 
     first: int  # index in the sequence's page list, which already lists the tree's pages
     pages: list[int]
@@ -50,10 +50,10 @@ class Duplicates(NamedTuple):
 class PrefixCache:
     """Allocates, shares and frees the pages of sequences. If not `enabled`, pages are neither shared nor kept.
 
-    `kinds` are the other caches of the layers; they are notified of every change of a page. `events` records the
-    pages that enter and leave the tree. With `num_host_pages`, retracted sequences are swapped out to host memory.
-    With `num_tier_pages`, host memory also keeps pages of the tree (`HostTier`); these host pages follow the others.
-    Both copy only KV pages, so they cannot be combined with `kinds`.
+    `kinds` are the other caches of the layers. They are notified of every change of a page. `events` records the pages
+    that enter and leave the tree. With `num_host_pages`, retracted sequences are swapped out to host memory. With
+    `num_tier_pages`, host memory also keeps copies of tree pages (`HostTier`), after the first `num_host_pages`. Both
+    options copy only KV pages and cannot be combined with `kinds`.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PrefixCache:
         step_pages: int = 64,
         num_pinnable: int = 0,
     ) -> None:
-        """`num_pinnable` is the number of pages that `pin` may keep."""
+        """`num_pinnable` is the maximum number of pages that `pin` keeps."""
         if page_size < 1:
             raise ValueError(f"The page size must be at least 1, not {page_size}.")
         self.page_size = page_size
@@ -116,7 +116,7 @@ class PrefixCache:
         return self._tree.num_evictable
 
     def usage(self, kind: str) -> float:
-        """Return the share of a kind's units that running sequences use; 0 if the model has no such kind."""
+        """Return the share of a kind's units that running sequences use, or 0 if the model has no such kind."""
         used = next((each for each in self.kinds if each.name == kind), None)
         if used is None or used.num_available is None or not used.count:
             return 0.0
@@ -124,7 +124,7 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """Number of pages that `allocate` can return."""
+        """Maximum number of pages that `allocate` can return now."""
         available = self._pool.num_free + self._tree.num_evictable
         for kind in self.kinds:
             limit = kind.num_available
@@ -138,9 +138,9 @@ class PrefixCache:
         return self._pool.total - self._pool.num_free - self._tree.num_evictable
 
     def demand(self, growing: Iterable[tuple[Sequence, int]]) -> list[int]:
-        """Return what sequences need to grow by these numbers of pages.
+        """Return the number of pages and units that sequences need to grow by the given numbers of pages.
 
-        The result lists the number of pages, then the number of units of each kind.
+        The first element is the number of pages. Then follows the number of units of each kind.
         """
         growing = list(growing)
         return [
@@ -149,7 +149,7 @@ class PrefixCache:
         ]
 
     def can_allocate(self, *demands: Seq[int]) -> bool:
-        """Whether the sum of these demands (see `demand`) can be allocated."""
+        """Return whether all these demands (see `demand`) can be allocated together."""
         limits = [
             self._pool.num_free + self._tree.num_evictable,
             *(kind.num_available for kind in self.kinds),
@@ -172,7 +172,7 @@ class PrefixCache:
         return self._tree.outline(limit)
 
     def touch(self, ids: list[int], namespace: Hashable) -> int:
-        """Make the cached prefix of these tokens the most recently used one; return its number of tokens."""
+        """Make the cached prefix of these tokens the most recently used one. Return its number of tokens."""
         if not self.enabled:
             return 0
         node, pages = self._tree.lock(ids, len(ids), namespace)
@@ -180,7 +180,7 @@ class PrefixCache:
         return len(pages) * self.page_size
 
     def pin(self, sequence: Sequence) -> None:
-        """Pin the cached part of a sequence's prompt, if its request asks for it."""
+        """Pin the cached part of a sequence's prompt if its request asks for a pin."""
         request = sequence.request
         if request.service.pin is None or not self.enabled or not self.pins.max_pages:
             return
@@ -189,7 +189,7 @@ class PrefixCache:
         self.pins.add(request.owner, request.service.pin, node, len(pages))
 
     def lock(self, sequence: Sequence) -> None:
-        """Give a sequence without pages its longest cached prefix, and lock this prefix in the tree."""
+        """Assign the longest cached prefix to a sequence that has no pages, and lock this prefix in the tree."""
         if self.enabled:
             limit = self._resumable_tokens(sequence) if self.kinds else reusable_tokens(sequence)
             node, pages = self._tree.lock(sequence.keys, limit, sequence.namespace)
@@ -202,7 +202,7 @@ class PrefixCache:
     def swap_out(self, sequence: Sequence) -> None:
         """Copy the computed pages of a running sequence to the host, before the sequence is retracted.
 
-        Its tree pages are copied too: the tree may evict them before the sequence runs again.
+        Its tree pages are copied too, because the tree may evict them before the sequence runs again.
         """
         if self.host is not None:
             self.host.swap_out(sequence, min(sequence.num_computed, _num_settled(sequence)))
@@ -220,7 +220,7 @@ class PrefixCache:
         return num_tokens
 
     def restore(self, sequence: Sequence) -> None:
-        """Copy pages of a sequence back from the host, if it has any. It must hold its cached prefix (see `lock`).
+        """Copy the sequence's pages back from the host, if it has any. It must hold its cached prefix (see `lock`).
 
         Raises `ValueError` if the pages exceed `num_available`.
         """
@@ -260,14 +260,14 @@ class PrefixCache:
         return self.copies.take()
 
     def want(self, sequence: Sequence) -> None:
-        """Look up in storage what a waiting sequence lacks on the device and on the host."""
+        """Look up in storage the pages of a waiting sequence that are neither on the device nor on the host."""
         if self.storage is not None and self.storage.attached:
             num_pages = self.match_length(sequence) // self.page_size
             self.storage.want(sequence, num_pages, reusable_tokens(sequence))
 
     @property
     def held(self) -> Set[Sequence]:
-        """Waiting sequences that must not be admitted yet, because their pages are being loaded."""
+        """Waiting sequences that must not be admitted yet, because their pages are being loaded from storage."""
         return NONE_HELD if self.storage is None else self.storage.held
 
     def begin_step(self) -> None:
@@ -276,17 +276,17 @@ class PrefixCache:
             self.tier.begin_step()
 
     def _resumable_tokens(self, sequence: Sequence) -> int:
-        """Return the number of tokens of the longest cached prefix after which every kind can resume."""
+        """Return the number of tokens in the longest cached prefix after which every kind can resume."""
         pages = self._tree.pages(sequence.keys, reusable_tokens(sequence), sequence.namespace)
         count = -1
-        while count != len(pages):  # if one kind shortens the prefix, the others check it again
+        while count != len(pages):  # if one kind shortens the prefix, all kinds check again
             count = len(pages)
             for kind in self.kinds:
                 del pages[kind.resumable(pages, len(pages)) :]
         return count * self.page_size
 
     def allocate(self, count: int) -> list[int]:
-        """Return private pages. If too few are free, evict the least recently used pages of the tree.
+        """Allocate private pages. If too few are free, evict the least recently used pages of the tree.
 
         Raises `ValueError` if `count` exceeds `num_available`.
         """
@@ -302,7 +302,7 @@ class PrefixCache:
         return pages
 
     def free(self, pages: list[int]) -> None:
-        """Free pages that no sequence lists any more."""
+        """Free pages that no sequence lists."""
         self._pool.free(pages)
         for kind in self.kinds:
             kind.free(pages)
@@ -314,16 +314,17 @@ class PrefixCache:
         self.free(pages)
 
     def replaced(self, sequence: Sequence, duplicates: Duplicates) -> None:
-        """Free the pages that `insert` replaced. Call it when the batch that writes these pages is complete."""
+        """Free the pages that `insert` replaced. Must be called after the batch that writes these pages is complete."""
         first, pages = duplicates
         for kind in self.kinds:
             kind.replace(sequence, first, pages, sequence.pages[first : first + len(pages)])
         self.free(pages)
 
     def insert(self, sequence: Sequence) -> Duplicates | None:
-        """Insert the full computed pages of a sequence into the tree. They can be matched immediately.
+        """Insert the full computed pages of a sequence into the tree, where other sequences can match them immediately.
 
-        The page of a last token that may be computed again (under a constraint) is not inserted.
+        Under a constraint, the last token may be computed again. A page that contains it is not inserted. Returns the
+        sequence's pages that the tree already had, to be freed with `replaced`, or None.
         """
         if not self.enabled:
             return None
@@ -339,7 +340,7 @@ class PrefixCache:
         if self.events is not None and len(known) < len(private):
             index = first + len(known)
             parent = None if not index else known[-1] if known else sequence.pages[index - 1]
-            # Keys of images are cut to what events can hold.
+            # Image keys are truncated to the size that events can hold.
             ids = [key & _EVENT_BITS for key in sequence.keys[index * size : end]]
             self.events.stored(private[len(known) :], ids, parent, sequence.namespace)
         if self.tier is not None and len(known) < len(private):
@@ -350,7 +351,7 @@ class PrefixCache:
         return Duplicates(first, private[: len(known)])
 
     def filled(self, batch: Batch) -> None:
-        """Notify the kinds that a batch is complete, so that they can free units that later batches do not read."""
+        """Notify the kinds that a batch is complete. They free the units that no later batch reads."""
         size, starts = self.page_size, batch.starts
         is_crossing = (starts + batch.counts) // size > starts // size
         if batch.unknown_starts is not None:
@@ -360,7 +361,9 @@ class PrefixCache:
             kind.filled([batch.sequences[row] for row in crossing])
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Take all pages from a sequence. With `keep`, its computed pages stay in the tree until they are evicted."""
+        """Take all pages from a sequence. With `keep`, its computed full pages stay in the tree until they are
+        evicted.
+        """
         if keep:
             duplicates = self.insert(sequence)
             if duplicates is not None:
@@ -373,8 +376,8 @@ class PrefixCache:
         _forget_pages(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """Take all pages from a sequence with untrusted KV. Also remove its tree pages from the tree, unless another
-        prefix uses them.
+        """Take all pages from a sequence whose KV may be wrong. Remove its tree pages from the tree, except pages that
+        another prefix uses.
         """
         for kind in self.kinds:
             kind.leave(sequence)
@@ -387,7 +390,7 @@ class PrefixCache:
         _forget_pages(sequence)
 
     def empty(self) -> None:
-        """Evict every prefix that no running sequence uses, on the host too."""
+        """Evict all prefixes that no running sequence uses, also from the host tier."""
         self.pins.clear()
         pages = self._tree.evict(self._tree.num_evictable)
         if self.tier is not None:
@@ -400,8 +403,9 @@ class PrefixCache:
             self._free_shared(pages)
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
-        """Reset to an empty cache from any state. `sequences` must list every sequence that may have pages; all of
-        them lose their pages.
+        """Reset to an empty cache from any state.
+
+        `sequences` must contain every sequence that may have pages. All of them lose their pages.
         """
         for sequence in sequences:
             _forget_pages(sequence)
@@ -419,7 +423,7 @@ class PrefixCache:
             self.tier.reset()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
-        """Raise `ValueError` unless the tree and these sequences account for every page and lock."""
+        """Raise `ValueError` unless the tree and these sequences account for every page and every lock."""
         private: list[int] = []
         holders: list[Node] = []
         sequences = list(sequences)
@@ -443,10 +447,10 @@ class PrefixCache:
 
 
 def reusable_tokens(sequence: Sequence) -> int:
-    """Return how many leading tokens may come from the cache.
+    """Return how many leading tokens may be taken from the cache.
 
-    The last known token is always computed, for its logits, and so is every prompt position whose logprobs or hidden
-    states are requested.
+    The last known token is always computed, because its logits are needed. Prompt positions whose log-probabilities or
+    hidden states are requested are computed too.
     """
     limit = len(sequence.ids) - 1
     if sequence.hidden is not None:
@@ -457,7 +461,7 @@ def reusable_tokens(sequence: Sequence) -> int:
 
 
 def _num_settled(sequence: Sequence) -> int:
-    """Return how many known tokens will not be computed again. A constraint may recompute the last one."""
+    """Return how many known tokens will not be computed again. Under a constraint, the last token may be recomputed."""
     return len(sequence.ids) - (sequence.constraint is not None)
 
 

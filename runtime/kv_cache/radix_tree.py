@@ -1,8 +1,8 @@
 """The prefix tree: maps token sequences to the pages that hold their KV.
 
-A node has a run of full pages and their token ids. Its children continue the run and differ in their first page. A
-running sequence locks the node where its shared part ends. Every node counts the locks on itself and its descendants,
-so all descendants of an unlocked node are unlocked, and the tree can be evicted leaf by leaf.
+A node has a run of full pages and their token ids. Its children continue the run, and differ in their first page. A
+running sequence locks the node where its shared part ends. Every node counts the locks on itself and on its
+descendants. All descendants of an unlocked node are therefore unlocked, and the tree can be evicted leaf by leaf.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Hashable, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import count, islice
 
-PINNED = 1 << 60  # above every value of the clock
+PINNED = 1 << 60  # larger than every value of the clock
 
 
 class Node:
-    """A run of pages. A split keeps this object for the *end* of the run, where the locks are."""
+    """A run of pages. After a split, this object is the *end* of the run, because locks refer to ends."""
 
     __slots__ = ("children", "ids", "last_used", "locks", "pages", "parent", "pins")
 
@@ -26,20 +26,22 @@ class Node:
         self.pages = pages
         self.children: dict[tuple[int, ...], Node] = {}
         self.locks = 0
-        self.pins = 0  # pinned prefixes that end here
+        self.pins = 0  # number of pinned prefixes that end here
         self.last_used = 0
 
     @property
     def order(self) -> int:
-        """Position in the order of eviction: pinned nodes come after all others, each least recently used first."""
+        """Sort key for eviction, lowest first. Pinned nodes come after all others; within both groups, older use comes
+        first.
+        """
         return self.last_used + PINNED if self.pins else self.last_used
 
 
 class RadixTree:
     """Longest-prefix lookup at page granularity, with locks and least-recently-used eviction.
 
-    Namespaces (an adapter, a cache salt) share no pages. The tree owns inserted pages until `evict`, `remove` or
-    `clear` returns them.
+    Different namespaces (an adapter, a cache salt) share no pages. The tree owns inserted pages until `evict`, `remove`
+    or `clear` returns them.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -61,7 +63,7 @@ class RadixTree:
         return matched + more * self.page_size
 
     def path(self, ids: list[int], limit: int, namespace: Hashable = None) -> list[Node]:
-        """Return the nodes that match `ids[:limit]`, from the root; the last one may match in part."""
+        """Return the nodes that match `ids[:limit]`, starting at the root. Only part of the last node may match."""
         root = self._roots.get(namespace)
         if root is None:
             return []
@@ -82,9 +84,10 @@ class RadixTree:
         return path_pages(node) + (child.pages[:more] if child is not None else [])
 
     def outline(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
-        """Return up to `limit` nodes, breadth first, and the number of all nodes.
+        """Return up to `limit` nodes in breadth-first order, and the total number of nodes.
 
-        A node is (index of its parent in the list, number of pages, number of locks). The parent of a root is -1.
+        Each node is a tuple (index of its parent in the list, number of pages, number of locks). The parent index of a
+        root is -1.
         """
         nodes = [(-1, root) for root in islice(self._roots.values(), limit)]
         for index, (_, node) in enumerate(nodes):  # the loop extends the list
@@ -93,7 +96,7 @@ class RadixTree:
         return [(parent, len(node.pages), node.locks) for parent, node in nodes], num_nodes
 
     def lock(self, ids: list[int], limit: int, namespace: Hashable = None) -> tuple[Node, list[int]]:
-        """Lock the longest cached prefix of `ids[:limit]`. Return its last node and its pages in order."""
+        """Lock the longest cached prefix of `ids[:limit]`. Return its last node, and its pages in order."""
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(None, [], [])
@@ -106,8 +109,8 @@ class RadixTree:
     def insert(self, node: Node, ids: list[int], pages: list[int]) -> tuple[Node, list[int]]:
         """Extend a locked prefix by full pages. The caller's lock moves from `node` to the returned node.
 
-        The second result lists the pages that the tree already had for the first of the inserted tokens. For these
-        tokens the caller keeps its own pages; the tree becomes the owner of all later pages.
+        The second result lists the tree's pages for the leading inserted tokens that the tree already had. The caller
+        still owns its own pages for these tokens. The tree becomes the owner of the remaining pages.
         """
         size, locked, known, position = self.page_size, node, [], 0
         while position < len(ids):
@@ -143,17 +146,17 @@ class RadixTree:
         self._drop_root_if_empty(root)
 
     def pin(self, node: Node) -> None:
-        """Evict the prefix that ends at this node after all prefixes without a pin."""
+        """Pin the prefix that ends at this node. It is evicted only after all unpinned prefixes."""
         node.pins += 1
         self._offer(node)
 
     def unpin(self, node: Node) -> None:
-        """Remove one pin from a node, which may have left the tree."""
+        """Remove one pin from a node. The node may already have left the tree."""
         node.pins -= 1
         self._offer(node)
 
     def evict(self, num_pages: int) -> list[int]:
-        """Remove and return up to `num_pages` pages: least recently used leaves first, from the ends of runs."""
+        """Remove and return up to `num_pages` pages, from the ends of the least recently used leaves."""
         freed: list[int] = []
         while len(freed) < num_pages and self._leaves:
             order, _, node = heappop(self._leaves)
@@ -173,7 +176,7 @@ class RadixTree:
         return freed
 
     def remove(self, node: Node) -> list[int]:
-        """Release the caller's lock on a node, then remove the node and its ancestors up to the first that is in use.
+        """Release the caller's lock on a node. Remove the node and its ancestors, up to the first ancestor in use.
 
         A node is in use if it has locks or children. Returns the removed pages.
         """
@@ -188,7 +191,7 @@ class RadixTree:
         return freed
 
     def clear(self) -> list[int]:
-        """Remove and return all pages, even locked ones. Existing locks become invalid."""
+        """Remove and return all pages, including locked ones. Existing locks become invalid."""
         pages = [page for node in self._nodes() for page in node.pages]
         self._roots.clear()
         self._leaves.clear()
@@ -196,7 +199,7 @@ class RadixTree:
         return pages
 
     def check(self, holders: Iterable[Node]) -> list[int]:
-        """Raise `ValueError` unless locks, counts and keys are consistent for these lock holders. Return all pages."""
+        """Raise `ValueError` unless locks, counts and keys are consistent with the lock holders. Return all pages."""
         locks: Counter[int] = Counter()
         for holder in holders:
             current: Node | None = holder
@@ -255,7 +258,7 @@ class RadixTree:
         return node, position, None, 0
 
     def _num_common_pages(self, child: Node, ids: list[int], start: int, stop: int) -> int:
-        """Return how many pages of `child` match `ids[start:stop]`. Bisects, since slices are compared in C."""
+        """Return how many pages of `child` match `ids[start:stop]`. Bisects, because slices are compared in C."""
         size, child_ids = self.page_size, child.ids
         low, high = 0, min(len(child_ids), stop - start) // size
         middle = high
@@ -268,7 +271,7 @@ class RadixTree:
         return low
 
     def _split(self, node: Node, num_pages: int) -> Node:
-        """Split a run in two. Return the new node, which is the first part."""
+        """Split a run after `num_pages` pages. Return the new node, which holds the first part."""
         parent, cut = node.parent, num_pages * self.page_size
         if parent is None:
             raise ValueError("A root cannot be split.")

@@ -17,7 +17,7 @@ KINDS: Mapping[str, type[CacheKind]] = {kind.name: kind for kind in (StateKind, 
 
 
 def make_kinds(specs: Specs, plan: Plan, num_pages: int) -> list[CacheKind]:
-    """Create the cache kinds that the layers use, except "paged", for a prefix cache with `num_pages` pages."""
+    """Create the cache kinds that the layers use, except "paged", for a prefix cache of `num_pages` pages."""
     return [
         KINDS[name](kind_specs, KINDS[name].num_units(kind_specs, plan, num_pages), num_pages, plan.cache.page_size)
         for name, kind_specs in by_kind(specs, plan).items()
@@ -26,7 +26,7 @@ def make_kinds(specs: Specs, plan: Plan, num_pages: int) -> list[CacheKind]:
 
 
 def by_kind(specs: Specs, plan: Plan) -> dict[str, dict[Any, Any]]:
-    """Return the layers' specs by kind of cache. A kind that the plan does not use counts as "paged"."""
+    """Group the layers' specs by cache kind. Layers of a kind that the plan does not use are grouped under "paged"."""
     kinds: dict[str, dict[Any, Any]] = {PAGED: {}}
     for index, spec in specs.items():
         kinds.setdefault(spec.kind, {})[index] = spec

@@ -1,6 +1,6 @@
-"""Sizes of the KV pool and the host pool, and the table of a device's memory.
+"""Sizes of the KV pool and of the host pools, and the table of a device's memory.
 
-Pure functions of the plan, the model's specs and numbers of bytes.
+The functions are pure: they depend only on the plan, the model's specs and numbers of bytes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from runtime.errors import ConfigurationError
 from runtime.kv_cache.kinds import DTYPE_BYTES, PAGED, Specs
 from runtime.kv_cache.registry import KINDS, by_kind
 
-BALANCE = 0.9  # a GPU's free memory must be at least this share of the largest free memory of all GPUs
-MARGIN = 1.05  # factor on measured activations, for the allocator's rounding and fragmentation
+BALANCE = 0.9  # minimum ratio of a GPU's free memory to the largest free memory of all GPUs
+MARGIN = 1.05  # factor on measured activations, which covers the allocator's rounding and fragmentation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,7 @@ class StepMemory:
 
     activation_bytes: int = 0  # activations of the largest step
     graph_bytes: int = 0  # memory of all CUDA graphs
-    measured: bool = False  # whether a profile run measured the sizes; if False, they are unknown
+    measured: bool = False  # whether a profile run measured the sizes; if not, they are unknown
 
     @property
     def reserved_bytes(self) -> int:
@@ -34,7 +34,7 @@ class StepMemory:
 
 
 def largest_step_tokens(plan: Plan) -> int:
-    """Return the tokens of the largest step that the scheduler can build."""
+    """Return the number of tokens of the largest step that the scheduler can build."""
     schedule = plan.scheduler
     prompt = schedule.chunk_tokens or max(schedule.max_prefill_tokens, plan.model.context_length)
     return max(prompt + schedule.max_running * schedule.mixed, schedule.max_running)
@@ -54,7 +54,7 @@ def pool_bytes(plan: Plan, specs: Specs, num_pages: int) -> int:
 
 
 def _max_pages(plan: Plan, specs: Specs, budget: int) -> int:
-    """Return the largest number of pages whose `pool_bytes` fit into the budget."""
+    """Return the largest number of pages whose `pool_bytes` fit into the budget of bytes."""
     low, high = 0, 1
     while high <= budget and pool_bytes(plan, specs, high) <= budget:
         low, high = high, 2 * high
@@ -73,11 +73,11 @@ def size_pool(
     weight_bytes: int,
     steps: StepMemory | None = None,
 ) -> tuple[int, str]:
-    """Return the pages of the KV pool on a device, and the reason for this number.
+    """Return the number of pages in a device's KV pool, and the reason for this number.
 
-    `available_bytes` of `total_bytes` are free after the weights (`weight_bytes`) are loaded. `specs` are those of the
-    device's layers. The memory of `steps` stays free whatever the configured fraction is. Raises `ConfigurationError`
-    if not one page fits.
+    `available_bytes` of the device's `total_bytes` are free after the weights (`weight_bytes`) are loaded. `specs` are
+    the specs of the device's layers. The memory of `steps` stays free regardless of the configured fraction. Raises
+    `ConfigurationError` if not even one page fits.
     """
     cache, schedule = plan.cache, plan.scheduler
     if not specs:
@@ -87,7 +87,7 @@ def size_pool(
         budget = int(cache.mem_fraction * available_bytes)
         reason = f"{cache.mem_fraction:.0%} of the {available_bytes / GIB:.1f} GiB of free memory"
     else:
-        # A share of all memory, less other programs and the weights (mapped weights may not count as used).
+        # The share of all memory, minus other programs and the weights. Mapped weights may not count as used memory.
         others = available_bytes - int(total_bytes * (1 - cache.mem_fraction))
         budget = min(others, int(total_bytes * cache.mem_fraction) - weight_bytes)
         reason = f"{cache.mem_fraction:.1%} of {total_bytes / GIB:.1f} GiB, less the weights"
@@ -120,7 +120,7 @@ def _figures(
     weight_bytes: int,
     steps: StepMemory | None,
 ) -> str:
-    """Return sentences with the memory of one page, the free memory, and the fraction with which a page would fit."""
+    """Return sentences for the error: the size of one page, the free memory, and the fraction that one page needs."""
     fraction = plan.cache.mem_fraction
     page = f"one page of {plan.cache.page_size} tokens takes {page_bytes / GIB:.3f} GiB"
     if steps is not None and available_bytes - steps.reserved_bytes < page_bytes:
@@ -142,7 +142,7 @@ def _figures(
 
 
 def _not_enough_memory(plan: Plan, specs: Specs, budget: int) -> str:
-    """Return advice for the case that not one page fits, with the memory of the other kinds of caches."""
+    """Return advice for the case that not even one page fits, with the memory that other cache kinds take."""
     sentence = "Not enough memory. Please try to increase --mem-fraction-static"
     for name, kind_specs in by_kind(specs, plan).items():
         if name != PAGED and KINDS[name].less_memory:
@@ -153,9 +153,9 @@ def _not_enough_memory(plan: Plan, specs: Specs, budget: int) -> str:
 
 
 def host_pages(plan: Plan, specs: Specs) -> tuple[int, str]:
-    """Return how many pages fit into each rank's host memory for retracted sequences, and the reason.
+    """Return how many pages each rank's host memory holds for retracted sequences, and the reason.
 
-    `specs` are those of one rank's layers. The reason is empty if no host memory is requested.
+    `specs` are the specs of one rank's layers. The reason is empty if no host memory is requested.
     """
     if not plan.cache.swap_space_gib:
         return 0, ""
@@ -177,10 +177,10 @@ def host_pages(plan: Plan, specs: Specs) -> tuple[int, str]:
 
 
 def tier_pages(plan: Plan, specs: Specs, num_pages: int) -> tuple[int, int]:
-    """Return the number of pages of each rank's host tier, and the bytes of one; zeros without a tier.
+    """Return the number of pages in each rank's host tier, and the bytes of one page. Both are 0 without a tier.
 
-    `specs` are those of one rank's layers, and `num_pages` are those of the device. Raises `ConfigurationError` if
-    the requested size holds no page.
+    `specs` are the specs of one rank's layers, and `num_pages` is the number of device pages. Raises
+    `ConfigurationError` if the requested size holds no page.
     """
     if not plan.cache.host_tier:
         return 0, 0
@@ -199,12 +199,12 @@ def tier_pages(plan: Plan, specs: Specs, num_pages: int) -> tuple[int, int]:
 
 
 def max_running(plan: Plan, pages: int) -> int:
-    """Return how many sequences may run with this number of pages, so that each has room for two tokens; at least 1."""
+    """Return how many sequences may run with this number of pages: at least 1, and each has room for two tokens."""
     return max(1, min(plan.scheduler.max_running, pages * plan.cache.page_size // 2))
 
 
 def check_balance(available_bytes: Sequence[int]) -> None:
-    """Raise `ConfigurationError` if a GPU has less than `BALANCE` of the free memory of another."""
+    """Raise `ConfigurationError` if one GPU's free memory is below `BALANCE` times the largest free memory."""
     least, most = min(available_bytes, default=0), max(available_bytes, default=0)
     if least < BALANCE * most:
         raise ConfigurationError(
@@ -225,8 +225,8 @@ def memory_table(
 ) -> str:
     """Return a table of the uses of a device's memory. Each line has a name, GiB and a note.
 
-    `weight_bytes` is by model name. `free_bytes` is the free memory after the pools are allocated. If steps were
-    measured, activations and graphs are listed and deducted from `free_bytes`.
+    The keys of `weight_bytes` are model names. `free_bytes` is the free memory after the pools are allocated. If steps
+    were measured, activations and graphs have their own lines and are subtracted from `free_bytes`.
     """
     parts = ", ".join(f"{size / GIB:.2f} of the {name}" for name, size in weight_bytes.items())
     rows = [

@@ -1,13 +1,13 @@
-"""Caches of layers that keep one state per sequence, of a fixed size (see `ops.recurrence`).
+"""Caches of layers that keep one state of fixed size per sequence (see `ops.recurrence`).
 
-A pool has slots for states. A running sequence owns two slots and writes them alternately, so that its last token can
-be computed again. A *snapshot* is a state kept for the end of a page: a sequence that matches this page in the prefix
-tree resumes from the snapshot. States are never copied: a row that passes the end of such a page is split into two
-spans, of which the first writes the snapshot and the second continues from it.
+A pool has slots for states. A running sequence owns two slots and writes them alternately, so its last token can be
+computed again. A *snapshot* is the state at the end of a page. A sequence that matches this page in the prefix tree
+resumes from the snapshot. States are never copied: a row that passes the end of such a page is split into two spans.
+The first span writes the snapshot, and the second continues from it.
 
-A prompt row writes snapshots at the end of its last full page and of the last page before its last token. An output
-writes one at the end of each page, and the two newest are kept. If slots run out, the least recently used snapshot is
-dropped, and a prefix matches only up to its last snapshot. Slot 0 holds zeros, the initial state.
+A prompt row writes snapshots at the end of its last full page, and at the end of the last page before its last token.
+Decoding writes a snapshot at the end of each page, and keeps the two newest. If slots run out, the least recently used
+snapshot is dropped. A prefix then matches only up to its last snapshot. Slot 0 holds zeros, the initial state.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ if TYPE_CHECKING:
 
 ZEROS = 0
 OWN_SLOTS = 2
-MIN_SLOTS = 3  # minimum per running sequence: two of its own and one for a snapshot
+MIN_SLOTS = 3  # minimum per running sequence: its two own slots and one for a snapshot
 MAX_SLOTS = 4  # maximum per running sequence if the number is not configured
 MAX_SPANS = 4  # maximum per row
 
 
 @dataclass(slots=True)
 class _States:
-    """The slots of a sequence: two own slots from its first row on, and the slots of its last two states."""
+    """The slots of one sequence: its two own slots (from its first row on), and the slots of its last two states."""
 
     slot: int = ZEROS  # slot of the state after `length` tokens
     length: int = 0
-    previous_slot: int = ZEROS  # slot of the state after `previous_length` tokens, which the last span read
+    previous_slot: int = ZEROS  # slot of the state after `previous_length` tokens, from which the last span started
     previous_length: int = 0
     own: list[int] = field(default_factory=list)
     output_pages: list[int] = field(default_factory=list)  # output pages with snapshots, the newest last
 
     def rewind(self, start: int) -> None:
-        """Continue from the state after `start` tokens. Raises RuntimeError if that state is gone."""
+        """Continue from the state after `start` tokens. Raises RuntimeError if that state was overwritten."""
         if start == self.length:
             return
         if start != self.previous_length:
@@ -61,11 +61,11 @@ class _States:
         self.slot, self.length = slot, end
 
     def other(self) -> int:
-        """Return the own slot that the next span does not read."""
+        """Return the own slot that the next span may overwrite, because it does not read it."""
         return self.own[self.slot == self.own[0]]
 
     def substitute(self, slot: int, same: int) -> None:
-        """Read slot `same`, which has the same state, in place of `slot`."""
+        """Read slot `same`, which holds an equal state, in place of `slot`."""
         self.slot = same if self.slot == slot else self.slot
         self.previous_slot = same if self.previous_slot == slot else self.previous_slot
 
@@ -79,7 +79,7 @@ class StateKind(CacheKind):
 
     @staticmethod
     def num_units(specs: Specs, plan: Plan, num_pages: int) -> int:
-        """Return the number of slots: 1 for the zeros, plus the configured number or one derived from the plan."""
+        """Return the number of slots: 1 for the zeros, plus the configured number or a number derived from the plan."""
         if plan.cache.max_states is not None:
             return 1 + plan.cache.max_states
         spec = next(iter(specs.values()))
@@ -115,7 +115,7 @@ class StateKind(CacheKind):
         self._free = list(range(self.count - 1, ZEROS, -1))
         self._states: dict[Sequence, _States] = {}
         self._snapshots: dict[int, int] = {}  # page -> slot; least recently used first
-        self._in_step: set[int] = set()  # slots of the spans of the step that is being built
+        self._in_step: set[int] = set()  # slots that the spans of the step being built use
 
     @property
     def max_sequences(self) -> int:
@@ -135,7 +135,7 @@ class StateKind(CacheKind):
             states.length = states.previous_length = len(sequence.pages) * self._size
 
     def step_arrays(self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints) -> dict[str, Ints]:
-        """Return `spans` [S, 4]: slot read, slot written, first token in the flat batch, number of tokens."""
+        """Return `spans` [S, 4]: slot to read, slot to write, first token in the flat batch, number of tokens."""
         spans: list[tuple[int, int, int, int]] = []
         first = 0
         self._in_step.clear()
@@ -186,8 +186,10 @@ class StateKind(CacheKind):
             raise ValueError("The state slots do not balance.")
 
     def _cuts(self, sequence: Sequence, start: int, end: int) -> list[int]:
-        """Return the ends of a row's spans: after its last full page, after the last full page that a sequence with
-        the same tokens could share, and before a token that may be computed again.
+        """Return the ends of a row's spans.
+
+        They are the end of its last full page, the end of the last full page that a sequence with the same tokens could
+        share, and the position before a token that may be computed again.
         """
         size = self._size
         cuts = {end // size * size, (end - 1) // size * size, end}
@@ -196,7 +198,7 @@ class StateKind(CacheKind):
         return sorted(cut for cut in cuts if cut > start)
 
     def _snapshot(self, sequence: Sequence, states: _States, end: int) -> int | None:
-        """Return a slot for the snapshot of the page that ends here, or None if no slot is available."""
+        """Return a slot for the snapshot at position `end`, the end of a page, or None if no slot is available."""
         page = sequence.pages[end // self._size - 1]
         if page in self._snapshots:
             return self._snapshots[page]
@@ -213,7 +215,7 @@ class StateKind(CacheKind):
 
     @property
     def _num_available_snapshots(self) -> int:
-        """Number of further snapshots that leave enough slots for running sequences."""
+        """Number of further snapshots that can be kept while enough slots remain for running sequences."""
         return self.count - 1 - OWN_SLOTS * self.max_sequences - len(self._snapshots)
 
     def _drop_one(self, pages: Iterable[int]) -> None:

@@ -1,10 +1,11 @@
-"""The storage tier: pages of the host tier that a store keeps, for later and for other servers.
+"""The storage tier: pages of the host tier are saved to a store, for later use and for other servers.
 
-This is the synchronous part, which decides what to read and to write. `actors/storage.py` takes the work from here,
-lets the ranks do it beside the steps, and reports the results. Nothing else touches the host pages of work in progress:
+This is the synchronous part, which decides which pages are loaded and saved. `actors/storage.py` takes the work from
+here. The ranks perform it concurrently with the steps, and the actor reports the results. While work is in progress,
+its host pages are used by nothing else:
 
-- A page is saved after the step that copied it to the host has succeeded. It stays in the host tier meanwhile.
-- A page is loaded into a host page that belongs to nobody else, and enters the host tier when it is there and right.
+- A page is saved after the step that copied it to the host has succeeded. It stays in the host tier until then.
+- A page is loaded into an unused host page. It enters the host tier after it has arrived and its checksum is right.
 
 `reserved` lists the host pages of work in progress that are not in the host tier.
 """
@@ -22,10 +23,10 @@ from runtime.sequence import Sequence
 
 SAVED_AT_ONCE = 64  # maximum number of pages saved at a time
 MAX_READY = 65_536  # maximum number of pages that wait to be saved; the oldest are dropped
-LOADED_SHARE = 0.5  # maximum share of the host tier that one load may take
-GAIN = 0.8  # loading must take at most this share of the time that computing the same tokens takes
-PROBE_EVERY = 16  # of the loads that seem too slow, one in this number is done, to measure again
-WEIGHT = 0.3  # weight of the newest measurement
+LOADED_SHARE = 0.5  # maximum share of the host tier's pages that one load may take
+GAIN = 0.8  # loading must take at most this share of the time to compute the same tokens
+PROBE_EVERY = 16  # one in this number of loads that seem too slow is performed, to measure again
+WEIGHT = 0.3  # weight of the newest measurement in the moving average
 
 
 class StorageCounts(NamedTuple):
@@ -33,21 +34,21 @@ class StorageCounts(NamedTuple):
 
     num_saved: int = 0
     num_loaded: int = 0
-    num_missed: int = 0  # requested pages that the store does not have, or has dropped meanwhile
+    num_missed: int = 0  # requested pages that the store never had or has dropped
     num_corrupt: int = 0  # pages whose checksum was wrong, on all ranks
-    num_failed: int = 0  # pages that the store did not take
-    num_too_slow: int = 0  # pages that were computed because this is faster
+    num_failed: int = 0  # pages that the store did not accept
+    num_too_slow: int = 0  # pages that were computed instead, because loading seemed slower
 
 
 @dataclass(slots=True, eq=False)
 class Wanted:
-    """Pages that waiting sequences lack on the device and on the host."""
+    """Pages that waiting sequences have neither on the device nor on the host."""
 
-    keys: list[bytes]  # of all pages of the prefix
-    first: int  # index of the first page that lacks
+    keys: list[bytes]  # keys of all pages of the prefix
+    first: int  # index of the first missing page
     sequences: list[Sequence] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)  # host pages, while they are loaded
-    is_current: bool = True  # whether the host tier was not emptied since the load began
+    pages: list[int] = field(default_factory=list)  # target host pages during the load
+    is_current: bool = True  # False if the host tier was emptied after the load began
 
 
 @dataclass(slots=True, eq=False)
@@ -63,23 +64,25 @@ class StorageTier:
     def __init__(
         self, host: HostTier, *, waits: bool, min_pages: int = 1, saves: bool = True, loads: bool = True
     ) -> None:
-        """With `waits`, a sequence is not admitted while its pages are loaded. Shorter prefixes are not looked up.
+        """With `waits`, a sequence is not admitted while its pages are loaded.
 
-        `saves` and `loads` say whether pages go to the store and come from it.
+        Prefixes with fewer than `min_pages` missing pages are not looked up. `saves` and `loads` say whether pages are
+        written to the store, and read from it.
         """
         self._saves, self._loads = saves, loads
         self.attached = False
-        self.saving: dict[bytes, Entry] = {}  # pages that a save reads
+        self.saving: dict[bytes, Entry] = {}  # pages that a save in progress reads
         self.held: set[Sequence] = set()  # waiting sequences that must not be admitted yet
         self.load_s: float | None = None  # measured time to load one page
         self._host = host
         self._waits = waits
         self._min_pages = min_pages
-        self._new: dict[bytes, Entry] = {}  # written to the host by the batch that is built
-        self._copied: deque[tuple[int, dict[bytes, Entry]]] = deque()  # the same, of steps in flight
+        self._new: dict[bytes, Entry] = {}  # written to the host by the batch being built
+        # Pages written to the host by the steps in flight: (step number, entries).
+        self._copied: deque[tuple[int, dict[bytes, Entry]]] = deque()
         self._ready: dict[bytes, Entry] = {}  # can be saved
-        self._orphans: set[int] = set()  # host pages that a save reads and the host tier gave up
-        self._wanted: dict[bytes, Wanted] = {}  # to look up, by last key
+        self._orphans: set[int] = set()  # host pages that a save still reads after they left the host tier
+        self._wanted: dict[bytes, Wanted] = {}  # lookups to do, by last key
         self._loading: list[Wanted] = []
         self._distrusted: list[bytes] = []
         self._num_slow = 0
@@ -107,41 +110,43 @@ class StorageTier:
     # --- from the host tier and the scheduler ---
 
     def written(self, key: bytes, entry: Entry) -> None:
-        """Note that the batch that is built copies a page to the host."""
+        """Note that the batch being built copies a page to the host."""
         if self.attached and self._saves and not is_local(key):
             self._new[key] = entry
 
     def take_new(self) -> dict[bytes, Entry]:
-        """Return and clear the pages of the copies so far. Call `settle` when they are done."""
+        """Return and clear the pages whose copies no batch carries yet. Call `settle` when these copies are done."""
         new, self._new = self._new, {}
         return new
 
     def settle(self, new: dict[bytes, Entry]) -> None:
-        """Note that copies outside a batch have succeeded."""
+        """Note that copies outside a batch (see `take_new`) have succeeded."""
         self._ready.update(new)
 
     def filled(self, number: int) -> None:
-        """Note that the batch with this number carries the copies so far."""
+        """Note that batch `number` carries the copies noted since the last batch."""
         if self._new:
             self._copied.append((number, self._new))
             self._new = {}
 
     def applied(self, number: int) -> None:
-        """Note that the step with this number and all steps before it have succeeded."""
+        """Note that step `number` and all earlier steps have succeeded."""
         while self._copied and self._copied[0][0] <= number:
             self._ready.update(self._copied.popleft()[1])
         while len(self._ready) > MAX_READY:
             del self._ready[next(iter(self._ready))]
 
     def detained(self, key: bytes, entry: Entry) -> bool:
-        """Whether a save still reads the page that the host tier gives up. The page is then freed after the save."""
+        """Return whether a save still reads the page that leaves the host tier. If so, the page is freed after the
+        save.
+        """
         if self.saving.get(key) is not entry:
             return False
         self._orphans.add(entry.page)
         return True
 
     def distrust(self, key: bytes) -> None:
-        """Remove a page from the store, since its KV cannot be trusted."""
+        """Remove a page from the store, because its KV may be wrong."""
         if self.attached and not is_local(key):
             self._ready.pop(key, None)
             self._distrusted.append(key)
@@ -157,7 +162,7 @@ class StorageTier:
         return set(self.reserved)
 
     def want(self, sequence: Sequence, num_pages: int, limit: int) -> None:
-        """Look up the pages after the first `num_pages`, which the device has, and before token `limit`."""
+        """Request a lookup of the pages after the first `num_pages`, which the device has, and before token `limit`."""
         size = self._host.page_size
         end = limit // size
         if (
@@ -185,13 +190,13 @@ class StorageTier:
         return keys
 
     def take_wanted(self) -> Wanted | None:
-        """Return the oldest lookup, or None."""
+        """Return and remove the oldest lookup, or return None."""
         return self._wanted.pop(next(iter(self._wanted))) if self._wanted else None
 
     def begin_load(self, wanted: Wanted, num_found: int) -> bool:
-        """Reserve host pages for pages that the store has: the next `num_found` ones. Return False if none is loaded.
+        """Reserve host pages for the next `num_found` pages, which the store has. Return False if nothing is loaded.
 
-        Sets `wanted.pages`. No copy may be pending that reads or writes host pages.
+        Sets `wanted.pages`. No page copy that reads or writes host pages may be pending.
         """
         host = self._host
         while num_found and wanted.keys[wanted.first] in host:  # arrived in the meantime
@@ -210,7 +215,7 @@ class StorageTier:
         return True
 
     def end_load(self, wanted: Wanted, count: int, seconds: float) -> None:
-        """Add the first `count` pages of a load to the host tier, and free the others."""
+        """Add the first `count` pages of a load to the host tier, and free the remaining pages."""
         host = self._host
         self._loading.remove(wanted)
         pages, wanted.pages = wanted.pages, []
@@ -231,11 +236,11 @@ class StorageTier:
         self._note(num_loaded=count, num_missed=len(pages) - count)
 
     def release(self, wanted: Wanted) -> None:
-        """Let the sequences of a lookup be admitted."""
+        """Allow the sequences of a lookup to be admitted."""
         self.held.difference_update(wanted.sequences)
 
     def take_save(self) -> Save | None:
-        """Return pages to save, or None. They stay in the host tier until `end_save`. No copy may be pending."""
+        """Return pages to save, or None. No page copy may be pending. The pages stay allocated until `end_save`."""
         entries: dict[bytes, Entry] = {}
         while self._ready and len(entries) < SAVED_AT_ONCE:
             key = next(iter(self._ready))
@@ -248,7 +253,7 @@ class StorageTier:
         return Save(entries)
 
     def end_save(self, save: Save, num_failed: int) -> None:
-        """Note the end of a save, of which the store did not take `num_failed` pages."""
+        """Note that a save has ended and that the store did not accept `num_failed` of its pages."""
         for key, entry in save.entries.items():
             del self.saving[key]
             if entry.page in self._orphans:
@@ -257,23 +262,25 @@ class StorageTier:
         self._note(num_saved=len(save.entries) - num_failed, num_failed=num_failed)
 
     def note_corrupt(self, num_corrupt: int) -> None:
-        """Set the number of pages whose checksum was wrong."""
+        """Set the number of pages with a wrong checksum."""
         self._counts = self._counts._replace(num_corrupt=max(num_corrupt, self._counts.num_corrupt))
 
     def attach(self) -> None:
-        """Begin to use a store."""
+        """Start to use a store."""
         self.attached = True
         self.load_s = None
 
     def detach(self) -> None:
-        """Stop to use the store. Loads and saves in progress must have ended."""
+        """Stop using the store. Loads and saves in progress must have ended."""
         self.attached = False
         self.held.clear()
         for pages in (self._new, self._copied, self._ready, self._wanted, self._distrusted):
             pages.clear()
 
     def _pays(self, count: int) -> bool:
-        """Whether loading these pages is faster than computing their tokens, as far as both are known."""
+        """Whether to load `count` pages: loading seems faster than computing, is not measured yet, or must be measured
+        again.
+        """
         compute_s = self._host.compute_s
         if self.load_s is None or compute_s is None or self.load_s <= GAIN * compute_s:
             return True
