@@ -20,8 +20,9 @@ class CopyQueue:
         return bool(self._copies)
 
     def add(self, source: str, target: str, source_pages: Sequence[int], target_pages: Sequence[int]) -> None:
-        """Append copies of `source_pages[i]` of pool `source` to `target_pages[i]` of pool `target`. The targets are
-        distinct.
+        """Append copies of `source_pages[i]` of pool `source` to `target_pages[i]` of pool `target`.
+
+        The targets are distinct.
         """
         if not source_pages:
             return

@@ -71,8 +71,9 @@ class HostPool:
         return max(sequence.num_computed, min(swapped.num_tokens, limit))
 
     def swap_in(self, sequence: Sequence, pages: list[int]) -> None:
-        """Copy the host pages after index `len(sequence.pages)` to the device pages `pages`. Then free all the
-        sequence's host pages.
+        """Copy the host pages after index `len(sequence.pages)` to the device pages `pages`.
+
+        Then free all the sequence's host pages.
         """
         start = len(sequence.pages)
         host_pages = self._swapped[sequence].pages[start : start + len(pages)]

@@ -134,8 +134,9 @@ class HostTier:
             self._waiting.update(dict.fromkeys(pages))
 
     def evicted(self, pages: Iterable[int]) -> None:
-        """Note that pages were evicted from the tree. Copy them to the host if the policy is "write_back" or they
-        wait.
+        """Note that pages were evicted from the tree.
+
+        Copy them to the host if the policy is "write_back", or if their copy was still waiting.
         """
         left = [self._tree.pop(page) for page in pages]
         chosen = [
@@ -161,8 +162,9 @@ class HostTier:
     # --- steps ---
 
     def begin_step(self) -> None:
-        """Queue copies of waiting pages to the host, for the batch being built. Pages of this batch itself wait for the
-        next.
+        """Queue copies of waiting pages to the host, for the batch being built.
+
+        Pages of this batch itself wait for the next.
         """
         if not self._waiting:
             return
@@ -264,8 +266,9 @@ class HostTier:
         return self._entries.get(key)
 
     def take_pages(self, count: int) -> list[int]:
-        """Allocate up to `count` host pages for pages from storage. Evicts the least recently used pages if
-        necessary.
+        """Allocate up to `count` host pages for pages from storage.
+
+        Evicts the least recently used pages if necessary.
         """
         pages: list[int] = []
         while len(pages) < count and (page := self._take_page()) is not None:
@@ -332,8 +335,9 @@ class HostTier:
         self._num_written += len(sources)
 
     def _take_page(self) -> int | None:
-        """Return a free host page. If none is free, evict the least recently used page. None if every page must
-        stay.
+        """Return a free host page. If none is free, evict the least recently used page.
+
+        None if every page must stay.
         """
         if self._free:
             return self._free.pop()

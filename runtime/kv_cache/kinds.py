@@ -119,8 +119,9 @@ class CacheKind:
         return 0
 
     def row_end(self, sequence: Sequence, end: int) -> int:
-        """Return the position, at most `end`, where a row of known tokens should end. The sequence's next row begins
-        there.
+        """Return the position, at most `end`, where a row of known tokens should end.
+
+        The sequence's next row begins there.
         """
         return end
 

@@ -361,8 +361,9 @@ class PrefixCache:
             kind.filled([batch.sequences[row] for row in crossing])
 
     def release(self, sequence: Sequence, *, keep: bool = True) -> None:
-        """Take all pages from a sequence. With `keep`, its computed full pages stay in the tree until they are
-        evicted.
+        """Take all pages from a sequence.
+
+        With `keep`, its computed full pages stay in the tree until they are evicted.
         """
         if keep:
             duplicates = self.insert(sequence)
@@ -376,8 +377,9 @@ class PrefixCache:
         _forget_pages(sequence)
 
     def discard(self, sequence: Sequence) -> None:
-        """Take all pages from a sequence whose KV may be wrong. Remove its tree pages from the tree, except pages that
-        another prefix uses.
+        """Take all pages from a sequence whose KV may be wrong.
+
+        Remove its tree pages from the tree, except pages that another prefix uses.
         """
         for kind in self.kinds:
             kind.leave(sequence)

@@ -31,8 +31,9 @@ class Node:
 
     @property
     def order(self) -> int:
-        """Sort key for eviction, lowest first. Pinned nodes come after all others; within both groups, older use comes
-        first.
+        """Sort key for eviction, lowest first.
+
+        Pinned nodes come after all others; within both groups, older use comes first.
         """
         return self.last_used + PINNED if self.pins else self.last_used
 

@@ -137,8 +137,9 @@ class StorageTier:
             del self._ready[next(iter(self._ready))]
 
     def detained(self, key: bytes, entry: Entry) -> bool:
-        """Return whether a save still reads the page that leaves the host tier. If so, the page is freed after the
-        save.
+        """Return whether a save still reads the page that leaves the host tier.
+
+        If so, the page is freed after the save.
         """
         if self.saving.get(key) is not entry:
             return False

@@ -1,8 +1,8 @@
 """A page store in a folder, which several servers may share.
 
-Each page is a file. It is written under another name and then renamed, so a reader sees all of it or nothing, even if
-the writer is killed. A folder has a limit on its size: when a server has written a part of the limit, it adds up the
-sizes of all files and deletes the files that were not used for longest.
+Each page is a file. It is written under a temporary name and then renamed, so a reader sees the whole file or none,
+even if the writer is killed. The size of the folder is limited: whenever a server has written a certain share of the
+limit, it adds up the sizes of all files and deletes the least recently used ones.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ logger = logging.getLogger("penstock.core")
 
 PATH_VARIABLE = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 DEFAULT_MAX_GB = 20.0
-FREE_SHARE = 0.5  # without `max_gb`, at most this share of the free space of the file system
-SCAN_SHARE = 0.05  # the folder is scanned after this share of its limit was written
-KEPT_SHARE = 0.9  # share of the limit that remains after a deletion
-OLD_S = 86_400.0  # unfinished files of other machines are deleted after this time
+FREE_SHARE = 0.5  # without `max_gb`, maximum share of the file system's free space
+SCAN_SHARE = 0.05  # the folder is scanned whenever this share of its limit has been written
+KEPT_SHARE = 0.9  # share of the limit that a deletion leaves
+OLD_S = 86_400.0  # seconds; unfinished files of other machines are deleted after this time
 
 _numbers = count()
 
 
 def store_folder(config: Mapping[str, Any]) -> Path:
-    """Return the folder that the settings name, or the default."""
+    """Return the folder that the settings name, or the default folder."""
     path = config.get("path") or os.environ.get(PATH_VARIABLE)
     return Path(path).expanduser() if path else cache_folder("pages")
 
 
 class FileStore:
-    """Pages of one space in a folder. Implements `PageStore`."""
+    """The pages of one space in a folder. Implements `PageStore`."""
 
     def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
-        """Open the folder, and create it if necessary. Raises `ConfigurationError` if it cannot be written."""
+        """Open the folder, and create it if necessary. Raises `ConfigurationError` if it is not writable."""
         self.root = store_folder(config)
         self._space = space
         self._folder = self.root / space.name / f"{space.rank}-of-{space.num_ranks}"
@@ -82,7 +82,7 @@ class FileStore:
             size = sum(len(part) for part in parts)
             if os.fstat(file).st_size != size or _read(file, parts) != size:
                 return False
-            with suppress(OSError):  # a folder that others own is read only
+            with suppress(OSError):  # the folder may be read-only
                 os.utime(file)
         finally:
             os.close(file)
@@ -128,7 +128,7 @@ class FileStore:
         return f"{self._folder}/{name[:2]}/{name}"
 
     def _delete_partial(self) -> None:
-        """Delete unfinished files of processes that have ended."""
+        """Delete unfinished files of processes that no longer run."""
         host = socket.gethostname()
         for path in self._partial.iterdir():
             name, _, rest = path.name.rpartition("-")
@@ -141,7 +141,7 @@ class FileStore:
                     path.unlink()
 
     def _make_room(self, num_bytes: int) -> None:
-        """Delete the files that were not used for longest, if the folder may exceed its limit."""
+        """Delete the least recently used files, if the folder may exceed its limit."""
         with self._lock:
             self._written += num_bytes
             if self._written < SCAN_SHARE * self.max_bytes:
@@ -150,7 +150,7 @@ class FileStore:
             try:
                 lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o600)
                 try:
-                    fcntl.flock(lock, fcntl.LOCK_EX)  # servers that share the folder delete one after the other
+                    fcntl.flock(lock, fcntl.LOCK_EX)  # only one of the servers that share the folder deletes at a time
                     self._delete_oldest(num_bytes)
                 finally:
                     os.close(lock)
@@ -170,7 +170,7 @@ class FileStore:
             total -= size
 
     def _files(self) -> Iterator[tuple[float, int, str]]:
-        """Yield (time of the last use, bytes, path) of every page of all spaces."""
+        """Yield (time of last use, bytes, path) for every page of all spaces."""
         yield from _walk(self.root)
 
 
@@ -189,10 +189,10 @@ def _walk(folder: str | Path) -> Iterator[tuple[float, int, str]]:
 
 
 def _read(file: int, parts: Sequence[memoryview]) -> int:
-    """Read into the parts until they are full or the file ends. Return the number of bytes."""
+    """Read into the buffers until they are full or the file ends. Return the number of bytes read."""
     total = os.readv(file, parts)
     whole = sum(len(part) for part in parts)
-    while total < whole:  # the system may read less than asked, for example 2 GiB
+    while total < whole:  # one call may read less than requested, for example at most 2 GiB
         start, rest = total, []
         for part in parts:
             rest += [part[start:]] if start < len(part) else []

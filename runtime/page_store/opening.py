@@ -1,4 +1,4 @@
-"""Opening the store of a backend."""
+"""Opens the page store of a storage backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.page_store.protocol import PageStore, StoreSpace
 
 
 def open_store(backend: str, space: StoreSpace, config: dict[str, Any]) -> PageStore:
-    """Open the store of this backend. Raises `ConfigurationError` if it cannot be used."""
+    """Open the page store of this backend. Raises `ConfigurationError` if it cannot be used."""
     if backend == "file":
         return FileStore(space, config)
     if backend == "prefill":

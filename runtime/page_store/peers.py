@@ -1,11 +1,12 @@
 """Pages that a prefill server offers to decode servers over TCP.
 
-Each rank of a prefill server keeps the pages of its prompts in memory (`OfferedPages`) and answers at the bootstrap
-port plus its rank. The same rank of a decode server (`PeerPages`) asks the prefill servers that the plan names. Both
-have the protocol of a `PageStore`, so pages move as they do to and from files, with checksums.
+Each rank of a prefill server keeps the pages of its prompts in memory (`OfferedPages`). It listens at the bootstrap
+port plus its rank. The same rank of a decode server (`PeerPages`) requests pages from the prefill servers that the plan
+names. Both implement `PageStore`, so pages move as they do to and from files, with checksums.
 
-A connection begins with the space of the pages, so that servers of different models or layouts refuse each other. Then
-each request is an operation and keys of 32 bytes, and each answer a number and the bytes of a page.
+A connection begins with a greeting that names the space of the pages. Servers with different models or layouts
+therefore refuse each other. After that, each request consists of an operation and 32-byte keys. Each answer consists of
+a number and, if requested, the bytes of a page.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ EXISTS, GET = 1, 2
 HEAD = struct.Struct("<BI")  # operation, number of keys
 ANSWER = struct.Struct("<q")  # number of pages, or of bytes; -1: missing
 KEY_BYTES = 32
-MAX_KEYS = 1 << 16  # of one request
+MAX_KEYS = 1 << 16  # maximum number of keys in one request
 TIMEOUT_S = 10.0
 MAX_GREETING = 512  # bytes
-MAX_CONNECTIONS = 256  # of one rank of a prefill server
-REQUEST_S = 10.0  # time for a decode server to send its greeting, or the rest of a request
-SEND_S = 30.0  # time to send one answer
-IDLE_S = 3600.0  # longest time between two requests of a connection
-DEFAULT_GB = 4.0  # memory of the offered pages per rank, in 10^9 bytes
+MAX_CONNECTIONS = 256  # maximum number of connections to one rank of a prefill server
+REQUEST_S = 10.0  # time in which a decode server must send its greeting, or the rest of a request
+SEND_S = 30.0  # time in which one answer must be sent
+IDLE_S = 3600.0  # maximum time between two requests of a connection
+DEFAULT_GB = 4.0  # memory for offered pages per rank, in units of 10^9 bytes
 
 
 def greeting(space: StoreSpace) -> bytes:
@@ -46,10 +47,13 @@ def greeting(space: StoreSpace) -> bytes:
 
 
 class OfferedPages:
-    """The pages of a prefill server's rank, of which the oldest leave when memory is short. A `PageStore`."""
+    """The pages of one rank of a prefill server. The oldest pages are dropped if memory is short. A `PageStore`."""
 
     def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
-        """Listen, unless `space.page_bytes` is 0 (the store only looks up). Raises `ConfigurationError`."""
+        """Start to listen, unless `space.page_bytes` is 0 (a store for lookups only).
+
+        Raises `ConfigurationError` if the address cannot be used.
+        """
         self._pages: OrderedDict[bytes, bytes] = OrderedDict()
         self._max_bytes = int(float(config.get("max_gb", DEFAULT_GB)) * 10**9)
         self._num_bytes = 0
@@ -111,13 +115,17 @@ class _Server(socketserver.ThreadingTCPServer):
     def __init__(self, address: tuple[str, int], pages: OfferedPages, expected: bytes) -> None:
         self.pages = pages
         self.expected = expected
-        self.strangers: dict[socket.socket, None] = {}  # connections that have not greeted yet, the oldest first
+        self.strangers: dict[socket.socket, None] = {}  # connections that have not sent a greeting yet, oldest first
         self.num_connections = 0
         self.lock = threading.Lock()
         super().__init__(address, _Connection)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection on a thread. If there are too many, one that has not greeted ends: the oldest."""
+        """Serve a connection on a new thread.
+
+        If there are too many connections, the oldest one that has not sent its greeting is closed. If all have, the new
+        connection is refused.
+        """
         with self.lock:
             if self.num_connections >= MAX_CONNECTIONS:
                 oldest = next(iter(self.strangers), None)
@@ -139,7 +147,7 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def greeted(self, request: socket.socket) -> None:
-        """Note that a connection belongs to a decode server of the same model."""
+        """Note that a connection has sent the right greeting: it belongs to a decode server of the same model."""
         with self.lock:
             self.strangers.pop(request, None)
 
@@ -152,7 +160,7 @@ class _Connection(socketserver.BaseRequestHandler):
     request: socket.socket
 
     def handle(self) -> None:
-        """Answer the requests of a decode server. A connection that is too slow raises TimeoutError and ends."""
+        """Answer the requests of a decode server. If the connection is too slow, TimeoutError ends it."""
         pages, expected = self.server.pages, self.server.expected
         self.request.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if _receive(self.request, MAX_GREETING, REQUEST_S, end=b"\n") != expected:
@@ -184,9 +192,9 @@ class _Connection(socketserver.BaseRequestHandler):
 
 
 def _receive(connection: socket.socket, size: int, seconds: float, *, end: bytes | None = None) -> bytes:
-    """Return `size` bytes, or fewer if the connection ends, or after a part that ends with `end`.
+    """Return `size` bytes, or fewer if the connection ends or if the data received so far ends with `end`.
 
-    Raises TimeoutError if they take longer than `seconds`.
+    Raises TimeoutError if this takes longer than `seconds`.
     """
     data, end_s = bytearray(), time.monotonic() + seconds
     while len(data) < size and not (end is not None and data.endswith(end)):
@@ -202,14 +210,14 @@ def _receive(connection: socket.socket, size: int, seconds: float, *, end: bytes
 
 
 class PeerPages:
-    """The pages of the prefill servers, as a rank of a decode server sees them. A `PageStore` that is never written."""
+    """The pages of all prefill servers, seen from one rank of a decode server. A read-only `PageStore`."""
 
     def __init__(self, space: StoreSpace, config: Mapping[str, Any]) -> None:
         self._space = space
         self._peers = [(host, int(port) + space.rank) for host, port in config["peers"]]
-        self._lock = threading.Lock()  # one request at a time and peer
+        self._lock = threading.Lock()  # serialises the requests
         self._open: dict[tuple[str, int], socket.socket] = {}
-        self._last: tuple[str, int] | None = None  # the peer that had the last page
+        self._last: tuple[str, int] | None = None  # the peer that supplied the last page
 
     def exists(self, keys: Sequence[bytes]) -> int:
         best = 0
@@ -231,13 +239,13 @@ class PeerPages:
         return False
 
     def set(self, key: bytes, parts: Sequence[memoryview | bytes]) -> None:
-        """Do nothing: a decode server offers no pages."""
+        """Do nothing, because a decode server offers no pages."""
 
     def delete(self, keys: Sequence[bytes]) -> None:
-        """Do nothing: the pages belong to the prefill servers."""
+        """Do nothing, because the pages belong to the prefill servers."""
 
     def clear(self) -> None:
-        """Do nothing: the pages belong to the prefill servers."""
+        """Do nothing, because the pages belong to the prefill servers."""
 
     def close(self) -> None:
         with self._lock:
@@ -246,9 +254,9 @@ class PeerPages:
             self._open.clear()
 
     def _ask(self, peer: tuple[str, int], operation: int, keys: Sequence[bytes]) -> int:
-        """Send a request, and return the number of its answer. Raises OSError; the connection is then closed.
+        """Send a request, and return the number in its answer. Raises OSError after it closes the connection.
 
-        If the peer has closed the connection meanwhile, another one is made.
+        If the peer has closed an open connection in the meantime, the request is sent again on a new one.
         """
         if peer in self._open:
             with contextlib.suppress(ConnectionError):
@@ -294,7 +302,7 @@ def _line(connection: socket.socket) -> bytes:
 
 
 def _read(connection: socket.socket, size: int) -> bytes:
-    """Return exactly `size` bytes. Raises OSError."""
+    """Return exactly `size` bytes. Raises OSError if the connection ends first."""
     data = bytearray(size)
     view, start = memoryview(data), 0
     while start < size:
@@ -306,7 +314,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def _spread(page: bytes, parts: Sequence[memoryview]) -> bool:
-    """Copy a page into buffers, one after the other. Return False if its size differs from theirs."""
+    """Copy a page into consecutive buffers. Return False if its size differs from their total size."""
     if len(page) != sum(len(part) for part in parts):
         return False
     start = 0

@@ -1,8 +1,8 @@
-"""The protocol of a page store, and the checks around every store.
+"""The protocol of page stores, and a wrapper that verifies checksums.
 
-A store maps the key of a page (32 bytes) to its bytes. It holds the pages of one rank of one model; servers with equal
-models and layouts may share it. A store may forget any page at any time, and may be wrong: `CheckedStore` adds a
-checksum to each page and treats a page that does not match it as missing.
+A store maps the key of a page (32 bytes) to its bytes. It holds the pages of one rank of one model. Servers with the
+same model and layout may share it. A store may forget any page at any time, and may return wrong data: `CheckedStore`
+adds a checksum to each page, and treats a page with a wrong checksum as missing.
 
 Torch-free.
 """
@@ -19,19 +19,19 @@ CHECKSUM_BYTES = 32
 
 
 class StoreSpace(NamedTuple):
-    """The pages of one rank of a model. Pages of different spaces are never mixed."""
+    """Identifies the pages of one rank of a model. Pages of different spaces are never mixed."""
 
-    name: str  # hexadecimal digest of model and layout; part of file names
+    name: str  # hexadecimal digest of model and layout, used in file names
     rank: int
     num_ranks: int
-    page_bytes: int  # bytes of each page on this rank, with the checksum
+    page_bytes: int  # bytes of each page on this rank, including the checksum
 
 
 class PageStore(Protocol):
-    """Keeps pages by key. Implement it for a store of your own (`--hicache-storage-backend dynamic`).
+    """Keeps pages by key. Implement this protocol for your own store (`--hicache-storage-backend dynamic`).
 
-    The constructor gets a `StoreSpace` and the mapping of `--hicache-storage-backend-extra-config`. Methods block, are
-    called from several threads, and may raise any exception, which counts as a miss.
+    The constructor gets a `StoreSpace` and the mapping of `--hicache-storage-backend-extra-config`. Methods may block.
+    They are called from several threads. They may raise any exception, which counts as a miss.
     """
 
     def exists(self, keys: Sequence[bytes]) -> int:
@@ -39,11 +39,11 @@ class PageStore(Protocol):
         ...
 
     def get(self, key: bytes, parts: Sequence[memoryview]) -> bool:
-        """Read a page into these buffers, one after the other. Return False if there is no such page."""
+        """Read a page into consecutive buffers. Return False if the store does not have the page."""
         ...
 
     def set(self, key: bytes, parts: Sequence[memoryview | bytes]) -> None:
-        """Keep a page, whose bytes are these parts one after the other. A reader never sees a part of it."""
+        """Keep a page, whose bytes are the concatenated parts. A reader must never see an incomplete page."""
         ...
 
     def delete(self, keys: Sequence[bytes]) -> None:
@@ -55,7 +55,7 @@ class PageStore(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what the store holds. No other method is running or follows."""
+        """Release the store's resources. No other method is running, and none is called afterwards."""
         ...
 
 
@@ -68,7 +68,7 @@ class CheckedStore:
         self.closing = False  # whether calls in progress should end soon
 
     def get(self, key: bytes, page: memoryview) -> bool:
-        """Read a page into the buffer and verify it. Return False if it is missing or wrong."""
+        """Read a page into the buffer and verify it. Return False if it is missing or its checksum is wrong."""
         checksum = bytearray(CHECKSUM_BYTES)
         if not self.store.get(key, [page, memoryview(checksum)]):
             return False
@@ -79,7 +79,7 @@ class CheckedStore:
         return False
 
     def set(self, key: bytes, page: memoryview) -> None:
-        """Keep a page with its checksum, unless the store has it."""
+        """Store a page with its checksum, unless the store already has it."""
         if not self.store.exists([key]):
             self.store.set(key, [page, _checksum(key, page)])
 
@@ -92,7 +92,7 @@ def _checksum(key: bytes, page: memoryview) -> bytes:
 
 def check_config(backend: str, config: dict[str, Any]) -> None:
     """Raise `ConfigurationError` unless the settings fit the backend."""
-    if backend in ("prefill", "decode"):  # their settings come from the plan
+    if backend in ("prefill", "decode"):  # these settings come from the plan
         return
     option = "--hicache-storage-backend-extra-config"
     texts, numbers = ("path", "module_path", "class_name"), ("max_gb", "threads", "prefetch_threshold")

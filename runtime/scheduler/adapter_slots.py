@@ -1,4 +1,4 @@
-"""Decides which adapters are in the slots of the device, and which sequences may run with them."""
+"""Assigns adapters to the slots of the device, and decides which sequences may run with them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ class _Slot:
     adapter: Adapter | None = None  # None: the slot is empty
     num_users: int = 0  # running sequences
     placed: int = 0  # logical time at which the adapter was placed
-    used: int = 0  # logical time at which a sequence last entered
+    used: int = 0  # logical time at which a sequence last entered the slot
 
 
 class AdapterSlots:
-    """The slots of the device, from 1 on, and the adapters of the running sequences.
+    """The adapter slots of the device, numbered from 1, and the adapters of the running sequences.
 
-    A sequence whose adapter has no slot waits until a slot has no users. Then no further sequence enters the slot with
-    the fewest users, so the wait ends at the latest when the sequences that run in this slot have ended.
+    A sequence whose adapter has no slot waits until a slot has no users. While it waits, no further sequence may enter
+    the slot with the fewest users. The wait therefore ends at the latest when the sequences that run in this slot have
+    ended.
     """
 
     def __init__(self, num_slots: int, *, first_in_first_out: bool = False) -> None:
@@ -31,14 +32,17 @@ class AdapterSlots:
         self._first_in_first_out = first_in_first_out
         self._clock = count(1)
         self._placements: list[AdapterPlacement] = []
-        self._closing: _Slot | None = None  # takes no further sequences, so that a waiting adapter gets it
+        self._closing: _Slot | None = None  # accepts no further sequences, to become free for a waiting adapter
 
     def begin_admission(self) -> None:
-        """Forget which slot was kept free: the first waiting sequence without a slot decides anew."""
+        """Forget which slot is closing. The first waiting sequence without a slot chooses it again."""
         self._closing = None
 
     def can_enter(self, sequence: Sequence) -> bool:
-        """Whether the sequence may run now. If not, it gets the next free slot, unless another sequence waits."""
+        """Return whether the sequence may run now.
+
+        If not, a slot is closed for it, unless another slot is closing already.
+        """
         adapter = sequence.request.adapter
         if adapter is None:
             return True
@@ -53,7 +57,10 @@ class AdapterSlots:
         return False
 
     def enter(self, sequence: Sequence) -> int:
-        """Return the slot of a sequence that starts to run, 0 without an adapter. Places the adapter if necessary."""
+        """Return the slot of a sequence that starts to run, or 0 without an adapter.
+
+        Places the adapter if necessary.
+        """
         adapter = sequence.request.adapter
         if adapter is None:
             return 0
@@ -78,20 +85,20 @@ class AdapterSlots:
             slot.num_users -= 1
 
     def take_placements(self) -> tuple[AdapterPlacement, ...]:
-        """Return and clear the adapters that the next step must place before its forward."""
+        """Return and clear the adapters that the next step must load into slots before its forward pass."""
         if not self._placements:
             return ()
         placements, self._placements = tuple(self._placements), []
         return placements
 
     def forget(self, adapter_id: int) -> None:
-        """Empty the slot of an adapter that no sequence uses any more."""
+        """Empty the slot of an adapter, if no sequence uses it."""
         for slot in self._slots:
             if slot.adapter is not None and slot.adapter.id == adapter_id and not slot.num_users:
                 slot.adapter = None
 
     def reset(self) -> None:
-        """Empty all slots: no sequence runs, and what the device holds is unknown."""
+        """Empty all slots. Called when no sequence runs and the contents of the device's slots are unknown."""
         self._slots = [_Slot() for _ in self._slots]
         self._placements.clear()
         self._closing = None
@@ -102,7 +109,7 @@ class AdapterSlots:
         return sum(slot.num_users > 0 for slot in self._slots)
 
     def check(self, running: list[Sequence]) -> None:
-        """Raise `ValueError` unless the slots count exactly these sequences."""
+        """Raise `ValueError` unless the slots count exactly the running sequences."""
         wanted: dict[int, int] = {}
         for sequence in running:
             if sequence.request.adapter is not None:
@@ -117,7 +124,7 @@ class AdapterSlots:
         return next((slot for slot in self._slots if slot.adapter is not None and slot.adapter.id == adapter.id), None)
 
     def _free_slot(self) -> _Slot | None:
-        """Return an empty slot, or else the slot without users to evict from; None if all are in use or pinned."""
+        """Return an empty slot, or else an unpinned slot without users to evict from, or None."""
         idle = [slot for slot in self._slots if not slot.num_users and not (slot.adapter and slot.adapter.pinned)]
         age = (lambda slot: slot.placed) if self._first_in_first_out else (lambda slot: slot.used)
         return min(idle, key=lambda slot: (slot.adapter is not None, age(slot)), default=None)

@@ -1,4 +1,4 @@
-"""Applying the results of a step to its sequences."""
+"""Applies the results of a step to its sequences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOT_FINITE = "The model computed values that are not finite numbers (NaN or infi
 
 
 class RowFailed(Exception):
-    """Applying the row of this request failed; the cause is chained. Later rows were not applied."""
+    """The row of this request could not be applied. The cause is chained. Later rows were not applied."""
 
     def __init__(self, request_id: int, deltas: list[Delta]) -> None:
         self.request_id = request_id
@@ -23,26 +23,26 @@ class RowFailed(Exception):
         super().__init__(f"The row of request {request_id} could not be applied.")
 
 
-# Creates the two named tuples of each row's delta in 0.17 us. Their constructors would take 0.39 us.
+# Creates the two named tuples of each row's delta: 0.17 us, in place of 0.39 us with their constructors.
 _new = tuple.__new__
 
 
 class Effects(NamedTuple):
-    """Callbacks for everything that the result of a row changes besides its tokens."""
+    """Callbacks for the effects of a row's result, except its tokens."""
 
-    # arguments: the sequence, its finish, and whether its KV can be trusted
+    # arguments: the sequence, its finish, and whether its KV is valid
     retire: Callable[[Sequence, Finish, bool], None]
     stall: Callable[[Sequence], None]  # called if no token was sampled because host data was late
-    rewind: Callable[[Sequence, int], None]  # the int is the number of rejected drafts
-    note_drafts: Callable[[Sequence, int, int], None]  # the ints are the numbers of proposed and of accepted drafts
+    rewind: Callable[[Sequence, int], None]  # the int is the number of rejected draft tokens
+    note_drafts: Callable[[Sequence, int, int], None]  # the ints are the numbers of proposed and accepted draft tokens
 
 
 def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_forced: bool = False) -> list[Delta]:
-    """Append the new tokens, and end the sequences that are complete. Rows of ended sequences are ignored.
+    """Append the new tokens and end the sequences that are complete. Return one delta per changed sequence.
 
-    The pending token of a retracted sequence is applied like any other. A superseded result, whose token was forced
-    and appended after the launch, is ignored. `wants_forced` tells the constraints whether forced tokens will
-    be appended. Raises `RowFailed` if a row cannot be applied.
+    Rows of ended sequences are ignored. The pending token of a retracted sequence is applied as usual. A result is
+    superseded if its token was forced and appended after the launch; it is ignored. `wants_forced` tells the
+    constraints whether forced tokens will be appended. Raises `RowFailed` if a row cannot be applied.
     """
     retire = effects.retire
     drafted: dict[int, int] = {}
@@ -94,9 +94,9 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
 
 
 def _settle_drafts(sequence: Sequence, num_drafts: int, num_accepted: int | None, effects: Effects) -> None:
-    """Make `num_pending` and `num_computed` exact after a row with drafts: rejected drafts are rewound.
+    """Make `num_pending` and `num_computed` exact after a row with draft tokens. Rejected draft tokens are rewound.
 
-    `num_accepted` is None if the row yielded no token, which says nothing about the drafts.
+    `num_accepted` is None if the row yielded no token, so that nothing is known about its draft tokens.
     """
     sequence.num_drafted -= num_drafts
     sequence.num_pending -= num_drafts
@@ -132,7 +132,7 @@ def _apply_tokens(
 def _delta(
     sequence: Sequence, tokens: list[int], finish: Finish | None = None, logprobs: Logprobs | None = None
 ) -> Delta:
-    """Return a delta of the undelivered forced tokens followed by `tokens`, the last known ones of the sequence."""
+    """Return a delta with the undelivered forced tokens, followed by `tokens` (the sequence's last ones)."""
     request, num_prompt, num_known = sequence.request, sequence.num_prompt, len(sequence.ids)
     num_undelivered = sequence.num_undelivered
     if num_undelivered:
@@ -158,7 +158,7 @@ def _delta(
 
 
 def _with_forced(forced: list[int], logprobs: Logprobs | None, params: LogprobParams | None) -> Logprobs | None:
-    """Prepend the log-probabilities of forced tokens, which are 0.0 (probability 1). Return None if not requested."""
+    """Prepend the log-probabilities of forced tokens, which are 0.0. Return None if the request wants none."""
     if params is None:
         return None
     chosen, top, requested = logprobs or Logprobs([], [], [])
@@ -191,16 +191,17 @@ def final_delta(sequence: Sequence, finish: Finish, embedding: list[float] | Non
 
 
 def first_logprobs(logprobs: Logprobs, count: int) -> Logprobs:
-    """Return the logprobs of the first `count` tokens."""
+    """Return the log-probabilities of the first `count` tokens."""
     if len(logprobs.chosen) <= count:
         return logprobs
     return Logprobs(logprobs.chosen[:count], logprobs.top[:count], logprobs.requested[:count])
 
 
 def _up_to_end(sequence: Sequence, tokens: list[int]) -> list[int]:
-    """Return a row's new tokens up to the first stop token or the length limit.
+    """Return a row's new tokens up to its first stop token or the length limit.
 
-    If a step brings more tokens than it computed, the next step computes the KV of the others like prompt tokens.
+    If a step returns more tokens than it computed, the next step computes the KV of the remaining ones like prompt
+    tokens.
     """
     budget = sequence.max_tokens - len(sequence.ids)
     stops = sequence.stop_ids
@@ -211,7 +212,7 @@ def _up_to_end(sequence: Sequence, tokens: list[int]) -> list[int]:
 def _finish_without_token(batch: Batch, row: int, failed: frozenset[int], stuck: Collection[int]) -> Finish | None:
     sequence = batch.sequences[row]
     if row in failed:
-        # With a constraint, the reason may be that it allows only tokens that the request bans.
+        # Under a constraint, the cause may be that the constraint allows only tokens that the request bans.
         is_stuck = row in stuck or (sequence.constraint is not None and bool(sequence.banned_ids))
         return Finish("abort", message=NOTHING_ALLOWED if is_stuck else NOT_FINITE)
     end = int(batch.starts[row]) + int(batch.counts[row])
@@ -223,7 +224,7 @@ def _finish_without_token(batch: Batch, row: int, failed: frozenset[int], stuck:
 
 
 def _embedding(output: StepOutput, row: int, finish: Finish) -> list[float] | None:
-    """Return the vector of an embedding row. Raises `EngineFailure` if the step did not compute it."""
+    """Return the embedding vector of a row, or None. Raises `EngineFailure` if the step did not compute it."""
     if finish.kind != "stop":
         return None
     vector = output.embeddings[row] if output.embeddings is not None else None

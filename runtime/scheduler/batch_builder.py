@@ -1,9 +1,9 @@
 """Builds the batch of the next step.
 
-There is no prefill or decode phase: a row computes tokens of its sequence that are not computed yet. There are two
-kinds of rows, which differ only in their limits. *Decode rows* compute one output token and need at most one page.
-They get their pages first, if necessary by retracting a sequence. *Prompt rows* compute known tokens, as many as the
-budgets and the free pages allow.
+There is no prefill or decode phase: every row computes tokens of its sequence that are not computed yet. There are two
+kinds of rows, which differ only in their limits. *Decode rows* compute one output token and need at most one page. They
+get their pages first, if necessary by retracting a sequence. *Prompt rows* compute as many known tokens as the budgets
+and the free pages allow.
 
 At least one running sequence always has enough pages to continue. Admission reserves pages for all known tokens of all
 running sequences, so prompts lack pages only after outputs have used them. The prompts then wait until outputs end and
@@ -35,7 +35,7 @@ from runtime.speculative.model_drafts import DRAFT
 
 NO_BRANCHES: Mapping[Sequence, list[Branch]] = MappingProxyType({})
 MAX_DEFERRED = 16  # waiting sequences that one step may look up and defer
-MAX_WITHOUT_SLOT = 256  # waiting sequences that one step may pass over because their adapters have no slot
+MAX_WITHOUT_SLOT = 256  # waiting sequences that one step may skip because their adapters have no slot
 
 
 class BatchBuilder:
@@ -52,13 +52,12 @@ class BatchBuilder:
     ) -> None:
         self.new_token_ratio = NewTokenRatio(plan)
         self.num_retracted = 0  # retractions since the start
-        self.num_recomputed = 0  # tokens computed again after a retraction, since the start
-        # Limits on the prompt tokens of a step without decode rows, and of a step with them. None: only the plan
-        # limits.
+        self.num_recomputed = 0  # tokens recomputed after retractions, since the start
+        # Limits on prompt tokens: in a prefill-only step, and in a mixed step. None: only the plan limits them.
         self.prompt_limits: tuple[int | None, int | None] = (None, None)
-        # Maximum number of prompt tokens of a step with decode rows, which cuts prompts; None: no limit.
+        # Maximum number of prompt tokens of a mixed step. It cuts prompts. None: no limit.
         self.mixed_limit: int | None = None
-        self.scored_limits: tuple[int, int] = SCORED_TOKENS  # the same, of prompt tokens with log-probabilities
+        self.scored_limits: tuple[int, int] = SCORED_TOKENS  # as `prompt_limits`, of tokens with log-probabilities
         self._plan = plan
         self._cache = cache
         self._running = running
@@ -67,7 +66,7 @@ class BatchBuilder:
         self._drafting = drafting
 
     def build(self, number: int) -> Batch | None:
-        """Build the batch with this number and allocate its pages. Return None if no row can be computed."""
+        """Build batch `number` and allocate its pages. Return None if no row can be computed."""
         self._cache.begin_step()
         if self._plan.priorities and self._waiting.allowed is None:
             self._preempt()
@@ -107,8 +106,9 @@ class BatchBuilder:
     def _preempt(self) -> None:
         """Retract running sequences if the most urgent waiting sequence does not fit.
 
-        Only sequences are retracted whose urgency is lower by more than `preemption_threshold`: the least urgent ones
-        first, and of these the newest first. None is retracted if all of them together would not free enough pages.
+        A sequence may be retracted only if its urgency is lower by more than `preemption_threshold`. The least urgent
+        ones are retracted first, and among equals the newest. If all of them together would not free enough pages, none
+        is retracted.
         """
         first = next(iter(self._waiting.ordered()), None)
         if first is None or first.num_pending:
@@ -137,16 +137,16 @@ class BatchBuilder:
     def _unfinished(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
         """Return three lists of running sequences: decodes, prompts and followers.
 
-        Decodes lack only the KV of their last output token. Prompts lack the KV of other known tokens; sequences that
-        lack only (forced) output tokens are listed first, so that they do not wait for prompts. Followers have drafts
-        in flight, so only the device knows where their next row begins (`Batch.unknown_starts`).
+        Decodes lack only the KV of their last output token. Prompts lack the KV of other known tokens. In this list,
+        sequences that lack only (forced) output tokens come first, so that they do not wait for prompts. Followers have
+        draft tokens in flight, so only the device knows where their next row begins (`Batch.unknown_starts`).
         """
         followers: list[Sequence] = []
         decodes: list[Sequence] = []
         outputs: list[Sequence] = []
         prompts: list[Sequence] = []
         num_decoding = 0
-        # In a pipeline a sequence is in one micro-batch at a time, so that micro-batches are independent.
+        # With pipeline parallelism, a sequence is in one micro-batch at a time, so micro-batches are independent.
         one_at_a_time = self._plan.micro_batches > 1
         # A constrained sequence is also in one step at a time if a cache kind can rewind only one token.
         one_step_back = any(kind.steps_back == 1 for kind in self._cache.kinds)
@@ -161,7 +161,7 @@ class BatchBuilder:
             computed = sequence.num_computed
             lacking = len(sequence.ids) + sequence.num_pending - computed
             if lacking == 1 and computed >= sequence.num_prompt:
-                if computed + 1 < sequence.max_tokens:  # otherwise the pending token is its last, which needs no KV
+                if computed + 1 < sequence.max_tokens:  # otherwise the pending token is the last one and needs no KV
                     num_decoding += 1
                     alone = one_at_a_time or (one_step_back and sequence.constraint is not None)
                     if not (alone and sequence.num_pending):
@@ -171,9 +171,9 @@ class BatchBuilder:
         return decodes[: self._micro_batch(num_decoding)], outputs + prompts, followers
 
     def _micro_batch(self, num_decoding: int) -> int:
-        """Return the maximum number of decode rows of a step.
+        """Return the maximum number of decode rows in a step.
 
-        A pipeline divides them evenly among its micro-batches.
+        Pipeline parallelism divides the decode rows evenly among the micro-batches.
         """
         share = -(-num_decoding // self._plan.micro_batches)
         return min(share, self._plan.max_micro_batch or share)
@@ -193,20 +193,23 @@ class BatchBuilder:
         step.add_decodes(decodes)
 
     def _may_add_followers(self, step: _StepRows) -> bool:
-        """Whether sequences with drafts in flight get a row in this step.
+        """Return whether sequences with draft tokens in flight get a row in this step.
 
-        Without a draft model these rows have no drafts. A step with nothing else would cost more than waiting: after
-        the result, the next row may have drafts again.
+        Without a draft model, these rows have no draft tokens. A step of only such rows would cost more than it gains:
+        if the sequences wait for the result, their next rows may have draft tokens again.
         """
         if not step:
             return self._drafting.by_model
         return bool(step.num_decodes) or self._plan.mixed
 
     def _add_followers(self, step: _StepRows, followers: list[Sequence]) -> None:
-        """Add one row for each of these sequences with drafts in flight, with drafts if a model proposes them."""
+        """Add a row for each of these sequences with draft tokens in flight.
+
+        A draft model may propose further tokens for the row.
+        """
         found = []
         for sequence in followers:
-            if step.full or sequence.sequence_index < 0:  # retracted for another row
+            if step.full or sequence.sequence_index < 0:  # retracted to free pages for another row
                 continue
             end = sequence.num_computed + 1
             if self._drafting.extend(sequence, end) == end:
@@ -217,10 +220,10 @@ class BatchBuilder:
         step.add_decodes(found, starts_known=False)
 
     def _retract_one(self) -> bool:
-        """Retract one running sequence, which goes back to the head of the queue. Return False if only one runs.
+        """Retract one running sequence to the head of the queue. Return False if fewer than two sequences run.
 
-        Chooses the sequence with the lowest urgency; on a tie, the one with the fewest output tokens, then the longest
-        prompt, then the latest admission. A sequence that runs alone always has enough pages.
+        The sequence with the lowest urgency is retracted. On a tie, it is the one with the fewest output tokens, then
+        the one with the longest prompt, then the one admitted last. A sequence that runs alone always has enough pages.
         """
         if len(self._running) < 2:
             return False
@@ -240,7 +243,7 @@ class BatchBuilder:
         self.num_retracted += 1
 
     def _add_prompts(self, step: _StepRows, prompts: list[Sequence]) -> None:
-        """Continue cut prompts, then admit waiting sequences, within budgets and free pages."""
+        """Continue cut prompts, then admit waiting sequences, within the budgets and the free pages."""
         limit = self.prompt_limits[step.num_decodes > 0]
         num_decoding = step.num_decodes + step.num_drafted
         scored_limit = self.scored_limits[step.num_decodes > 0]
@@ -258,7 +261,7 @@ class BatchBuilder:
             self._admit(step, budget)
 
     def _unblock(self, step: _StepRows, prompts: list[Sequence]) -> None:
-        """Add prompt rows to an empty step, if necessary after retractions, so that the engine always continues."""
+        """Add prompt rows to an empty step, after retractions if necessary, so that the engine never stands still."""
         if step.retracted:
             self._add_prompts(step, prompts)
         if any(sequence.num_pending for sequence in self._running):
@@ -268,7 +271,7 @@ class BatchBuilder:
             self._add_prompts(step, prompts)
 
     def _affordable(self, sequence: Sequence, start: int, budget: PromptBudget) -> int:
-        """Return how many known tokens from `start` on the budget and the free pages allow."""
+        """Return how many known tokens, beginning at position `start`, the budget and the free pages allow."""
         count = budget.grant(start, len(sequence.ids))
         num_pages = len(sequence.pages) + self._cache.num_available
         count = max(min(count, num_pages * self._cache.page_size - start), 0)
@@ -283,7 +286,7 @@ class BatchBuilder:
     def _with_whole_spans(self, sequence: Sequence, start: int, count: int) -> int:
         """Return a number of tokens that does not end within a span whose tokens attend to each other.
 
-        A span that begins the row is computed as a whole, even if it exceeds the budget.
+        A span at the beginning of the row is computed as a whole, even if it exceeds the budget.
         """
         end = start + count
         if sequence.media is None or (span := sequence.media.span_around(end)) is None:
@@ -339,7 +342,7 @@ class BatchBuilder:
             if not count:
                 running.full = not fits
                 self._cache.release(sequence, keep=False)
-                if fits and budget.grant(start, len(sequence.ids)):  # no further log-probabilities fit in this step
+                if fits and budget.grant(start, len(sequence.ids)):  # too many log-probabilities for this step
                     num_deferred += 1
                     continue
                 break
@@ -353,7 +356,7 @@ class BatchBuilder:
             self._waiting.remove(sequence)
 
     def _start(self, step: _StepRows, sequence: Sequence, count: int, budget: PromptBudget) -> None:
-        """Start a waiting sequence with its first row."""
+        """Start a waiting sequence and add its first row."""
         num_cached = sequence.num_shared
         self._cache.restore(sequence)
         if sequence.num_cached < 0:
@@ -369,7 +372,7 @@ class BatchBuilder:
             step.unfinished.append(sequence)
 
     def _is_being_computed(self, sequence: Sequence, unfinished: list[Sequence]) -> bool:
-        """Whether another sequence, cut at the same position, will compute this sequence's next page."""
+        """Return whether another sequence, cut at the same position, will compute this sequence's next page."""
         start = sequence.num_shared
         end = start + self._cache.page_size
         if end > reusable_tokens(sequence):
@@ -378,16 +381,16 @@ class BatchBuilder:
             other.locked_node is sequence.locked_node
             and other.locked_node is not None
             and other.num_shared == start
-            # Comparing only the next page is enough to know that waiting pays.
+            # If the next page is equal, waiting already pays off. Later pages need not be compared.
             and other.keys[start:end] == sequence.keys[start:end]
             for other in unfinished
         )
 
 
 class _StepRows:
-    """The rows of the batch that is being built.
+    """The rows of the batch being built.
 
-    Adding a row also advances its sequence: `num_computed`, and `num_pending` if the row samples.
+    Adding a row also updates its sequence: `num_computed`, and `num_pending` if the row samples.
     """
 
     __slots__ = (
@@ -428,13 +431,13 @@ class _StepRows:
         self._counts: list[int] = []
         self._token_ids: list[int] = []
         self._sampled: list[int] = []
-        self._drafts: dict[int, int] = {}  # number of proposed ids, by row
+        self._drafts: dict[int, int] = {}  # number of proposed tokens, by row
         self._branch_rows: dict[int, tuple[int, Branch]] = {}  # (row of the trunk, branch), by row
         self._branches: dict[Sequence, list[Branch]] = {}
-        self._branch_starts: dict[Sequence, int] = {}  # first position of each row with branches
+        self._branch_starts: dict[Sequence, int] = {}  # first position of the row of each sequence with branches
         self.branch_pages: list[int] = []  # pages of all branches
-        self._draft_data: dict[int, DraftData] = {}  # of rows with a constraint and drafts, by row
-        self._unknown_starts: list[int] = []  # rows whose first position only the device knows
+        self._draft_data: dict[int, DraftData] = {}  # for rows with a constraint and draft tokens, by row
+        self._unknown_starts: list[int] = []  # rows whose first position is known only to the device
         self._embedded: list[int] = []
         self._prompt_logprobs: list[PromptLogprobs] = []
         self._media: list[MediaSpan] = []
@@ -446,7 +449,7 @@ class _StepRows:
         self.num_cached_tokens = 0
         self.num_prompt_tokens = 0
         self.num_decodes = 0
-        self.num_drafted = 0  # number of proposed ids of all rows
+        self.num_drafted = 0  # number of proposed tokens in all rows
         self.num_forced = 0  # number of rows that compute up to `max_forced` known output tokens
 
     def __len__(self) -> int:
@@ -457,7 +460,7 @@ class _StepRows:
         return self._max_rows is not None and len(self) >= self._max_rows
 
     def add_decodes(self, sequences: list[Sequence], *, starts_known: bool = True) -> None:
-        """Add a row for each of these sequences, which lack only the KV of their last (known or pending) token."""
+        """Add a row for each sequence. Each sequence lacks only the KV of its last token, which is known or pending."""
         first = len(self._sequences)
         if not starts_known:
             self._unknown_starts += range(first, first + len(sequences))
@@ -481,9 +484,9 @@ class _StepRows:
         starts_known: bool = True,
         branches: Mapping[Sequence, list[Branch]] = NO_BRANCHES,
     ) -> None:
-        """Add one row for each of these sequences. It computes the one token without KV, then the proposed ids.
+        """Add one row for each sequence. It computes the one token without KV, then the proposed tokens.
 
-        Its branches follow as rows of their own.
+        The branches of a sequence follow its row as separate rows.
         """
         if branches:
             self._branch_starts |= {sequence: sequence.num_computed for sequence in branches}
@@ -503,7 +506,7 @@ class _StepRows:
             if constraint is not None:
                 num_output = start + 1 - sequence.num_prompt
                 data = constraint.drafts_after(num_output, sequence.ids, sequence.num_prompt, len(ids))
-                if DRAFT not in ids:  # otherwise the worker proposes them
+                if DRAFT not in ids:  # otherwise the worker proposes the tokens
                     data.propose(ids)
                 self._draft_data[row] = data
             sequence.num_drafted += len(ids)
@@ -515,7 +518,7 @@ class _StepRows:
         self.num_decodes += len(proposed)
 
     def _add_branch(self, sequence: Sequence, owner: int, start: int, branch: Branch) -> None:
-        """Add a row after that of its `owner`, which begins at `start`."""
+        """Add a branch as a row after the row `owner`, which begins at position `start`."""
         row, count = len(self._sequences), len(branch.ids)
         self._branch_rows[row] = owner, branch
         self._sequences.append(sequence)
@@ -529,7 +532,7 @@ class _StepRows:
     def add_prompt(self, sequence: Sequence, count: int) -> None:
         """Add a row that computes the next `count` known tokens.
 
-        If it ends with the last one, it samples or embeds too.
+        If the row ends with the last known token, it also samples or embeds.
         """
         start = sequence.num_computed
         end = start + count
@@ -553,7 +556,7 @@ class _StepRows:
         sequence.num_computed = end
 
     def _add_media(self, media: PromptMedia, start: int, end: int) -> None:
-        """Add the vectors of a new row that computes the positions start .. end - 1."""
+        """Add the media vectors of a new row that computes the positions start .. end - 1."""
         row, first = len(self._sequences), len(self._token_ids)
         for span in media.spans:
             low, high = max(span.start, start), min(span.end, end)
@@ -575,7 +578,7 @@ class _StepRows:
         sequence.next_logprob = last
 
     def build(self, number: int, tables: RequestTables, cache: PrefixCache, adapters: AdapterSlots) -> Batch:
-        """Return the batch, which shares no memory with the tables."""
+        """Return the batch. It shares no memory with the tables."""
         indices = np.array([sequence.sequence_index for sequence in self._sequences], np.int32)
         starts = np.array(self._starts, np.int32)
         counts = np.array(self._counts, np.int32)
@@ -591,7 +594,7 @@ class _StepRows:
         sampling = None
         if self._sampled:
             row_of = np.array(self._sampled, np.int32)
-            if len(self._token_ids) == len(counts):  # usually all rows have one token; this saves 4 us
+            if len(self._token_ids) == len(counts):  # usually every row has one token; this saves 4 us
                 positions, new_positions = row_of, ends[row_of]
             else:
                 row_of, before_last = self._spread_over_drafts(row_of)
@@ -637,11 +640,11 @@ class _StepRows:
         )
 
     def _hidden_rows(self) -> tuple[int, ...]:
-        """Return the rows whose hidden states are returned."""
+        """Return the rows whose requests want hidden states."""
         return tuple(row for row, sequence in enumerate(self._sequences) if sequence.hidden is not None)
 
     def _all_drafts(self) -> Drafts:
-        """Return the rows with drafts and their branches."""
+        """Return the rows with draft tokens, and their branches."""
         rows, counts = (np.array([*each], np.int32) for each in (self._drafts, self._drafts.values()))
         if not self._branch_rows:
             return Drafts(rows, counts)
@@ -654,7 +657,7 @@ class _StepRows:
         return self._counts[row] if row in self._branch_rows else 1 + self._drafts.get(row, 0)
 
     def _position_offsets(self, starts: Ints, counts: Ints) -> Ints | None:
-        """Return the offsets [3, T] of the tokens' positions, or None if all of them are 0."""
+        """Return the position offsets [3, T] of the tokens, or None if all are 0."""
         offsets, first = np.zeros((3, len(self._token_ids)), np.int32), 0
         for sequence, start, count in zip(self._sequences, starts.tolist(), counts.tolist()):
             media = sequence.media
@@ -671,7 +674,7 @@ class _StepRows:
         return flags
 
     def _spread_over_drafts(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Return for each of the N sampled positions its row and its distance from the row's last position."""
+        """Return two arrays [N] for the N sampled positions: the row, and the distance from the row's last position."""
         if not self._drafts:
             return rows, np.zeros_like(rows)
         num_sampled = np.array([self._num_sampled(row) for row in self._sampled], np.int32)

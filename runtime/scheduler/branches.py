@@ -1,10 +1,12 @@
-"""Alternatives to drafts: rows that continue a sequence after some of its drafts with other ids.
+"""Branches: alternatives to a sequence's draft tokens, computed in additional rows.
 
-A row with drafts is the *trunk*. A branch is a row of its own, with its own pages for the positions that it computes:
-every attention kernel computes it like any other row, and its tokens are exactly those of plain decoding. If the model
-rejects the trunk's draft and chooses the branch's first id, the worker takes the branch's tokens, and copies their keys
-and values to the pages of the sequence. The pages of a branch are free again when the batch is built, because later
-steps run later.
+A row with draft tokens is the *trunk*. A branch continues the trunk after some of its draft tokens with other tokens.
+It is a row with its own pages for the positions that it computes. Every attention kernel therefore computes it like any
+other row, and its tokens are exactly those of plain decoding.
+
+If the model rejects the trunk's draft token and chooses the branch's first token, the worker takes the branch's tokens
+and copies their keys and values to the sequence's pages. The pages of a branch are freed as soon as the batch is built,
+because later batches run after it.
 """
 
 from __future__ import annotations
@@ -21,21 +23,21 @@ from runtime.sequence import Sequence
 
 
 class Branch(NamedTuple):
-    """One branch of a sequence's drafts."""
+    """One branch of a sequence's draft tokens."""
 
-    depth: int  # number of the draft (from 1) that its first id replaces
+    depth: int  # number (from 1) of the draft token that the branch's first token replaces
     ids: list[int]
-    first_page: int  # index into the row's pages of its first own page
+    first_page: int  # index of the branch's first own page in the row's page list
     pages: list[int]
 
 
 def branches_of(
     proposed: Mapping[Sequence, list[int]], cache: PrefixCache, max_tokens: int, num_running: int
 ) -> dict[Sequence, list[Branch]]:
-    """Return the branches of these sequences with drafts, whose rows are not added yet, with allocated pages.
+    """Return the branches of sequences whose rows with draft tokens are about to be added, and allocate their pages.
 
-    They have at most `max_tokens` ids together, and leave one page for each running sequence. Sequences with a
-    constraint or penalties have none, because these depend on the tokens before each position of a row.
+    The branches have at most `max_tokens` tokens in total, and leave one free page for each running sequence. Sequences
+    with a constraint or penalties get no branches, because both depend on the tokens before each position of a row.
     """
     found: dict[Sequence, list[Branch]] = {}
     size = cache.page_size
@@ -55,7 +57,7 @@ def branches_of(
 
 
 def page_copies(starts: Mapping[Sequence, int], branches: Mapping[Sequence, list[Branch]], size: int) -> list[PageCopy]:
-    """Return the copy that brings the tokens before the rows into the first own page of each branch.
+    """Return a copy of the tokens that precede each branch within its first own page.
 
     `starts` are the first positions of the sequences' rows.
     """

@@ -1,4 +1,4 @@
-"""Limits on the prompt tokens of a step, and the pages that admission reserves for outputs."""
+"""Limits on the prompt tokens of a step, and the number of pages that admission reserves for outputs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from runtime.config.plan import SchedulerPlan
 from runtime.sequence import Sequence
 
 RESERVED_OUTPUT_TOKENS = 4096  # pages are reserved for at most this many further tokens of a sequence
-# Limits on the prompt tokens with log-probabilities in a prefill-only step, and in a mixed step. They apply until such
+# Limits on prompt tokens with log-probabilities: in a prefill-only step, and in a mixed step. They apply until such
 # steps have been measured.
 SCORED_TOKENS: tuple[int, int] = (256, 32)
 OPEN_ENDED_WEIGHT = 1 / 16  # weight of the newest output in the average length of outputs without max_new_tokens
@@ -18,13 +18,13 @@ RETRACTION_STEPS = 20  # after a retraction, pages are reserved for this many fu
 class PromptBudget:
     """The number of prompt tokens that one step may still compute, limited by `chunk_tokens` and `max_prefill_tokens`.
 
-    With chunking, a prompt is cut at a page boundary to fit both limits. Without chunking, the first prompt of a step
-    is always granted, and later prompts only if they fit.
+    With chunked prefill, a prompt is cut at a page boundary to fit both limits. Without it, the first prompt of a step
+    is always granted, and a later prompt only if it fits.
 
-    `token_limit` never cuts a prompt: after so many tokens, the step takes no further prompt, so that first tokens do
-    not wait for later prompts. `hard_limit` also limits the size of a chunk, but a chunk may always have one page, so
-    that prompts always advance. `scored_limit` limits the prompt tokens with log-probabilities, which take longer than
-    other tokens.
+    `token_limit` never cuts a prompt: after this number of tokens, the step accepts no further prompt, so that first
+    tokens do not wait for later prompts. `hard_limit` also limits the size of a chunk. A chunk may always have one
+    page, so that prompts always advance. `scored_limit` limits the prompt tokens with log-probabilities, which take
+    longer than other tokens.
     """
 
     __slots__ = ("_chunk", "_page_size", "_scored", "_soft_limit", "_step", "_untouched")
@@ -55,7 +55,7 @@ class PromptBudget:
         return any(limit is not None and limit <= 0 for limit in limits)
 
     def grant(self, start: int, end: int) -> int:
-        """Return how many of the positions start .. end - 1 the step may compute, without spending the budget."""
+        """Return how many of the positions start .. end - 1 the step may compute. Does not spend the budget."""
         count = end - start
         if self._chunk is None:
             return count if self._untouched or count <= self._step else 0
@@ -65,9 +65,10 @@ class PromptBudget:
         return max((start + budget) // self._page_size * self._page_size - start, 0)
 
     def grant_scored(self, sequence: Sequence, start: int, count: int) -> int:
-        """Return how many of `count` tokens from `start` on fit the budget of tokens with log-probabilities.
+        """Return how many of `count` tokens, beginning at `start`, fit the budget of tokens with log-probabilities.
 
-        Without chunking, the first prompt of a step is always granted, and any other prompt in whole or not at all.
+        Without chunked prefill, the first prompt of a step is always granted. Any other prompt is granted as a whole or
+        not at all.
         """
         num_scored = self._num_scored(sequence, start, count)
         if num_scored <= self._scored:
@@ -79,7 +80,7 @@ class PromptBudget:
 
     @staticmethod
     def _num_scored(sequence: Sequence, start: int, count: int) -> int:
-        """Return the number of these tokens whose log-probabilities the request wants."""
+        """Return how many of these tokens need log-probabilities."""
         return max(min(start + count, sequence.num_prompt - 1) - max(sequence.next_logprob, start), 0)
 
     def spend_scored(self, sequence: Sequence, start: int, count: int) -> None:
@@ -97,10 +98,10 @@ class PromptBudget:
 class NewTokenRatio:
     """The output length for which admission reserves pages.
 
-    For a request with max_new_tokens, this is a share of its limit. The share decays with every decode step, since
-    most outputs end early, and a retraction raises it. A request without max_new_tokens is expected to have
-    `open_tokens` output tokens: a value of the plan, then a moving average of such outputs. In any case pages are
-    reserved for the plan's `reserved_tokens` of the output that remains possible.
+    For a request with max_new_tokens, it is a share of this limit. The share decays with every decode step, because
+    most outputs end early. A retraction raises it. A request without max_new_tokens is expected to have `open_tokens`
+    output tokens: initially a value of the plan, then a moving average of such outputs. In any case, pages are reserved
+    for the plan's `reserved_tokens`, if so many output tokens remain possible.
     """
 
     __slots__ = ("_decay", "_initial", "_minimum", "_reserved", "open_tokens", "value")
@@ -123,14 +124,14 @@ class NewTokenRatio:
     def pages_at_first(self, sequence: Sequence, page_size: int) -> int:
         """Return the number of pages needed to admit a sequence.
 
-        If max_new_tokens limits its output, they hold all of it, up to `RESERVED_OUTPUT_TOKENS`.
+        If max_new_tokens limits the output, these pages hold the whole output, up to `RESERVED_OUTPUT_TOKENS`.
         """
         if _is_open_ended(sequence):
             return self.pages_ahead(sequence, page_size)
         return pages_ahead(sequence, 1.0, page_size)
 
     def note_end(self, sequence: Sequence) -> None:
-        """Record an output that has ended without an abort."""
+        """Record an output that ended without an abort."""
         if _is_open_ended(sequence):
             self.open_tokens += OPEN_ENDED_WEIGHT * (sequence.num_output - self.open_tokens)
 
@@ -143,10 +144,10 @@ class NewTokenRatio:
         self.value = self._initial
 
     def lift(self, running: Iterable[Sequence]) -> None:
-        """Raise the expected output after a retraction.
+        """Raise the expected output length after a retraction.
 
-        The ratio becomes sum(output so far + `RETRACTION_STEPS`) / sum(maximum output) over the running sequences.
-        For those without max_new_tokens, `open_tokens` becomes at least the mean of output so far + `RETRACTION_STEPS`.
+        The ratio becomes sum(output so far + `RETRACTION_STEPS`) / sum(maximum output) over the running sequences. For
+        sequences without max_new_tokens, `open_tokens` becomes at least their mean output so far + `RETRACTION_STEPS`.
         """
         produced = allowed = 0
         running = list(running)
@@ -161,16 +162,16 @@ class NewTokenRatio:
 
 
 def _is_open_ended(sequence: Sequence) -> bool:
-    """Whether only the context length limits the output."""
+    """Return whether only the context length limits the output."""
     return sequence.sampling.max_new_tokens is None
 
 
 def pages_ahead(
     sequence: Sequence, ratio: float, page_size: int, max_output: int = RESERVED_OUTPUT_TOKENS, *, least: int = 0
 ) -> int:
-    """Return how many pages a sequence lacks for its known and pending tokens and `ratio` of its remaining output.
+    """Return how many pages a sequence lacks for its known and pending tokens and for `ratio` of its remaining output.
 
-    They hold at least `least` further tokens, if so many are possible.
+    The pages hold at least `least` further tokens, if so many are possible.
     """
     known = len(sequence.ids) + sequence.num_pending
     output = min(sequence.max_tokens - known, max_output, RESERVED_OUTPUT_TOKENS)

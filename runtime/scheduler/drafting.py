@@ -1,4 +1,4 @@
-"""Selects the rows of the next step that carry drafts."""
+"""Selects the rows of the next step that have draft tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from runtime.speculative.ngram import NgramDrafter
 
 
 class Drafting:
-    """Collects drafts from the drafters of running sequences, and allocates pages for them.
+    """Collects draft tokens from the drafters of running sequences, and allocates pages for them.
 
-    While drafts are in flight, a sequence is in at most one further step, because only the device knows where that row
-    begins (`may_follow`). Steps of other sequences overlap as usual. That further row has drafts only if a draft model
-    proposes them on the device. A sequence with a constraint waits for its drafts, because the next mask depends on
-    them. It has no drafts if its constraint cannot compute masks after drafts (a logits processor), or if late masks
-    would take back more tokens than a cache kind can.
+    While draft tokens are in flight, only the device knows where the sequence's next row begins. The sequence may be in
+    at most one further step (`may_follow`). Steps of other sequences overlap as usual. The further row has draft tokens
+    only if a draft model proposes them on the device.
+
+    A sequence with a constraint waits for the result of its draft tokens, because its next mask depends on them. It has
+    no draft tokens if its constraint cannot compute masks after draft tokens (a logits processor), or if a late mask
+    would rewind more tokens than a cache kind can.
     """
 
     def __init__(self, plan: SchedulerPlan, cache: PrefixCache, running: Running) -> None:
@@ -37,17 +39,17 @@ class Drafting:
         self._topk, self._max_tree = plan.draft_topk, plan.max_tree_drafts
         self._branches = self._topk > 1
         self._max_step = plan.max_step_drafts
-        # A row after drafts in flight begins at an unknown position, but recurrent layers need exact positions.
+        # A row after draft tokens in flight begins at an unknown position, but recurrent layers need exact positions.
         self._follows = plan.overlap_drafts and all(kind.steps_back is None for kind in cache.kinds)
         self._follows_draws = plan.overlap_draws
         self._may_stall = all(kind.steps_back is None for kind in cache.kinds)
-        # None: drafts are proposed whether or not they make steps faster.
+        # None: draft tokens are proposed even if they do not make steps faster.
         self._gain = DraftGain(plan.min_draft_gain) if plan.min_draft_gain is not None else None
         self._cache = cache
         self._running = running
 
     def start(self, sequence: Sequence) -> None:
-        """Give a new sequence its drafter, if its rows may have drafts."""
+        """Assign a drafter to a new sequence, if its rows may have draft tokens."""
         if not self.enabled or sequence.request.wants_embedding or sequence.hidden is not None:
             return
         if sequence.constraint is not None and not (self._may_stall and sequence.constraint.takes_drafts):
@@ -59,9 +61,9 @@ class Drafting:
         sequence.drafter = ChainDrafter(looking, asking) if looking and asking else looking or asking
 
     def propose(self, decodes: Collection[Sequence], num_drafted: int = 0) -> dict[Sequence, list[int]]:
-        """Return the proposed ids of these sequences, which lack one token each, and allocate their pages.
+        """Return the proposed tokens of sequences that lack one token each, and allocate their pages.
 
-        `num_drafted` is the number of ids that other rows of the step propose.
+        `num_drafted` is the number of tokens proposed in other rows of the step.
         """
         proposed: dict[Sequence, list[int]] = {}
         if self._gain is not None and not self._gain.allows(len(self._running)):
@@ -84,31 +86,34 @@ class Drafting:
         return proposed
 
     def branch(self, proposed: Mapping[Sequence, list[int]]) -> dict[Sequence, list[Branch]]:
-        """Return the alternatives to these drafts, whose rows are not added yet, and allocate their pages."""
+        """Return branches for sequences whose draft rows are about to be added, and allocate their pages."""
         if not self._branches or not proposed:
             return {}
         left = self._max_step - sum(map(len, proposed.values()))
         return branches_of(proposed, self._cache, left, len(self._running))
 
     def note(self, sequence: Sequence, num_proposed: int, num_accepted: int) -> None:
-        """Record the result of a row's drafts."""
+        """Record how many of a row's draft tokens were accepted."""
         self.counts = self.counts.plus(num_proposed, num_accepted)
         sequence.draft_counts = (sequence.draft_counts or DraftCounts()).plus(num_proposed, num_accepted)
         if sequence.drafter is not None:
             sequence.drafter.note(num_proposed, num_accepted, len(sequence.ids))
 
     def note_step(self, batch: Batch, num_tokens: int, seconds: float) -> None:
-        """Record an applied step, to learn whether drafts make steps faster. Steps with prompts do not count."""
+        """Record an applied step, to learn whether draft tokens make steps faster. Steps with prompts do not count."""
         if self._gain is not None and num_tokens and not batch.stats.num_prompt_tokens:
             drafted = batch.drafts is not None
             self._gain.note(len(self._running), drafted=drafted, num_tokens=num_tokens, seconds=seconds)
 
     def may_follow(self, sequence: Sequence) -> bool:
-        """Return whether a sequence with drafts in flight may be in the next step, with a row that follows the drafts.
+        """Return whether a sequence with draft tokens in flight may have another row in the next step.
 
-        The sequence must wait in four cases: the choice of a token depends on its output position (seeded draws) and
-        the device cannot compute it (`min_new_tokens` is such a choice, too), it has a constraint, the drafts may end
-        the output, or an earlier token or another such row is in flight.
+        The sequence must wait in each of these cases:
+        - The choice of a token depends on its output position (seeded draws, `min_new_tokens`), and the device cannot
+          compute this choice.
+        - The sequence has a constraint.
+        - The draft tokens may end the output.
+        - An earlier token or another such row is in flight.
         """
         return (
             self._follows
@@ -122,7 +127,7 @@ class Drafting:
     def extend(self, sequence: Sequence, end: int) -> int:
         """Allocate pages for the first `end` tokens, or for fewer. Return how many of these tokens have pages.
 
-        It leaves one page for each running sequence, so drafts cause no retraction.
+        One page is left for each running sequence, so draft tokens never cause a retraction.
         """
         size = self._cache.page_size
         capacity = len(sequence.pages) * size

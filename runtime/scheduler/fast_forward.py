@@ -1,14 +1,15 @@
-"""Fast-forward: appends tokens that a grammar forces without sampling them, and computes them in one row.
+"""Fast-forward: appends tokens that a grammar forces, without sampling them, and computes them in one row.
 
-A mask that allows a single token comes with the run of tokens that the grammar forces (`HostData.forced`). If a step
-in flight already samples the first of them, its result is superseded and dropped. The next step computes the whole run
-as one row, which samples the token after it. A run of k tokens thus costs one step, or none if no step was in flight.
+A mask that allows a single token comes with the run of tokens that the grammar forces (`HostData.forced`). If a step in
+flight already samples the first token of the run, its result is superseded and ignored. The next step computes the
+whole run as one row, and samples the token after it. A run of k tokens thus costs one step, or none if no step was in
+flight.
 
-Forced tokens are the tokens that sampling would have chosen, so they stay known after late masks, retractions and
-failed steps, like prompt tokens.
+Forced tokens are the tokens that sampling would have chosen. Like prompt tokens, they stay known after late masks,
+retractions and failed steps.
 
-Fast-forward takes the host some time for each constrained row, so it is used only if a row of a step takes the device
-longer.
+Fast-forward costs host time for each constrained row. It is used only if the device needs more time for a row of a
+step.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.scheduler.request_tables import Running
 from runtime.sequence import Sequence
 
-# Forced tokens are appended only if a step takes at least this long per row: about the time that the host needs for a
-# row with forced tokens. Measured on two cores: with 1 ms or more per row, 1 and 8 rows gain 10% to 25%. With 0.3 ms,
-# one row loses 5%; with 0.1 ms, 8 and 32 rows lose 25%.
+# Forced tokens are appended only if a step takes at least this long per row, in seconds. The host needs about this time
+# for a row with forced tokens. Measured on two cores: with 1 ms or more per row, 1 and 8 rows gain 10% to 25%. With 0.3
+# ms, one row loses 5%. With 0.1 ms, 8 and 32 rows lose 25%.
 MIN_ROW_S = 0.0005
 
 
@@ -32,8 +33,8 @@ class FastForward:
 
     def __init__(self, plan: SchedulerPlan, cache: PrefixCache, running: Running, vocab_size: int) -> None:
         self.num_saved = 0  # forced tokens that needed no step of their own, since the start
-        self.step_s: float | None = None  # average time of a decode step; None before one was measured
-        # Called with the runs of forced tokens that save enough steps, before they are appended.
+        self.step_s: float | None = None  # average time of a decode step in seconds; None until one is measured
+        # Called with the runs of forced tokens that are about to be appended.
         self.on_runs: Callable[[list[tuple[Sequence, tuple[int, ...]]]], object] | None = None
         self._enabled = plan.max_forced > 0
         self._share = plan.forced_share
@@ -44,7 +45,7 @@ class FastForward:
 
     @property
     def awaited(self) -> HostData | None:
-        """The newest pending host data that may force tokens of a running sequence, or None."""
+        """The newest host data that is not there yet and may force tokens of a running sequence, or None."""
         if self.pays:
             for sequence, constraint in reversed(self._running.constrained.items()):
                 if not constraint.next.is_there and self._is_candidate(sequence):
@@ -52,7 +53,7 @@ class FastForward:
         return None
 
     def append(self) -> None:
-        """Append forced tokens, if they save enough steps and pages are available."""
+        """Append forced tokens, if they save enough steps and if pages are available."""
         running = self._running
         if not self.pays or (self._max_rows is not None and len(running) > self._max_rows):
             return
@@ -67,7 +68,7 @@ class FastForward:
             return
         if self.on_runs is not None:
             self.on_runs(runs)
-        num_pages = self._cache.num_available - len(running)  # each other row may need a page
+        num_pages = self._cache.num_available - len(running)  # every other row may need a page
         for sequence, ids in runs:
             num_pages -= -(-len(ids) // self._cache.page_size) + 1
             if num_pages < 0:
@@ -81,19 +82,19 @@ class FastForward:
 
     @property
     def pays(self) -> bool:
-        """Whether a row of a step takes longer than finding its forced tokens."""
+        """Whether the device takes longer for a row of a step than the host takes to find its forced tokens."""
         return self._enabled and (self.step_s is None or self.step_s >= MIN_ROW_S * len(self._running))
 
     def _is_candidate(self, sequence: Sequence) -> bool:
-        """Whether the sequence lacks one token and is in at most one step."""
+        """Return whether the sequence lacks one token and is in at most one step."""
         num_pending = sequence.num_pending
         lacks_one = len(sequence.ids) + num_pending - sequence.num_computed == 1
         return lacks_one and num_pending <= 1 and sequence not in self._running.stalled
 
     def _forced(self, sequence: Sequence, constraint: SequenceConstraint) -> tuple[int, ...]:
-        """Return the next forced tokens before the first one that ends the output or cannot be sampled.
+        """Return the next forced tokens. Stops before a token that ends the output or cannot be sampled.
 
-        At least one token of the output is left for the step that computes the forced tokens to sample.
+        At least one output token is left, which the step that computes the forced tokens samples.
         """
         ids = constraint.forced_after(len(sequence.ids) - sequence.num_prompt)
         ids = ids[: max(sequence.max_tokens - 1 - len(sequence.ids), 0)]

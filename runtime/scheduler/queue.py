@@ -1,4 +1,4 @@
-"""The waiting queue and the policies for its order."""
+"""The waiting queue and the policies that order it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.radix_tree import Node
 from runtime.sequence import Sequence
 
-MATCHED_QUEUE_LENGTH = 128  # matching longer queues with the prefix tree costs more than it gains
+MATCHED_QUEUE_LENGTH = 128  # matching a longer queue with the prefix tree costs more than it gains
 
 Policy = Callable[[list[Sequence], PrefixCache], list[Sequence]]
 
@@ -21,9 +21,9 @@ Policy = Callable[[list[Sequence], PrefixCache], list[Sequence]]
 class WaitingQueue:
     """The waiting sequences, in the order in which they are admitted.
 
-    Retracted sequences come first. The others follow in the policy's order. If they have several owners (clients), the
-    owners take turns, and each owner's sequences keep the policy's order. With `priorities`, all sequences are sorted
-    by urgency first, then by the order above.
+    Retracted sequences come first. All other sequences follow in the policy's order. If they have several owners
+    (clients), the owners take turns; each owner's sequences keep the policy's order. With `priorities`, all sequences
+    are sorted by urgency first, then by this order.
     """
 
     def __init__(self, policy: str, cache: PrefixCache, *, priorities: bool = False) -> None:
@@ -36,7 +36,7 @@ class WaitingQueue:
         self._owners: Counter[str] = Counter()  # number of queued sequences by owner
         self._last_turns: dict[str, int] = {}  # owner -> number of the turn in which its sequence last left the queue
         self._num_turns = 0
-        self.allowed: Container[Sequence] | None = None  # the only sequences that may be admitted; None: all
+        self.allowed: Container[Sequence] | None = None  # if set, only these sequences may be admitted
 
     def __len__(self) -> int:
         return len(self._retracted) + len(self._queued)
@@ -53,7 +53,7 @@ class WaitingQueue:
         self._owners[sequence.request.owner] += 1
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a running sequence back to the head of the queue."""
+        """Put a retracted sequence at the head of the queue."""
         self._retracted.appendleft(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -81,7 +81,7 @@ class WaitingQueue:
     def least_urgency(self) -> float:
         """Lowest urgency of the sequences that have not run yet.
 
-        Infinite if there are none, or if priorities are off.
+        Infinity if there are none or if priorities are off.
         """
         if not self._priorities:
             return math.inf
@@ -141,19 +141,19 @@ class _Shuffle:
 
 
 def longest_output_first(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence]:
-    """Sort by the maximum length of the output, the longest first."""
+    """Sort by the maximum output length, longest first."""
     return sorted(waiting, key=lambda sequence: sequence.num_prompt - sequence.max_tokens)
 
 
 def longest_prefix_first(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence]:
-    """Sort by the length of the cached prefix, the longest first. Ties keep their order of arrival."""
+    """Sort by the length of the cached prefix, longest first. Ties keep their order of arrival."""
     if not cache.enabled or len(waiting) > MATCHED_QUEUE_LENGTH:
         return waiting
     return sorted(waiting, key=lambda sequence: -cache.match_length(sequence))
 
 
 def along_the_tree(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence]:
-    """Sort depth first along the prefix tree, the branch with the most waiting sequences first.
+    """Sort depth first along the prefix tree. The branch with the most waiting sequences comes first.
 
     Sequences that share a prefix then run at about the same time, while its pages are in use.
     """
@@ -164,7 +164,7 @@ def along_the_tree(waiting: list[Sequence], cache: PrefixCache) -> list[Sequence
     for path, _ in paths:
         for node in path:
             weights[node] = weights.get(node, 0) + 1
-    positions = {node: position for position, node in enumerate(weights)}  # on a tie, by arrival
+    positions = {node: position for position, node in enumerate(weights)}  # ties are broken by arrival
     # The branches of a node come before the sequences whose path ends at the node.
     end = (1, 0)
     keyed = [([*((-weights[node], positions[node]) for node in path), end], sequence) for path, sequence in paths]

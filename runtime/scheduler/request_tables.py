@@ -1,4 +1,4 @@
-"""The running sequences, with their pages and their rows in the tables that every step reads."""
+"""The running sequences, and the tables that every step reads: their pages, parameters and row values."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from runtime.sequence import Sequence
 
 
 class RequestTables:
-    """Tables with one row per running sequence. `enter` writes the row, and every step gathers its rows by index.
+    """Tables with one row per running sequence. `enter` writes the row; every step gathers its rows by index.
 
-    The page table widens with the longest sequence. Entries after a sequence's pages are 0.
+    The page table becomes as wide as the longest sequence needs. Entries after a sequence's last page are 0.
     """
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self.sampling = SamplingTables(num_rows, vocab_size)
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.pages: Ints = np.zeros((num_rows, 16), np.int32)
-        self._values: dict[str, Ints] = {}  # `Request.row_values` by name, for every row
+        self._values: dict[str, Ints] = {}  # `Request.row_values`, by name, for every row
         self._num_with_values = 0
         self.num_with_axes = 0  # running sequences whose positions have three axes
         self.num_with_hidden = 0  # running sequences whose hidden states are returned
@@ -67,20 +67,20 @@ class RequestTables:
         sequence.sequence_index = -1
 
     def values_of(self, indices: Ints) -> dict[str, Ints]:
-        """Return the row values of these rows by name, [B] each. Names whose values are all 0 are omitted."""
+        """Return the row values of these rows, by name, [B] each. Names whose values are all 0 are omitted."""
         if not self._num_with_values:
             return {}
         gathered = {name: values[indices] for name, values in self._values.items()}
         return {name: values for name, values in gathered.items() if values.any()}
 
     def write_pages(self, index: int, first: int, pages: list[int]) -> None:
-        """Set the page table's entries first .. first + len(pages) - 1 of a row."""
+        """Set entries first .. first + len(pages) - 1 of a row of the page table."""
         end = first + len(pages)
         self._widen(end)
         self.pages[index, first:end] = pages
 
     def append_pages(self, sequences: list[Sequence], pages: list[int]) -> None:
-        """Append one page to each of these sequences."""
+        """Append `pages[i]` to `sequences[i]`."""
         columns = []
         for sequence, page in zip(sequences, pages):
             columns.append(len(sequence.pages))
@@ -89,7 +89,7 @@ class RequestTables:
         self.pages[[sequence.sequence_index for sequence in sequences], columns] = pages
 
     def check(self, running: list[Sequence]) -> None:
-        """Raise `ValueError` unless exactly these sequences have rows and the page table lists their pages."""
+        """Raise `ValueError` unless exactly these sequences have rows and the page table lists exactly their pages."""
         indices = [sequence.sequence_index for sequence in running]
         if sorted(indices + self._free) != list(range(len(self.sequences))):
             raise ValueError("Rows are lost or assigned twice.")
@@ -114,7 +114,7 @@ def _has_axes(sequence: Sequence) -> bool:
 
 
 def _row_values(request: Request, adapter_slot: int = 0) -> Mapping[str, int]:
-    """Return the row values of a request, by name."""
+    """Return the row values of a request, by name. `adapter_slot` is included if the request has an adapter."""
     if request.second_start is None and request.adapter is None:
         return request.row_values
     second = {} if request.second_start is None else {SECOND_START: request.second_start}
@@ -123,10 +123,10 @@ def _row_values(request: Request, adapter_slot: int = 0) -> Mapping[str, int]:
 
 
 class Running:
-    """Running sequences in order of admission, each with a row in the tables and pages for its computed tokens.
+    """The running sequences in order of admission. Each has a row in the tables and pages for its computed tokens.
 
-    `full` is set when a waiting sequence does not fit, and cleared when a sequence leaves, so that admission is not
-    tried in vain.
+    `full` is set when a waiting sequence does not fit, and cleared when a sequence leaves. It avoids admissions that
+    must fail.
     """
 
     def __init__(self, num_rows: int, cache: PrefixCache, vocab_size: int, adapters: AdapterSlots) -> None:
@@ -148,7 +148,7 @@ class Running:
         return iter(self._sequences)
 
     def enter(self, sequence: Sequence) -> None:
-        """Start a sequence that already has its cached prefix."""
+        """Start a sequence that already holds its cached prefix."""
         self.tables.enter(sequence, self.adapters.enter(sequence))
         self._sequences[sequence] = None
         if sequence.constraint is not None:
@@ -168,7 +168,10 @@ class Running:
         del self._sequences[sequence]  # last, so that `rebuild` finds the sequence after an exception
 
     def extend(self, sequence: Sequence, end: int) -> None:
-        """Give a sequence pages for its first `end` tokens. The caller checks that they are available."""
+        """Allocate pages for the first `end` tokens of a sequence.
+
+        The caller checks that enough pages are available.
+        """
         pages = sequence.pages
         first = len(pages)
         more = self.cache.allocate(-(-end // self.cache.page_size) - first)
@@ -177,10 +180,11 @@ class Running:
             self.tables.write_pages(sequence.sequence_index, first, more)
 
     def rewind(self, sequence: Sequence, count: int = 1) -> None:
-        """Mark the last `count` computed positions as not computed. Later steps compute them, perhaps with other ids.
+        """Mark the last `count` computed positions as not computed. Later steps compute them again, perhaps with other
+        tokens.
 
-        Pages that have no computed positions left are freed immediately. Steps in flight may still write them, but
-        these steps run before any step of the next owner.
+        Pages without any computed position are freed immediately. Steps in flight may still write to them, but run
+        before any step of the pages' next owner.
         """
         if sequence.sequence_index < 0 or not count:  # retracted in the meantime
             return
@@ -193,10 +197,10 @@ class Running:
             self.cache.free(surplus)
 
     def stall(self, sequence: Sequence) -> None:
-        """Compute the last known token again, because host data was late and no token was sampled.
+        """Exclude a sequence from further steps, because its host data was late and no token was sampled.
 
-        The sequence is in no further step until its host data arrives and the steps in flight that assumed the
-        missing token are applied. Each of them is rewound as well.
+        Its last known token will be computed again. The sequence resumes when its host data has arrived and the steps
+        in flight that assumed the missing token are applied. Each of these steps is rewound too.
         """
         if sequence.sequence_index >= 0:
             self.rewind(sequence)
@@ -211,7 +215,7 @@ class Running:
                     self.on_resume(sequence)
 
     def reset(self) -> list[Sequence]:
-        """Take rows and pages from all sequences and empty the cache. Return the sequences that ran, in order."""
+        """Remove rows and pages from all sequences and empty the cache. Return the sequences that ran, in order."""
         sequences = list(self._sequences)
         for sequence in sequences:
             self.tables.leave(sequence)
@@ -224,9 +228,10 @@ class Running:
         return sequences
 
     def rebuild(self, sequences: Iterable[Sequence]) -> None:
-        """Take rows and pages from all sequences and empty the cache, even if the tables are inconsistent.
+        """Remove rows and pages from all sequences and empty the cache, even if the tables are inconsistent.
 
-        New tables are created without reading the old ones. `sequences` must list all that may have rows or pages.
+        New tables are created without reading the old ones. `sequences` must contain every sequence that may have a row
+        or pages.
         """
         sequences = list(sequences)
         self.tables = RequestTables(len(self.tables.sequences), self._vocab_size)

@@ -1,4 +1,4 @@
-"""Sampling parameters of the running sequences: tables by sequence, gathered in every step."""
+"""Sampling parameters of the running sequences: tables by sequence, from which every step gathers its rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_DRAFT_DATA: Mapping[int, DraftData] = MappingProxyType({})
 
 
 class SamplingTables:
-    """Sampling parameters by sequence index, written when a sequence enters and gathered in every step."""
+    """Sampling parameters by sequence index. Written when a sequence enters, gathered in every step."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -24,12 +24,12 @@ class SamplingTables:
         self._seeds = np.zeros(num_rows, np.uint64)
         self._num_prompt = np.zeros(num_rows, np.int64)
         self._params = {name: np.full(num_rows, array.neutral, array.dtype) for name, array in ROW_ARRAYS.items()}
-        self._num_users = dict.fromkeys(ROW_ARRAYS, 0)  # number of sequences whose value is not neutral
+        self._num_users = dict.fromkeys(ROW_ARRAYS, 0)  # number of sequences whose value is not the neutral one
         self._is_special = np.zeros(num_rows, np.bool_)  # whether the sequence has biases, penalties or logprobs
         self._special: dict[int, Sequence] = {}  # special sequences by sequence index
         self._is_constrained = np.zeros(num_rows, np.bool_)
         self._constrained: dict[int, Sequence] = {}
-        self._fresh: set[int] = set()  # sequence indices with penalties whose token counts must be initialised
+        self._fresh: set[int] = set()  # indices of penalised sequences whose token counts must be initialised
 
     def enter(self, sequence: Sequence) -> None:
         """Write the row of a sequence at its new index."""
@@ -51,7 +51,7 @@ class SamplingTables:
             self._fresh.add(index)
 
     def leave(self, sequence: Sequence) -> None:
-        """Reset the row of a sequence, which must still have its `sequence_index`."""
+        """Reset the row of a sequence. The sequence must still have its `sequence_index`."""
         index = sequence.sequence_index
         for name, _ in sequence.sampling.non_neutral_values():
             self._params[name][index] = ROW_ARRAYS[name].neutral
@@ -63,7 +63,10 @@ class SamplingTables:
         self._fresh.discard(index)
 
     def recount(self, sequence: Sequence) -> None:
-        """Make the next step count the tokens of a penalised sequence again, since tokens were appended unsampled."""
+        """Make the next step count the tokens of a penalised sequence again.
+
+        Called after tokens were appended unsampled.
+        """
         if sequence.sequence_index in self._special and is_penalised(sequence):
             self._fresh.add(sequence.sequence_index)
 
@@ -77,11 +80,11 @@ class SamplingTables:
         ends_known: bool = True,
         draft_data: Mapping[int, DraftData] = NO_DRAFT_DATA,
     ) -> Sampling:
-        """Build the arrays for the N sampled positions of a batch.
+        """Build the sampling arrays for the N sampled positions of a batch.
 
-        `indices` [N] are the positions' sequence indices; `ends` [N] is the position that each new token will have
-        in its sequence, an upper bound if not `ends_known`. `draft_data` is that of the rows with a constraint and
-        drafts, by row.
+        `indices` [N] are the sequence indices of the positions. `ends` [N] are the positions that the new tokens will
+        have in their sequences, or upper bounds if not `ends_known`. `draft_data` maps rows with both a constraint and
+        draft tokens to their data.
         """
         output_positions = ends - self._num_prompt[indices]
         bias = penalties = logprobs = None
@@ -155,7 +158,7 @@ def is_penalised(sequence: Sequence) -> bool:
 
 
 def is_special(sequence: Sequence) -> bool:
-    """Whether tokens depend on more than logits, seed and position, or need log-probabilities."""
+    """Return whether the sequence has biases, penalties, banned ids or a minimum length, or wants log-probabilities."""
     return (
         is_penalised(sequence)
         or forbids_ends(sequence)
@@ -165,14 +168,14 @@ def is_special(sequence: Sequence) -> bool:
 
 
 def forbids_ends(sequence: Sequence) -> bool:
-    """Whether `min_new_tokens` is enforced here. A grammar enforces it itself."""
+    """Return whether stop ids must be banned for `min_new_tokens`. A grammar enforces the minimum itself."""
     return sequence.sampling.min_new_tokens > 0 and bool(sequence.stop_ids) and sequence.request.grammar is None
 
 
 def _gather_bias(special_rows: list[tuple[int, Sequence]], positions: Longs, vocab_size: int) -> Bias | None:
-    """Return logit biases, with -inf on banned ids, and on stop ids until an output has its minimum length.
+    """Return logit biases: -inf for banned ids, and for stop ids until the output has its minimum length.
 
-    The length of the output is known even while its last tokens are pending, so the minimum is exact.
+    The output length is known even while the last tokens are pending, so the minimum is exact.
     """
     rows: list[int] = []
     token_ids: list[int] = []

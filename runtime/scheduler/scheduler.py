@@ -30,7 +30,7 @@ STEP_FAILED = "The step that computed this request failed."
 
 
 class Load(NamedTuple):
-    """Current load and counters of the scheduler."""
+    """Current load of the scheduler, and its counters."""
 
     num_waiting: int
     num_running: int
@@ -39,23 +39,23 @@ class Load(NamedTuple):
     num_used_tokens: int  # capacity of the used pages, in tokens
     num_evictable_pages: int
     token_usage: float  # share of all pages that running sequences use
-    window_usage: float  # share of the pages of sliding-window layers that running sequences use; 0 without such pages
+    window_usage: float  # the same share of sliding-window pages; 0 if the model has none
     new_token_ratio: float
     num_retracted: int  # since the start
-    num_recomputed: int  # tokens computed again after a retraction, since the start
+    num_recomputed: int  # tokens recomputed after retractions, since the start
     num_swapped_out: int  # pages copied to the host for retracted sequences, since the start
     num_swapped_in: int  # pages copied back from the host, since the start
-    num_forced: int  # forced tokens without a step of their own, since the start
+    num_forced: int  # forced tokens that needed no step of their own, since the start
     drafts: DraftCounts = DraftCounts()  # since the start
-    num_adapter_slots: int = 0  # slots of adapters with running sequences
-    num_adapter_evictions: int = 0  # adapters that left their slot for another one, since the start
+    num_adapter_slots: int = 0  # adapter slots with running sequences
+    num_adapter_evictions: int = 0  # adapters replaced in their slot, since the start
     num_pinned_pages: int = 0  # pages of pinned prefixes
     tier: TierCounts = TierCounts()  # pages of the host tier
     storage: StorageCounts = StorageCounts()  # pages of the storage tier
 
 
 class Scheduler:
-    """Builds batches and applies their results. Synchronous, on plain data, owned by one actor.
+    """Builds batches and applies their results. It is synchronous, works on plain data and is owned by one actor.
 
     The actor repeatedly calls `batch = fill()`, launches the batch, and calls `apply(previous, output)`. Any number of
     batches may be in flight. They run and are applied in the order in which they were built.
@@ -79,39 +79,39 @@ class Scheduler:
         self.storage = cache.storage
 
     def limit_steps(self, prefill: int | None, mixed: int | None, *, scored: tuple[int, int] | None = None) -> None:
-        """Set the prompt tokens after which a prefill-only and a mixed step take no further prompt.
+        """Set the number of prompt tokens after which a step accepts no further prompt: prefill-only and mixed steps.
 
-        None means that only the plan limits the step. `scored` are the limits on prompt tokens with log-probabilities,
-        which cut prompts; None leaves them as they are.
+        None means that only the plan limits the step. `scored` has the limits on prompt tokens with log-probabilities,
+        which cut prompts. If it is None, these limits do not change.
         """
         self._builder.scored_limits = scored or self._builder.scored_limits
         self._builder.prompt_limits = (prefill, mixed)
 
     def limit_mixed_steps(self, num_tokens: int | None) -> None:
-        """Set the maximum number of prompt tokens of a step with decode rows. It cuts prompts; None: no limit."""
+        """Set the maximum number of prompt tokens of a mixed step, which cuts prompts. None: no limit."""
         self._builder.mixed_limit = num_tokens
 
     def note_step_time(self, step_s: float | None) -> None:
-        """Set the average time of a decode step; None if it is unknown."""
+        """Set the average time of a decode step in seconds, or None if it is unknown."""
         self._fast_forward.step_s = step_s
 
     def note_step(self, batch: Batch, num_tokens: int, seconds: float) -> None:
-        """Record the number of new tokens of an applied step, and its time."""
+        """Record an applied step: its number of new tokens and its time."""
         self._drafting.note_step(batch, num_tokens, seconds)
 
     def note_prompt_time(self, token_s: float | None) -> None:
-        """Set the average time to compute one prompt token; None if it is unknown."""
+        """Set the average time to compute one prompt token in seconds. None changes nothing."""
         if self._cache.tier is not None and token_s is not None:
             self._cache.tier.compute_s = token_s * self._cache.page_size
 
     @property
     def queue_space(self) -> int:
-        """Number of further sequences that the queue accepts. Sequences with a free row do not count as queued."""
+        """Number of further sequences that the queue accepts. Sequences that find a free row do not count as queued."""
         entering = 0 if self._running.full else self._running.tables.num_free
         return self._max_queued + entering - len(self._waiting)
 
     def num_tokens_ahead(self, urgency: float) -> int:
-        """Return the number of prompt tokens that are computed before those of a new sequence with this urgency."""
+        """Return the number of prompt tokens to compute before a new sequence with this urgency."""
         running = sum(max(0, len(each.ids) - each.num_computed - 1) for each in self._running)
         if math.isinf(urgency):
             return running + self._waiting.num_tokens
@@ -121,15 +121,15 @@ class Scheduler:
     def least_urgency(self) -> float:
         """Lowest urgency of the sequences that have not run yet.
 
-        Infinite if there are none, or if priorities are off.
+        Infinity if there are none or if priorities are off.
         """
         return self._waiting.least_urgency
 
     def add(self, *sequences: Sequence) -> None:
-        """Queue all sequences of one request. Lowers `max_tokens` to the capacity of the pool.
+        """Queue all sequences of one request. Limits `max_tokens` to the capacity of the pool.
 
-        Raises `Overloaded` if the queue is full, and `ContextOverflow` if the prompt does not fit into the pool. Then
-        no sequence is queued.
+        Raises `Overloaded` if the queue is full, and `ContextOverflow` if the prompt does not fit into the pool. In
+        both cases no sequence is queued.
         """
         if not sequences[0].request.follows:
             if self.queue_space <= 0:
@@ -149,8 +149,8 @@ class Scheduler:
     def fill(self) -> Batch | None:
         """Build the batch of the next step.
 
-        Returns None if nothing can be computed before a result arrives or a sequence is added. If it returns None while
-        no batch is in flight, all running and waiting sequences wait for `awaited`.
+        Returns None if nothing can be computed before a result arrives or a sequence is added. If no batch is in flight
+        either, all running and waiting sequences wait for `awaited`.
         """
         if not self._running and not self._waiting:
             self._builder.new_token_ratio.reset()
@@ -167,10 +167,10 @@ class Scheduler:
         return batch
 
     def apply(self, batch: Batch, output: StepOutput) -> list[Delta]:
-        """Apply the results of the oldest batch in flight, and return at most one Delta per sequence.
+        """Apply the results of the oldest batch in flight. Return at most one Delta per sequence.
 
-        Rows of sequences that have ended are ignored. Raises `EngineFailure` if the batch is not the oldest, and
-        `RowFailed` if a row cannot be applied.
+        Rows of ended sequences are ignored. Raises `EngineFailure` if the batch is not the oldest, and `RowFailed` if a
+        row cannot be applied.
         """
         if batch.number != self._num_applied:
             raise EngineFailure(f"Step {batch.number} was applied when step {self._num_applied} was due.")
@@ -194,14 +194,14 @@ class Scheduler:
 
     @property
     def awaited_masks(self) -> HostData | None:
-        """The newest pending host data that may force tokens, or None.
+        """The newest host data that is not there yet and may force tokens, or None.
 
         Waiting a short time for this data before the next `fill` can save steps.
         """
         return self._fast_forward.awaited
 
     def abort(self, sequences: Iterable[Sequence], finish: Finish) -> list[Delta]:
-        """End these sequences, running or waiting. Return a final Delta for each that had not ended."""
+        """End these running or waiting sequences. Return a final Delta for each sequence that had not ended."""
         deltas = []
         for sequence in sequences:
             if sequence in self:
@@ -218,20 +218,21 @@ class Scheduler:
         self._running.full = False
 
     def end(self, sequence: Sequence) -> None:
-        """End a sequence whose text reached a stop string.
+        """End a sequence whose text reached a stop string. Return no Delta.
 
-        Returns no Delta, and does nothing if the sequence has ended.
+        Does nothing if the sequence has already ended.
         """
         if sequence in self:
             self._retire(sequence, Finish("stop"))
 
     def fail(self, batches: Iterable[Batch]) -> list[int]:
-        """Recover after the oldest of these steps failed, and fail only the request that causes it.
+        """Recover from a failed step, and fail only the request that caused the failure.
 
-        `batches` are all batches in flight, oldest first; none of them will be applied. The prefix tree is emptied,
-        since its pages may be corrupt. All running sequences are recomputed from their known tokens, with the same
-        further tokens. The requests of the failed step come first, one half at a time (`Trials`), and a request that
-        fails alone is ended. Returns the ids of the requests that end now, without Deltas for them.
+        `batches` are all batches in flight, oldest first. The oldest one failed, and none of them will be applied. The
+        prefix tree is emptied, because its pages may be corrupt. All running sequences are recomputed from their known
+        tokens and produce the same further tokens. The requests of the failed step are recomputed first, one half at a
+        time (`Trials`). A request that fails alone is ended. Returns the ids of the requests that end now; no Deltas
+        are created for them.
         """
         suspects = self._recompute(batches)
         lost = self._trials.narrow(suspects)
@@ -240,10 +241,11 @@ class Scheduler:
         return lost
 
     def give_up_newest(self, batches: Iterable[Batch]) -> list[int]:
-        """Recover after the oldest of these steps ran out of memory, by ending its newest request.
+        """Recover from a step that ran out of memory, by ending its newest request.
 
-        The running sequences of other requests are recomputed. Returns the id of the ended request in a list, which is
-        empty if all requests of that step had ended before.
+        `batches` are all batches in flight; the oldest one failed. The running sequences of all other requests are
+        recomputed. Returns a list with the id of the ended request. The list is empty if all requests of the failed
+        step had already ended.
         """
         newest = self._recompute(batches)[-1:]
         self._give_up(newest)
@@ -252,14 +254,14 @@ class Scheduler:
     def recompute(self) -> None:
         """Empty the prefix tree, and recompute all running sequences from their known tokens.
 
-        Call it after the model's weights changed. No step may be in flight.
+        Called after the model's weights changed. No step may be in flight.
         """
         self._recompute(())
 
     def _recompute(self, batches: Iterable[Batch]) -> list[int]:
-        """Put all running sequences back to the queue.
+        """Put all running sequences back into the queue.
 
-        Return the unfinished requests of the oldest step, ids ascending.
+        Returns the ids of the oldest batch's unfinished requests, in ascending order.
         """
         failed = next(iter(batches), None)
         sequences = failed.sequences if failed is not None else ()
@@ -271,7 +273,10 @@ class Scheduler:
         return sorted(request_ids)
 
     def _try_next(self) -> None:
-        """Put running sequences back, and allow only the next group of trials, or all sequences if none is left."""
+        """Put running sequences back into the queue.
+
+        Allow only the next group of trials, or all sequences if none is left.
+        """
         for sequence in reversed(list(self._running)):
             self._waiting.put_back(sequence)
             self._running.leave(sequence)
@@ -282,7 +287,7 @@ class Scheduler:
         """Rebuild rows, pages and tree after an exception at any point of the scheduler.
 
         The requests in `lost` are ended. No batch in flight will be applied. All other sequences are recomputed from
-        their known tokens, with the same further tokens.
+        their known tokens and produce the same further tokens.
         """
         sequences = list(dict.fromkeys(self))
         self._num_applied = self._num_filled
@@ -301,27 +306,32 @@ class Scheduler:
             self._waiting.add(sequence)
 
     def _give_up(self, request_ids: Container[int]) -> None:
-        """End all choices of these requests."""
+        """End all sequences of these requests."""
         for sequence in [sequence for sequence in self if sequence.request.id in request_ids]:
             self._retire(sequence, Finish("abort", message=STEP_FAILED))
 
     def _start_over(self) -> None:
-        """Put all running sequences back to the head of the queue, with no tokens computed and no step in flight."""
+        """Put all running sequences back at the head of the queue.
+
+        No token counts as computed, and no step as in flight.
+        """
         self._num_applied = self._num_filled
         for sequence in reversed(self._running.reset()):
             self._waiting.put_back(sequence)
 
     def flush(self) -> bool:
-        """Empty the prefix tree. Returns False without effect while sequences run or wait."""
+        """Empty the prefix tree. Return False, without effect, while sequences run or wait."""
         if self._running or self._waiting:
             return False
         self._cache.empty()
         return True
 
     def take_copies(self) -> tuple[PageCopy, ...]:
-        """Return and clear the page copies that wait for the next batch. They must be performed before its forward.
+        """Return and clear the page copies that wait for the next batch. The caller must perform them before its
+        forward pass.
 
-        If no sequence runs, these are also the copies of all pages that should be on the host.
+        If no sequence runs, the result also contains the copies of all pages that still wait to be copied to the host
+        tier.
         """
         if self._cache.tier is not None and not self._running:
             self._cache.tier.write_all()
@@ -329,17 +339,17 @@ class Scheduler:
 
     @property
     def has_copies(self) -> bool:
-        """Whether `take_copies` would return copies."""
+        """Whether `take_copies` would return any copies."""
         return bool(self._cache.copies) or (
             self._cache.tier is not None and not self._running and self._cache.tier.num_waiting > 0
         )
 
     def forget_adapter(self, adapter_id: int) -> None:
-        """Empty the slot of an adapter that no sequence uses any more."""
+        """Empty the slot of an adapter, if no sequence uses it."""
         self._running.adapters.forget(adapter_id)
 
     def take_events(self) -> list[Event]:
-        """Return and clear the events of cached pages; empty if events are off."""
+        """Return and clear the events of cached pages. The list is empty if events are off."""
         return [] if self._cache.events is None else self._cache.events.take()
 
     def prefix_tree(self, limit: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -347,7 +357,7 @@ class Scheduler:
         return self._cache.outline(limit)
 
     def touch(self, ids: list[int], namespace: Hashable) -> int:
-        """Keep the cached prefix of these tokens from being evicted soon; return its number of tokens."""
+        """Make the cached prefix of these tokens the most recently used one. Return its number of tokens."""
         return self._cache.touch(ids, namespace)
 
     def num_cached(self, sequence: Sequence) -> int:
@@ -445,9 +455,10 @@ class Scheduler:
 
 
 def _first_prompt_logprobs(sequence: Sequence) -> Logprobs | None:
-    """Return the logprobs of the first requested prompt token, which are None: no position before it predicts it.
+    """Return the log-probability entry of the first requested prompt token. Its values are None: no position predicts
+    it.
 
-    Return None if the request wants no prompt logprobs.
+    Returns None if the request wants no prompt log-probabilities.
     """
     params: LogprobParams | None = sequence.request.logprobs
     if params is None or params.start < 0:
@@ -460,7 +471,7 @@ def _first_prompt_logprobs(sequence: Sequence) -> Logprobs | None:
 
 
 def _request_missing_logprobs(sequence: Sequence) -> None:
-    """Request again the prompt logprobs that have not arrived."""
+    """Request the prompt log-probabilities again that have not arrived."""
     arrived = sequence.prompt_logprobs
     if arrived is not None and sequence.request.logprobs is not None:
         sequence.next_logprob = sequence.request.logprobs.start + len(arrived.chosen) - 1

@@ -1,4 +1,4 @@
-"""Finds the request for which a step fails, by recomputing ever smaller groups of its requests."""
+"""Finds the request that makes steps fail, by recomputing smaller and smaller groups of requests."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterable
 from runtime.sequence import Sequence
 
 MAX_ROUNDS = 2  # after this many rounds without a culprit, a failed step ends all its requests
-MAX_ALONE = 3  # after this many requests in a row fail alone, trials end all requests: none is the cause
+MAX_ALONE = 3  # after this many consecutive requests fail alone, all requests are ended: none is the cause
 
 
 class Trials:
-    """Groups of requests that are computed one group at a time, until each request has a new token.
+    """Groups of requests, which are computed one group at a time until each request has a new token.
 
-    A group whose step fails is halved. A request that fails alone is the culprit. Each halving takes about two steps,
-    and recomputes the prompts; other requests wait during the trials.
+    If a group's step fails, the group is halved. A request that fails alone is the culprit. Each halving takes about
+    two steps and recomputes the prompts. All other requests wait during the trials.
     """
 
     def __init__(self) -> None:
         self._groups: deque[list[int]] = deque()  # request ids; the first group is being computed
-        # Sequence of the first group -> number of its known tokens when the group began.
+        # For each sequence of the first group: its number of known tokens when the group began.
         self._known: dict[Sequence, int] = {}
         self._num_rounds = 0  # rounds since the last culprit
         self._num_alone = 0
@@ -30,11 +30,11 @@ class Trials:
 
     @property
     def allowed(self) -> set[Sequence] | None:
-        """The sequences that may be computed now; None means all."""
+        """The sequences that may be computed now, or None if all may be."""
         return set(self._known) if self._groups else None
 
     def narrow(self, failed: list[int]) -> list[int]:
-        """Record a failed step with these requests, and return the requests to fail. `begin` tries the others."""
+        """Record a failed step with these requests. Return the requests to end; `begin` tries the remaining ones."""
         if not failed:
             return []
         alone = len(failed) == 1 and bool(self._groups) and failed == self._groups[0]
@@ -56,7 +56,7 @@ class Trials:
         return lost
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
-        """Start the first group that has live sequences. `sequences` are all that run or wait."""
+        """Start the first group that has live sequences. `sequences` are all running and waiting sequences."""
         by_request: dict[int, list[Sequence]] = {}
         for sequence in sequences:
             by_request.setdefault(sequence.request.id, []).append(sequence)
@@ -68,9 +68,9 @@ class Trials:
                 self._groups.popleft()
 
     def passed(self, full: bool) -> bool:
-        """Whether each sequence of the first group has ended or has a new token; if so, go on to the next group.
+        """Return whether each sequence of the first group has ended or has a new token. If so, go on to the next group.
 
-        If the pool is `full`, waiting sequences do not count. Their requests become the next group.
+        If the pool is `full`, waiting sequences are ignored. Their requests become the next group.
         """
         open_ids: dict[int, None] = {}
         for sequence, known in self._known.items():
@@ -86,7 +86,7 @@ class Trials:
         self._next([])
 
     def stop(self) -> None:
-        """End the trials, so that all sequences may be computed."""
+        """End the trials. All sequences may be computed again."""
         self._groups.clear()
         self._known = {}
         self._num_rounds = self._num_alone = 0
