@@ -1,4 +1,4 @@
-"""Self-attention over the cache."""
+"""Causal self-attention that reads and writes the KV cache."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from runtime.layers.weight import (
 class Attention(Weighted):
     """Grouped-query attention: project, normalise q and k, rotate, store in the cache, attend, project.
 
-    index        number of the layer in the model, which is also its key in `batch.cache`
-    window       a token attends to the last `window` positions; if `chunked`, to the positions of its own chunk
+    index        number of the layer in the whole model; `batch.cache` uses it as the key
+    window       a token attends to the last `window` positions or, if `chunked`, only within its chunk of this length
     scale        defaults to 1 / sqrt(head_dim)
-    sinks        each head has a learned score that takes part in its softmax
-    fused        name of the checkpoint tensor that holds q, k and v together
+    sinks        each head has a learned attention sink: one more score in its softmax
+    fused        name of the checkpoint tensor that holds q, k and v together; None: three tensors
     by_group     the fused tensor holds, for each kv head, its query heads, its key and its value
     qk_norm      norms of q and k, per head or over all heads; applied before the rotation unless `norm_last`
     query_scale  applied to q after norm and rotation
     gated        the q tensor holds a gate after each head; the head's output is multiplied by the gate's sigmoid
-    out_size     size of the output, if it is not that of the input
-    slopes       ALiBi: by how much each head's scores decrease per position of distance; not allowed with a soft cap
+    out_size     size of the output; None: the size of the input
+    slopes       ALiBi: decrease of each head's scores per position of distance; not allowed with a soft cap
     """
 
     slopes: Tensor | None  # float32 [H]; None without ALiBi
@@ -130,7 +130,7 @@ class Attention(Weighted):
 
     @property
     def cache_spec(self) -> KVSpec:
-        """Description of the data that the cache stores for this layer."""
+        """Shape of the keys and values that this layer caches, and its window."""
         return KVSpec(self.num_kv_heads, self.head_dim, self.window)
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -178,9 +178,9 @@ def alibi_slopes(num_heads: int, steepest: float = 8.0) -> list[float]:
 
 
 class KVScales(Weighted):
-    """The scales by which keys and values are divided in an 8-bit cache; 1 if the checkpoint has no scales.
+    """The scales by which an 8-bit cache divides keys and values; 1 if the checkpoint has no scales.
 
-    `values` maps "k_scale" and "v_scale" to Python floats, so that a step does not wait for a copy from the device.
+    `values` maps "k_scale" and "v_scale" to Python floats, so that no step waits for a copy from the device.
     """
 
     def __init__(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Find the optional inputs of a batch that a model's layers read. Graphs allocate buffers for these inputs only."""
+"""Find the optional inputs of a batch that a model reads. Captured graphs allocate buffers for only these inputs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from runtime.layers.rope import Rope
 class BatchReads:
     """The optional inputs that a model reads, in addition to token ids and one-axis positions."""
 
-    row_values: tuple[str, ...] = ()  # names of the row values that layers read
+    row_values: tuple[str, ...] = ()  # names in `ForwardBatch.row_values` that layers read
     position_axes: bool = False  # whether positions have three axes
-    media_size: int = 0  # size of the vectors that may replace token embeddings; 0: nothing replaces them
-    state_size: int = 0  # size of the states of another model; 0: no layer reads them
+    media_size: int = 0  # size of the vectors that may replace token embeddings; 0: embeddings are never replaced
+    state_size: int = 0  # size of the vectors in `ForwardBatch.states`; 0: no layer reads them
 
 
 def batch_reads(model: nn.Module) -> BatchReads:
-    """Return which optional inputs the model's modules read.
+    """Return the optional inputs that the model's modules read.
 
-    They are named row values, positions on three axes (for rope sections), vectors in place of token embeddings
-    (`takes_media`), and the states that a draft head reads (`state_size`).
+    Layers declare row values in `row_values`, replacement of token embeddings in `takes_media`, and the hidden states
+    that a draft head reads in `state_size`. A rotary embedding with sections reads positions on three axes.
     """
-    if isinstance(reads := getattr(model, "reads", None), BatchReads):  # a model of other modules than Penstock's
+    if isinstance(reads := getattr(model, "reads", None), BatchReads):  # a model that is not built from these layers
         return reads
     modules = list(model.modules())
     sizes = [module.size for module in modules if isinstance(module, Embedding) and module.takes_media]

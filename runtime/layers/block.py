@@ -14,7 +14,7 @@ from runtime.layers.norm import NoNorm, Norm
 
 
 class Block(nn.Module):
-    """Base class of the arrangements. Holds an attention, an MLP and their norms."""
+    """Base class of blocks that consist of an attention layer, an MLP and one norm for each."""
 
     def __init__(self, attention_norm: Norm | NoNorm, attention: nn.Module, mlp_norm: Norm, mlp: nn.Module) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The objects and options that the layers of one model share while they are built."""
+"""Objects and options that all layers of one model need while they are built."""
 
 from __future__ import annotations
 
@@ -15,9 +15,7 @@ from runtime.layers.rope_parameters import RopeParameters
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """Objects and options that a layer needs while it is built. Layers with equal rope parameters share one rotary
-    table.
-    """
+    """Objects and options for building layers. Layers with equal rope parameters share one rotary table."""
 
     kernels: Kernels
     context_length: int = 0
@@ -25,8 +23,8 @@ class Build:
     quantization: QuantizationMethod = field(default_factory=Unquantized)
     ropes: dict[RopeParameters, Rope] = field(default_factory=dict)
     state_dtype: str = "float32"  # dtype of the states of recurrent layers
-    always_absorbed: bool = False  # whether latent attention uses absorption for long rows too
-    experts: ExpertSharing | None = None  # None: every rank has all experts, and their use is not recorded
+    always_absorbed: bool = False  # whether latent attention uses absorption for rows of any length
+    experts: ExpertSharing | None = None  # None: every rank has all experts, and routing is not recorded
 
     def rope(self, parameters: RopeParameters) -> Rope:
         if parameters not in self.ropes:

@@ -19,14 +19,15 @@ ROWS_AT_ONCE = 4096  # vocabulary rows loaded and packed at a time; must be a mu
 
 
 class VocabularyChange(NamedTuple):
-    """An adapter's change of an embedding or LM head: its weight W [V', E] becomes W + b a, then gets new rows.
+    """An adapter's change of an embedding or LM head with the weight W [V', E].
 
-    For an LM head, `b` and the new rows cover only this rank's part of the vocabulary.
+    W becomes W + b @ a. Then `rows` replace the rows at `ids`. For an LM head, `b` and `rows` cover only this rank's
+    part of the vocabulary.
     """
 
     a: Tensor  # [r, E]; r may be 0
-    b: Tensor  # [V', r]; either `a` or `b` already contains the scale
-    ids: Tensor  # int64 [n], indices of the new rows
+    b: Tensor  # [V', r]; either `a` or `b` already contains the adapter's scale
+    ids: Tensor  # int64 [n], indices of the replaced rows
     rows: Tensor  # [n, E]
 
     def to(self, device: torch.device) -> VocabularyChange:
@@ -37,7 +38,7 @@ class VocabularyChange(NamedTuple):
 class VocabularyWeight(Weighted):
     """Base class of layers with a weight [V', E] for the V' tokens of this rank's part of the vocabulary.
 
-    If the quantisation method keeps the checkpoint's groups, the weight is packed in blocks of ROWS_AT_ONCE rows.
+    If the weight stays in the checkpoint's quantisation groups, it is packed in blocks of ROWS_AT_ONCE rows.
     """
 
     kernels: Kernels
@@ -57,7 +58,7 @@ class VocabularyWeight(Weighted):
 
 
 class KeptRows(Weighted):
-    """A block of vocabulary rows in the checkpoint's groups. `prepare` packs them into the owner's weight."""
+    """A block of vocabulary rows in the checkpoint's groups. `prepare` packs it into the owner's weight."""
 
     by_itself = True
 
@@ -85,8 +86,8 @@ class Embedding(VocabularyWeight):
     """Looks up token vectors [T, E] and multiplies them by `scale`, rounded to the model's dtype as in transformers.
 
     With tensor parallelism each rank looks up the ids of its part of the vocabulary, and an all-reduce adds the
-    results. If the LM head is `tied`, the weight is also prepared for the head. Both share one tensor if the lookup can
-    read the head's layout; otherwise the head gets a copy in its own layout.
+    results. If the LM head is `tied`, `prepare` also converts the weight to the head's layout. Lookup and head share
+    one tensor if the lookup can read this layout; otherwise the head gets a copy.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Embedding(VocabularyWeight):
         self.method = build.quantization if quantized else Unquantized()
         self.scale = scale
         self.tied = False
-        self.takes_media = False  # whether vectors may replace tokens' embeddings, as models of images need
+        self.takes_media = False  # whether image, audio or user-given vectors may replace token embeddings
         self.size = size
         self.ids = whole_range(vocab_size)
         self.allocate()
@@ -113,7 +114,7 @@ class Embedding(VocabularyWeight):
 
     def allocate(self) -> None:
         self.weight = self.make_weight(self.name, self.ids, self.size)
-        # The weight of a tied head, if the lookup cannot read the head's layout; else None.
+        # Copy of the weight for a tied head, or None if the lookup can read the head's layout.
         self.head_weight: nn.Parameter | None = None
 
     def split(self, group: TensorParallelGroup) -> None:

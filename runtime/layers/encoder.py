@@ -22,9 +22,9 @@ from runtime.layers.weight import Shard, SubLayer, Weighted, parameter, whole
 class EncoderAttention(nn.Module):
     """Bidirectional attention: project, rotate if there is a `rope`, attend within the row, project.
 
-    If `reach` is set, a token attends to this number of positions on each side. `qkv` lists the sub-layers of q, k and
-    v in this order; `out` is the output projection. `bias_by_distance` is added to scores; several layers may share
-    one.
+    If `reach` is set, a token attends only to this number of positions on each side. `qkv` lists the sub-layers of q, k
+    and v in this order; `out` is the output projection. `bias_by_distance` is added to the attention scores; several
+    layers may share one `BiasByDistance`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EncoderAttention(nn.Module):
 class BiasByDistance(Weighted):
     """Learned relative position bias of each head (T5's encoder, arXiv 1910.10683, section 2.1).
 
-    Distances fall into `num_buckets` buckets. Half of the buckets are for keys after the query.
+    Each of `num_buckets` buckets covers a range of distances. Half of the buckets are for keys after the query.
     """
 
     MAX_DISTANCE = 128
@@ -79,7 +79,7 @@ class BiasByDistance(Weighted):
         yield whole(f"{self.name}.weight", self.weight, (None, None))
 
     def of(self, batch: ForwardBatch) -> Callable[[int], Tensor]:
-        """Return a function from a row's length L to its bias [H, L, L], computed once per step and length."""
+        """Return a function that maps a row's length L to the bias [H, L, L]. A step computes each length once."""
         plan_cache = batch.attention.plan_cache
 
         def bias(length: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Adapters of a mixture's experts. Torch merges the weights of each expert that tokens with an adapter choose."""
+"""LoRA adapters of experts. PyTorch merges the adapter into each expert that the adapter's tokens have chosen."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ops.select import Kernels
 
 
 class ExpertPair(NamedTuple):
-    """Low-rank changes of one weight of all experts: expert x has W + b[x] a[x]."""
+    """Low-rank changes of one weight of all experts: the weight W of expert x becomes W + b[x] @ a[x]."""
 
-    a: Tensor  # [X, r, I], zeros for experts that the adapter leaves alone
-    b: Tensor  # [X, O, r], scaled
+    a: Tensor  # [X, r, I]; zeros for experts that the adapter does not change
+    b: Tensor  # [X, O, r]; contains the adapter's scale
 
     def added_to(self, weight: Tensor, expert: int) -> Tensor:
         """Return the expert's weight [O, I] with the change."""
@@ -25,7 +25,7 @@ class ExpertPair(NamedTuple):
 
 
 class ExpertChange(NamedTuple):
-    """What one adapter changes in the experts of one mixture: this rank's shard. None: this weight stays."""
+    """This rank's shard of one adapter's changes of the experts of one layer. None: the weight does not change."""
 
     gate: ExpertPair | None
     up: ExpertPair | None
@@ -40,7 +40,7 @@ class ExpertChange(NamedTuple):
         return ExpertChange(*map(copied, self))
 
     def added_to(self, one: Mixture) -> Mixture:
-        """Return a mixture of a single expert, `one`, with the changes of that expert at index 0 of each pair."""
+        """Return the single-expert mixture `one` with the changes at index 0 of each pair."""
         gate, up = one.gate_up[0].chunk(2)
         gate, up, down = (
             weight if pair is None else pair.added_to(weight, 0)
@@ -49,7 +49,7 @@ class ExpertChange(NamedTuple):
         return one._replace(gate_up=torch.cat([gate, up]).unsqueeze(0), down=down.unsqueeze(0))
 
     def of_expert(self, expert: int) -> ExpertChange:
-        """Return the changes of one expert."""
+        """Return the changes of one expert, at index 0 of each pair."""
         part = slice(expert, expert + 1)
         return ExpertChange(*(each and ExpertPair(each.a[part], each.b[part]) for each in self))
 
@@ -67,9 +67,9 @@ def mix_changed(
     inner_size: int,
     weigh_inputs: bool,
 ) -> Tensor:
-    """Return `Kernels.mix` of tokens [n, E] that have the same adapter. Waits for the device.
+    """Return the result of `Kernels.mix` with the adapter's changes, for tokens x [n, E] that use this adapter.
 
-    `numbers` has the number of each expert of the mixture in the whole model.
+    `numbers` maps the index of an expert in `mixture` to its index in the whole layer. Waits for the device.
     """
     mixed = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in torch.unique(experts[experts >= 0]).tolist():

@@ -1,4 +1,4 @@
-"""How ranks share the experts of a model's mixtures: which rank computes which pair of a token and an expert."""
+"""Expert parallelism: which rank computes which pair of a token and an expert."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from runtime.experts.placement import Placement, in_order, placed
 from runtime.mesh.axis import Axis
 
-# With --moe-a2a-backend all_to_all: steps of at least this number of tokens exchange results of single tokens. Smaller
-# steps add all results in one all-reduce, which waits once instead of twice.
+# With --moe-a2a-backend all_to_all: steps of at least this number of tokens combine results by all-to-all and
+# all-gather. Smaller steps use one all-reduce, which synchronises the ranks once instead of twice.
 EXCHANGE_TOKENS = 64
 
 
 class ExpertSharing:
-    """The placements of all mixtures of a model, seen from one rank.
+    """The placement of experts on ranks for all MoE layers of a model, as seen from one rank.
 
     Layers are identified by their number in the whole model. All ranks change placements at the same point between two
-    steps. With an axis of one rank, every expert is here.
+    steps. If the axis has one rank, this rank holds every expert.
     """
 
     def __init__(
@@ -34,22 +34,22 @@ class ExpertSharing:
         record_tokens: int = 0,
         first: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
-        """`first` has the initial expert of each slot, by layer; other layers start in order.
+        """`first` maps a layer to the initial expert of each of its slots; other layers place their experts in order.
 
-        `dispatch` chooses among the copies of an expert: "static", "dynamic" or "fake" (see `--ep-dispatch-algorithm`).
-        `exchanges`: large steps combine results by all-to-all. `records`: layers remember the chosen experts, on a GPU
-        in buffers for `record_tokens` tokens, which graphs fill too.
+        `dispatch` selects among the copies of an expert: "static", "dynamic" or "fake" (see `--ep-dispatch-algorithm`).
+        `exchanges`: large steps combine results by all-to-all. `records`: layers remember the chosen experts. On a GPU
+        they are kept in buffers for `record_tokens` tokens, which captured graphs fill too.
         """
         self.axis = axis
         self.num_redundant = num_redundant
         self.records = records
         self._dispatch, self._exchanges, self._record_tokens = dispatch, exchanges, record_tokens
-        self._recorded: dict[int, Tensor] = {}  # chosen experts of the last step, by layer
-        self._buffers: dict[int, Tensor] = {}  # on a GPU
+        self._recorded: dict[int, Tensor] = {}  # layer -> chosen experts of the last step, if not in `_buffers`
+        self._buffers: dict[int, Tensor] = {}  # layer -> the same, in a fixed buffer on a GPU
         self._first = first or {}
         self._placements: dict[int, Placement] = {}
         self._tables: dict[int, _Tables] = {}
-        self._calls: dict[int, int] = {}  # draws of each layer
+        self._calls: dict[int, int] = {}  # layer -> number of calls of `_draw`
 
     @property
     def is_shared(self) -> bool:
@@ -58,11 +58,11 @@ class ExpertSharing:
 
     @property
     def has_copies(self) -> bool:
-        """Whether experts may have several slots."""
+        """Whether an expert may have copies in several slots."""
         return self.num_redundant > 0
 
     def placement(self, layer: int, num_experts: int) -> Placement:
-        """Return the current placement of a layer. Raises ValueError if the initial one does not fit."""
+        """Return the current placement of a layer. Raises ValueError if the initial placement does not fit."""
         if layer not in self._placements:
             if layer in self._first:
                 made = placed(self._first[layer], num_experts, self.axis.size)
@@ -77,15 +77,15 @@ class ExpertSharing:
         return self._placements[layer]
 
     def place(self, layer: int, placement: Placement) -> None:
-        """Change the placement of a layer. The caller has moved the weights."""
+        """Set a new placement of a layer. The caller must already have moved the weights."""
         self._placements[layer] = placement
         if layer in self._tables:
             self._tables[layer].write(placement, self.axis.rank)
 
     def choose(self, layer: int, experts: Tensor, num_experts: int) -> Tensor:
-        """Return the chosen experts themselves or, with copies, their slots: int32 [T, k] -> [T, k].
+        """Return the chosen experts unchanged or, if experts have copies, one slot of each: int32 [T, k] -> [T, k].
 
-        All ranks return the same.
+        All ranks return the same tensor.
         """
         if self._dispatch == "fake":
             experts = self._draw(layer, experts, num_experts)
@@ -98,7 +98,7 @@ class ExpertSharing:
         return tables.fixed[self._owners(len(experts), experts.device).unsqueeze(1), experts]
 
     def remember(self, layer: int, chosen: Tensor) -> None:
-        """Keep the choices of a step for `remembered`."""
+        """Store a step's chosen experts, int32 [T, k], for `remembered`."""
         count = len(chosen)
         if chosen.is_cuda and count <= self._record_tokens:
             if layer not in self._buffers:
@@ -108,12 +108,12 @@ class ExpertSharing:
             self._recorded[layer] = chosen
 
     def remembered(self, layer: int, count: int) -> Tensor | None:
-        """Return the choices of the last step, which had `count` tokens, or None if there was no step."""
+        """Return the experts chosen in the last step, int32 [count, k], or None if there was no step."""
         source = self._buffers if layer in self._buffers and count <= self._record_tokens else self._recorded
         return source[layer][:count] if layer in source else None
 
     def here(self, layer: int, chosen: Tensor, num_experts: int) -> Tensor:
-        """Return the number of each chosen expert among this rank's slots, or -1: int32 [T, k] -> [T, k]."""
+        """Return the local index of each chosen expert, or -1 if another rank holds it: int32 [T, k] -> [T, k]."""
         if not self.is_shared:
             return chosen
         return self._tables_of(layer, num_experts, chosen.device).here[chosen]
@@ -128,10 +128,10 @@ class ExpertSharing:
         return not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
     def combine(self, layer: int, chosen: Tensor, num_experts: int, mix: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the mixture's output [T, E], with uneven all-to-all and all-gather among the ranks.
+        """Return the MoE layer's output [T, E], combined by an all-to-all and an all-gather of uneven sizes.
 
-        `mix(tokens)` returns this rank's part of the output of these tokens. Each rank adds the parts of its own share
-        of the tokens in float32. All ranks know all choices, so they need not tell each other how much they send.
+        `mix(tokens)` returns this rank's part of the output of these tokens. Each rank owns a share of the tokens and
+        adds their parts in float32. Every rank knows the choices of all tokens, so no message sizes are exchanged.
         """
         axis, count = self.axis, len(chosen)
         placement = self.placement(layer, num_experts)
@@ -155,7 +155,7 @@ class ExpertSharing:
         return self._tables[layer]
 
     def _owners(self, count: int, device: torch.device) -> Tensor:
-        """Return the rank that each of `count` tokens belongs to, [T]: consecutive tokens, as even as possible."""
+        """Return the rank that owns each of `count` tokens, [T]. Ranks own consecutive, nearly equal ranges."""
         return torch.arange(count, device=device) * self.axis.size // max(1, count)
 
     def _draw(self, layer: int, experts: Tensor, limit: int) -> Tensor:
@@ -169,7 +169,7 @@ class ExpertSharing:
 
 
 class _Tables:
-    """Tables of a layer's placement on the device. `write` keeps their addresses, which graphs have captured."""
+    """A layer's placement as tensors on the device. `write` fills them in place, because graphs have captured them."""
 
     def __init__(self, placement: Placement, rank: int, width: int, device: torch.device) -> None:
         ids, slots = placement.num_experts, len(placement.experts)
@@ -179,7 +179,7 @@ class _Tables:
 
         self._has_copies = width > 1
         self.slot_of = empty(ids)  # the first slot of each expert
-        self.here = empty(slots if self._has_copies else ids)  # this rank's number of each slot or expert, or -1
+        self.here = empty(slots if self._has_copies else ids)  # local index of each slot (or expert), or -1
         if self._has_copies:
             self.slots, self.counts = empty(ids, width), empty(ids)  # all slots of each expert, and their number
             self.fixed = empty(placement.num_ranks, ids)  # the slot that the tokens of a rank use

@@ -17,13 +17,14 @@ from runtime.layers.sharding import shard_range
 
 
 class LayerSpec(Protocol):
-    """Description of the data that one layer caches. Immutable. Each cache kind may add attributes that only the code
-    of this kind reads.
+    """Description of the data that one layer caches. Immutable.
+
+    Each cache kind may add attributes that only the code of this kind reads.
     """
 
     @property
     def kind(self) -> str:
-        """The name of the cache kind. If the engine does not use this kind, the layer caches all tokens in pages."""
+        """Name of the cache kind. If the engine does not use this kind, the layer caches all tokens in pages."""
         ...
 
     def local(self, tp_rank: int, tp_size: int) -> LayerSpec:
@@ -94,12 +95,12 @@ class LayerCache(Protocol):
 
 
 class KindInputs(NamedTuple):
-    """The inputs on the device that a cache kind has prepared for one step."""
+    """Inputs that a cache kind has prepared for one step."""
 
-    arrays: Mapping[str, Tensor]  # by name, int32
-    # The attention metadata of the step, unless the kind has its own page table and slot mapping.
+    arrays: Mapping[str, Tensor]  # name -> int32 tensor on the device
+    # The step's own metadata, or a variant if the kind has its own page table and slot mapping.
     attention: AttentionMetadata
-    host: Mapping[str, NDArray[np.int32]] | None = None  # the arrays on the host, unless the step is captured
+    host: Mapping[str, NDArray[np.int32]] | None = None  # `arrays` on the host; None if the step is captured
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -118,9 +119,8 @@ class ForwardBatch:
     positions: Tensor  # int64 [T]
     attention: AttentionMetadata
     cache: Mapping[int, LayerCache]  # layer number in the whole model -> cache; this rank's layers only
-    kinds: Mapping[str, KindInputs] = field(
-        default_factory=dict
-    )  # name of the cache kind -> inputs; pages are not listed
+    # Name of the cache kind -> its inputs. The kind "paged" has no entry.
+    kinds: Mapping[str, KindInputs] = field(default_factory=dict)
     # Values of rows by name, for example the adapter index. `row_values` has one value per row, int32 [B], for kernels
     # that iterate over rows. `token_values` repeats it for each token of the row, int32 [T], for kernels that iterate
     # over tokens.
@@ -129,11 +129,11 @@ class ForwardBatch:
     position_axes: Tensor | None = None  # int64 [3, T]; None: `positions` holds for all three axes
     input_embeds: Tensor | None = None  # [T, E]; None: every token has an id
     embeds_mask: Tensor | None = None  # bool [T]; None if `input_embeds` is None
-    # Slot of an adapter -> indices of its tokens, int64 [n]. Only of adapters with changes that graphs do not compute.
+    # Slot of an adapter -> indices of its tokens, int64 [n]. Lists only adapters whose changes graphs cannot compute.
     adapted: Mapping[int, Tensor] = field(default_factory=dict)
-    # Number of tokens of each attention group in a common step (`layers.gathered`); () with one group.
+    # Number of tokens of each attention group in a common step (`layers.gathered`); () if there is one group.
     group_tokens: tuple[int, ...] = ()
-    states: Tensor | None = None  # [T, E], states of another model, for a draft head; the forward may change them
+    states: Tensor | None = None  # [T, E], hidden states that a draft head takes as input; layers may overwrite them
     # [T, E] each, added to the hidden states after the first, the second, ... layer (DeepStack, arXiv 2406.04334)
     media_levels: Sequence[Tensor] = ()
 
@@ -143,7 +143,7 @@ class ForwardBatch:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the batch has no optional inputs. Compiled steps require this."""
+        """Whether the batch has no embeddings, three-axis positions or row values. Compiled steps require this."""
         return self.input_embeds is None and self.position_axes is None and not self.row_values
 
     def values_of_tokens(self, name: str) -> Tensor | None:

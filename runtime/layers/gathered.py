@@ -1,4 +1,4 @@
-"""Layers of ranks whose attention is data-parallel: groups attend to their own tokens, and all ranks share the MLPs."""
+"""Data-parallel attention: each attention group attends to its own tokens, and all ranks share the MLPs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Gathered(nn.Module):
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the inner layer's output for this group's tokens, x [T, E] -> [T, E].
 
-        A group without tokens computes one padding token elsewhere; here it contributes none, and gets zeros.
+        A group without tokens runs one padding token through the other layers. Here this token is left out of the
+        gathered tokens, and its output is zero.
         """
         counts, rank = batch.group_tokens, self._groups.rank
         own, first = counts[rank], sum(counts[:rank])
@@ -38,10 +39,11 @@ class Gathered(nn.Module):
 def split_layers(model: nn.Module, mesh: Mesh) -> None:
     """Keep this rank's shard of every layer of a `Decoder`. Parameters must still be on the meta device.
 
-    Without attention groups, the ranks of the stage share every layer. Otherwise the ranks of a group share attention
-    and the embedding. All ranks of the stage share MLPs, experts and, unless it is tied or `head_by_group` is set,
-    the LM head. With `whole_dense` the dense MLPs of a model with experts are not split. Raises `ConfigurationError` if
-    the model's layers do not fit this scheme.
+    Without attention groups, every layer is split over the ranks of the pipeline stage. With attention groups,
+    attention and the embedding are split over the ranks of a group; MLPs, experts and the LM head are split over all
+    ranks of the stage. An LM head that is tied, or with `head_by_group`, is split over the group instead. With
+    `whole_dense` the dense MLPs of a model with experts are not split. Raises `ConfigurationError` if a layer has no
+    MLP.
     """
     info = mesh.rank_info
     attention, stage = mesh.axis("tp"), mesh.axis("stage")

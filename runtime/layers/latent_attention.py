@@ -60,7 +60,7 @@ class LatentAttention(Weighted):
         self.rope = rope
         self.scale = scale
         self.kernels = build.kernels
-        # On a GPU all rows use absorption, because the length from which expansion is faster is not measured there.
+        # On a GPU all rows use absorption: the length from which expansion would be faster there is not known.
         expands = build.device.type == "cpu" and not build.always_absorbed
         self.expand_from = min_tokens_to_expand(rank, nope_dim, value_dim) if expands else None
         self.qk_dim = nope_dim + rope_dim
@@ -81,7 +81,7 @@ class LatentAttention(Weighted):
 
     @property
     def cache_spec(self) -> KVSpec:
-        """The cache stores the latent vector and the rotated key as one kv head."""
+        """One kv head, whose key is the latent vector followed by the rotated key."""
         return KVSpec(1, self.rank + self.rope_dim, values_in_keys=True)
 
     def allocate(self) -> None:

@@ -1,4 +1,4 @@
-"""Linear layers that compute several of a model's projections in one product."""
+"""Linear layers that fuse several of a model's projections into one matrix product."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.layers.quantization import LinearLayout, Unquantized
 from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import Shard, SubLayer, Weighted, parameter
 
-SQUARED_COLUMNS = 256  # columns of the weight that `squares` computes together
+SQUARED_COLUMNS = 256  # number of weight columns that `squares` dequantises at a time
 
 
 class Linear(Weighted):
@@ -85,7 +85,7 @@ class Linear(Weighted):
         self.method.prepare(self, self.kernels)
 
     def take_adapters(self, slots: LowRankSlots) -> None:
-        """Let the adapters in these slots change the output, for rows that name one."""
+        """Apply the adapters in these slots to the output, for rows of the batch that name an adapter."""
         self.adapters, self.row_values = slots, (ADAPTER,)
 
     def squares(self, a: Tensor, b: Tensor, device: torch.device) -> Tensor:
@@ -99,7 +99,8 @@ class Linear(Weighted):
         for first in range(0, self.layout.in_size, SQUARED_COLUMNS):
             columns = torch.arange(first, min(first + SQUARED_COLUMNS, self.layout.in_size), device=a.device)
             unit = F.one_hot(columns, self.layout.in_size).to(dtype)
-            weight = self.method.multiply(self, unit, None, self.kernels).float()  # [n, O]: any format can be read so
+            # The product with unit vectors reads columns of a weight in any format.
+            weight = self.method.multiply(self, unit, None, self.kernels).float()  # [n, O]
             row = 0
             for part, rows in enumerate(self.layout.rows):
                 outputs = slice(row, row + rows.size)

@@ -82,7 +82,7 @@ class LMHead(VocabularyWeight):
             self.weight = frozen(self.method.prepare_weight(self._scaled(self.weight), self.kernels))
 
     def _scaled(self, weight: Tensor) -> Tensor:
-        """Return the weight [V, E] with the scaling that `unit` names. Ranks add the squares of their rows."""
+        """Return the weight [V, E], scaled as `unit` says. An all-reduce adds the squares of columns over ranks."""
         if self.unit != "columns":
             return F.normalize(weight, dim=1) if self.unit else weight
         squares = weight.float().square().sum(0)
@@ -118,7 +118,7 @@ class LMHead(VocabularyWeight):
         return self._ids
 
     def forward(self, hidden: Tensor, adapted: Mapping[int, Tensor] = NOT_ADAPTED) -> Tensor:
-        """Return the logits. `adapted` has the rows [n] of each slot whose adapter may change the head."""
+        """Return the logits. `adapted` maps the slot of each adapter that may change the head to its rows, [n]."""
         products = self.kernels.logits(hidden, self.prepared)
         for slot, rows in adapted.items():
             change = self.changes.get(slot)

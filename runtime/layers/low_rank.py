@@ -1,4 +1,4 @@
-"""The adapters of a linear layer: low-rank additions to its output, another one for each row of the batch."""
+"""LoRA adapters of a linear layer. Each row of the batch may use another adapter."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from runtime.layers.forward_batch import ForwardBatch
 class AdapterPart(NamedTuple):
     """The weights of one adapter for one linear layer: this rank's shard, in the model's dtype."""
 
-    a: Tensor  # [P, r, I], zeros for sub-layers that the adapter leaves alone
-    b: Tensor  # [r, O], scaled
-    # For DoRA, float32 [O]. The layer's output without bias is multiplied by these scales; then the product with a and
-    # b is added. `b` already contains the scales.
+    a: Tensor  # [P, r, I]; zeros for sub-layers that the adapter does not change
+    b: Tensor  # [r, O]; contains the adapter's scale
+    # For DoRA, float32 [O]. The layer's output without bias is multiplied by these scales; then the low-rank product
+    # is added. `b` already contains these scales.
     scales: Tensor | None = None
 
 
 class LowRankSlots:
-    """Buffers for the adapters of one linear layer in S slots, up to rank R."""
+    """Buffers of one linear layer for the adapters in `num_slots` slots, each of a rank up to `max_rank`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class LowRankSlots:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`sizes` are the outputs of the layer's P sub-layers, and `in_size` its inputs, on this rank."""
+        """`sizes` are the output sizes of the layer's P sub-layers and `in_size` is its input size, on this rank."""
         self.kernels = kernels
         self._scales: dict[int, Tensor] = {}  # by slot
         ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0)
@@ -49,7 +49,7 @@ class LowRankSlots:
         )
 
     def place(self, slot: int, part: AdapterPart | None) -> None:
-        """Copy an adapter's weights into a slot, counted from 1. None: the adapter does not change this layer."""
+        """Copy an adapter's weights into a slot; slots count from 1. None: the adapter does not change this layer."""
         a, b, ranks, _ = self.weights
         rank = 0
         self._scales.pop(slot, None)
@@ -62,7 +62,7 @@ class LowRankSlots:
         ranks[slot - 1] = rank
 
     def add(self, y: Tensor, x: Tensor, bias: Tensor | None, batch: ForwardBatch) -> None:
-        """Add the adapters' products for x [T, I] to y [T, O] in place. y contains the bias."""
+        """Add the adapters' products of x [T, I] to the layer's output y [T, O] in place. y contains the bias."""
         for slot, tokens in batch.adapted.items():
             scales = self._scales.get(slot)
             if scales is not None:

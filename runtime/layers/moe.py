@@ -22,7 +22,7 @@ from runtime.layers.weight import Shard, SubLayer, Weighted, frozen, parameter
 
 
 class ExpertNames(NamedTuple):
-    """Checkpoint names of the tensors of a mixture.
+    """Checkpoint names of the tensors of an MoE layer, and their layout.
 
     If the names of gate, up and down contain "{}", the expert's number, each expert has its own tensors. Otherwise one
     tensor holds all experts in its first dimension, and gate and up are the halves of one tensor: the first rows and
@@ -35,15 +35,13 @@ class ExpertNames(NamedTuple):
     up: str = "experts.{}.up_proj.weight"
     down: str = "experts.{}.down_proj.weight"
     bias: str = ""
-    correction: str = (
-        ""  # name of the values that are added to scores when experts are chosen, but not in their weights
-    )
+    correction: str = ""  # bias that is added to scores when experts are chosen, but not to the routing weights
     correction_in_line: bool = False  # whether the checkpoint stores `correction` as [1, X] instead of [X]
     interleaved: bool = False
     transposed: bool = False
 
 
-BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")  # number of the layer in the name of a part
+BLOCK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")  # finds the layer's number in a module's name
 NAMES = ExpertNames()
 TOGETHER = {  # names of tensors that hold all experts, as transformers 5 writes them
     "gate": "experts.gate_up_proj",
@@ -66,7 +64,7 @@ class Routing(NamedTuple):
 
 
 class KeptExperts(Weighted):
-    """One of a mixture's two weights (`gate_up` or `down`) for all experts, in the checkpoint's quantisation groups."""
+    """`gate_up` or `down` of all experts of an MoE layer, in the checkpoint's quantisation groups."""
 
     def __init__(self, method: QuantizationMethod, layout: LinearLayout) -> None:
         super().__init__()
@@ -83,7 +81,8 @@ class MoE(Weighted):
     The router is never quantised, because a rounded logit may select another expert. The `shared` expert processes
     every token; its output is multiplied by the sigmoid of `shared_gate`. With tensor parallelism each rank holds a
     shard of every expert's inner dimension, and an all-reduce adds the outputs. With expert parallelism
-    (`ExpertSharing`) the ranks of a part hold some of the experts, and divide their inner dimension among themselves.
+    (`ExpertSharing`) the ranks are divided into parts. Each part holds some of the experts, and its ranks split the
+    inner dimension of these experts.
     """
 
     def __init__(
@@ -107,8 +106,8 @@ class MoE(Weighted):
         self.activation = activation
         self.routing = routing
         self.names = names
-        self.alternates = names.interleaved  # whether the family's own format has rows of gate and up in turns
-        self.changes: dict[int, ExpertChange] = {}  # of adapters, by slot
+        self.alternates = names.interleaved  # whether the family's original checkpoints interleave gate and up rows
+        self.changes: dict[int, ExpertChange] = {}  # adapter's slot -> its changes of these experts
         self.kernels = build.kernels
         self.method = build.quantization
         router = [SubLayer(f"{name}.{names.router}", num_experts)]
@@ -122,7 +121,7 @@ class MoE(Weighted):
         block = BLOCK.search(f"{name}.")
         self.layer_number = int(block[1]) if block else 0  # in the whole model
         self._is_part = False  # whether this rank holds only some of the experts
-        self._inner_rank = 0  # rank among those that divide the inner dimension of the same experts
+        self._inner_rank = 0  # this rank's index among the ranks that split the same experts
         self._summed_over: TensorParallelGroup | None = None
         self.allocate()
 
@@ -139,9 +138,10 @@ class MoE(Weighted):
         self.correction = parameter(self.num_experts, dtype=torch.float32) if self.names.correction else None
 
     def follow(self, stored: Container[str]) -> None:
-        """Adapt `names` to the checkpoint, which stores one tensor for all experts or one per expert.
+        """Change `names` if the checkpoint does not use the family's format.
 
-        Quantisation tools write one tensor per expert, under the usual names, whatever the family's own format.
+        A checkpoint has one tensor for all experts or one per expert. Quantisation tools write one per expert, under
+        the usual names, for every family.
         """
         if "{}" in self.names.gate and any(f"{self.name}.{name}" in stored for name in TOGETHER.values()):
             self.names = self.names._replace(**TOGETHER)
@@ -153,7 +153,7 @@ class MoE(Weighted):
             self.allocate()
 
     def split(self, group: TensorParallelGroup) -> None:
-        """Keep this rank's experts, and its shard of each. The router is not split."""
+        """Keep this rank's experts, and its shard of each expert. The router is not split."""
         num_parts = 1
         if self._sharing is not None and self._sharing.is_shared:
             num_parts, self._is_part = self._sharing.axis.size, True
@@ -166,13 +166,13 @@ class MoE(Weighted):
 
     @property
     def local_experts(self) -> Sequence[int]:
-        """The experts that this rank holds, in the order of its weights. An expert may occur several times."""
+        """Indices of this rank's experts, in the order of its weights. An expert may occur several times."""
         if self._sharing is None or not self._is_part:
             return range(self.num_experts)
         return self._sharing.placement(self.layer_number, self.num_experts).of_rank(self._sharing.axis.rank)
 
     def recorded(self, count: int) -> Tensor | None:
-        """Return the choices of the last step of `count` tokens, int32 [T, k], or None if they are not recorded."""
+        """Return the experts chosen in the last step, int32 [count, k], or None if they are not recorded."""
         return None if self._sharing is None else self._sharing.remembered(self.layer_number, count)
 
     @property
@@ -187,7 +187,7 @@ class MoE(Weighted):
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether the backend can read the weights of single experts. Valid after `prepare`."""
+        """Whether the kernels can extract the weights of a single expert. Valid after `prepare`."""
         try:
             self.kernels.one_expert(Mixture(self.gate_up, self.down), 0, self.size, self._inner.size)
         except ValueError:
@@ -301,7 +301,7 @@ class MoE(Weighted):
     def _mix_shared(
         self, sharing: ExpertSharing, x: Tensor, weights: Tensor, experts: Tensor, batch: ForwardBatch
     ) -> Tensor:
-        """Return the output [T, E] of experts that ranks share, or whose use is recorded."""
+        """Return the experts' output [T, E] with expert parallelism, or if routing is recorded."""
         chosen = sharing.choose(self.layer_number, experts, self.num_experts)
         if sharing.records:
             sharing.remember(self.layer_number, chosen)
@@ -316,7 +316,7 @@ class MoE(Weighted):
         return self._mix(x[tokens], weights[tokens], here[tokens], batch)
 
     def _mix(self, x: Tensor, weights: Tensor, experts: Tensor, batch: ForwardBatch) -> Tensor:
-        """Return the part of this rank's experts. `experts` are places in `local_experts`, or -1."""
+        """Return this rank's part of the output [T, E]. `experts` are indices into `local_experts`, or -1."""
         routing, mixture = self.routing, self.weights
         mixed = self.kernels.mix(x, mixture, weights, experts, self.activation, weigh_inputs=routing.weigh_inputs)
         for slot, tokens in batch.adapted.items() if self.changes else ():
@@ -338,5 +338,5 @@ class MoE(Weighted):
 
 
 def mixtures(model: nn.Module) -> dict[int, MoE]:
-    """Return the mixtures of a model, by the number of their layer in the whole model."""
+    """Return the MoE layers of a model, by their layer number in the whole model."""
     return {module.layer_number: module for module in model.modules() if isinstance(module, MoE)}

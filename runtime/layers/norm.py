@@ -16,7 +16,7 @@ class RMSNorm(Weighted):
     """Root mean square normalisation of the last dimension; `unit_offset` scales by 1 + weight.
 
     With `weight=False` the checkpoint has no weight, and the layer does not scale. If `axis` is given, the dimension is
-    split over ranks in units of `unit`, and the mean is taken over the parts of all ranks.
+    split over ranks in units of `unit`, and an all-reduce computes the mean over all ranks.
     """
 
     def __init__(
@@ -142,13 +142,13 @@ class LayerNorm(Weighted):
 
 
 class NoNorm(nn.Module):
-    """Returns its input. Blocks without a norm use it."""
+    """Returns its input unchanged. Takes the place of a norm in blocks that have none."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return x + residual twice; without a residual, x."""
+        """Return x + residual twice; without a residual, x twice."""
         total = x if residual is None else x + residual
         return total, total
 

@@ -1,4 +1,4 @@
-"""Pooling. Computes one vector from the hidden states of a text."""
+"""Pooling: computes one vector from the hidden states of a text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class Pooler(nn.Module):
         self._scorer = (scorer,)  # a tuple, because the scorer is already a submodule of the model
 
     def forward(self, hidden: Tensor, counts: NDArray[np.int32], rows: NDArray[np.int32]) -> Tensor:
-        """Return the vectors of these rows, float32 [M, D]. `hidden` [T, E] has `counts` [B] tokens of each row."""
+        """Return the vectors of the M rows in `rows`, float32 [M, D].
+
+        `hidden` [T, E] has the states of all B rows, one after another; row i has `counts[i]` tokens.
+        """
         ends, lengths = np.cumsum(counts, dtype=np.int64)[rows], counts[rows].astype(np.int64)
         last = to_device(torch.from_numpy(ends - 1), hidden.device)
         if self.pooling.modes == ("last",):
@@ -51,7 +54,7 @@ class Pooler(nn.Module):
 
     @property
     def only_scales(self) -> bool:
-        """Whether `finish` does nothing except that it may scale vectors to length one."""
+        """Whether `finish` at most scales vectors to length one: there are no dense layers and no scorer."""
         return not self.dense and self._scorer == (None,)
 
     def finish(self, pooled: Tensor) -> Tensor:

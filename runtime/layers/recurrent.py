@@ -26,8 +26,9 @@ KIND = "state"  # name of the cache kind
 class StateSpec:
     """Description of a recurrent layer's cache per sequence: the past inputs of its convolution, and a state.
 
-    `shape` and `dtype` describe the state. Tensor parallelism divides `units` among the ranks; the state's first
-    dimension and the channels are split in proportion. Every rank holds the `common` channels.
+    `shape` and `dtype` describe the state. Tensor parallelism divides `units` (heads, groups or channels) among the
+    ranks; the state's first dimension and the convolution's channels are split in proportion. Every rank holds the
+    `common` channels.
     """
 
     inputs: tuple[int, int]  # (past tokens, channels)
@@ -36,8 +37,8 @@ class StateSpec:
     units: int = 1
     common: int = 0
     kind: ClassVar[str] = KIND
-    min_slots: ClassVar[int] = 48  # number of state slots without regard to the page pool
-    tokens_per_slot: ClassVar[int] = 512  # one slot is added per this many tokens in the page pool
+    min_slots: ClassVar[int] = 48  # number of state slots for a page pool of size 0
+    tokens_per_slot: ClassVar[int] = 512  # one slot is added for this many tokens of the page pool
 
     def local(self, tp_rank: int, tp_size: int) -> StateSpec:
         """Return the spec of this tensor-parallel rank's shard."""
@@ -48,7 +49,7 @@ class StateSpec:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes cached per sequence. Inputs are float32, which represents every model dtype exactly."""
+        """Bytes cached per sequence. Inputs are stored in float32, which represents every model dtype exactly."""
         return 4 * prod(self.inputs) + getattr(torch, self.dtype).itemsize * prod(self.shape)
 
     def make(self, num_slots: int, device: torch.device) -> StateCache:
@@ -56,7 +57,7 @@ class StateSpec:
 
 
 class StateCache(NamedTuple):
-    """The cache of one layer with N slots: the convolution's last inputs [N, K - 1, C] and the states [N, ...]."""
+    """The cache of one layer with N slots: the last inputs of the convolution [N, K - 1, C] and the states [N, ...]."""
 
     inputs: Tensor
     states: Tensor
@@ -80,7 +81,7 @@ def state_cache(batch: ForwardBatch, index: int) -> StateCache:
 
 
 def segments_in(batch: ForwardBatch) -> Segments:
-    """Return which tokens belong to which state. It is computed once per step and shared by all layers."""
+    """Return the mapping from tokens to states. It is computed once per step and shared by all layers."""
     key, plan_cache = (__name__, "segments"), batch.attention.plan_cache
     if key not in plan_cache:
         inputs, captured = batch.kinds[KIND], batch.attention.replans is not None
@@ -203,8 +204,8 @@ class GatedDeltaNet(Weighted):
 class Mamba2(Weighted):
     """A selective state space (arXiv 2405.21060): project, convolve, scan, gate, normalise, project.
 
-    `index` is the layer's number in the model. The heads of a group share B and C, and each
-    group is normalised by itself. `limits` are the bounds of the time step.
+    `index` is the layer's number in the model. The heads of a group share B and C, and each group is normalised
+    separately. `limits` are the lower and upper bound of the time step.
     """
 
     def __init__(
@@ -234,7 +235,7 @@ class Mamba2(Weighted):
         self._heads, self._summed_over = whole_range(heads), None
         inner, shared = heads * head_dim, groups * state_size
         per_head = SubLayer("", inner, "heads", head_dim)
-        # If there is only one group, the heads of all ranks need it, so every rank holds it.
+        # If there is only one group, the heads of all ranks need its B and C, so every rank holds them.
         per_group = SubLayer("", shared, None if groups == 1 else "heads", state_size)
         parts = in_one_tensor(
             f"{name}.in_proj", [per_head, per_head, per_group, per_group, SubLayer("", heads, "heads")]
@@ -295,7 +296,7 @@ class Mamba2(Weighted):
         return self.out(self._normed(kernels.modulate(out, z, "silu")), batch)
 
     def _normed(self, x: Tensor) -> Tensor:
-        """Normalise x [T, H * P] per group. If there is only one group, it includes the heads of all ranks."""
+        """Normalise x [T, H * P] per group. A single group spans the heads of all ranks."""
         if self._summed_over is not None:
             return norm_of_ranks(x, self.norm_weight, self.eps, self._summed_over)
         if self.groups == 1:
@@ -305,7 +306,7 @@ class Mamba2(Weighted):
 
 
 class ShortConvolution(Weighted):
-    """A convolution between two gates (LFM2): project to two gates and x, gate, convolve, gate, project.
+    """A gated short convolution (LFM2): project to two gates and x, gate, convolve, gate, project.
 
     `index` is the layer's number in the model. Its cache holds only the last inputs of the convolution.
     """

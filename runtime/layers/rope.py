@@ -60,7 +60,8 @@ class QueryScale(nn.Module):
     """Multiplies queries by a factor that grows with the position, to sharpen attention over long texts.
 
     The factor at position p is `1 + strength * log(1 + floor(p / step))` (arXiv 2501.19399). The first token has
-    position `first`, which is 1 in Llama 4. The rotation kernels apply the factor, as a rotation by the angle 0.
+    position `first`, which is 1 in Llama 4. The rotation kernels compute the product: the factor takes the place of the
+    cosine, and the sine is 0.
     """
 
     table: Tensor
@@ -91,7 +92,7 @@ class QueryScale(nn.Module):
 
 
 def inverse_frequencies(parameters: RopeParameters, context_length: int) -> tuple[Tensor, float]:
-    """Return each pair's angle per position, float32 [R / 2] on the CPU, and the factor of cosines and sines.
+    """Return each pair's angle per position, float32 [R / 2] on the CPU, and the factor that scales cosines and sines.
 
     Sources: linear, kaiokendev 2023; dynamic, "NTK-aware" scaling 2023; yarn, arXiv 2309.00071; longrope,
     arXiv 2402.13753; llama3, the Llama 3.1 reference code.

@@ -46,8 +46,7 @@ class RopeParameters:
     def context_length(self) -> int:
         """Context length that these parameters support.
 
-        Without an original context length, the factor extends max_position. "dynamic" and "llama3" do not extend
-        max_position.
+        It is `max_position`, multiplied by the factor for "linear" and "yarn" without an original context length.
         """
         if self.kind in ("linear", "yarn") and not self.original_context:
             return int(self.max_position * self.factor)
@@ -69,7 +68,7 @@ class RopeParameters:
 
 
 def read_rope_parameters(config: Fields, head_dim: int, layer_type: str | None = None) -> RopeParameters:
-    """Return the rotary embedding of a layer type.
+    """Return the rope parameters of a layer type, or of all layers if `layer_type` is None.
 
     Newer files hold all values in `rope_parameters`, flat or one object per layer type. Older files have `rope_theta`
     and `partial_rotary_factor` next to `rope_scaling`. Raises CheckpointError, which names the invalid field.
@@ -78,7 +77,7 @@ def read_rope_parameters(config: Fields, head_dim: int, layer_type: str | None =
     kind = rope.choice("rope_type", [*KINDS, *RENAMED], default="default")
     kind = RENAMED.get(kind, kind)
     if kind == "yarn" and rope.values.get("short_factor") is not None:
-        kind = "longrope"  # the first Phi-3 checkpoints use another name
+        kind = "longrope"  # the first Phi-3 checkpoints call it "yarn"
     max_position = config.integer("max_position_embeddings")
     original = config.optional_integer("original_max_position_embeddings") or rope.optional_integer(
         "original_max_position_embeddings"

@@ -1,4 +1,4 @@
-"""Classifier head. Computes one score per label from the pooled hidden state of a text."""
+"""Classifier head: computes one score per label from the pooled hidden state of a text."""
 
 from __future__ import annotations
 

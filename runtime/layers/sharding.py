@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-# Logical axis of a weight -> mesh axis that splits it. Every rank holds all other axes in full.
+# Logical axis of a weight -> mesh axis that splits it. Other axes are never split.
 MESH_AXES: Mapping[str, str] = {"heads": "tp", "kv_heads": "tp", "mlp": "tp", "vocab": "tp"}
 # Each rank holds at least one unit of these axes. If there are more ranks than units, several ranks hold the same unit.
 SHARED_AXES = frozenset({"kv_heads"})
@@ -30,7 +30,7 @@ class ShardRange(NamedTuple):
 
 
 class TensorParallelGroup(Protocol):
-    """The tensor-parallel group of this rank. All ranks of the group must call the same methods in the same order."""
+    """This rank's tensor-parallel group. All ranks of the group must call the same methods in the same order."""
 
     @property
     def rank(self) -> int: ...

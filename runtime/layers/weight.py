@@ -1,4 +1,4 @@
-"""How the tensors of a checkpoint fill the parameters of layers."""
+"""The mapping from the tensors of a checkpoint to the parameters of layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Shard(NamedTuple):
     ranges: tuple[ShardRange, ...] = ()
     default: float | None = None
     transposed: bool = False  # whether the parameter's rows are the columns of the checkpoint tensor
-    # If `index` is set, the tensor has another first dimension of size `count`, of which only this index is read.
+    # If `index` is set, the tensor has an additional first dimension of size `count`; only this index of it is read.
     index: int | None = None
     count: int = 0
     # Every `step`-th row of the tensor is used, starting at `offset`.
@@ -93,17 +93,17 @@ class Shard(NamedTuple):
 class Weighted(nn.Module):
     """A layer whose own parameters are filled from a checkpoint.
 
-    `allocate` creates the parameters, the layer's shards fill them, and `prepare` may replace them by tensors in the
-    kernels' layout. It then frees the originals, so that memory holds each weight once. When the weights are replaced,
-    `allocate` and `prepare` are called again.
+    `allocate` creates the parameters, and the loader fills them as `shards` says. `prepare` may then replace them by
+    tensors in the kernels' layout; it frees the originals, so that memory holds each weight once. When new weights are
+    loaded, `allocate` and `prepare` are called again.
     """
 
-    # Whether this layer is filled and prepared before the next layer is allocated. True for layers that each take a
-    # block of rows of one large checkpoint tensor: memory then never holds all blocks before they are prepared.
+    # Whether this layer is filled and prepared before the next layer is allocated. True for layers that each hold a
+    # block of rows of one large checkpoint tensor: memory then never holds all unprepared blocks at once.
     by_itself = False
 
     def allocate(self) -> None:
-        """Create the parameters again, if `prepare` has replaced them, for the checkpoint to fill."""
+        """Create the parameters for the checkpoint to fill; `prepare` may have replaced them."""
 
     def split(self, group: TensorParallelGroup) -> None:
         """Keep this rank's shard. Called once, while the parameters are still on the meta device."""
@@ -117,7 +117,7 @@ class Weighted(nn.Module):
 
 
 class SubLayer(NamedTuple):
-    """One of the model's linear layers: its name, the size of its output, and the logical axis of its output.
+    """One of the model's projections in a fused linear layer: its name, output size and logical output axis.
 
     If the output is split over ranks, each `unit` of rows (for example a head) stays together. If a checkpoint tensor
     holds several sub-layers, it has `tensor_rows` rows, and this sub-layer begins at `first_row`. Its rows are
@@ -174,9 +174,9 @@ def in_groups(name: str, sub_layers: Sequence[SubLayer]) -> list[SubLayer]:
 
 
 def parameter(*shape: int, dtype: torch.dtype | None = None, bits: int | None = None) -> nn.Parameter:
-    """Return a parameter to fill. Loading gives it the model's dtype, unless `dtype` is given.
+    """Return an uninitialised parameter. Loading gives it the model's dtype, unless `dtype` is given.
 
-    `bits` is the size of an element after `prepare`, if it differs from the size before.
+    `bits` is the size of an element after `prepare`, if `prepare` changes this size.
     """
     created = nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
     if dtype is not None:

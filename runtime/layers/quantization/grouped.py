@@ -1,4 +1,4 @@
-"""Weights that stay in the checkpoint's quantisation groups. The checkpoint selects this method, not an option."""
+"""Weights that stay in the checkpoint's quantisation groups. The checkpoint selects this method; no option does."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SCALE_BITS = 16  # bits of a packed scale or shift
 
 
 class KeptGroups(Unquantized):
-    """Keeps a layer's weights in low bits if `forms` lists all of them with a common form.
+    """Keeps a layer's weights quantised if `forms` lists all its sub-layers with a common form.
 
-    Other layers are dequantised and left to the method `rest`, and so are layers whose groups a rank would have to
-    divide. Products are computed in `dtype`. With `in_cpp` (the C++ kernels) mixtures and vocabularies are kept too;
-    the Triton kernels keep mixtures in float8.
-    With `rounded_rows` activations are rounded to 8 bits. `kept` maps the names of kept weights to their forms.
+    Layers without a common form, and layers whose quantisation groups would be split across ranks, are dequantised and
+    left to the method `rest`. Products are computed in `dtype`. The C++ kernels (`in_cpp`) also keep experts,
+    embeddings and LM heads quantised; the Triton kernels keep only experts in float8. With `rounded_rows` activations
+    are rounded to 8 bits. `kept` maps the names of kept weights to their forms.
     """
 
     def __init__(
@@ -102,7 +102,8 @@ class KeptGroups(Unquantized):
     def take(self, layer: nn.Module) -> GroupedWeight:
         untyped: Any = layer
         form = untyped.form
-        complete = not getattr(layer, "by_itself", False)  # a block cannot drop zero shifts: other blocks may need them
+        # A block of a larger weight keeps shifts that are all zero, because other blocks may have other shifts.
+        complete = not getattr(layer, "by_itself", False)
         shifted = form.shifted and not (complete and not bool(untyped.shifts.any()))
         shifts = untyped.shifts.detach() if shifted else None
         codes, scales = untyped.codes.detach(), untyped.scales.detach()
@@ -110,7 +111,7 @@ class KeptGroups(Unquantized):
         return GroupedWeight(codes, scales, shifts, form.table, self._rounded_rows, form.bits, form.floating)
 
     def _form(self, layout: LinearLayout) -> GroupForm | None:
-        """Return the sub-layers' common form, or None if they have no common form or the layer cannot be kept."""
+        """Return the common form of the sub-layers, or None if there is none or the layer must be dequantised."""
         forms = [
             self._forms.get(f"{each.name}.weight") if each.tensor_rows is None else None for each in layout.sub_layers
         ]
@@ -125,7 +126,10 @@ class KeptGroups(Unquantized):
 
 
 def _groups(columns: ShardRange, form: GroupForm) -> ShardRange:
-    """Return the range of groups of these columns. Every rank has the scales of weights in float8 with one group."""
+    """Return the range of quantisation groups of these columns.
+
+    A float8 weight with one group per row is an exception: every rank holds the scale of the whole row.
+    """
     if form.floating and form.group == columns.full:
         return whole_range(1)
     return ShardRange(*(each // form.group for each in columns))

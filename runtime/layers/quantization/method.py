@@ -64,11 +64,11 @@ class QuantizationMethod(Protocol):
         ...
 
     def keeps(self, layout: LinearLayout) -> bool:
-        """Whether a vocabulary's weight of this layout stays in the checkpoint's groups."""
+        """Whether the weight of an embedding or LM head stays in the checkpoint's groups."""
         ...
 
     def keeps_experts(self, layout: LinearLayout) -> bool:
-        """Whether a weight of experts stays in the checkpoint's groups, so that `take` returns it."""
+        """Whether a weight of experts stays in the checkpoint's groups. If so, `take` returns it."""
         ...
 
     def take(self, layer: nn.Module) -> GroupedWeight:

@@ -1,4 +1,4 @@
-"""Methods that round weights to 8 or 4 bits while they are loaded."""
+"""Quantisation methods that round weights to 8 or 4 bits while they are loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class W8A8Int8(Unquantized):
 class W4A16(Unquantized):
     """Rounds weights to 4 bits with one scale per group of 32 inputs, LM head and experts included.
 
-    Weights whose rows are not a multiple of 32 stay unquantised. Activations are not rounded.
+    Weights whose number of inputs is not a multiple of 32 stay unquantised. Activations are not rounded.
     """
 
     rounded_rows = False

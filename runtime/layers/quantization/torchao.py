@@ -4,8 +4,8 @@
     int4wo-G  4 bits, a scale and a zero per group of G inputs (Int4WeightOnlyConfig, tinygemm's numbers)
     fp8wo     e4m3, one scale per output (Float8WeightOnlyConfig)
 
-LM heads, routers and experts stay unquantised, as in torchao. Weights of 4 bits stay packed in memory with the C++
-kernels; other weights are dequantised, with equal results but without the saving.
+LM heads, routers and experts stay unquantised, as in torchao. Only 4-bit weights with the C++ kernels stay packed in
+memory. Other weights are dequantised after rounding: the results are the same, but no memory is saved.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ def int8(weight: Tensor) -> Tensor:
     """Round a weight [O, I] to 8 bits and dequantise it to float32."""
     wide = weight.float()
     scale = (wide.abs().amax(1, keepdim=True) / 127.5).clamp_min(torch.finfo(torch.float32).eps)
-    return (wide * (1 / scale)).round().clamp(
-        -128, 127
-    ) * scale  # multiplies by 1 / scale, because division rounds some halves differently
+    # A product with 1 / scale, because a division would round some halves differently.
+    return (wide * (1 / scale)).round().clamp(-128, 127) * scale
 
 
 def float8(weight: Tensor) -> Tensor:
