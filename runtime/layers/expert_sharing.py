@@ -45,7 +45,7 @@ class ExpertSharing:
         self.records = records
         self._dispatch, self._exchanges, self._record_tokens = dispatch, exchanges, record_tokens
         self._recorded: dict[int, Tensor] = {}  # layer -> chosen experts of the last step, if not in `_buffers`
-        self._buffers: dict[int, Tensor] = {}  # layer -> the same, in a fixed buffer on a GPU
+        self._buffers: dict[int, Tensor] = {}  # layer -> chosen experts, in a fixed buffer on a GPU
         self._first = first or {}
         self._placements: dict[int, Placement] = {}
         self._tables: dict[int, _Tables] = {}

@@ -1,1 +1,1 @@
-"""Loading a checkpoint: its facts, its quantisation format, and its tensors."""
+"""Loading a checkpoint: its facts, its quantisation format and its tensors."""

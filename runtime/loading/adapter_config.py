@@ -1,4 +1,4 @@
-"""Reads the settings of LoRA adapters as `peft` saves them. Torch-free."""
+"""Read the settings of LoRA adapters in `peft`'s format. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.errors import CheckpointError
 
 CONFIG = "adapter_config.json"
 MAX_CONFIG_BYTES = 2**20
-# Settings that change what an adapter computes. Each has the value that changes nothing.
+# Settings that are not supported -> the value with which the setting has no effect.
 _UNSUPPORTED: Mapping[str, Any] = {
     "lora_bias": False,
     "layer_replication": None,
@@ -26,7 +26,7 @@ _UNSUPPORTED: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The settings of an adapter that decide what it computes."""
+    """The settings that determine what an adapter computes."""
 
     rank: int  # the largest rank of all layers
     alpha: float
@@ -38,7 +38,7 @@ class AdapterConfig:
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def scale(self, layer: str, rank: int) -> float:
-        """Return the factor of the product b a for a layer with this name and rank."""
+        """Return the factor of the product b @ a for a layer with this name and rank."""
         found = (alpha for key, alpha in self.alphas.items() if re.fullmatch(rf"(.*\.)?({key})", layer))
         return next(found, self.alpha) / (math.sqrt(rank) if self.root_scaled else rank)
 

@@ -1,4 +1,4 @@
-"""Reads the weights of LoRA adapters as `peft` saves them."""
+"""Read the weights of LoRA adapters in `peft`'s format."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ _TOKENS = re.compile(r"(?P<layer>.+?)(?:\.token_adapter)?\.trainable_tokens_delt
 
 
 class LowRankPair(NamedTuple):
-    """The change of one layer: its weight becomes W + b a. The weight of an embedding is [E, V] here."""
+    """The change of one layer: its weight W [O, I] becomes W + b @ a. For an embedding, W is [E, V]."""
 
     a: Tensor  # [r, I]
-    b: Tensor  # [O, r], scaled
-    magnitude: Tensor | None = None  # [O]; the rows of W + b a are scaled to these lengths (DoRA)
+    b: Tensor  # [O, r]; contains the adapter's scale
+    magnitude: Tensor | None = None  # [O]; the rows of W + b @ a are scaled to these lengths (DoRA)
 
 
 class TokenVectors(NamedTuple):
@@ -43,18 +43,19 @@ class TokenVectors(NamedTuple):
 
 
 class AdapterWeights(NamedTuple):
-    """The tensors of an adapter, float32. The keys are names of layers, without peft's prefix."""
+    """The tensors of an adapter, float32. The keys are layer names without peft's prefix."""
 
-    pairs: dict[str, LowRankPair]  # pairs of all experts of a mixture are not scaled: their rank is that of one expert
+    # A pair that holds all experts of a layer is not scaled yet: its scale depends on the rank of a single expert.
+    pairs: dict[str, LowRankPair]
     tokens: dict[str, TokenVectors]
-    copies: dict[str, Tensor]  # [V, E] of the base model, which peft stores beside a change of the embedding or head
+    copies: dict[str, Tensor]  # base weights [V, E], which peft saves with a change of the embedding or LM head
     config: AdapterConfig
 
 
 def read_weights(folder: Path, config: AdapterConfig) -> AdapterWeights:
     """Read an adapter's weights.
 
-    Raises CheckpointError, which names every tensor that has no known use: an adapter is never used in part.
+    Raises CheckpointError if there is a tensor of an unknown kind: an adapter is never loaded in part.
     """
     halves: dict[str, dict[str, Tensor]] = {}
     unknown: list[str] = []
@@ -93,9 +94,9 @@ def read_weights(folder: Path, config: AdapterConfig) -> AdapterWeights:
 
 
 def check_copies(folder: Path, copies: Mapping[str, Tensor], facts: ModelFacts) -> None:
-    """Raise CheckpointError unless the copies of base weights are those of this model.
+    """Raise CheckpointError unless the base weights saved with an adapter equal the weights of this model.
 
-    Weights of checkpoints that hold them in another form are compared by their shape alone.
+    If the checkpoint holds a weight in another form, only the shapes are compared.
     """
     if not copies:
         return
@@ -171,6 +172,6 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first names as a text, and how many more there are."""
+    """Return text with the first names and the number of remaining names."""
     more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(sorted(names)[:MAX_NAMED]) + more

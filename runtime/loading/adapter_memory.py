@@ -1,4 +1,4 @@
-"""Estimates the memory of adapter slots from the headers of a checkpoint. Torch-free."""
+"""Estimate the memory of adapter slots from the headers of a checkpoint. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _MATRIX = re.compile(r"(?:^|.*\.)(?:layers|h|blocks|block)\.\d+\.(?:(?!experts\.
 
 
 def largest_rank(plan: LoraPlan) -> int:
-    """Return the rank of the slots, which the adapters on this machine decide if no option does."""
+    """Return the rank of the adapter slots: the option's value or, without one, the largest rank of local adapters."""
     ranks: list[int] = []
     for source in plan.sources:
         try:
             ranks.append(read_config(Path(source.path)).rank)
-        except CheckpointError:  # not downloaded yet, or refused when the server starts
+        except CheckpointError:  # not downloaded yet, or invalid, which ends the start of the server later
             continue
     return plan.max_rank or max(LEAST_MAX_RANK, *ranks, 1)
 
 
 def slots_bytes(folder: str, plan: LoraPlan, rank: int, dtype_bytes: int) -> int | None:
-    """Return the bytes of all slots on all ranks together. None: the checkpoint has no plain weights in safetensors."""
+    """Return the bytes of all slots on all ranks, or None if there are no unquantised weights in safetensors files."""
     try:
         files = find_weights(Path(folder), "safetensors")
         headers = [read_header(file) for file in files.files]

@@ -1,4 +1,4 @@
-"""Load a model that transformers runs. Its classes read and convert the weights."""
+"""Load a model that runs transformers' code. The library also reads and converts the weights."""
 
 from __future__ import annotations
 

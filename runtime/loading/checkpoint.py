@@ -20,13 +20,14 @@ from runtime.config.pooling import module_folders
 from runtime.errors import CheckpointError
 from runtime.loading import remote
 
+# Files of a repository other than weights.
 DESCRIPTIONS = (
     "*.json",
     "*.jinja",
     "*.model",
     "*.txt",
     "*.tiktoken",
-)  # files of a repository other than weights
+)
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 NUMPY_FOLDER = "np"  # folder beside the torch files that holds numpy copies of them
 SAFETENSORS_INDEX = "model.safetensors.index.json"
@@ -65,7 +66,7 @@ class WeightFiles:
 
 
 def stored_as(args: Args) -> str:
-    """Return the `load_format` for `locate`."""
+    """Return the `load_format` to pass to `locate`: --load-format, or "gguf" with --quantization gguf."""
     load_format = args.model.load_format
     return "gguf" if load_format == "auto" and args.quant.quantization == "gguf" else load_format
 
@@ -80,9 +81,9 @@ def locate(
 ) -> str:
     """Return the local directory or GGUF file of a model. Downloads models from the Hub or a store (s3://...).
 
-    For a directory, return the GGUF file in it if `load_format` is gguf or if it has no other weights. Without
-    `weights` download only the configuration and the tokenizer. Raises CheckpointError if the directory or model does
-    not exist, or if the Hub cannot be reached.
+    For a directory, return the GGUF file in it if `load_format` is "gguf" or the directory has no other weights.
+    If `weights` is false, download only the configuration and the tokenizer. Raises CheckpointError if the directory or
+    model does not exist, or if the Hub cannot be reached.
     """
     if remote.is_url(path_or_hub_id):
         folder = remote.download(path_or_hub_id, download_dir, DESCRIPTIONS, weights=weights)
@@ -105,7 +106,7 @@ def locate(
 
 
 def _with_folders(directory: Path, download: Callable[..., str], weights: list[str]) -> str:
-    """Download the folders of sentence-transformers' modules, which configure pooling, and return the directory."""
+    """Download the folders of sentence-transformers modules, which configure pooling, and return the directory."""
     folders = module_folders(directory)
     patterns = [f"{escape(folder)}/{each}" for folder in folders for each in ("config.json", *weights)]
     return download(patterns, skipped=None) if patterns else str(directory)
@@ -138,7 +139,7 @@ def _download(
 ) -> str:
     from tqdm import TqdmWarning
 
-    with warnings.catch_warnings():  # in a notebook without ipywidgets, the bars of the Hub's library are plain text
+    with warnings.catch_warnings():  # without ipywidgets, progress bars in a notebook are plain text, which is enough
         warnings.simplefilter("ignore", TqdmWarning)
         from huggingface_hub import errors, snapshot_download
 
@@ -166,8 +167,8 @@ def _download(
 def find_weights(directory: Path, load_format: str = "auto") -> WeightFiles:
     """Return the weight files of a local checkpoint; `load_format` is "auto", "safetensors", "pt" or "npcache".
 
-    If there is an index, it lists the files; otherwise all weight files are used, except `consolidated*` and training
-    state. Raises CheckpointError if there are no files.
+    These are the files that the index lists or, without an index, all weight files except `consolidated*` and training
+    state. Raises CheckpointError if there are none.
     """
     if load_format in ("auto", "safetensors"):
         files = _indexed(directory, SAFETENSORS_INDEX) or _matching(directory, "*.safetensors")
@@ -185,7 +186,7 @@ def find_weights(directory: Path, load_format: str = "auto") -> WeightFiles:
 
 
 def delete(path: str) -> None:
-    """Delete a local checkpoint: its weights, its configuration, and its folder if that is then empty.
+    """Delete a local checkpoint: its weights, its configuration and, if nothing else is left in it, its folder.
 
     Raises OSError if a file cannot be deleted.
     """
@@ -269,7 +270,7 @@ def _check_entries(file: Path, entries: Mapping[str, StoredTensor], begin: int) 
 
 
 def weight_bytes(directory: Path) -> int:
-    """Return the size of all tensors of a checkpoint; 0 if it has no weight files."""
+    """Return the size of all tensors of a checkpoint in bytes; 0 if it has no weight files."""
     if directory.is_file():
         return directory.stat().st_size
     try:
@@ -290,7 +291,7 @@ def tensor_names(path: str) -> frozenset[str] | None:
 
 
 def stored_dtype(directory: Path) -> str | None:
-    """Return the dtype of the first floating-point tensor, for a config.json without a dtype."""
+    """Return the dtype of the first floating-point tensor, or None if no safetensors file has one."""
     for file in _matching(directory, "*.safetensors"):
         for entry in read_header(file).values():
             if entry.dtype in _DTYPE_NAMES:

@@ -18,10 +18,11 @@ OTHER_FILES = ("config.json", "hf_quant_config.json", "quantize_config.json", "q
 
 
 def model_digest(plan: ModelPlan, path: Path, known: Path) -> str:
-    """Return the digest of the weights and settings that determine a model's KV. Reads all weights once.
+    """Return the digest of the weights and settings that determine a model's keys and values.
 
-    `path` is the checkpoint's folder or file. `known` is a file with the digests of files that were read before, by
-    path, size and time. Blocks. Raises OSError if a file cannot be read.
+    `path` is the checkpoint's folder or file. `known` is a cache file with the digests of weight files, by path, size
+    and modification time; other files are read completely. Blocks while it reads. Raises OSError if a file cannot be
+    read.
     """
     digest = blake2b(digest_size=16)
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if _counts(each))
@@ -38,7 +39,7 @@ def model_digest(plan: ModelPlan, path: Path, known: Path) -> str:
     settings = (
         plan.load_format,
         plan.random_seed if plan.load_format == "dummy" else None,
-        secrets.token_hex() if plan.load_format == "remote_instance" else None,  # the weights are in no file
+        secrets.token_hex() if plan.load_format == "remote_instance" else None,  # unique: the weights are in no file
         plan.dtype,
         plan.quantization,
         plan.kv_scales,
@@ -72,7 +73,7 @@ def _read(path: Path) -> dict[str, str]:
 
 
 def _write(path: Path, values: dict[str, str]) -> None:
-    with suppress(OSError):  # only saves time
+    with suppress(OSError):  # the file only saves time
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         partial = path.with_name(f"{path.name}.{os.getpid()}")
         partial.write_text(json.dumps(values), encoding="utf-8")

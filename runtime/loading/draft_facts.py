@@ -1,4 +1,4 @@
-"""Facts of the model or head that proposes tokens. Does not import torch."""
+"""Read the facts of a draft model or draft head. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.loading.facts import read_facts, read_values
 from runtime.models.draft_heads import EAGLE3_NAMES, EAGLE_NAMES, NEXTN
 from runtime.models.registry import architecture_of
 
-# Fields of config.json that describe the model's own layers.
+# Overrides for a draft head of one layer, in place of the values that describe the served model's layers.
 _OF_MODEL = {
     "num_hidden_layers": 1,
     "layer_types": ["full_attention"],
@@ -50,7 +50,7 @@ def read_draft_facts(draft: DraftPlan, target: ModelFacts) -> ModelFacts:
 
 
 def _eagle_overrides(draft: DraftPlan, path: str, target: ModelFacts) -> Mapping[str, Any]:
-    """Return the values that make config.json that of a draft head."""
+    """Return the overrides that complete the config.json of an EAGLE head for use as a draft head."""
     values = read_values(Path(path))[0]
     names = EAGLE3_NAMES if draft.algorithm == "EAGLE3" else EAGLE_NAMES
     given = architecture_of(values)
@@ -74,7 +74,7 @@ def _eagle_overrides(draft: DraftPlan, path: str, target: ModelFacts) -> Mapping
 
 
 def _nextn_overrides(path: str, target: ModelFacts) -> Mapping[str, Any]:
-    """Return the values that make the model's config.json that of its first multi-token prediction layer."""
+    """Return the overrides that make the served model's config.json describe its first multi-token prediction layer."""
     values = read_values(Path(path))[0]
     name = NEXTN.get(architecture_of(values))
     if name is None:

@@ -1,4 +1,4 @@
-"""Reads the initial placement of experts (`--init-expert-location`)."""
+"""Read the initial placement of experts (`--init-expert-location`)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ MAX_FILE_BYTES = 2**30
 def read_expert_places(plan: Plan, facts: ModelFacts) -> dict[str, list[int]]:
     """Return the expert of each slot, by layer number as text; {} for the trivial placement.
 
-    Tables have a line for each layer of the model, also for those without experts, whose lines are not used. Counts
-    [L, X], or [steps, L, X], are balanced. Raises ConfigurationError if the table does not fit the model.
+    `physical_to_logical_map` [L, slots] is used as it stands. From the token counts in `logical_count`, [L, X] or
+    [steps, L, X], a balanced placement is computed. Both have a line for each of the model's L layers; lines of layers
+    without experts are not used. Raises ConfigurationError if the table does not fit the model.
     """
     experts, location = plan.experts, plan.experts.location
     if location == "trivial" or experts.ep_size == 1:
@@ -55,7 +56,10 @@ def read_expert_places(plan: Plan, facts: ModelFacts) -> dict[str, list[int]]:
 
 
 def _check(layer: str, line: Sequence[int], plan: Plan, facts: ModelFacts) -> bool:
-    """Whether the line is used: lines of zeros belong to layers without experts. Raises ConfigurationError."""
+    """Return False for a line of zeros, which belongs to a layer without experts, and True for a valid line.
+
+    Raises ConfigurationError for an invalid line.
+    """
     if not any(line):
         return False
     experts = plan.experts

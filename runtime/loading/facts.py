@@ -77,7 +77,7 @@ def read_facts(path: str, overrides: Mapping[str, Any] | None = None, *, model_i
 
 
 def _usual_name(architecture: str) -> str:
-    """Return the architecture's name in transformers, or `architecture` if that is a native family's. Imports torch."""
+    """Return the name of the architecture in transformers, unless a native family has that name. Imports torch."""
     from runtime.models.by_transformers.facts import usual_name
 
     name = usual_name(architecture)
@@ -85,7 +85,9 @@ def _usual_name(architecture: str) -> str:
 
 
 def _vector_output(architecture: str) -> str | None:
-    """Return SCORES or VECTORS for a model that transformers runs without a cache; None for text. Imports torch."""
+    """Return SCORES or VECTORS for a model that transformers runs without a cache, or None for a model that generates
+    text. Imports torch.
+    """
     from runtime.models.by_transformers.facts import TEXT, output_kind
 
     kind = output_kind(architecture)
@@ -95,7 +97,7 @@ def _vector_output(architecture: str) -> str | None:
 def _of_vectors(
     values: Mapping[str, Any], files: SentenceFiles | None, known: Entry | None, *, vectors: str | None = None
 ) -> dict[str, Any]:
-    """Return the facts on pooling and scores. An encoder without files on pooling returns the mean of its tokens."""
+    """Return the facts on pooling and scores. An encoder without pooling configuration uses mean pooling."""
     is_encoder = vectors is not None or (known is not None and known.encoder)
     if vectors == "scores" or (known is not None and known.scores):
         fields, pooling = Fields(values, "config.json: "), "last"
@@ -122,7 +124,7 @@ def _of_vectors(
 
 
 def _score_activation(fields: Fields, labels: tuple[str, ...]) -> str:
-    """Return the activation of scores, as in transformers' pipelines and sentence-transformers' cross-encoders."""
+    """Return the activation of scores that transformers pipelines and sentence-transformers cross-encoders use."""
     activation = fields.values.get("sbert_ce_default_activation_function")
     activation = activation or fields.child("sentence_transformers").values.get("activation_fn")
     kind = fields.values.get("problem_type")
@@ -173,7 +175,7 @@ def read_values(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def check_serves(facts: ModelFacts) -> None:
-    """Raise CheckpointError if the checkpoint only proposes tokens for another model."""
+    """Raise CheckpointError if the checkpoint is a draft head, which cannot be served without its model."""
     known = None if facts.by_transformers else find(facts.architecture)
     if known is not None and known.draft_head:
         raise CheckpointError(
@@ -183,7 +185,10 @@ def check_serves(facts: ModelFacts) -> None:
 
 
 def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return config.json with the user's overrides. Both may use either of the two forms of rope parameters."""
+    """Return config.json with the user's overrides.
+
+    Either may state rope parameters as `rope_parameters` or, in the older form, as `rope_theta` and `rope_scaling`.
+    """
     merged = {**values, **overrides}
     if "rope_parameters" in overrides and "rope_scaling" not in overrides:
         merged.pop("rope_scaling", None)
@@ -211,7 +216,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _token_ids(values: Mapping[str, Any], name: str) -> frozenset[int]:
-    """Return the ids of a field that holds one id, a list, or nothing."""
+    """Return the ids of a field that holds one id, a list of ids, or null."""
     ids = values.get(name)
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
@@ -220,7 +225,7 @@ def _token_ids(values: Mapping[str, Any], name: str) -> frozenset[int]:
 
 
 def _eos_ids(values: Mapping[str, Any], generation: Mapping[str, Any], vocab_size: int) -> frozenset[int]:
-    """Return the EOS tokens. Raises CheckpointError if all of them are beyond the vocabulary."""
+    """Return the EOS tokens within the vocabulary. Raises CheckpointError if all EOS tokens are beyond it."""
     stated = _token_ids(values, "eos_token_id") | _token_ids(generation, "eos_token_id")
     within = frozenset(token_id for token_id in stated if token_id < vocab_size)
     beyond = sorted(stated - within)

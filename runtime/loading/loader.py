@@ -59,7 +59,7 @@ SHARD_FILES = "model-rank-{rank}-part-{part}.safetensors"  # files of the load f
 
 logger = logging.getLogger("penstock.core")
 COMPARED_ROWS = 256  # number of rows in which LM head and embedding are compared
-# Unneeded tensors of some checkpoints: rotary frequencies are computed, a tied LM head is the embedding.
+# Tensors in some checkpoints that are not needed: rotary frequencies are computed, and a tied LM head is the embedding.
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq")
 IGNORED_IF_TIED = re.compile(r"lm_head\.weight")
 
@@ -75,13 +75,13 @@ def load_model(
 ) -> Decoder:
     """Return the model on plan.device in plan.dtype, ready to compute, without gradients.
 
-    The model has only the layers of the `stage` and, of each layer, only the shard of this rank of the `group`. A
+    The model has only the layers of the pipeline `stage` and, of each layer, only this rank's shard in the `group`. A
     `Mesh` as `group` may split layers over different ranks (see `split_layers`). If each rank has its own files,
-    `rank_info` selects this rank's. `experts` says which experts of mixtures this rank holds.
+    `rank_info` selects this rank's files. `experts` says which experts this rank holds.
 
-    Loading needs memory for these weights and the checkpoint tensors of one layer. A tied LM head is a second weight if
-    the embedding cannot read its layout. Raises CheckpointError, which names every tensor that is missing, unexpected
-    or has a wrong shape, before it allocates memory.
+    Loading needs memory for these weights and for the checkpoint tensors of one layer. A tied LM head needs a second
+    copy of the embedding if the lookup cannot read the head's layout. Raises CheckpointError before it allocates
+    memory if a tensor is missing, unexpected or has a wrong shape; the error names these tensors.
     """
     if plan.by_transformers:
         from runtime.loading.by_transformers import (
@@ -109,7 +109,7 @@ class Outline(NamedTuple):
 
     model: Decoder
     tensors: Tensors | None  # None if the weights are dummies
-    # groups the shards of a layer by tensor (see `fill_layers`)
+    # Argument of `fill_layers`; None if layers are filled by their own shards.
     shards_of: Callable[[Named], dict[str, list[Shard]]] | None
 
 
@@ -122,7 +122,7 @@ def outline_model(
     rank_info: RankInfo | None = None,
     experts: ExpertSharing | None = None,
 ) -> Outline:
-    """Build the model or a rank's shard, and open its checkpoint. Raises CheckpointError like `load_model`."""
+    """Build this rank's shard of the model, and open the checkpoint. Raises CheckpointError like `load_model`."""
     sharded = plan.load_format == "sharded_state"
     from_files = plan.load_format not in ("sharded_state", "dummy", "remote_instance")
     tensors = open_tensors(facts, plan) if from_files else None
@@ -157,7 +157,8 @@ def build_model(
 ) -> Decoder:
     """Return the model, or this rank's shard of it, on the meta device.
 
-    Raises CheckpointError unless `tensors` are exactly the tensors that the model needs. None: nothing is checked.
+    Raises CheckpointError unless `tensors` are exactly the tensors that the model needs. If `tensors` is None, nothing
+    is checked.
     """
     device, config = torch.device(plan.device), config_of(facts.config)
     build = Build(
@@ -217,7 +218,7 @@ def _kept(build: Build) -> Mapping[str, GroupForm]:
 
 
 def make_pooler(model: Decoder, facts: ModelFacts, plan: ModelPlan) -> Pooler:
-    """Return the pooler, with dense weights from the folders of sentence-transformers' modules."""
+    """Return the pooler, with dense weights from the folders of sentence-transformers modules."""
     pooling, weights = facts.pooling or Pooling(), []
     size = facts.hidden_size * len(pooling.modes)
     for dense in pooling.dense:
@@ -236,7 +237,7 @@ def make_pooler(model: Decoder, facts: ModelFacts, plan: ModelPlan) -> Pooler:
 
 
 def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Return the bytes that loading fills. Raises CheckpointError if there is less free memory."""
+    """Return the bytes that loading fills. Raises CheckpointError if the prepared weights exceed the free memory."""
     filled = needed = 0
     for parameter in model.parameters():
         itemsize = getattr(parameter, "own_dtype", dtype).itemsize
@@ -255,7 +256,7 @@ def _check_memory(model: nn.Module, dtype: torch.dtype, device: torch.device) ->
 
 
 def _method(plan: ModelPlan, kernels: Kernels, tensors: Tensors | None) -> QuantizationMethod:
-    """Return the quantisation method. Low-bit weights stay in groups if kernels and options allow it."""
+    """Return the quantisation method. A checkpoint's low-bit weights stay quantised if kernels and options allow it."""
     dtype = getattr(torch, plan.dtype)
     in_cpp = kernels.launcher is not None and dtype in kernels.launcher.dtypes and plan.device == "cpu"
     requested, method = plan.quantization, quantization_method(plan.quantization)
@@ -274,7 +275,7 @@ def _method(plan: ModelPlan, kernels: Kernels, tensors: Tensors | None) -> Quant
 
 
 def tensor_name(facts: ModelFacts, stored: str) -> str | None:
-    """Return the family's name of a stored tensor, or None if it is not used, as in multi-token prediction layers."""
+    """Return the family's name for a stored tensor, or None if the model does not use the tensor."""
     fields = Fields(facts.config, "config.json: ")
     num_nextn = fields.optional_integer("num_nextn_predict_layers", low=0) or 0
     nextn = (f"model.layers.{facts.num_layers + number}." for number in range(min(num_nextn, MAX_NEXTN_LAYERS)))
@@ -325,7 +326,10 @@ def open_tensors(facts: ModelFacts, plan: ModelPlan) -> Tensors:
 
 
 def open_sharded(facts: ModelFacts, plan: ModelPlan, rank_info: RankInfo) -> TensorFiles:
-    """Return this rank's tensors. Raises CheckpointError if there are none, or if the number of ranks differs."""
+    """Return this rank's tensors from its own files (--load-format sharded_state).
+
+    Raises CheckpointError if there are no such files, or if they were written for another number of ranks.
+    """
     directory, pattern = Path(facts.path), plan.shard_pattern or SHARD_FILES
     regex = re.escape(pattern).replace(r"\{rank\}", r"(\d+)").replace(r"\{part\}", r"\d+")
     files: dict[int, list[Path]] = {}
@@ -343,7 +347,7 @@ def open_sharded(facts: ModelFacts, plan: ModelPlan, rank_info: RankInfo) -> Ten
 
 
 def _has_own_head(model: Decoder, tensors: TensorFiles) -> bool:
-    """Whether the checkpoint of a model with a tied LM head has a head that differs from the embedding in some rows."""
+    """Whether a model with a tied LM head has a stored head that differs from the embedding in the compared rows."""
     head, embedding = model.head, model.embedding
     if head is None or embedding is None or not head.tied:
         return False

@@ -1,4 +1,4 @@
-"""Tensors in memory with the interface of a checkpoint's files, and their encodings without pickle."""
+"""Tensors in memory with the interface of checkpoint files, and readers of encodings that need no pickle."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MemoryTensors:
         return self._tensors[name]
 
     def release(self) -> None:
-        """Does nothing: the tensors belong to the caller."""
+        """Do nothing, because the tensors belong to the caller."""
 
     def read_all(self, take: Take, cuts: Cuts, num_threads: int = 1) -> None:
         """Pass the parts of each tensor in `cuts` to `take`."""
@@ -41,7 +41,7 @@ class MemoryTensors:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype with this name, such as "bfloat16" or "torch.bfloat16". Raises `InvalidRequest`."""
+    """Return the dtype called `name`, for example "bfloat16" or "torch.bfloat16". Raises `InvalidRequest`."""
     found = getattr(torch, name.removeprefix("torch."), None)
     if not isinstance(found, torch.dtype) or found not in DTYPES.values():
         raise InvalidRequest(f"{name[:80]} is not a dtype of weights, for example bfloat16.", param="dtypes")
@@ -49,9 +49,9 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def parse_safetensors(content: bytes, *, flattened: bool = False) -> dict[str, Tensor]:
-    """Return the tensors of safetensors bytes; of a `flattened` bucket, the tensors that its metadata lists.
+    """Return the tensors in safetensors bytes. Split a `flattened` bucket into the tensors that its metadata lists.
 
-    The tensors share the memory of `content`. Raises `InvalidRequest` for pickles and damaged content.
+    All tensors share one copy of the content. Raises `InvalidRequest` for pickles and damaged content.
     """
     if content[:1] == b"\x80" or content[:2] == b"PK":
         raise InvalidRequest(PICKLE, param="serialized_named_tensors")
@@ -94,7 +94,7 @@ def _parse(content: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def unflatten(flat: Tensor, parts: Sequence[tuple[str, str, Sequence[int]]]) -> dict[str, Tensor]:
     """Split a flat tensor into its parts (name, dtype, shape), which follow each other without gaps.
 
-    Raises `InvalidRequest` if their sizes do not add up to the tensor's.
+    Raises `InvalidRequest` if the sizes of the parts do not add up to the size of the tensor.
     """
     content, tensors, begin = flat.contiguous().view(-1).view(torch.uint8), {}, 0
     for name, dtype_name, shape in parts:
@@ -110,7 +110,7 @@ def unflatten(flat: Tensor, parts: Sequence[tuple[str, str, Sequence[int]]]) -> 
 
 
 def num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return the bytes of a tensor. Raises `InvalidRequest` for a negative size."""
+    """Return the size of a tensor in bytes. Raises `InvalidRequest` for a negative dimension."""
     count = 1
     for size in shape:
         if not isinstance(size, int) or size < 0:

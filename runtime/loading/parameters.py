@@ -1,4 +1,4 @@
-"""Fill a model's parameters, layer by layer, checking that every tensor is used."""
+"""Fill a model's parameters layer by layer, and check that every tensor is used."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def fill_layers(
 
 
 def fill_shards(modules: Named, tensors: Tensors | None) -> None:
-    """Fill the parameters of some modules, which must be allocated."""
+    """Fill the parameters of some modules. The parameters must be allocated."""
     _fill(_shards_of(modules), tensors, 1, None)
 
 
@@ -140,7 +140,7 @@ def own_shards(module: Weighted) -> dict[str, list[Shard]]:
 
 
 def own_parameters(modules: Named) -> dict[str, list[Shard]]:
-    """Return shards for files that hold the modules' parameters under their own names and shapes."""
+    """Return shards for files that hold parameters under the names and shapes that they have in the modules."""
     return {
         f"{name}.{part}": [Shard(f"{name}.{part}", parameter, 0, len(parameter), (None,) * parameter.dim())]
         for name, module in modules
@@ -177,8 +177,8 @@ def check_total(
 def check_dtypes(dtypes: Mapping[str, torch.dtype], where: Callable[[Sequence[str]], str]) -> None:
     """Raise CheckpointError for tensors that are not floating-point, or differ in dtype from similar tensors.
 
-    Similar tensors differ only in the number of the layer or expert. A single tensor with its own dtype is an error
-    too, unless it is float32, which some checkpoints use for a router's correction or the final norm.
+    The names of similar tensors differ only in layer and expert numbers. If only one tensor of the checkpoint has some
+    dtype, it is an error too, except for float32: some checkpoints use it for a router's correction or the final norm.
     """
     similar: dict[str, list[str]] = {}
     for name in dtypes:

@@ -1,4 +1,4 @@
-"""Find a checkpoint's quantisation format in config.json or in older tools' files. Does not import torch."""
+"""Find a checkpoint's quantisation format in config.json or in the files of older tools. Does not import torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def quantization_fields(values: Mapping[str, Any]) -> Fields:
 
 
 def _form(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the format (a name in FORMATS), and values to add for the format's reader."""
+    """Return values to add to `quantization_config`. Its `quant_method` is a name in FORMATS."""
     name = stated.get("quant_method")
     if name is None and "config_groups" in stated:
         name = "compressed-tensors"

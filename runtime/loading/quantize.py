@@ -78,8 +78,8 @@ METHODS: Mapping[str, tuple[Callable[[Tensor], Rounded], dict[str, Any]]] = {
 def quantize_checkpoint(source: str, method: str, output: str) -> int:
     """Write the checkpoint in `source` to the new directory `output`, rounded by one of METHODS.
 
-    Returns the size of the weights. Raises CheckpointError if `source` is not an unquantised checkpoint, `output`
-    exists, or rows are not a multiple of the group size.
+    Returns the size of the weights in bytes. Raises CheckpointError if `source` is not an unquantised checkpoint,
+    `output` exists, or the length of a row is not a multiple of the group size.
     """
     facts, target = read_facts(source), Path(output)
     if facts.quantization is not None:

@@ -41,7 +41,7 @@ def is_url(path: str) -> bool:
 def download(url: str, download_dir: str | None, descriptions: tuple[str, ...], *, weights: bool = True) -> str:
     """Copy a model from a folder of a store, and return the local folder. Unchanged files are not copied again.
 
-    Subfolders are only copied for configuration files and the weights of sentence-transformers' modules. Raises
+    From subfolders, only configuration files and the weights of sentence-transformers modules are copied. Raises
     CheckpointError if the store is not supported, its library is missing, or it does not respond.
     """
     files, root, listed = _listed(url)
@@ -68,14 +68,14 @@ def download(url: str, download_dir: str | None, descriptions: tuple[str, ...], 
 
 
 def folders_with(url: str, file: str) -> list[str]:
-    """Return the names of the folders in a folder of a store that have this file. Raises CheckpointError."""
+    """Return the names of the subfolders of the store's folder `url` that contain this file. Raises CheckpointError."""
     _, root, listed = _listed(url)
     names = (path[len(root) :].lstrip("/").split("/") for path in listed)
     return [each[0] for each in names if len(each) == 2 and each[1] == file]
 
 
 def _listed(url: str) -> tuple[Any, str, dict[str, Any]]:
-    """Return a store's file system, the path of the URL in it, and the files there, up to one level deep.
+    """Return a store's file system, the URL's path in it, and the files in this folder and its direct subfolders.
 
     Raises CheckpointError if the store is not supported, its library is missing, or it does not respond.
     """
@@ -116,7 +116,7 @@ def _weights_of_modules(folder: Path, available: dict[str, Any]) -> list[str]:
 
 
 def _selected(available: dict[str, Any], descriptions: tuple[str, ...], weights: bool) -> list[str]:
-    """Return the files to copy: configuration files, up to one level deep, and weights of one kind."""
+    """Return the files to copy: configuration files, also in direct subfolders, and weights of one kind."""
 
     def matching(patterns: tuple[str, ...], depth: int) -> list[str]:
         names = [name for name in available if name and ".." not in name and name.count("/") <= depth]

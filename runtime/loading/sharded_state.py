@@ -1,8 +1,8 @@
 """Checkpoints with separate files per rank (--load-format sharded_state).
 
-A file model-rank-R-part-P.safetensors holds parameters of rank R as the layers allocate them, before kernels change
-their layout. So each rank reads its files sequentially, and any kernels can use them. A different number of ranks needs
-new files.
+A file model-rank-R-part-P.safetensors holds parameters of rank R as the layers allocate them, before `prepare` changes
+their layout. Each rank therefore reads its files sequentially, and the files do not depend on the kernels. A different
+number of ranks needs new files.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ PART_BYTES = 4 * 10**9  # size of an output file; memory use is about the same
 
 
 def write_shards(source: str, output: str, tp_size: int, pp_size: int, dtype: str | None = None) -> int:
-    """Write the checkpoint in `source` to the new directory `output`, split over ranks. Returns the weights' size.
+    """Write the checkpoint in `source` to the new directory `output`, split over ranks. Return its size in bytes.
 
-    Holds one layer and one output file in memory. Raises CheckpointError if the model has no native family, is
-    quantised or cannot be split like this, and if `output` exists.
+    Needs memory for one layer and one output file. Raises CheckpointError if the model is not of a native family, is
+    quantised or cannot be split over these ranks, and if `output` exists.
     """
     facts, target = read_facts(source, model_impl="native"), Path(output)
     if facts.quantization is not None:

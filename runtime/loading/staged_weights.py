@@ -1,4 +1,4 @@
-"""Named tensors of a trainer: prepared beside the loaded weights, then put in their place all at once."""
+"""Weight updates from a trainer: new layers are prepared next to the loaded ones, then replace them all at once."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ from runtime.loading.quantization import quantization_fields
 from runtime.loading.tensors import Tensors
 from runtime.modeling.decoder import Decoder
 
-MAX_READ = 2**20  # numbers of a tensor that `read` returns
-IDENTITY_ROWS = 256  # rows of the identity matrix that a product takes at a time
+MAX_READ = 2**20  # maximum number of values that `read` returns
+IDENTITY_ROWS = 256  # number of rows of the identity matrix in one product
 SCALES = re.compile(r".*\.[kv]_scale")
 
 
 class Staged(NamedTuple):
     """The result of `StagedWeights.stage`."""
 
-    unknown: list[str]  # tensors of no layer of this rank; other ranks of a pipeline may have them
-    waiting: list[str]  # tensors without which a layer that got some of its tensors stays as it is
+    unknown: list[str]  # tensors that no layer of this rank uses; another pipeline stage may use them
+    # Tensors that incomplete layers lack. For an incomplete quantised checkpoint, the tensors that have arrived.
+    waiting: list[str]
 
 
 class StagedWeights:
-    """Layers with new weights, which `commit` puts in the place of the loaded model's.
+    """Layers with new weights, which `commit` copies to the loaded model.
 
     Tensors have the names and whole shapes of a checkpoint; this rank takes its shard. A layer is prepared when all its
-    tensors are there. An unquantised linear layer, embedding or norm takes its missing tensors from the current weights
-    if `merge` is set. Call all methods between two steps, on the thread that enqueues them.
+    tensors have arrived. With `merge`, an unquantised linear layer, embedding or norm takes missing tensors from the
+    current weights. Call all methods between two steps, on the thread that enqueues the steps.
     """
 
     def __init__(self, model: Decoder, facts: ModelFacts, plan: ModelPlan, *, fixed: bool, scaled_cache: bool) -> None:
@@ -54,18 +55,18 @@ class StagedWeights:
         self._model, self._facts, self._plan = model, facts, plan
         self._fixed, self._scaled_cache = fixed, scaled_cache
         self._units = _units(model)
-        self._pending: dict[str, Tensor] = {}  # tensors that no prepared layer has taken
-        self._is_complete = True  # whether no pending tensor waits for others
+        self._pending: dict[str, Tensor] = {}  # tensors that have arrived and are not yet in a prepared layer
+        self._is_complete = True  # whether every layer with pending tensors has been prepared
         self._prepared: dict[Weighted, Weighted] = {}  # layer of the model -> the same layer with new weights
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of this rank's tensors, by the names of the model's layers."""
+        """Whole (unsharded) shapes of the tensors of which this rank holds a part, by the model's names."""
         return {name: shards[0].shape for unit in self._units.values() for name, shards in unit.items()}
 
     @property
     def is_pending(self) -> bool:
-        """Whether tensors or prepared layers wait to be put in place."""
+        """Whether there are tensors or prepared layers that `commit` has not applied."""
         return bool(self._pending or self._prepared)
 
     @property
@@ -79,8 +80,8 @@ class StagedWeights:
     def stage(self, tensors: Mapping[str, Tensor], *, merge: bool, final: bool) -> Staged:
         """Prepare the layers whose tensors are complete. Raises CheckpointError; call `drop` after an error.
 
-        `final`: no further tensors follow. Of a quantised checkpoint, whose tensors have several parts, layers are
-        prepared only then, or as soon as all parts are complete if `merge` is set.
+        `final` says that no further tensors follow. A quantised checkpoint stores each weight in several tensors; its
+        layers are prepared only in the final call or, with `merge`, as soon as all these tensors have arrived.
         """
         for stored, tensor in tensors.items():
             name = tensor_name(self._facts, stored)
@@ -93,7 +94,7 @@ class StagedWeights:
         try:
             source = self._source()
         except CheckpointError:
-            if quantized and not final:  # a part may still follow
+            if quantized and not final:  # a missing tensor of a weight may still follow
                 return Staged([], sorted(self._pending))
             raise
         unknown = [name for name in source.shapes if not any(name in unit for unit in self._units.values())]
@@ -120,7 +121,7 @@ class StagedWeights:
         return Staged(unknown, waiting)
 
     def missing(self) -> list[str]:
-        """Names of this rank's tensors that have not been staged since the last commit or drop, without defaults."""
+        """Return the names of this rank's tensors in layers that are not prepared, except tensors with a default."""
         prepared = {name for layer in self._prepared for name in self._units[layer]}
         return [
             name
@@ -130,26 +131,26 @@ class StagedWeights:
         ]
 
     def commit(self) -> set[str]:
-        """Put the prepared layers in the place of the current ones, and return the names of their tensors."""
+        """Replace the current weights by those of the prepared layers, and return the names of the tensors."""
         names = {name for layer in self._prepared for name in self._units[layer]}
         with torch.inference_mode():
             for layer, fresh in self._prepared.items():
                 _replace(layer, fresh)
         self._prepared.clear()
-        if self._is_complete:  # of a quantised checkpoint, all parts are kept until here
+        if self._is_complete:  # the tensors of a quantised checkpoint are kept until here
             self._pending.clear()
         return names
 
     def drop(self) -> None:
-        """Forget all tensors and prepared layers; the current weights stay."""
+        """Discard all tensors and prepared layers. The current weights do not change."""
         self._pending.clear()
         self._prepared.clear()
 
     def read(self, name: str, num_rows: int) -> dict[str, Any] | None:
-        """Return the first rows of a tensor as this rank holds them, or None if the rank has no part of it.
+        """Return this rank's part of the first rows of a tensor, or None if the rank has no part of it.
 
-        The answer has the tensor's whole "shape", and "parts": [first row, first column, values as lists]. Raises
-        CheckpointError if its values are stored in a form that cannot be converted back.
+        The answer has the tensor's whole "shape", the "first" index of the part in each dimension, and its "values" as
+        nested lists. Raises CheckpointError if the values are stored in a form that cannot be converted back.
         """
         known = tensor_name(self._facts, name)
         layer = next((layer for layer, shards in self._units.items() if known in shards), None)
@@ -208,7 +209,7 @@ class StagedWeights:
         return fresh
 
     def _forget(self, names: Mapping[str, object], source: Tensors) -> None:
-        """Drop the pending tensors of a prepared layer. Parts of quantised tensors stay until `commit` or `drop`."""
+        """Drop the pending tensors of a prepared layer. Quantised tensors stay until `commit` or `drop`."""
         if isinstance(source, MemoryTensors):
             for name in names:
                 del self._pending[name]
@@ -218,7 +219,10 @@ class StagedWeights:
         return head is not None and head.tied and IGNORED_IF_TIED.fullmatch(name) is not None
 
     def _skips_scale(self, name: str) -> bool:
-        """Whether this is a scale of the KV cache, which a cache of full precision ignores."""
+        """Whether this is a scale of the KV cache, which a full-precision cache ignores.
+
+        Raises CheckpointError for such a scale if the cache has 8 bits.
+        """
         if not SCALES.fullmatch(name):
             return False
         if self._scaled_cache:
@@ -240,7 +244,7 @@ def _units(model: Decoder) -> dict[Weighted, dict[str, list[Shard]]]:
 
 
 def _outline(layer: Weighted) -> Weighted:
-    """Return the layer with new parameters on the meta device. It shares all inner layers except kept weights."""
+    """Return a copy of the layer with new parameters on the meta device. It shares inner layers, except `kept`."""
     outline = copy.copy(layer)
     for name in ("_parameters", "_buffers", "_modules"):
         object.__setattr__(outline, name, dict(getattr(layer, name)))
@@ -250,7 +254,7 @@ def _outline(layer: Weighted) -> Weighted:
 
 
 def _shell(layer: Weighted, dtype: torch.dtype, device: torch.device) -> Weighted:
-    """Return the layer with new parameters, which are not filled."""
+    """Return a copy of the layer with newly allocated parameters, which are not filled."""
     shell = _outline(layer)
     for part in (shell, *_kept_parts(shell)):
         allocate(part, dtype, device)
@@ -258,7 +262,7 @@ def _shell(layer: Weighted, dtype: torch.dtype, device: torch.device) -> Weighte
 
 
 def _kept_parts(layer: Weighted) -> list[Weighted]:
-    """Return the inner layers that hold this layer's own weights in the checkpoint's groups."""
+    """Return the inner layers that hold this layer's weights in the checkpoint's quantisation groups."""
     kept = getattr(layer, "kept", ())
     return [each for each in kept if isinstance(each, Weighted)]
 
@@ -305,7 +309,7 @@ def _check_layout(layer: Weighted, fresh: Weighted) -> None:
 
 
 def _replace(layer: Weighted, fresh: Weighted) -> None:
-    """Move the parameters of `fresh` to the layer, in the memory of the old ones if the layouts agree."""
+    """Move the parameters of `fresh` to the layer. If the layouts agree, the old parameters' memory is reused."""
     for key, now in list(fresh.named_parameters(recurse=False)):
         before = getattr(layer, key)
         if before is not None and same_layout(before, now):
@@ -326,7 +330,7 @@ def same_layout(one: Tensor, other: Tensor) -> bool:
 
 
 def _can_recover(layer: Weighted) -> bool:
-    """Whether `_recover` can return the exact tensors of the layer."""
+    """Whether `_recover` can reproduce the layer's checkpoint tensors exactly."""
     if isinstance(layer, VocabularyWeight):
         if layer.kept or (isinstance(layer, LMHead) and layer.unit):
             return False
@@ -338,9 +342,10 @@ def _can_recover(layer: Weighted) -> bool:
 
 
 def _recover(layer: Weighted, into: Weighted) -> None:
-    """Fill the parameters of `into` with the layer's current tensors.
+    """Fill the parameters of `into` with the layer's current tensors, in the checkpoint's layout.
 
-    A packed weight is multiplied with the identity matrix: each sum has one product that is not zero, so it is exact.
+    A packed weight is multiplied by the identity matrix. The result is exact, because each sum has only one product
+    that is not zero.
     """
     for name, target in into.named_parameters(recurse=False):
         source = getattr(layer, name)

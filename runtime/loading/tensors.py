@@ -105,9 +105,9 @@ class FileBytes:
 class TensorFiles:
     """Tensors of a checkpoint by name. Shapes are read at once, contents on demand.
 
-    `mmap` maps safetensors files instead of reading them. torch files are always mapped, except for old versions, which
-    are read whole. Raises CheckpointError if a file is damaged or a name occurs in two files. `rename` returns the new
-    name of a stored tensor, or None to skip it.
+    With `mmap`, safetensors files are memory-mapped instead of read. torch files are always mapped, except files of old
+    torch versions, which are read whole. `rename` returns the new name of a stored tensor, or None to skip it. Raises
+    CheckpointError if a file is damaged or a name occurs in two files.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class TensorFiles:
         return {name: reader.dtype(self._stored[name]) for name, reader in self._reader_of.items()}
 
     def where(self, names: Sequence[str]) -> str:
-        """Return the end of an error text, ", in FILES", with the names of these tensors in the files.
+        """Return the end of an error text: ", in FILES", and the names of these tensors in the files if they differ.
 
-        If one of the tensors is missing, all files are named.
+        If one of the tensors is missing, all files are listed.
         """
         paths = {self._reader_of[name].path if name in self._reader_of else None for name in names}
         files = self.files if None in paths else [file for file in paths if file is not None]
@@ -151,7 +151,7 @@ class TensorFiles:
         return f", in {listed}{more}" + (f" (called {', '.join(aliases)} there)" if aliases else "")
 
     def read(self, name: str, cut: Cut = ()) -> Tensor:
-        """Return a tensor, or read only a part of it."""
+        """Return a tensor, or the part of it that `cut` selects."""
         return self._reader_of[name].read(self._stored[name], cut)
 
     def release(self) -> None:
@@ -228,7 +228,7 @@ class _TorchFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._mapped = is_zipfile(path)  # only zip files can be mapped; old torch versions wrote others
+        self._mapped = is_zipfile(path)  # only zip files can be mapped; old torch versions wrote another format
         self._loaded: Mapping[str, Tensor] | None = self._load()
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._loaded.items()}
         self._dtypes = {name: tensor.dtype for name, tensor in self._loaded.items()}
@@ -260,7 +260,7 @@ class _TorchFile:
 
 
 def _pickle_hint(error: Exception) -> str:
-    """Return a sentence on a class that a pickle needs, as in files of torchao and HQQ, or "" if it names none."""
+    """Return a sentence about the class that a pickle needs (for example from torchao), or "" if none is named."""
     match = re.search(r"GLOBAL ((?:\w+\.)+\w+)", str(error))
     return (
         f" It contains objects of {match[1]}, which are not loaded from pickles. Save the model as safetensors with "
@@ -330,7 +330,7 @@ def _write_numpy(folder: Path, files: Sequence[Path], source: Mapping[str, objec
 
 
 def give_back_freed() -> None:
-    """Return freed heap memory to the system: much of a layer consists of small allocations."""
+    """Return freed heap memory to the operating system. A layer has many small allocations, which need this call."""
     with suppress(AttributeError):  # some C libraries have no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,4 +1,4 @@
-"""The memory of weights and caches: give it back to the system, back it up in a file, and compute checksums."""
+"""The memory of weights and caches: release it to the system, back it up in a file, and compute checksums."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIECE_BYTES = 64 * 2**20
 
 
 class MemoryFile:
-    """The contents of tensors in a temporary file, which has no name and disappears when it is closed."""
+    """A backup of tensors in an unnamed temporary file, which disappears when it is closed."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         """Write the tensors. Raises OSError if the folder for temporary files (TMPDIR) has too little space."""
@@ -29,7 +29,7 @@ class MemoryFile:
                     rest = memoryview(_array(piece.cpu()))
                     while rest:
                         rest = rest[self._file.write(rest) :]
-            os.fsync(self._file.fileno())  # the pages can then be dropped from the page cache
+            os.fsync(self._file.fileno())  # so that the system can drop the file's pages from the page cache
         except BaseException:
             self._file.close()
             raise
@@ -54,7 +54,7 @@ class MemoryFile:
 
 
 def distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
-    """Return the tensors without those that share an earlier one's storage."""
+    """Yield the tensors, except empty ones and those that share the storage of an earlier tensor."""
     seen: set[int] = set()
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -64,10 +64,10 @@ def distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
 
 
 def release(tensors: Iterable[Tensor]) -> int:
-    """Give the memory of the tensors back to the system, and return its size in bytes. The contents are lost.
+    """Release the memory of the tensors to the system, and return its size in bytes. The contents are lost.
 
-    On a CPU their addresses stay valid: the pages come back as zeros when they are written. On a GPU the storages are
-    empty until `reserve`. Raises OSError if the system refuses.
+    On a CPU the addresses stay valid: a page holds zeros when it is accessed again. On a GPU the storages are empty
+    until `reserve` is called. Raises OSError if the system refuses.
     """
     released = 0
     for tensor in list(distinct(tensors)):
@@ -96,7 +96,7 @@ def checksums(model: nn.Module) -> dict[str, str]:
 
 
 def combined(sums: Mapping[str, str]) -> str:
-    """Return one checksum of all parameters."""
+    """Return one checksum for the checksums of all parameters."""
     digest = hashlib.sha256()
     for name in sorted(sums):
         digest.update(f"{name} {sums[name]}\n".encode())
@@ -104,13 +104,13 @@ def combined(sums: Mapping[str, str]) -> str:
 
 
 def fill_random(model: nn.Module) -> None:
-    """Overwrite each byte of all parameters with a random number below 16. A later check then finds stale weights."""
+    """Overwrite each byte of all parameters with a random number below 16, so that a check can find stale weights."""
     for tensor in distinct(parameter.data for parameter in model.parameters()):
         content(tensor).random_(0, 16)
 
 
 def _array(memory: Tensor) -> Any:
-    """Return the uint8 tensor as an array, whose memory it shares."""
+    """Return a numpy array that shares the memory of the uint8 tensor."""
     return memory.numpy()
 
 
@@ -128,7 +128,7 @@ def content(tensor: Tensor) -> Tensor:
 
 
 def _release_pages(address: int, size: int) -> int:
-    """Release the pages that lie entirely within the memory; return their bytes."""
+    """Release the pages that lie entirely within this memory, and return their size in bytes."""
     page = mmap.PAGESIZE
     first, end = -(-address // page) * page, (address + size) // page * page
     if first >= end:

@@ -1,4 +1,4 @@
-"""Replace the weights of a loaded model from another checkpoint, in the memory of the old weights."""
+"""Replace the weights of a loaded model by those of another checkpoint, in the memory of the old weights."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class LoadedWeights:
     ) -> None:
         """`fixed` says whether graphs hold the weights' addresses, `scaled_cache` whether the KV cache has 8 bits.
 
-        `experts` has the current placement of the model's experts.
+        `experts` is the current placement of the model's experts.
         """
         self._model = model
         self._experts = experts
@@ -87,7 +87,7 @@ class LoadedWeights:
         self._fixed = fixed
         self._scaled_cache = scaled_cache
         self._changed = False  # whether weights have changed since the last load began
-        self._backup: MemoryFile | None = None  # the weights before a load or release that no checkpoint contains
+        self._backup: MemoryFile | None = None  # weights before a load or release, if they are in no checkpoint
         self._released = False
         self._staged: StagedWeights | None = None
         self._snapshot: dict[str, str] | None = None
@@ -109,7 +109,7 @@ class LoadedWeights:
             raise CheckpointError(_reason(error)) from error
 
     def load(self, path: str, load_format: str | None) -> dict[str, Any]:
-        """Read the checkpoint's weights. Return {"error": text}, where the text is the reason of a failure or None.
+        """Read the checkpoint's weights. Return {"error": None}, or {"error": reason} if this failed.
 
         After an error some weights may be new, so no step may run before `restore`.
         """
@@ -125,7 +125,7 @@ class LoadedWeights:
         return {"error": None}
 
     def loaded(self) -> None:
-        """Accept the weights of the last `load`: all ranks have them."""
+        """Accept the weights of the last `load`. Call this after all ranks have loaded them."""
         self._from_files = True
         self.unset.clear()
         self._forget_backup()
@@ -158,7 +158,7 @@ class LoadedWeights:
 
     @property
     def staged(self) -> StagedWeights:
-        """The weights that wait to be put in place. Raises CheckpointError for models that cannot take any."""
+        """The trainer's weights that wait for `commit`. Raises CheckpointError if the model's weights are fixed."""
         if self._staged is None:
             facts, plan = self._source.facts, self._source.plan
             if plan.by_transformers:
@@ -172,7 +172,7 @@ class LoadedWeights:
         return self._staged
 
     def commit(self) -> int:
-        """Put the staged weights in place, and return the number of changed tensors."""
+        """Replace the current weights by the staged ones, and return the number of changed tensors."""
         if self._released:
             raise CheckpointError("The memory of the weights is released; resume it first.")
         names = self.staged.commit()
@@ -196,7 +196,7 @@ class LoadedWeights:
         return staged or self._released or self._backup is not None
 
     def experts_moved(self) -> None:
-        """Look up again which tensors this rank has. Call it while `is_changing` is false."""
+        """Forget which tensors this rank has, because experts have moved. Call this while `is_changing` is false."""
         self._staged = None
         self._snapshot = None
 
@@ -218,16 +218,16 @@ class LoadedWeights:
         return checksums(self._model)
 
     def fill_random(self) -> None:
-        """Overwrite all parameters, so that weights which an update misses are noticed."""
+        """Overwrite all parameters with random bytes, so that a check can find weights that an update missed."""
         fill_random(self._model)
         self._from_files = False
 
     # --- memory ---
 
     def release(self, *, keep: bool) -> int:
-        """Give the memory of the weights back, and return the bytes. `keep`: `resume` restores the weights.
+        """Release the memory of the weights, and return its size in bytes. If `keep`, `resume` restores the weights.
 
-        Weights that are not in unchanged files are first written to a temporary file.
+        Weights to keep that are not in unchanged files are first written to a temporary file.
         """
         if self._released:
             return 0
@@ -244,7 +244,7 @@ class LoadedWeights:
         return release(parameter.data for parameter in self._model.parameters())
 
     def resume(self) -> bool:
-        """Take the memory back. Return whether the weights are restored, False if they were not kept."""
+        """Allocate the released memory again. Return False if the weights were not kept and so have no values."""
         if not self._released:
             return True
         reserve(parameter.data for parameter in self._model.parameters())
@@ -295,7 +295,7 @@ class LoadedWeights:
         return WeightSource.of(new_facts, replace(plan, path=path, load_format=load_format or usual))
 
     def _outline(self, source: WeightSource) -> Outline:
-        """Outline the checkpoint's model. Raises CheckpointError unless it computes the same as the loaded model."""
+        """Outline the checkpoint's model. Raises CheckpointError if it and the loaded model differ beyond weights."""
         facts, info = source.facts, self._mesh.rank_info
         stage = info.stage_layers(facts.num_layers)
         outline = outline_model(facts, source.plan, self._kernels, self._mesh, stage, info, self._experts)
@@ -375,7 +375,7 @@ def _difference(ours: Decoder, theirs: Decoder) -> str | None:
         mine, yours = vars(own), vars(other)
         for key in (mine.keys() | yours.keys()) - OWN_STATE:
             one, two = mine.get(key), yours.get(key)
-            if isinstance(own, Linear) and key in ("adapters", "row_values"):  # they stay
+            if isinstance(own, Linear) and key in ("adapters", "row_values"):  # not compared: adapters do not change
                 continue
             if isinstance(own, KVScales) and key == "values":  # not compared: read from the checkpoint like weights
                 continue
@@ -384,7 +384,7 @@ def _difference(ours: Decoder, theirs: Decoder) -> str | None:
             if _differ(one, two):
                 return f"{name}.{key} is {_text(two)}, not {_text(one)}"
         tables = dict(other.named_buffers(recurse=False))
-        for key, table in own.named_buffers(recurse=False):  # such as rotary tables
+        for key, table in own.named_buffers(recurse=False):  # for example rotary tables
             if key not in tables or tables[key].shape != table.shape or not torch.equal(tables[key], table):
                 return f"the values of {name}.{key} differ"
     return None
@@ -406,7 +406,7 @@ def _differ(one: Any, two: Any) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return the error text for the client: a text of Penstock's own, or the system's reason if a file failed."""
+    """Return the error text for the client. Texts of unexpected errors are replaced, because they expose internals."""
     if isinstance(error, CheckpointError | InvalidRequest):
         return str(error)
     if isinstance(error, OSError) and error.strerror:

@@ -25,8 +25,8 @@ from runtime.errors import CheckpointError
 from runtime.loading.formats.bits import unpack
 from runtime.loading.formats.stored import Derived, Read, Stored, require
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output in each four bits of a word
-POSITION = tuple(ORDER.index(output) for output in range(8))
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # index of the output in each 4-bit field of a word, lowest bits first
+POSITION = tuple(ORDER.index(output) for output in range(8))  # 4-bit field of each output
 
 
 class Parts(NamedTuple):
@@ -109,7 +109,7 @@ def _for_gemv(stored: Stored, names: tuple[str, str, str], group_size: int, with
 
 
 def add(derived: Derived, name: str, used: Sequence[str], parts: Parts, bits: int) -> None:
-    """Add a weight of integers, which can also stay in groups."""
+    """Add a weight of integers, dequantised or in its quantisation groups."""
     size = parts.in_size // parts.groups
 
     def zeros(read: Read) -> Tensor:

@@ -58,9 +58,10 @@ def look_up(codes: Tensor, table: Sequence[float] | Tensor) -> Tensor:
 
 
 def spread(scales: Tensor, shape: Sequence[int], blocks: Sequence[int | None] = ()) -> Tensor:
-    """Expand scales [..., a, b] to `shape` [..., O, I]. A block of O / a by I / b, or `blocks`, shares a scale.
+    """Expand scales [..., a, b] to `shape` [..., O, I].
 
-    Raises ValueError if the scales do not cover the shape.
+    The numbers of a block share a scale. `blocks` is the size of a block; the default is O / a by I / b. Raises
+    ValueError if the scales do not cover the shape.
     """
     for offset in range(1, min(len(shape), 2) + 1):
         axis = len(shape) - offset

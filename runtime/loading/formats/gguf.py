@@ -5,10 +5,10 @@
     Q4_K    half d, dmin, 12 bytes of eight 6-bit scales and minima, 128 bytes    d * s * q - dmin * m
     IQ4_NL  like Q4_0, with q looked up in a table
 
-Kinds in FORMS can stay in groups. llama.cpp's `gguf` package dequantises all kinds. NAME.scale multiplies NAME.weight
-(NVFP4). Tensors get the names of config.json's architecture. Changes of llama.cpp's converter are undone: rows of q and
-k in pairs (Llama), norm weights plus 1 (Gemma), gate and up in one tensor. Source: ggml-quants.h,
-convert_hf_to_gguf.py.
+Kinds in FORMS can stay in their quantisation groups; llama.cpp's `gguf` package dequantises all kinds. With NVFP4,
+NAME.scale multiplies NAME.weight. Tensors are renamed as in the model's safetensors files. Three changes of llama.cpp's
+converter are undone: the rows of q and k in interleaved pairs (Llama), norm weights plus 1 (Gemma), and gate and up in
+one tensor. Source: ggml-quants.h, convert_hf_to_gguf.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from runtime.loading.tensors import Cuts, FileBytes, Take, give_parts
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _IQ4_TABLE = tuple(map(float, IQ4))
-FORMS = {  # kinds that can stay in groups; Q2_K and Q3_K with 4 bits
+FORMS = {  # kinds that can stay in groups; codes of Q2_K and Q3_K are widened to 4 bits
     "Q4_0": GroupForm(32, shifted=False),
     "Q4_1": GroupForm(32),
     "Q5_0": GroupForm(32, 5, shifted=False),
@@ -165,7 +165,7 @@ def _our_name(name: str, parts: Mapping[str, str]) -> str | None:
 
 
 def _heads_in_pairs(stored: GgufFiles, name: str, architecture: str) -> int:
-    """Return the number of heads whose rows are stored in pairs; 0 if rows are in order."""
+    """Return the number of heads of a tensor whose rows are stored in interleaved pairs; 0 if rows are in order."""
     if architecture != "llama" or not re.search(r"\.attn_[qk]\.", name):
         return 0
     values = stored.header.values
@@ -219,7 +219,7 @@ def _add(derived: Derived, name: str, ours: str, header: GgufHeader, pairs: int,
 
         kept = kind in FORMS and len(inner) == 2 and scale is None
         grouped, form = (make_grouped, FORMS[kind]) if kept else (None, None)
-        # Rows in pairs are not consecutive. These tensors are small enough to make as a whole.
+        # Interleaved rows are not consecutive. These tensors are small enough to be made as a whole.
         by_rows = make_rows if len(inner) == 2 and len(tensor.shape) > 1 and not pairs else None
         derived.add(ours, inner, [name], make, grouped, form, by_rows)
 
@@ -294,7 +294,7 @@ def _two_bits_k(rows: Tensor) -> _Groups:
 
 def _three_bits_k(rows: Tensor) -> _Groups:
     blocks = rows.unflatten(1, (-1, 110))
-    packed = blocks[..., 96:108]  # 16 scales: the low four bits of all, then the high two
+    packed = blocks[..., 96:108]  # 16 scales of 6 bits: first the low four bits of all scales, then the high two bits
     low = torch.cat([packed[..., :8] & 15, packed[..., :8] >> 4], dim=-1)
     high = torch.cat([packed[..., 8:] >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)
     scales = _halves(blocks[..., 108:]).unsqueeze(-1) * ((low | high << 4).float() - 32)

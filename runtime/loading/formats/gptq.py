@@ -56,9 +56,9 @@ def _numbers(words: Tensor, bits: int, count: int, fields: Fields) -> Tensor:
 def _zeros(words: Tensor, bits: int, count: int, fields: Fields) -> Tensor:
     """Return the zeros [G, O].
 
-    In the first version, writers subtracted 1 from each zero in whole words, with a borrow if a zero was 0. So this
-    function adds it to whole words, unless numbers span two words. For 3 bits writers differ, but the zero of symmetric
-    rounding is known.
+    The first version stores each zero minus 1. Writers subtracted from whole words, so a zero of 0 borrows from the
+    next number; this function therefore adds to whole words, except for bit widths whose numbers span two words. For 3
+    bits, tools write zeros differently, but symmetric rounding always has the zero 4.
     """
     if _format(fields) != "gptq":
         return _numbers(words, bits, count, fields)
@@ -82,7 +82,7 @@ def _add(derived: Derived, stored: Stored, layer: str, bits: int, group_size: in
     if -(-in_size * bits // 32) != words or any(stored.shapes[name] != each for name, each in shapes.items()):
         raise CheckpointError(f"{packed}, {zeros} and {scales} do not match with {bits} bits.")
     size = in_size if group_size == -1 else group_size
-    if -(-in_size // size) != groups:  # this layer has another group size
+    if -(-in_size // size) != groups:  # this layer's group size differs from the configuration's
         size = -(-in_size // groups)
 
     def make(read: Read) -> Tensor:

@@ -46,7 +46,7 @@ def derive(stored: Stored, fields: Fields) -> Derived:
 
 
 def _group_sizes(values: Mapping[str, Any]) -> set[int]:
-    """Return the group sizes that config.json states for all weights; none if it states them per layer."""
+    """Return the group sizes that config.json states for all weights, or an empty set if it states them per layer."""
     if "quantized_layers" in values:
         return set()
     sizes = [each.get("group_size") for each in (values, *scaled.weight_settings(values))]
@@ -54,7 +54,7 @@ def _group_sizes(values: Mapping[str, Any]) -> set[int]:
 
 
 def _add_floats(derived: Derived, stored: Stored, name: str, stem: str, groups: set[int]) -> None:
-    """Add a weight of e2m1, two per byte along the inputs. In tensors of all experts the inputs may come first."""
+    """Add a weight of e2m1, packed two per byte along the inputs. A tensor of all experts may have the inputs first."""
     scale, whole = f"{stem}_scale", f"{stem}_scale_2"
     by_exponent = stored.dtypes[scale] == torch.uint8
     packed, grid = stored.shapes[name], stored.shapes[scale]

@@ -77,7 +77,7 @@ def _add_integers(derived: Derived, stored: Stored, name: str, *, signed: bool, 
         raise CheckpointError(f"{zero} and {scale} do not match.")
 
     def codes(words: Tensor) -> Tensor:
-        """Return codes [n, O] whose zero point is 8 for signed numbers."""
+        """Unpack words to codes [n, O]. Codes of signed numbers are offset by 8."""
         numbers = unpack(words, 4, 8 * words.shape[1])
         numbers = (in_awq_order(numbers) if reorder else numbers)[:, :out_size]
         return numbers ^ 8 if signed else numbers

@@ -31,11 +31,11 @@ from runtime.loading.formats.stored import Derived, Read, Stored, first_of, requ
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 NARROW = (*FLOAT8, torch.int8)
-FLOAT8_UNIT = 32  # products of float8 multiply so many inputs at a time
+FLOAT8_UNIT = 32  # number of inputs that float8 kernels multiply at a time; groups must be a multiple of it
 IN_WEIGHTS = ("weight_input", "weight_output")  # locations of rotations that stored weights already contain
 PACKED_FORMATS = ("marlin-24", "sparse-24-bitmask", "sparse-bitmask")  # other layouts, not supported
 
-# Scales of activations, which are not rounded.
+# Scales of activations. They are ignored, because activations are not rounded.
 _UNNEEDED = re.compile(
     r".*[._](input_scale|input_zero_point|input_global_scale|output_zero_point|activation_scale|"
     r"input_scale_ub|q_proj\.output_scale|q_scale|(q_proj|o_proj)\.q_scale|[kvq]_zero_point)"
@@ -84,8 +84,8 @@ class Schemes(NamedTuple):
     bits: tuple[int, ...] = ()
     blocks: tuple[tuple[int, int], ...] = ()  # outputs and inputs per scale
     strategies: frozenset[str] = frozenset()  # strategies of all weights; empty if some are unknown
-    shifted: bool = False  # whether all weights have zeros
-    ordered: bool = False  # whether all weights have an order of columns
+    shifted: bool = False  # whether all weights have zero points
+    ordered: bool = False  # whether all weights have a `weight_g_idx`
 
     def check(self, grid: tuple[int, ...], shape: tuple[int, ...], name: str) -> None:
         """Raise CheckpointError if no strategy gives scales of this shape to a weight [O, I]."""
@@ -245,7 +245,7 @@ def _add_integers(derived: Derived, stored: Stored, name: str, schemes: Schemes)
 
 
 def _form(stored: Stored, shape: Sequence[int], scale: str, bits: int, *, shifted: bool = True) -> GroupForm | None:
-    """Return the group form of a weight with a scale per output and group of inputs; None for other scales."""
+    """Return the group form of a weight with one scale per output and group of inputs, or None for other scales."""
     grid = stored.shapes[scale]
     if len(shape) != 2 or len(grid) != 2 or grid[0] != shape[0] or not grid[1] or shape[1] % grid[1]:
         return None
@@ -253,7 +253,10 @@ def _form(stored: Stored, shape: Sequence[int], scale: str, bits: int, *, shifte
 
 
 def _float8_form(grid: tuple[int, ...], shape: tuple[int, ...], schemes: Schemes) -> GroupForm | None:
-    """Return the group form of a weight in float8: one group, or groups of a multiple of 32 inputs."""
+    """Return the group form of a float8 weight, or None.
+
+    A form needs one group per row, or groups whose size is a multiple of 32 inputs.
+    """
     if len(shape) != 2:
         return None
     columns = grid[2] if len(grid) == 4 else grid[1] if len(grid) == 2 else 1  # ModelOpt's blocks are [a, 1, b, 1]
@@ -265,7 +268,7 @@ def _float8_form(grid: tuple[int, ...], shape: tuple[int, ...], schemes: Schemes
 
 
 def _packing(candidates: Sequence[int], words: int, count: int) -> tuple[int, bool]:
-    """Return the bit width that fits, and whether numbers may span two words; 0 if none fits."""
+    """Return the bit width that fits (0 if none does), and whether numbers may span two words."""
     for dense in (True, False):
         for bits in candidates:
             if words == (-(-count * bits // 32) if dense else -(-count // (32 // bits))):
@@ -274,7 +277,10 @@ def _packing(candidates: Sequence[int], words: int, count: int) -> tuple[int, bo
 
 
 def add_floats(derived: Derived, stored: Stored, name: str, packed: str, schemes: Schemes) -> None:
-    """Add a weight of e2m1 with a scale per 16 inputs and a global divisor, of e2m1 per 32, or of e2m3."""
+    """Add a packed weight of floats.
+
+    It is e2m1 with a scale per 16 inputs and a global divisor, or e2m1 or e2m3 with a scale per 32 inputs.
+    """
     scale = f"{name}_scale"
     whole = f"{name}_global_scale"
     whole = whole if whole in stored.shapes else None
@@ -308,7 +314,7 @@ def _scales(stored: Tensor) -> Tensor:
 
 
 def _spread(scales: Tensor, shape: tuple[int, ...], schemes: Schemes, name: str) -> Tensor:
-    """Expand scales to the shape of their weight, by the configuration's blocks if one of them fits."""
+    """Expand scales to the shape of their weight, in blocks of a size that the configuration states if one fits."""
     if scales.numel() == 1:
         return scales.reshape(())
     if scales.dim() == 4 and len(shape) == 2:  # ModelOpt's blocks: [a, 1, b, 1]

@@ -71,8 +71,8 @@ class Derived:
     ) -> None:
         """Add the model's tensor `name`, computed from the stored tensors in `used`.
 
-        `make` returns the whole tensor; `make_rows` and `make_grouped`, if given, a slice of its rows, dequantised or
-        in groups of `form`.
+        `make` returns the whole tensor. `make_rows` returns a slice of its rows, dequantised; `make_grouped` returns a
+        slice of its rows in groups of `form`.
         """
         self.tensors[name] = DerivedTensor(tuple(shape), make, make_grouped, form, make_rows)
         self.used.update(used)
@@ -116,9 +116,9 @@ class QuantizedTensors:
                 self.shapes[f"{name}.{part}"] = (out_size, in_size // form.group)
 
     def check_unquantized(self, needed: Iterable[str]) -> None:
-        """Drop biases that are zero and that the model does not need: some tools write them for every layer.
+        """Drop biases that are zero and not among the `needed` tensors: some tools write them for every layer.
 
-        Raises CheckpointError if a tensor that the model needs has a quantised dtype but no scales.
+        Raises CheckpointError if a needed tensor has a quantised dtype but no scales.
         """
         known, dtypes = set(needed), self._stored.dtypes
         for name in known & self._plain.keys():
@@ -196,7 +196,7 @@ class QuantizedTensors:
 
 @contextmanager
 def fitting(name: str) -> Iterator[None]:
-    """Raise CheckpointError, which names the tensor, for errors in a damaged checkpoint's parts."""
+    """Turn the errors that damaged tensors cause into a CheckpointError that contains `name`."""
     try:
         yield
     except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
