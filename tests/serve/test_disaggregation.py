@@ -326,6 +326,7 @@ async def test_a_killed_prefill_server_costs_time_alone() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # four processes and two reference ones
 @pytest.mark.parametrize("sizes", [{"tp_size": 2}], ids=["tp2"])
 async def test_ranks_fetch_their_shares(sizes: dict[str, int]) -> None:
     reference = await plain(PROMPTS[:4], **sizes)

@@ -76,7 +76,7 @@ class OwnRank:
         """Do nothing: there is no thread."""
 
 
-def leading(**sizes: int) -> tuple[GroupRunner, OwnRank, list[OtherRank]]:
+def leading(**sizes: Any) -> tuple[GroupRunner, OwnRank, list[OtherRank]]:
     info = RankInfo(**(sizes or {"tp_size": 3}))
     group, own = WorkerGroup(), OwnRank()
     others = [OtherRank(rank) for rank in range(1, info.world_size)]

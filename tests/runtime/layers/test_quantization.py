@@ -59,6 +59,9 @@ class RowScales:
     def keeps(self, layout: LinearLayout) -> bool:
         return False
 
+    def keeps_experts(self, layout: LinearLayout) -> bool:
+        return False
+
     def take(self, layer: nn.Module) -> GroupedWeight:
         raise AssertionError("nothing is kept")
 

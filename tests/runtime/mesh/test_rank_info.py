@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from runtime.mesh.rank_info import AXES, RankInfo
 
 
-def lines(axis: str, **sizes: int) -> list[list[int]]:
+def lines(axis: str, **sizes: Any) -> list[list[int]]:
     """Return the ranks of each line along an axis, in order."""
     found: dict[int, list[int]] = {}
     for rank in range(RankInfo(**sizes).world_size):
@@ -17,7 +19,7 @@ def lines(axis: str, **sizes: int) -> list[list[int]]:
 
 
 def test_lines_of_tensor_and_pipeline_parallelism() -> None:
-    sizes = {"tp_size": 2, "pp_size": 2}
+    sizes: dict[str, Any] = {"tp_size": 2, "pp_size": 2}
     assert lines("tp", **sizes) == [[0, 1], [2, 3]]
     assert lines("pp", **sizes) == [[0, 2], [1, 3]]
     assert lines("dp", **sizes) == lines("ep", **sizes) == [[0], [1], [2], [3]]
@@ -25,7 +27,7 @@ def test_lines_of_tensor_and_pipeline_parallelism() -> None:
 
 
 def test_experts_are_spread_over_the_ranks_of_a_stage() -> None:
-    sizes = {"tp_size": 2, "dp_size": 2, "pp_size": 2}
+    sizes: dict[str, Any] = {"tp_size": 2, "dp_size": 2, "pp_size": 2}
     assert lines("dp", **sizes) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert lines("ep", **sizes, ep_size=4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert lines("ep", **sizes, ep_size=2) == [[0, 2], [1, 3], [4, 6], [5, 7]]
