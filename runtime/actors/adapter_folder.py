@@ -1,4 +1,4 @@
-"""The folder of `--lora-dir`, whose adapters are loaded when requests name them."""
+"""The folder of `--lora-dir`. Its adapters are loaded when requests name them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from runtime.loading.checkpoint import locate
 
 logger = logging.getLogger("penstock.core")
 
-REFRESH_S = 30.0  # a store is listed again for an unknown name after this time
+REFRESH_S = 30.0  # minimum time between two listings of a store
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,127}")
 
 
 class AdapterFolder:
-    """Finds adapters by name in a folder of this machine or of a store (`s3://bucket/folder`).
+    """Finds adapters by name in a local folder or in a folder of a store (`s3://bucket/folder`).
 
-    Names cannot leave the folder, and symbolic links are not followed. A store is listed at the start and at most every
-    `REFRESH_S` seconds, so that unknown names cause no traffic.
+    A name cannot lead out of the folder, and symbolic links are not followed. A store is listed at the start, and after
+    that at most every `REFRESH_S` seconds, so unknown names cause little traffic.
     """
 
     def __init__(self, path: str, download_dir: str | None) -> None:
-        """`download_dir` is where adapters of a store are copied to; None: the user's cache."""
+        """Adapters of a store are copied to `download_dir`. If it is None, they are copied to the user's cache."""
         self.path = path
         self._download_dir = download_dir
         self._in_store: frozenset[str] = frozenset()
@@ -53,7 +53,10 @@ class AdapterFolder:
         return None
 
     async def fetched(self, path: str) -> str:
-        """Return the folder on this machine of an adapter that `find` returned. Raises CheckpointError."""
+        """Return the local folder of an adapter that `find` returned.
+
+        Copies the adapter if necessary. Raises CheckpointError.
+        """
         return await asyncio.to_thread(locate, path, None, self._download_dir) if remote.is_url(path) else path
 
     async def _list(self) -> None:

@@ -1,4 +1,4 @@
-"""The LoRA adapters that the engine serves: their names, and which of them are in host memory."""
+"""The LoRA adapters that the engine serves: their names, their users, and which of them are in host memory."""
 
 from __future__ import annotations
 
@@ -31,47 +31,47 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.core")
 T = TypeVar("T")
 
-UNLOAD_TIMEOUT_S = 60.0  # an unloaded adapter that is still in use after this time is freed when its requests end
+UNLOAD_TIMEOUT_S = 60.0  # longest wait of `unload` for the requests that use the adapter
 MAX_NAME = 256  # characters
-MAX_LISTED = 100  # adapters in metrics, each of which is a line of every scrape
+MAX_LISTED = 100  # maximum number of adapters in metrics; each adds a line to every scrape
 OFF = "LoRA adapters are off on this server; start it with --enable-lora."
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """An adapter that has a name, or had one and is still in use."""
+    """An adapter that has a name, or that lost its name and is still in use."""
 
     adapter: Adapter
-    num_users: int = 0  # requests in the engine
-    used: int = 0  # when a request last named it, on a clock that counts
+    num_users: int = 0  # requests in the engine that use it
+    used: int = 0  # logical time at which a request last named it
     resident: bool = False  # whether all ranks have it in host memory
     num_requests: int = 0
     load_s: float = 0.0
-    measured: bool = False  # whether its weights in host memory depend on those of the model (DoRA)
-    temporary: bool = False  # whether the folder is removed when the adapter is freed
+    measured: bool = False  # whether its weights in host memory depend on the model's weights (DoRA)
+    temporary: bool = False  # whether its folder is removed when the adapter is freed
     unused: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class AdapterRegistry:
-    """Loads, names and frees adapters, on all ranks of all replicas. An observer of requests counts the users.
+    """Loads, names and frees adapters on all ranks of all replicas. Observes requests to count each adapter's users.
 
-    A name keeps its meaning for requests that were accepted before it is unloaded or loaded again: they finish with the
-    old weights, which are freed afterwards.
+    A request keeps the adapter that its name meant when the request was accepted. If the adapter is unloaded or its
+    name is loaded again, such requests finish with the old weights. The old weights are freed afterwards.
     """
 
     def __init__(self, plan: LoraPlan, alive: Callable[[], Sequence[SchedulerActor]]) -> None:
         self._plan = plan
         self._alive = alive
         self._names: dict[str, _Entry] = {}
-        self._retired: set[_Entry] = set()  # without a name, freed when no request uses them
+        self._retired: set[_Entry] = set()  # adapters without a name; freed when no request uses them
         self._ids, self._clock = count(1), count(1)
         self._lock = asyncio.Lock()  # held while ranks load or free adapters
-        self._fetching = asyncio.Lock()  # held while an adapter of a store is copied
+        self._fetching = asyncio.Lock()  # held while an adapter is copied from a store
         self._tasks: set[asyncio.Task[Any]] = set()
         self._freed = asyncio.Event()  # set when an adapter loses its last user
-        self._folders: TemporaryDirectory[str] | None = None  # of adapters that came from memory
+        self._folders: TemporaryDirectory[str] | None = None  # folders of adapters that were sent in requests
         self._on_demand = None if plan.folder is None else AdapterFolder(plan.folder, plan.download_dir)
-        self.num_evictions = 0  # adapters that left host memory for others, since the start
+        self.num_evictions = 0  # adapters evicted from host memory, since the start
         self.load_s = Histogram(buckets.SHORT)
 
     @property
@@ -80,7 +80,7 @@ class AdapterRegistry:
 
     @property
     def adapters(self) -> list[Adapter]:
-        """The adapters that requests may name, in the order of their names' first loading."""
+        """The adapters that requests may name, in the order in which their names were first loaded."""
         return [entry.adapter for entry in self._names.values()]
 
     @property
@@ -92,11 +92,11 @@ class AdapterRegistry:
         return name in self._names
 
     def knows(self, name: str) -> bool:
-        """Whether requests may name this adapter: it is loaded, or in the folder of --lora-dir."""
+        """Return whether requests may name this adapter: it is loaded, or it is in the folder of --lora-dir."""
         return name in self._names or self._path_on_demand(name) is not None
 
     async def start(self) -> None:
-        """Load the adapters of the plan. Raises CheckpointError if one does not fit the model."""
+        """Load the adapters of the plan. Raises CheckpointError if an adapter does not fit the model."""
         if self._on_demand is not None:
             await self._on_demand.start()
         for source in self._plan.sources:
@@ -106,7 +106,7 @@ class AdapterRegistry:
                 raise CheckpointError(f"--lora-paths: {error.message}") from error
 
     def new_folder(self, name: str) -> Path:
-        """Return the path of a new folder for an adapter that comes from memory."""
+        """Return the path for a new folder, to which an adapter from a request can be written."""
         self._check_on()
         _check_name(name)
         if self._folders is None:
@@ -114,17 +114,19 @@ class AdapterRegistry:
         return Path(self._folders.name, str(next(self._ids)))
 
     def close(self) -> None:
-        """Remove the folders of adapters that came from memory. Blocks."""
+        """Remove the folders of adapters that were sent in requests. Blocks."""
         if self._folders is not None:
             self._folders.cleanup()
 
     async def load(
         self, name: str, path: str, *, pinned: bool = False, replace: bool = False, temporary: bool = False
     ) -> Adapter:
-        """Load an adapter from a folder of this machine, and give it a name. A `temporary` folder is removed later.
+        """Load an adapter from a local folder and give it a name. A `temporary` folder is removed when the adapter is
+        freed.
 
-        With `replace` the name may be in use; it then means the new adapter for further requests. Raises
-        `InvalidRequest` for a wrong name or if there is no room, and `CheckpointError` if the adapter does not fit.
+        With `replace`, the name may already be in use; new requests with this name then get the new adapter. Raises
+        `InvalidRequest` if the name is invalid or if there is no room, and `CheckpointError` if the adapter does not
+        fit.
         """
         self._check_on()
         _check_name(name)
@@ -154,10 +156,10 @@ class AdapterRegistry:
         return entry.adapter
 
     async def unload(self, name: str, *, timeout_s: float = UNLOAD_TIMEOUT_S) -> bool:
-        """Take an adapter's name away, wait until its requests have ended, and free it.
+        """Remove an adapter's name, wait until its requests have ended, and free it.
 
-        Return False if they had not ended in time: the adapter is freed when they have. Raises `InvalidRequest` if no
-        adapter has this name.
+        Returns False if the requests did not end within `timeout_s`; the adapter is then freed when they end. Raises
+        `InvalidRequest` if no adapter has this name.
         """
         self._check_on()
         entry = self._names.pop(name, None)
@@ -177,7 +179,10 @@ class AdapterRegistry:
         return entry.adapter
 
     def _found(self, name: str) -> _Entry | None:
-        """Return the adapter in the folder of --lora-dir that has this name, not loaded yet; None if there is none."""
+        """Register an adapter from the folder of --lora-dir without loading it.
+
+        Return None if the folder does not have it.
+        """
         path = self._path_on_demand(name)
         if path is None:
             return None
@@ -188,14 +193,14 @@ class AdapterRegistry:
         return None if self._on_demand is None else self._on_demand.find(name)
 
     def is_ready(self, adapter: Adapter) -> bool:
-        """Whether an acquired adapter is in host memory."""
+        """Return whether an acquired adapter is in host memory."""
         entry = self._entry(adapter)
         return entry is not None and entry.resident
 
     async def ready(self, adapter: Adapter) -> None:
-        """Bring an acquired adapter back into host memory, if it was evicted. Waits while all others are in use.
+        """Load an acquired adapter into host memory, unless it is there. Waits while all other adapters are in use.
 
-        Raises `InvalidRequest` if its files no longer fit.
+        Raises `InvalidRequest` if the adapter's files do not fit.
         """
         await self._fetch(adapter)
         while not self.is_ready(adapter):
@@ -204,10 +209,10 @@ class AdapterRegistry:
                 await self._freed.wait()
 
     async def _fetch(self, adapter: Adapter) -> None:
-        """Copy an adapter of a store to this machine. Raises `InvalidRequest` if this fails."""
+        """Copy an adapter from a store to this machine. Raises `InvalidRequest` if this fails."""
         if self._on_demand is None:
             return
-        async with self._fetching:  # one at a time: requests for the same adapter wait for the first one's copy
+        async with self._fetching:  # one at a time: requests for the same adapter wait for the first copy
             entry = self._entry(adapter)
             if entry is None:
                 return
@@ -233,7 +238,7 @@ class AdapterRegistry:
         return True
 
     async def restore(self, runner: Runner) -> None:
-        """Load all resident adapters on a replica that has started again."""
+        """Load all resident adapters on a restarted replica."""
         async with self._lock:
             for entry in (*self._names.values(), *self._retired):
                 if entry.resident:
@@ -244,23 +249,26 @@ class AdapterRegistry:
 
     @property
     def measured(self) -> list[str]:
-        """Names of the adapters in host memory that depend on the model's weights, the first `MAX_LISTED`."""
+        """Names of the adapters in host memory that depend on the model's weights: the first `MAX_LISTED`."""
         entries = (*self._names.values(), *self._retired)
         return [entry.adapter.name for entry in entries if entry.resident and entry.measured][:MAX_LISTED]
 
     @property
     def in_use(self) -> list[str]:
-        """Names of the adapters that requests use, the first `MAX_LISTED`."""
+        """Names of the adapters that requests use: the first `MAX_LISTED`."""
         return [name for name, entry in self._names.items() if entry.num_users][:MAX_LISTED]
 
     @property
     def num_requests(self) -> dict[str, int]:
-        """Requests so far by adapter name, of the `MAX_LISTED` adapters with most requests."""
+        """Number of requests since the start, by adapter name.
+
+        Contains the `MAX_LISTED` adapters with the most requests.
+        """
         counts = {name: entry.num_requests for name, entry in self._names.items() if entry.num_requests}
         return dict(sorted(counts.items(), key=lambda item: -item[1])[:MAX_LISTED])
 
     def describe(self) -> list[Mapping[str, Any]]:
-        """Return name, path, users and times of each named adapter."""
+        """Return a description of each named adapter: name, path, users and load time."""
         return [
             {
                 "name": name,
@@ -318,7 +326,10 @@ class AdapterRegistry:
         return next((entry for entry in self._retired if entry.adapter.id == adapter.id), None)
 
     async def _make_room(self, new: _Entry) -> None:
-        """Evict adapters from host memory until another one fits. Raises `InvalidRequest` if all are in use."""
+        """Evict adapters from host memory until `new` fits.
+
+        Raises `InvalidRequest` if all adapters are pinned or in use.
+        """
         limit = self._plan.max_loaded
         while limit is not None and self.num_resident >= limit:
             idle = [
@@ -338,17 +349,17 @@ class AdapterRegistry:
         payload = {"id": entry.adapter.id, "path": entry.adapter.path}
         try:
             is_left = entry.measured = any(await self._call("load_adapter", payload))
-            while is_left:  # layer by layer, so that steps run in between
+            while is_left:  # layer by layer, so that steps can run in between
                 is_left = any(await self._call("measure_adapter", payload))
         except BaseException:
-            with suppress(Exception):  # the first error says more
+            with suppress(Exception):  # the first error is more informative
                 await self._call("drop_adapter", {"id": entry.adapter.id})  # some ranks may have loaded their part
             raise
         entry.resident, entry.load_s = True, time.monotonic() - began_s
         self.load_s.observe(entry.load_s)
 
     async def _alone(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await `work` while nothing else loads or frees adapters. It ends even if the caller is cancelled."""
+        """Await `work` under the lock that excludes other loads. Cancelling the caller does not interrupt it."""
 
         async def run() -> T:
             async with self._lock:
@@ -357,7 +368,7 @@ class AdapterRegistry:
         return await asyncio.shield(self._kept(asyncio.create_task(run())))
 
     def _kept(self, task: asyncio.Task[T]) -> asyncio.Task[T]:
-        """Keep a task alive until it is done, and take note of its exception."""
+        """Keep a reference to a task until it is done. Its exception counts as retrieved."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_retrieve)
@@ -405,7 +416,7 @@ class AdapterRegistry:
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Mark an exception as retrieved, so that it is not logged if no caller waits any more."""
+    """Mark a task's exception as retrieved, so that asyncio does not log it if no caller waits for the task."""
     if not task.cancelled():
         task.exception()
 

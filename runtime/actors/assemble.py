@@ -1,4 +1,4 @@
-"""Build an engine core from the arguments. Threads load the tokenizer and the weights concurrently."""
+"""Builds an engine core from the arguments. The tokenizer and the weights are loaded concurrently on threads."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ NOT_LOADED = "the model's image encoder could not be loaded; the server's log sa
 def prepare(args: Args, machine: Machine, *, demo_path: str | None = None) -> tuple[Plan, ModelFacts]:
     """Read the checkpoint's configuration and resolve the plan, before any weights are read.
 
-    Does not import torch. Downloads the checkpoint if it is a Hub id. Raises `ConfigurationError` with all refused
-    options at once, and `CheckpointError` if the files are not a model.
+    Does not import torch. Downloads the checkpoint if the path is a Hub id. Raises `ConfigurationError` with all
+    refused options at once, and `CheckpointError` if the files are not a model.
     """
     path = check(args, machine, demo_path=demo_path)
     weights = args.model.load_format != "dummy"
@@ -62,14 +62,20 @@ def _with_local_tokenizer(text: TokenizerPlan, args: Args) -> TokenizerPlan:
 
 
 def _with_local_adapters(lora: LoraPlan, args: Args) -> LoraPlan:
-    """Return the plan with adapters on this machine, and with the largest of their ranks if none is set."""
+    """Return the plan with all adapters on this machine.
+
+    If no maximum rank is set, use the largest rank of the adapters.
+    """
     sources = [replace(each, path=locate(each.path, None, args.model.download_dir)) for each in lora.sources]
     ranks = [read_config(Path(source.path)).rank for source in sources]
     return replace(lora, sources=tuple(sources), max_rank=lora.max_rank or max(LEAST_MAX_RANK, *ranks, 1))
 
 
 def _with_local_draft(plan: Plan, facts: ModelFacts, args: Args) -> DraftPlan:
-    """Return the plan with a draft model on this machine. Raises `ConfigurationError` if it does not fit the model."""
+    """Return the plan with the draft model on this machine.
+
+    Raises `ConfigurationError` if it does not fit the model.
+    """
     draft = plan.draft
     if draft.algorithm == "NEXTN" and draft.path is None:
         draft = replace(draft, path=facts.path)
@@ -83,10 +89,10 @@ def _with_local_draft(plan: Plan, facts: ModelFacts, args: Args) -> DraftPlan:
 
 
 async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
-    """Load the tokenizer and the weights of all replicas concurrently, size the KV pools and build the core.
+    """Load the tokenizer and the weights of all replicas concurrently, size the KV pools, and build the core.
 
-    Call it on the event loop. Raises `ConfigurationError` for options that the files rule out, and `EngineFailure` if
-    the system lacks a resource. On failure or cancellation, everything is released.
+    Must be called on the event loop. Raises `ConfigurationError` for options that the files rule out, and
+    `EngineFailure` if the system lacks a resource. On failure or cancellation, everything is released.
     """
     began_s = time.monotonic()
     tokenizer: Tokenizer | None = None
@@ -97,7 +103,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
             tokenizer = await anyio.to_thread.run_sync(Tokenizer.load, plan.tokenizer, facts)
 
     endpoint = plan.observe.trace_endpoint
-    # created first, because its errors appear at once
+    # Created first, so that its errors appear immediately.
     traces = RequestTraces(endpoint) if endpoint is not None else None
     replicas: list[Replica] = []
     media = await _load_media(plan, facts)
@@ -121,7 +127,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         raise cause from cause.__cause__
     given = plan
 
-    # `core.plan` names the current weights, which an update may have replaced since the start
+    # `core.plan` names the current weights. An update may have replaced the weights of `given`.
     async def restart(index: int) -> Replica:
         return await start_replica(replace(given, model=core.plan.model), core.facts, index)
 
@@ -152,7 +158,10 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
 
 
 async def _load_media(plan: Plan, facts: ModelFacts) -> MediaPreparer | None:
-    """Load processor and image encoder. If they cannot be loaded and nobody asked for them, log why and return None."""
+    """Load the media processor and encoders.
+
+    If they cannot be loaded and the user did not request them, log the reason and return None.
+    """
     if not plan.media.enabled:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Incremental decoding of one choice, with stop strings matched across steps."""
+"""Incremental decoding of one choice. Stop strings are matched across steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runtime.tokenizer.tokenizer import Tokenizer
 
 
 class ChoiceDecoder:
-    """Decodes the deltas of one choice, and keeps text, ids and logprobs that are not sent yet."""
+    """Decodes the deltas of one choice. Holds text, ids and log-probabilities until they are sent."""
 
     __slots__ = (
         "_held_ids",
@@ -35,7 +35,7 @@ class ChoiceDecoder:
         request: Request,
         tokenizer: Tokenizer | None,
         stream_interval: int,
-        patterns: Sequence[StopPattern] = (),  # of the request's `stop_regex`
+        patterns: Sequence[StopPattern] = (),  # the request's compiled `stop_regex`
     ) -> None:
         sampling = request.sampling
         self.ended = False
@@ -61,7 +61,7 @@ class ChoiceDecoder:
             self._matcher = StopMatcher(sampling.stop, sampling.no_stop_trim, patterns)
 
     def push(self, delta: Delta) -> Chunk | None:
-        """Decode a delta. Return the chunk to send now, or None while everything is held back."""
+        """Decode a delta. Return a chunk to send now, or None if everything is held back."""
         ids, finish, usage = delta.ids, delta.finish, delta.usage
         text = ""
         if self._incremental is not None:
@@ -105,7 +105,10 @@ class ChoiceDecoder:
     def _decode(
         self, incremental: IncrementalDecoder, ids: list[int], finish: Finish | None
     ) -> tuple[str, list[int], Finish | None]:
-        """Return the text that is final, its ids, and the finish, which a matched stop string replaces."""
+        """Return the final text, its ids, and the finish.
+
+        If a stop string matches, its finish replaces the given one.
+        """
         shown = ids
         if finish is not None and finish.kind == "stop" and self._trim_stop_token:
             shown = ids[:-1]

@@ -1,4 +1,4 @@
-"""The record of a failure as a JSON file: stacks, steps in flight, and requests without their texts."""
+"""Records a failure in a JSON file: stacks, steps in flight, and requests without their texts."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ def write_record(
     in_flight: Iterable[Batch],
     requests: Iterable[LiveRequest],
 ) -> Path | None:
-    """Log the stacks of all threads, write the record into `folder` unless that is None, and return its path.
+    """Log the stacks of all threads. Write the record into `folder`, unless that is None, and return its path.
 
-    Returns None if no record was written. Never raises an `OSError`: the caller is about to report a worse failure.
+    Returns None if no record was written. Never raises an `OSError`, because the caller is about to report a worse
+    failure.
     """
     stacks = thread_stacks()
     logger.critical("%s\n%s", reason, "\n".join(f"Thread {name}:\n{stack}" for name, stack in stacks.items()))
@@ -69,7 +70,7 @@ def thread_stacks() -> dict[str, str]:
 
 
 def task_stacks() -> list[str]:
-    """Return one line for each task of this event loop: its name and where it waits."""
+    """Return one line for each task of this event loop: its name and the code location where it waits."""
     lines = []
     for task in list(asyncio.all_tasks())[:MAX_TASKS]:
         frames = task.get_stack(limit=1)
@@ -91,7 +92,7 @@ def _step(batch: Batch) -> dict[str, Any]:
 
 
 def _request(live: LiveRequest) -> dict[str, Any]:
-    """Return counts and parameters, without texts, token ids or the client's labels."""
+    """Return counts and parameters of a request, without texts, token ids or the client's labels."""
     sampling = live.request.sampling
     return {
         "id": live.request.id,

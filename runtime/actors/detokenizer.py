@@ -15,14 +15,14 @@ from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.detokenizer")
 
-TURN_S = 0.002  # maximum time of work before other tasks of the event loop run
-TURN_DELTAS = 16  # deltas that are processed before the time is checked
+TURN_S = 0.002  # maximum working time before other tasks of the event loop run
+TURN_DELTAS = 16  # number of deltas processed between two checks of the time
 
 
 class DetokenizerActor:
     """Reads one list of deltas per step from `inbox`, and puts chunks into the requests' output streams.
 
-    If a stop string ends a choice, the detokenizer notifies the request's scheduler.
+    If a stop string ends a choice, it notifies the request's scheduler.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, requests: LiveRequests, *, stream_interval: int = 1) -> None:
@@ -32,7 +32,10 @@ class DetokenizerActor:
         self._stream_interval = stream_interval
 
     async def run(self) -> None:
-        """Process deltas until cancelled. Yields to the event loop every `TURN_S`, however many deltas arrive."""
+        """Process deltas until cancelled.
+
+        Yields to the event loop every `TURN_S`, regardless of the number of deltas.
+        """
         while True:
             lists = await self.inbox.take_all()
             began = monotonic()

@@ -1,4 +1,4 @@
-"""The engine core: runs the actors in one task group, owns the live requests, and is the API for handlers."""
+"""The engine core: runs the actors in one task group, owns the live requests, and is the API for route handlers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ State = Literal["starting", "ready", "draining", "failed", "closed"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """State and current load of the engine, over all replicas that are alive."""
+    """State and current load of the engine. Loads are sums over all live replicas."""
 
     state: State
     num_running: int
@@ -69,21 +69,21 @@ class Status:
     num_used_tokens: int
     max_total_tokens: int
     num_retracted: int  # retractions since the start
-    num_recomputed: int  # tokens computed again after a retraction, since the start
+    num_recomputed: int  # tokens recomputed after retractions, since the start
     num_swapped_out: int  # pages copied to host memory for retracted sequences, since the start
     num_swapped_in: int  # pages copied back to the device, since the start
-    host_tier: TierCounts  # pages of prefixes in host memory
+    host_tier: TierCounts  # pages of the prefix tree in host memory
     storage: StorageCounts  # pages in storage
-    num_forced: int  # tokens that grammars forced without a step of their own, since the start
+    num_forced: int  # tokens forced by grammars that needed no step of their own, since the start
     num_steps: int
     num_generated: int
     gen_throughput: float
     kernels: str = ""  # kernels that compute the model
-    step_age_s: float = 0.0  # time since the oldest step in flight began; 0.0 if there is none
-    predicted_step_s: float | None = None  # predicted time of the oldest step; None if unknown or no step is in flight
+    step_age_s: float = 0.0  # seconds since the oldest step in flight began; 0.0 if there is none
+    predicted_step_s: float | None = None  # None if unknown or no step is in flight
     hangs: bool = False  # whether the oldest step takes much longer than predicted
     queue_space: int = 0  # further sequences that the queue accepts
-    estimated_wait_s: float = 0.0  # expected time until a new request runs
+    estimated_wait_s: float = 0.0  # expected seconds until a new request runs
 
     def __repr__(self) -> str:
         """Return one line with the most important counts."""
@@ -95,11 +95,11 @@ class Status:
 
 
 class EngineCore:
-    """One engine: submit requests, read output streams.
+    """An engine: accepts requests and returns their output streams.
 
-    One task awaits `run`; all other methods must be called on the same event loop. When `run` returns or raises, every
-    output has ended and all runners are closed. Several replicas of the model share the requests;
-    `start_replica(index)` restarts a failed replica; None: the engine fails with it.
+    One task awaits `run`. All other methods must be called on the same event loop. When `run` returns or raises, every
+    output has ended and all runners are closed. Several replicas of the model share the requests.
+    `start_replica(index)` restarts a failed replica. If it is None, the engine fails when a replica fails.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class EngineCore:
         self.tokenizer = tokenizer
         self._state: State = "starting"
         self._traces = traces
-        self.media = media  # None: images, videos and audio are refused in prompts
+        self.media = media  # None: prompts may not contain images, videos or audio
         self.transcriber = transcriber
         self.metrics = EngineMetrics(plan.observe, plan.parallel.dp_size) if plan.observe.metrics else None
         self.adapters = AdapterRegistry(plan.lora, lambda: self._scheduler.alive)
@@ -137,7 +137,7 @@ class EngineCore:
         else:
 
             async def start_again(index: int) -> Replica:
-                # Wait for a weight update, so that the replica gets the same weights as the others.
+                # Wait for a running weight update, so that all replicas have the same weights.
                 async with self._weights_lock:
                     replica = await start_replica(index)
                 await self.adapters.restore(replica.runner)
@@ -171,7 +171,7 @@ class EngineCore:
     async def run(self, started: Callable[[], None]) -> None:
         """Run the actors until cancelled. Calls `started` when the engine accepts requests.
 
-        Raises `EngineFailure` if an actor fails; the cause is chained.
+        Raises `EngineFailure` if an actor fails. The cause is chained.
         """
         try:
             with gc_watched(self.plan.observe.collector_warning_s):
@@ -195,7 +195,7 @@ class EngineCore:
             if self._state != "failed":
                 self._state = "closed"
             self._requests.fail_all(EngineClosed("The engine is shut down."))
-            # In separate tasks: a second cancellation of this task must not leave a runner open.
+            # In separate tasks, so that a second cancellation of this task leaves no runner open.
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as closing:
                     for actor in self._scheduler.alive:
@@ -227,9 +227,9 @@ class EngineCore:
         return self._counted(self._submit, request)
 
     def check_queue_space(self) -> None:
-        """Raise `Overloaded` if the queue is full, so that a handler can refuse a request before it reads the body.
+        """Raise `Overloaded` if the queue is full. A handler can then refuse a request before it reads the body.
 
-        With priorities the decision depends on the request, and this method does nothing.
+        With priorities, the decision depends on the request, and this method does nothing.
         """
         if self._state != "ready" or self.plan.scheduler.priorities:
             return
@@ -239,7 +239,7 @@ class EngineCore:
         """Accept the requests of one call. If the queue accepts the first request, it accepts all of them.
 
         Yields to the event loop every `SUBMITTED_AT_ONCE` requests. If a request is refused or the call is cancelled,
-        the earlier requests are aborted.
+        the requests accepted so far are aborted.
         """
         streams: list[OutputStream] = []
         try:
@@ -279,11 +279,11 @@ class EngineCore:
         return live.output
 
     def abort(self, request_id: int) -> None:
-        """Abort a request in any phase; its output ends with `Finish("abort")`. Unknown ids are ignored."""
+        """Abort a request in any phase. Its output ends with `Finish("abort")`. Unknown ids are ignored."""
         self._requests.abort(request_id)
 
     def abort_label(self, label: str, *, owner: str | None = None, exact: bool = False) -> int:
-        """Abort every request whose label starts with `label`, and return their number.
+        """Abort every request whose label starts with `label`. Return the number of aborted requests.
 
         With `owner`, only this owner's requests are aborted. With `exact`, only requests are aborted whose label is
         `label` or one of the numbered labels ("label_0") that a batch derives from it.
@@ -296,25 +296,25 @@ class EngineCore:
     # --- administration and inspection ---
 
     def flush_cache(self) -> bool:
-        """Empty the prefix trees. Returns False without effect while requests are in the engine."""
+        """Empty the prefix trees. Returns False, without effect, while requests are in the engine."""
         if self.pause.mode == "retract":
-            self.pause.retract()  # no request holds pages now; those that arrived meanwhile lose nothing
+            self.pause.retract()  # no request holds pages now, so recomputation costs nothing
             return True
         if self._requests:
             return False
-        # A list, so that every replica is flushed.
+        # A list, so that every replica is flushed even if one returns False.
         flushed = [actor.flush() for actor in self._scheduler.alive]
         return all(flushed)
 
     def observe(self, observer: RequestObserver) -> Callable[[], None]:
-        """Let `observer` follow all requests from now on. Returns a function that ends this."""
+        """Add an observer of all requests. Return a function that removes it."""
         observers = self._requests.observers
         observers.append(observer)
         return lambda: observers.remove(observer) if observer in observers else None
 
     @property
     def request_log_level(self) -> int | None:
-        """Detail of the request log; None: requests are not logged."""
+        """Detail of the request log, or None if requests are not logged."""
         return next((each.level for each in self._requests.observers if isinstance(each, RequestLog)), None)
 
     @request_log_level.setter
@@ -325,7 +325,7 @@ class EngineCore:
             observers.append(RequestLog(level))
 
     def touch_prefix(self, request: Request) -> None:
-        """Keep the cached prefix of a request's ids from being evicted soon. Does not lock it."""
+        """Make the cached prefix of a request's ids the most recently used one. Does not lock the prefix."""
         if request.lora is not None:
             known = (adapter for adapter in self.adapters.adapters if adapter.name == request.lora)
             request = replace(request, adapter=next(known, None))
@@ -335,7 +335,7 @@ class EngineCore:
             actor.scheduler.touch(list(request.ids or ()), namespace_of(request))
 
     async def reset_cache(self) -> None:
-        """Empty the prefix trees between two steps. Running requests are computed again and continue."""
+        """Empty the prefix trees between two steps. Running requests are recomputed and continue."""
         for actor in self._scheduler.alive:
             async with actor.paused():
                 actor.scheduler.recompute()
@@ -351,10 +351,11 @@ class EngineCore:
     ) -> int:
         """Replace the weights with a checkpoint in a local folder. Return the number of requests in the engine.
 
-        Streams continue with tokens of the new weights. With `flush_cache`, their sequences are recomputed from the
+        Streams continue with tokens of the new weights. With `flush_cache`, running sequences are recomputed from their
         known tokens and the prefix trees are emptied; otherwise the old KV stays. `abort_all` ends all requests first.
-        `version` names the weights. Raises `InvalidRequest` or `CheckpointError` if the old weights are still in place,
-        and `EngineFailure` if a replica has no valid weights. Cancellation does not interrupt the replacement.
+        `version` is the new label of the weights. Raises `InvalidRequest` or `CheckpointError` if the old weights are
+        still in place, and `EngineFailure` if a replica has no valid weights. Cancellation does not interrupt the
+        replacement.
         """
         if "\0" in path or "://" in path:
             raise InvalidRequest("model_path must be a folder of this machine.", param="model_path")
@@ -384,19 +385,19 @@ class EngineCore:
     async def attach_storage(self, attachment: Attachment) -> None:
         """Attach a page store to every replica's host tier.
 
-        Raises `InvalidRequest` or `ConfigurationError` if it cannot be used.
+        Raises `InvalidRequest` or `ConfigurationError` if the store cannot be used.
         """
         refuse_unsafe(attachment, self.plan)
         for storage in self._storages():
             await storage.attach(attachment)
 
     async def detach_storage(self) -> None:
-        """Detach the page store, whose pages stay. Does nothing without a store."""
+        """Detach the page store. Its pages are kept. Does nothing if no store is attached."""
         for storage in self._storages():
             await storage.detach()
 
     async def clear_storage(self) -> None:
-        """Remove all pages of this model from the page store. Raises `InvalidRequest` without a store."""
+        """Remove all pages of this model from the page store. Raises `InvalidRequest` if no store is attached."""
         for storage in self._storages():
             await storage.clear()
 
@@ -415,7 +416,7 @@ class EngineCore:
         return found
 
     def _refuse_measured(self) -> None:
-        """Raise `InvalidRequest` if adapters depend on the current weights."""
+        """Raise `InvalidRequest` if loaded adapters depend on the current weights (DoRA)."""
         if measured := self.adapters.measured:
             raise InvalidRequest(
                 f"Adapters with DoRA depend on the weights; unload them first: {', '.join(measured)}.",
@@ -423,7 +424,7 @@ class EngineCore:
             )
 
     def set_weight_version(self, version: str) -> None:
-        """Set the label of the weights, which answers contain."""
+        """Set the label of the weights. Responses contain this label."""
         self.plan = replace(self.plan, serve=replace(self.plan.serve, weight_version=version))
 
     @property
@@ -444,15 +445,18 @@ class EngineCore:
         return path
 
     async def start_expert_record(self) -> None:
-        """Forget recorded steps, and record the experts of the next ones. Raises `InvalidRequest` if it is off."""
+        """Discard recorded steps, and record the experts of the next steps.
+
+        Raises `InvalidRequest` if recording is off.
+        """
         await self._call_all("start_expert_record")
 
     async def stop_expert_record(self) -> None:
-        """Record no further step."""
+        """Stop recording the experts of steps."""
         await self._call_all("stop_expert_record")
 
     async def dump_expert_record(self) -> list[dict[str, Any]]:
-        """Write the record to files and forget it. Returns the path and the sums of each rank that records.
+        """Write the record to files and discard it. Return the path and the sums of each rank that records.
 
         Raises `InvalidRequest` if no step was recorded.
         """
@@ -473,28 +477,28 @@ class EngineCore:
 
     @property
     def runners(self) -> list[Runner]:
-        """Runners of the replicas that are alive, for measurements."""
+        """Runners of the live replicas, for measurements."""
         return [actor.runner for actor in self._scheduler.alive]
 
     @property
     def schedulers(self) -> list[SchedulerActor]:
-        """Scheduler actors of the replicas that are alive."""
+        """Scheduler actors of the live replicas."""
         return self._scheduler.alive
 
     def oldest_waiting_s(self, scheduler: SchedulerActor) -> float:
-        """Return how long the oldest request of this scheduler has waited for its first step; 0.0 if none waits."""
+        """Return how long this scheduler's oldest request has waited for its first step, or 0.0 if none waits."""
         queued = [
             live.times.queued for live in self._requests if live.scheduler is scheduler and not live.times.scheduled
         ]
         return time.monotonic() - min(queued) if queued else 0.0
 
     def timelines(self) -> list[Timeline]:
-        """Return the timelines of live requests and of recently ended ones, the latest arrival first."""
+        """Return the timelines of live and of recently ended requests, latest arrival first."""
         timelines = [*self._requests.recent, *map(Timeline.of, self._requests)]
         return sorted(timelines, key=lambda timeline: -timeline.times[0])
 
     def check(self) -> None:
-        """Raise `ValueError` if the accounts of pages and sequences in a replica are inconsistent."""
+        """Raise `ValueError` if a replica's pages and sequences are not all accounted for."""
         for actor in self._scheduler.alive:
             actor.scheduler.check()
 
@@ -534,7 +538,7 @@ class EngineCore:
 
 
 def _observers(plan: ObservePlan, metrics: EngineMetrics | None, traces: RequestTraces | None) -> list[RequestObserver]:
-    """Return the observers that the plan asks for."""
+    """Return the observers that the plan requests."""
     observers: list[RequestObserver] = [] if metrics is None else [RequestMetrics(metrics)]
     if traces is not None:
         observers.append(traces)
@@ -546,9 +550,9 @@ def _observers(plan: ObservePlan, metrics: EngineMetrics | None, traces: Request
 
 
 def _failure(group: BaseExceptionGroup) -> PenstockError:
-    """Return the error for callers: the first of Penstock's own at any depth of the group, or a general one.
+    """Return the error for callers: the first of Penstock's own errors in the group, or a general one.
 
-    An adapter of the plan that does not fit is a `ConfigurationError`.
+    If an adapter of the plan does not fit the model, it is a `ConfigurationError`.
     """
     failures, _ = group.split((EngineFailure, ConfigurationError))
     while isinstance(failures, BaseExceptionGroup):

@@ -1,4 +1,4 @@
-"""Balances the load of ranks that share experts (`--enable-eplb`): after some steps, busy experts move."""
+"""Balances the load of ranks that share experts (`--enable-eplb`) by moving busy experts after some steps."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ logger = logging.getLogger("penstock.core")
 
 
 class ExpertBalancer:
-    """Moves the experts of one replica while it serves. Belongs to its scheduler actor, which calls `run`.
+    """Moves the experts of one replica while it serves. Belongs to the scheduler actor, which calls `run`.
 
-    Every rank counts the choices of its steps. The new placement is computed on a thread, and then the layers change
-    one chunk after another, between two steps.
+    Every rank counts the expert choices of its steps. A thread computes the new placement. The layers then change in
+    chunks, each between two steps.
     """
 
     def __init__(self, plan: ExpertPlan, runner: Runner, *, num_nodes: int, num_groups: int) -> None:
         self._plan, self._runner = plan, runner
         self._num_nodes, self._num_groups = num_nodes, num_groups
         self.num_rebalances = 0
-        self.num_moved = 0  # experts that ranks have received
+        self.num_moved = 0  # number of experts that ranks have received
 
     async def run(self) -> None:
-        """Rebalance again and again until cancelled."""
+        """Rebalance repeatedly until cancelled."""
         while True:
             answers = await self._call("await_expert_loads", {"num_steps": self._plan.balance_steps})
             stages = [answer for answer in answers if answer is not None]
             if not stages:
-                return  # the engine closes
+                return  # the engine is closing
             await self._rebalance(stages)
 
     async def _rebalance(self, stages: list[dict[str, Any]]) -> None:

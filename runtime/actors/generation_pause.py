@@ -1,4 +1,4 @@
-"""Pauses generation for a client, until the client lets it continue."""
+"""Pauses generation until the client continues it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Mode = Literal["abort", "wait", "retract", "in_place"]
 
 
 class GenerationPause:
-    """Holds all replicas between two steps. Requests that arrive meanwhile wait.
+    """Holds all replicas between two steps. Requests that arrive during the pause wait.
 
-    Modes: "abort" ends the requests in the engine; "wait" lets them finish first; "retract" frees their memory, so that
-    they are computed again; "in_place" keeps it.
+    Modes: "abort" ends the requests in the engine. "wait" lets them finish first. "retract" frees their KV, so that
+    they are recomputed later. "in_place" keeps their KV.
     """
 
     def __init__(
@@ -32,8 +32,8 @@ class GenerationPause:
         self._held: list[LiveRequest] = []
         self._hold: AsyncExitStack | None = None
         self._lock = asyncio.Lock()
-        self._finishing = False  # whether requests finish before a pause begins
-        self.mode: Mode | None = None  # how the current pause began; None: not paused
+        self._finishing = False  # whether a pause waits for earlier requests to finish
+        self.mode: Mode | None = None  # mode of the current pause; None: not paused
 
     @property
     def paused(self) -> bool:
@@ -42,17 +42,17 @@ class GenerationPause:
 
     @property
     def num_held(self) -> int:
-        """Choices of requests that arrived while earlier ones finish."""
+        """Number of choices of the requests that are held back."""
         return sum(live.request.sampling.n for live in self._held)
 
     def holds_back(self, live: LiveRequest) -> bool:
-        """Hold a new request back while earlier requests finish before a pause. Return whether it was held back."""
+        """Hold a new request back if a pause waits for earlier requests to finish. Return whether it was held back."""
         if self._finishing:
             self._held.append(live)
         return self._finishing
 
     async def begin(self, mode: Mode) -> None:
-        """Pause. If generation is paused already, only abort or retract as `mode` says.
+        """Pause generation. If it is already paused, only abort or retract as `mode` says.
 
         Raises `EngineClosed` if the engine ends first. If the call is cancelled, generation continues.
         """
@@ -72,7 +72,7 @@ class GenerationPause:
             self._release_held()
 
     async def end(self) -> bool:
-        """Let generation continue. Returns False if it was not paused."""
+        """Continue generation. Return False if it was not paused."""
         async with self._lock:
             hold, self._hold, self.mode = self._hold, None, None
             if hold is None:
@@ -81,12 +81,12 @@ class GenerationPause:
             return True
 
     def retract(self) -> None:
-        """Free the pages of all requests and empty the prefix trees; only while paused."""
+        """Free the pages of all requests and empty the prefix trees. Allowed only while paused."""
         for actor in self._actors():
             actor.scheduler.recompute()
 
     async def _finish_requests(self) -> None:
-        """Wait until all requests in the engine have ended, while new ones are held back."""
+        """Wait until all requests in the engine have ended. New requests are held back in the meantime."""
         self._finishing = True
         try:
             ids = [live.request.id for live in self._requests]
@@ -111,6 +111,6 @@ class GenerationPause:
 
 
 def mode_of(name: str) -> Mode:
-    """Return the mode with SGLang's or vLLM's name; "keep" is "in_place". Raises KeyError."""
+    """Return the mode for a name of SGLang or vLLM. "keep" means "in_place". Raises KeyError for an unknown name."""
     names = {"abort": "abort", "wait": "wait", "retract": "retract", "in_place": "in_place", "keep": "in_place"}
     return cast(Mode, names[name])

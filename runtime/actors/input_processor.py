@@ -1,4 +1,4 @@
-"""Checks a request against the model and creates its sequences."""
+"""Checks requests against the model and creates their sequences."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from runtime.sequence import Sequence
 from runtime.tokenizer.tokenizer import Tokenizer
 
 SEED_MASK = 2**64 - 1
-NO_IDS: frozenset[int] = frozenset()  # shared: `frozenset()` creates a new object at each call
+NO_IDS: frozenset[int] = frozenset()  # shared, because `frozenset()` creates a new object at each call
 NO_PRIORITY = -(2**31) - 1  # urgency of a request without a priority: below all priorities
-MAX_HIDDEN_NUMBERS = 2**24  # numbers in the hidden states of a request: 64 MiB, or about 170 MB of JSON
-DEFAULT_TIER = "default"  # the tier of requests that name none, or an unknown one
-IDS_AT_ONCE = 16_384  # ids checked by one C call (0.2 ms), which holds the GIL
+MAX_HIDDEN_NUMBERS = 2**24  # maximum number of values in a request's hidden states: 64 MiB, or about 170 MB of JSON
+DEFAULT_TIER = "default"  # tier of requests that name no tier or an unknown one
+IDS_AT_ONCE = 16_384  # ids checked in one C call (0.2 ms), which holds the GIL
 CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of neighbouring choices are far apart
 
 
 class InputProcessor:
-    """Checks requests against vocabulary and context length, and sets stop tokens and seeds."""
+    """Checks requests against the vocabulary and the context length, and sets stop tokens and seeds."""
 
     def __init__(self, plan: Plan, facts: ModelFacts, tokenizer: Tokenizer | None) -> None:
         self.context_length = plan.model.context_length
@@ -59,7 +59,7 @@ class InputProcessor:
         if request.ids is not None:
             if not request.ids:
                 raise InvalidRequest("The prompt is empty.", param="input_ids")
-            # Checked first, since a body can hold millions of ids and `check_ids` scans them on the event loop.
+            # Checked first: a body can hold millions of ids, and `check_ids` scans them on the event loop.
             if not request.cuts and len(request.ids) > self.context_length:
                 raise self._too_long(request, len(request.ids))
             self.check_ids(request.ids)
@@ -117,7 +117,7 @@ class InputProcessor:
             )
 
     def breaker_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """Return the tokens that end DRY's repetitions. Takes 0.1 s for new texts: call it on a thread."""
+        """Return the tokens that break DRY's repetitions. Takes 0.1 s for new texts, so call it on a thread."""
         if not sampling.dry_multiplier or not sampling.dry_sequence_breakers:
             return NO_IDS
         if self._breakers is None:
@@ -128,7 +128,7 @@ class InputProcessor:
         return self._breakers.ids(sampling.dry_sequence_breakers)
 
     def _check_media(self, request: Request) -> None:
-        """Raise `InvalidRequest` if this engine takes no images, videos or audio, or not so many."""
+        """Raise `InvalidRequest` if this engine does not accept the request's media or their number."""
         param = request.media[0].param
         plural = PLURALS[request.media[0].kind]
         if not self._media.enabled:
@@ -141,13 +141,13 @@ class InputProcessor:
             raise InvalidRequest(f"{plural.capitalize()} cannot be embedded yet; send text.", param=param)
 
     def check_texts(self, request: Request) -> None:
-        """Raise `ContextOverflow` if a text cannot fit, before it is encoded. Call it on a thread for long texts."""
+        """Raise `ContextOverflow` before encoding if a text cannot fit. Call it on a thread for long texts."""
         if self._text_limit is not None:
             for text in _uncut_texts(request):
                 self._text_limit.check([text], self.context_length)
 
     def check_ids(self, ids: Seq[int]) -> None:
-        """Raise `InvalidRequest` for ids outside the vocabulary. Takes milliseconds for 100,000 of them."""
+        """Raise `InvalidRequest` for ids outside the vocabulary. Takes milliseconds for 100,000 ids."""
         for start in range(0, len(ids), IDS_AT_ONCE):
             chunk = ids[start : start + IDS_AT_ONCE]
             if min(chunk) < 0 or max(chunk) >= self._vocab_size:
@@ -168,10 +168,10 @@ class InputProcessor:
     def prepare(
         self, request: Request, ids: tuple[int, ...], breaker_ids: frozenset[int] = NO_IDS
     ) -> tuple[Request, list[Sequence]]:
-        """Return the request with these ids, and its sequences. The ids are truncated if the request allows it.
+        """Return the request with these ids, and its sequences. Truncates the ids if the request allows it.
 
-        `breaker_ids` are those of its sampling parameters, which `breaker_ids` returned on a thread.
-        Raises `ContextOverflow` or `InvalidRequest`.
+        `breaker_ids` is the result of the method `breaker_ids`, which was called on a thread. Raises `ContextOverflow`
+        or `InvalidRequest`.
         """
         if request.sampling.allowed_token_ids is not None:
             allowed = AllowedTokens(request.sampling.allowed_token_ids, self._vocab_size)
@@ -208,7 +208,7 @@ class InputProcessor:
         ]
 
     def urgency(self, request: Request) -> int:
-        """Return `Sequence.urgency` of a request: a higher number runs earlier."""
+        """Return a request's urgency (see `Sequence.urgency`). Requests with a higher urgency run earlier."""
         if not self._priorities:
             return 0
         priority = request.priority
@@ -219,7 +219,7 @@ class InputProcessor:
         return -priority if self._low_first else priority
 
     def grammar_ends(self, request: Request) -> Ends:
-        """Return the rules for ending an output that a grammar constrains."""
+        """Return the rules that say when an output under a grammar ends."""
         sampling = request.sampling
         return Ends(self._eos_ids, self._stop_ids(request), sampling.min_new_tokens, sampling.ignore_eos)
 
@@ -233,7 +233,7 @@ class InputProcessor:
         return self._eos_ids | more if more else self._eos_ids
 
     def _banned_ids(self, sampling: SamplingParams) -> frozenset[int]:
-        """Return the tokens of `bad_words`, each with and without a space before it, like vLLM."""
+        """Return the tokens of `bad_words`. As in vLLM, each word is banned with and without a preceding space."""
         if not sampling.bad_words:
             return NO_IDS
         if self._tokenizer is None:
@@ -251,7 +251,7 @@ class InputProcessor:
         return frozenset(ids[0] for ids in (*without_space, *with_space) if len(ids) == 1)
 
     def _truncated(self, request: Request, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the last `keep_last` ids. With -1, keep as many as leave room for the output; with None, keep all."""
+        """Return the last `keep_last` ids. -1 keeps as many as leave room for the output. None keeps all ids."""
         keep = request.keep_last
         if keep is None:
             return ids
@@ -261,7 +261,7 @@ class InputProcessor:
         return ids[-keep:]
 
     def _check_hidden(self, num_tokens: int) -> None:
-        """Raise `InvalidRequest` if the hidden states of a request with so many tokens are too large."""
+        """Raise `InvalidRequest` if the hidden states of `num_tokens` tokens are too large."""
         most = MAX_HIDDEN_NUMBERS // self._hidden_size
         if num_tokens > most:
             raise InvalidRequest(
@@ -319,7 +319,7 @@ def _breakers(tokenizer: Tokenizer | None) -> Breakers | None:
 
 
 def _suffix(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the special tokens at the end of every text ([SEP]), which truncation preserves."""
+    """Return the special tokens that end every text ([SEP]). Truncation preserves them."""
     [with_special], [plain] = (tokenizer.encode_batch(["a"], add_special_tokens=special) for special in (True, False))
     for start in range(len(with_special) - len(plain) + 1):
         if with_special[start : start + len(plain)] == plain:
@@ -328,7 +328,7 @@ def _suffix(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _uncut_texts(request: Request) -> list[str]:
-    """Return the texts that may not be truncated. The first text of a pair is never truncated."""
+    """Return the texts that must not be truncated. The first text of a pair is never truncated."""
     if request.cuts:
         return [] if request.second_text is None else [request.text or ""]
     return [text for text in (request.text, request.second_text) if text]
@@ -344,7 +344,10 @@ def _check_embedding(request: Request) -> None:
 
 
 def namespace_of(request: Request) -> Hashable:
-    """Return the namespace of shared prefixes. It includes the adapter and the row values, since they change the KV."""
+    """Return the namespace for prefix sharing. It includes everything besides tokens that changes the KV.
+
+    This is the adapter and the row values.
+    """
     if not request.row_values and request.adapter is None:
         return request.namespace
     adapter_id = None if request.adapter is None else request.adapter.id

@@ -1,8 +1,8 @@
 """Publishes events of cached pages over ZeroMQ, in the message format of SGLang and vLLM (--kv-events-config).
 
-A message has three frames: the topic, the batch number from 0 (8 bytes, big-endian), and a batch in msgpack:
-[time, events, replica index]. A subscriber that missed batches sends the first missing number to the replay address,
-and receives the batches that are still kept as (number, batch), then (-1, empty).
+A message has three frames: the topic, the batch number from 0 (8 bytes, big-endian), and a batch in msgpack: [time,
+events, replica index]. A subscriber that missed batches sends the first missing number to the replay address. It
+receives the batches that are still kept, as (number, batch), and finally (-1, empty).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class KvEventPublisher:
-    """Sends the batches of one replica from a thread. If its queue is full, a batch is dropped and its number
-    is skipped.
+    """Sends the batches of one replica from a thread.
 
-    Raises `ConfigurationError` if packages are missing or an address cannot be used.
+    If its queue is full, a batch is dropped and its number is skipped. Raises `ConfigurationError` if packages are
+    missing or an address cannot be used.
     """
 
     def __init__(self, plan: KvEventsPlan, index: int) -> None:
@@ -67,11 +67,11 @@ class KvEventPublisher:
         self._thread.start()
 
     def publish(self, events: Sequence[Event]) -> None:
-        """Queue a batch for sending. Returns immediately."""
+        """Queue a batch of events for sending. Returns immediately."""
         number, self._next = self._next, self._next + 1
         try:
             self._queue.put_nowait((number, [time.time(), events, self._index]))
-        except queue.Full:  # subscribers notice the gap in the numbers
+        except queue.Full:  # subscribers notice the missing number
             logger.warning("KV events: the queue is full, and batch %d was dropped.", number)
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class KvEventPublisher:
                 self._kept.append((number, batch))
             except queue.Empty:
                 continue
-            except Exception:  # the thread must go on; subscribers notice the gap in the numbers
+            except Exception:  # the thread must continue; subscribers notice the missing number
                 logger.exception("KV events: a batch could not be sent.")
 
     def _answer_replay(self) -> None:
@@ -114,7 +114,7 @@ class KvEventPublisher:
 
 
 def address_of(endpoint: str, index: int) -> str:
-    """Return a replica's address: a TCP endpoint with its port plus the index, or another endpoint with a suffix."""
+    """Return a replica's address: TCP endpoints get the index added to their port, other endpoints get a suffix."""
     if not index:
         return endpoint
     if endpoint.startswith("tcp:"):

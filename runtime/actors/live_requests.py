@@ -17,25 +17,25 @@ from runtime.request import Chunk, Finish, Request, Usage
 from runtime.sequence import Sequence
 from runtime.tokenizer.stop import StopPattern
 
-NUM_RECENT = 64  # ended requests whose timelines are kept
+NUM_RECENT = 64  # number of ended requests whose timelines are kept
 ABORTED = Finish("abort", message="Aborted by the user.")
 ABORTED_EARLY = Finish("abort", message="Aborted before it was scheduled.")
 
 
 class SchedulerHandle(Protocol):
-    """The scheduler actor of a request, as other actors see it."""
+    """A request's scheduler actor, as other actors see it."""
 
     def abort(self, live: LiveRequest) -> None:
         """End all choices of the request with `live.aborting`."""
         ...
 
     def end_choice(self, live: LiveRequest, index: int) -> None:
-        """Stop computing a choice whose text ended it (a stop string). No further delta follows."""
+        """Stop computing a choice that a stop string has ended. No further delta follows."""
         ...
 
 
 class LiveRequest:
-    """The state of one request. Only one part of the engine writes each field; its comment names this part."""
+    """The state of one request. Each field is written by only one part of the engine, which its comment names."""
 
     __slots__ = (
         "aborting",
@@ -56,45 +56,45 @@ class LiveRequest:
         self.times = output.times = RequestTimes()
         self.ends: list[Chunk] = []  # last chunk of each choice, written by the part that puts it into the output
         self.sequences: list[Sequence] = []  # one for each choice, written by the tokenizer
-        # What a thread made of the texts of sampling parameters, written by the tokenizer. It is kept here because the
-        # caches of these texts may forget it before it is used on the event loop.
+        # Compiled sampling parameters, written by the tokenizer on a thread. Stored here, because the caches of
+        # compiled texts may drop them before the event loop uses them.
         self.stop_patterns: Seq[StopPattern] = ()
         self.breaker_ids: frozenset[int] = frozenset()
         # Written by the scheduler actor or the router. None before admission and while no replica is alive.
         self.scheduler: SchedulerHandle | None = None
         self.decoders: list[ChoiceDecoder] = []  # written by the detokenizer, with the first output
-        # How the request is to end; None: not aborted. Written by `LiveRequests`, before the scheduler ends the
-        # request.
+        # How the request will end, or None if it is not aborted. Written by `LiveRequests`, before the scheduler ends
+        # the request.
         self.aborting: Finish | None = None
 
     @property
     def waits(self) -> bool:
-        """Whether no choice has run yet and none has ended."""
+        """Whether all choices are still waiting: none has run, and none has ended."""
         return all(sequence.num_cached < 0 and sequence.finish is None for sequence in self.sequences)
 
     @property
     def has_output(self) -> bool:
-        """Whether a choice has ended or has an output token, so that output may have been sent."""
+        """Whether any choice has ended or has an output token, so that output may have been sent."""
         return any(
             sequence.finish is not None or len(sequence.ids) > sequence.num_prompt for sequence in self.sequences
         )
 
 
 class Timeline(NamedTuple):
-    """Times and counts of one request, for live views. It keeps no reference to the request."""
+    """Times and counts of one request, for live views. Keeps no reference to the request."""
 
     label: str
     owner: str
-    # arrived, tokenized, queued, scheduled, first token, ended (`time.monotonic`, or 0.0)
+    # arrived, tokenized, queued, scheduled, first token, ended (`time.monotonic`; 0.0 if not reached)
     times: tuple[float, ...]
-    prompt: int  # tokens
+    prompt: int  # number of prompt tokens
     cached: int  # prompt tokens that were cached
     output: int
     finish: str  # finish reasons of the choices, or the name of the error
 
     @classmethod
     def of(cls, live: LiveRequest, *, ended_s: float = 0.0, error: PenstockError | None = None) -> Self:
-        """Return the timeline of a request, live or ended at `ended_s`."""
+        """Return the timeline of a request that is live, or that ended at `ended_s`."""
         times, usages = live.times, [chunk.usage for chunk in live.ends]
         kinds = {chunk.finish.kind for chunk in live.ends if chunk.finish}
         first = live.sequences[0] if live.sequences else None
@@ -129,7 +129,7 @@ class RequestObserver(Protocol):
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
         """Called when a chunk with tokens is sent. `before_s` is the time of the choice's previous chunk, or 0.0.
 
-        `live.times.first_token` is 0.0 at the first chunk of the request.
+        At the first chunk of the request, `live.times.first_token` is still 0.0.
         """
         ...
 
@@ -143,12 +143,12 @@ class LiveRequests:
 
     def __init__(self, observers: Seq[RequestObserver] = ()) -> None:
         self.observers = list(observers)
-        # Timelines of ended requests, the latest last.
+        # Timelines of ended requests, latest last.
         self.recent: deque[Timeline] = deque(maxlen=NUM_RECENT)
         self._live: dict[int, LiveRequest] = {}  # request id -> request
-        self._timers: dict[int, asyncio.TimerHandle] = {}  # of the requests with a time limit
+        self._timers: dict[int, asyncio.TimerHandle] = {}  # timers of the requests with a time limit
         self._labels: set[tuple[str, str]] = set()  # (owner, label) of the live requests
-        self._ended: dict[int, asyncio.Event] = {}  # requests whose end `wait_for` awaits
+        self._ended: dict[int, asyncio.Event] = {}  # awaited by `wait_for`, by request id
         self._idle = asyncio.Event()
         self._idle.set()
         self.get = self._live.get
@@ -157,7 +157,7 @@ class LiveRequests:
         return len(self._live)
 
     def __iter__(self) -> Iterator[LiveRequest]:
-        """Iterate over a copy: requests may be added and removed meanwhile."""
+        """Iterate over a copy, because requests may be added and removed meanwhile."""
         return iter(list(self._live.values()))
 
     def add(self, request: Request) -> LiveRequest:
@@ -194,7 +194,7 @@ class LiveRequests:
             self._idle.set()
 
     def abort(self, request_id: int) -> None:
-        """Abort a request in any phase; its output ends with kind "abort". Unknown ids are ignored."""
+        """Abort a request in any phase. Its output ends with kind "abort". Unknown ids are ignored."""
         live = self._live.get(request_id)
         if live is None or live.aborting is not None:
             return
@@ -209,7 +209,7 @@ class LiveRequests:
         self.remove(live)
 
     def abort_label(self, label: str, *, owner: str | None = None, exact: bool = False) -> int:
-        """Abort every request whose label starts with `label`, and return their number.
+        """Abort every request whose label starts with `label`. Return the number of aborted requests.
 
         With `owner`, only this owner's requests are aborted. With `exact`, only requests are aborted whose label is
         `label` or one of the numbered labels ("label_0") that a batch derives from it.
@@ -254,6 +254,6 @@ class LiveRequests:
 
 
 def _is_label(label: str, wanted: str) -> bool:
-    """Whether the label is `wanted`, or a numbered label that a batch derived from `wanted`."""
+    """Return whether the label is `wanted`, or a numbered label that a batch derived from `wanted`."""
     name, _, number = label.rpartition("_")
     return label == wanted or (name == wanted and number.isdecimal())

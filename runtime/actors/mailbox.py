@@ -1,4 +1,4 @@
-"""A queue between coroutines: many writers, and one reader that takes all items at once."""
+"""A queue between coroutines with many writers and one reader, which takes all items at once."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ Item = TypeVar("Item")
 
 
 class Mailbox(Generic[Item]):
-    """An unbounded queue on one event loop with a single reader.
+    """An unbounded queue on one event loop, with a single reader.
 
     A future wakes the reader in 1 to 3 us, and the reader takes all items at once. `asyncio.Queue` costs several times
-    as much for each item. Other parts bound the number of items: the waiting queue bounds requests, the steps bound
-    deltas, and the output stream's limit bounds chunks.
+    as much per item. Other parts bound the number of items: the waiting queue bounds requests, the steps bound deltas,
+    and the output stream's limit bounds chunks.
     """
 
     __slots__ = ("_items", "_waiter")
@@ -26,7 +26,7 @@ class Mailbox(Generic[Item]):
         return len(self._items)
 
     def put(self, item: Item) -> None:
-        """Add an item. Never blocks; call it on the event-loop thread."""
+        """Add an item. Never blocks. Must be called on the event-loop thread."""
         self._items.append(item)
         waiter = self._waiter
         if waiter is not None:
@@ -51,6 +51,6 @@ class Mailbox(Generic[Item]):
                 self._waiter = None
 
     async def take_all(self) -> list[Item]:
-        """Wait for an item, then take all items. Cancellation takes none."""
+        """Wait for an item, then take all items. If cancelled, no item is taken."""
         await self.wait()
         return self.take()

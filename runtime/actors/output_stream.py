@@ -1,4 +1,4 @@
-"""The output of one request: a stream of chunks, merged until the reader takes them, or read as a whole."""
+"""The output of one request: a stream of chunks, or the whole output. Unread chunks are merged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.errors import InvalidRequest, PenstockError
 from runtime.request import Chunk, Logprobs
 
 Push = Callable[[Chunk], bool]
-MAX_UNREAD_BYTES = 16 * 1024 * 1024  # a streamed request is aborted if more output is unread
+MAX_UNREAD_BYTES = 16 * 1024 * 1024  # a streamed request is aborted if more of its output is unread
 MAX_WHOLE_BYTES = 256 * 1024 * 1024  # a request that is read as a whole fails if its output is larger
 ID_BYTES = 32  # memory of a Python integer in a list
 LOGPROB_BYTES = 96  # memory of a pair of a float and an integer
@@ -21,10 +21,10 @@ TOO_LARGE = (
 
 
 class OutputStream:
-    """The output of a submitted request. Chunks of all n choices arrive here; `Chunk.index` is the choice.
+    """The output of a submitted request. Contains the chunks of all its choices; `Chunk.index` is the choice.
 
-    One reader reads it with `chunks` (streaming) or `whole` (all at once). Leaving the iteration or calling `close`
-    before the end aborts the request, which frees its pages.
+    One reader uses `chunks` (streaming) or `whole` (all at once). Leaving the iteration or calling `close` before the
+    end aborts the request, which frees its pages.
     """
 
     __slots__ = (
@@ -44,27 +44,27 @@ class OutputStream:
 
     def __init__(self, request_id: int, num_choices: int, abort: Callable[[int], None]) -> None:
         self.request_id = request_id
-        self._abort = abort  # aborts the request with this id, which ends this output
+        self._abort = abort  # aborts the request with this id; its output then ends
         self._num_open = num_choices
         self._unread: dict[int, _Coalesced] = {}
         self._unread_bytes = 0
         self._max_unread_bytes = MAX_UNREAD_BYTES
         self._error: PenstockError | None = None
         self._push: Push | None = None
-        self._push_error: Exception | None = None  # the exception that `_push` raised, for the reader
+        self._push_error: Exception | None = None  # exception raised by `_push`, to be raised in the reader
         self._waiter: asyncio.Future[None] | None = None
-        self._whole: _WholeReader | None = None  # shared by all streams of one `read_all`
-        self.times: RequestTimes | None = None  # of the request, for its account; set by the table of live requests
+        self._whole: _WholeReader | None = None  # shared by all streams of one `read_all` call
+        self.times: RequestTimes | None = None  # times of the request; set by the table of live requests
 
     @property
     def finished(self) -> bool:
-        """Whether every choice has ended (unread chunks may remain)."""
+        """Whether every choice has ended. Unread chunks may remain."""
         return self._num_open == 0 or self._error is not None
 
     # --- for writers: the detokenizer and the table of live requests ---
 
     def put(self, chunk: Chunk) -> None:
-        """Add a chunk, merged with the unread chunk of its choice, and wake the reader."""
+        """Add a chunk and wake the reader. The chunk is merged with an unread chunk of the same choice."""
         if self._push is not None and self._waiter is not None and self._pushed(self._push, chunk):
             if chunk.finish is not None:
                 self._num_open -= 1
@@ -92,7 +92,8 @@ class OutputStream:
             elif chunk.finish is not None and self._num_open == 0:
                 self._whole.note_end()
             return
-        # The new chunk does not count, since the reader had no chance to take it: prompt logprobs can exceed the limit.
+        # The new chunk does not count, because the reader could not take it yet. Prompt log-probabilities can exceed
+        # the limit.
         if had_bytes > self._max_unread_bytes:
             self._abort(self.request_id)
         self._wake()
@@ -106,7 +107,7 @@ class OutputStream:
             return True
 
     def fail(self, error: PenstockError) -> None:
-        """End the output with an error, which the reader gets in place of unread chunks."""
+        """End the output with an error. The reader gets the error in place of unread chunks."""
         if not self.finished:
             self._error = error
             if self._whole is not None:
@@ -127,10 +128,10 @@ class OutputStream:
     ) -> AsyncGenerator[list[Chunk], None]:
         """Yield the chunks that have arrived, at most one per choice, until every choice has ended.
 
-        While the reader waits, `push` gets each chunk first, which saves waking the reader's task. If `push`
-        returns True, the chunk is not yielded. An exception of `push` is raised here. `push` must not block.
-        The request is aborted if more than `max_unread_bytes` (None: `MAX_UNREAD_BYTES`) are unread.
-        Raises the request's error (`RequestError`, `Overloaded`, `EngineFailure`).
+        While the reader waits, `push` gets each chunk first, which avoids waking the reader's task. If `push` returns
+        True, the chunk is not yielded. `push` must not block; an exception that it raises is raised here. The request
+        is aborted if more than `max_unread_bytes` (None: `MAX_UNREAD_BYTES`) are unread. Raises the request's error
+        (`RequestError`, `Overloaded`, `EngineFailure`).
         """
         self._push = push
         if max_unread_bytes is not None:
@@ -152,12 +153,12 @@ class OutputStream:
             self.close()
 
     async def whole(self) -> list[Chunk]:
-        """Return one chunk per choice, in order, after every choice has ended. Wakes the caller once."""
+        """Return one chunk per choice, in order, after every choice has ended. Wakes the caller only once."""
         [chunks] = await read_all((self,))
         return chunks
 
     def close(self) -> None:
-        """Abort the request unless it has finished. A second call does nothing."""
+        """Abort the request, unless it has finished. A second call does nothing."""
         if not self.finished:
             self._abort(self.request_id)
 
@@ -175,9 +176,9 @@ class OutputStream:
 
 
 async def read_all(streams: Sequence[OutputStream]) -> list[list[Chunk]]:
-    """Return the whole output of every stream, in order: one chunk per choice. Wakes the caller once.
+    """Return the whole output of every stream, in order: one chunk per choice. Wakes the caller only once.
 
-    Raises the first error and aborts the other requests. Cancellation aborts all requests.
+    Raises the first error and aborts the remaining requests. Cancellation aborts all requests.
     """
     reader = _WholeReader()
     try:
@@ -199,7 +200,7 @@ def close_all(streams: Sequence[OutputStream]) -> None:
 
 
 class _WholeReader:
-    """Waits until all streams of a call have ended or one has failed, without a task for each."""
+    """Waits until all streams of a call have ended or one has failed. Needs no task per stream."""
 
     __slots__ = ("_error", "_waiter", "num_open")
 
@@ -229,7 +230,7 @@ class _WholeReader:
 
 
 class _Coalesced:
-    """Unread chunks of one choice, merged into one."""
+    """The unread chunks of one choice, merged into one chunk."""
 
     __slots__ = ("_first", "_ids", "_last", "_logprobs", "_texts")
 
@@ -264,7 +265,7 @@ class _Coalesced:
 
 
 def join_logprobs(parts: list[Logprobs]) -> Logprobs | None:
-    """Concatenate the logprobs of consecutive tokens; return None for an empty list."""
+    """Concatenate the log-probabilities of consecutive tokens. Return None for an empty list."""
     if len(parts) < 2:
         return parts[0] if parts else None
     joined = Logprobs([], [], [])
@@ -276,7 +277,7 @@ def join_logprobs(parts: list[Logprobs]) -> Logprobs | None:
 
 
 def _num_bytes(logprobs: Logprobs) -> int:
-    """Estimate the memory of the logprobs."""
+    """Estimate the memory of log-probabilities, in bytes."""
     count = len(logprobs.chosen)
     count += sum(len(pairs) for pairs in logprobs.top if pairs is not None)
     count += sum(len(pairs) for pairs in logprobs.requested if pairs is not None)

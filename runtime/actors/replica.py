@@ -1,4 +1,4 @@
-"""Starting replicas: copies of the model, each with its plan, scheduler and runner."""
+"""Starts replicas: copies of the model, each with its plan, scheduler and runner."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.core")
 
-STEP_BYTES = 2**24  # bytes that one step may copy to the host tier without becoming slow
-PREFETCH_THRESHOLD = 256  # tokens below which storage is not asked for a prompt
+STEP_BYTES = 2**24  # bytes that one step can copy to the host tier without a noticeable delay
+PREFETCH_THRESHOLD = 256  # storage is not asked for prompts with fewer tokens to load
 HOST_SHARE = 0.9  # maximum share of the free host memory for the host tier
 
 NO_MEMORY = (
@@ -63,7 +63,7 @@ NO_MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One copy of the model. The scheduler actor that receives the replica closes the runner."""
+    """One copy of the model. The scheduler actor that receives it closes the runner."""
 
     plan: Plan  # its `max_running` is limited to what the KV pool allows
     scheduler: Scheduler
@@ -76,9 +76,9 @@ class Replica:
 async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) -> list[Replica]:
     """Start the replicas with these indices.
 
-    Their weights load concurrently. Their KV pools are sized and allocated one after the other, since replicas on one
-    machine share its memory. Raises `ConfigurationError` for options that the files rule out, `WorkerFailed` with the
-    rank, and `EngineFailure` if the system lacks a resource. On failure or cancellation, everything is released.
+    Their weights are loaded concurrently. Their KV pools are sized and allocated one after another, because replicas on
+    one machine share its memory. Raises `ConfigurationError` for options that the files rule out, `WorkerFailed` with
+    the rank, and `EngineFailure` if the system lacks a resource. On failure or cancellation, everything is released.
     """
     if plan.parallel.dp_attention:
         indices = [0]  # one loader starts the ranks of all replicas
@@ -98,13 +98,13 @@ async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) 
 
 
 async def start_replica(plan: Plan, facts: ModelFacts, index: int) -> Replica:
-    """Start the replica with this index. Raises the errors of `start_replicas`."""
+    """Start the replica with this index. Raises the same errors as `start_replicas`."""
     [replica] = await start_replicas(plan, facts, [index])
     return replica
 
 
 class _ReplicaLoader:
-    """Starts one replica: call `load`, then `finish`. `close` may be called at any point and releases everything."""
+    """Starts one replica: call `load`, then `finish`. `close` may be called at any time and releases everything."""
 
     def __init__(self, plan: Plan, facts: ModelFacts, index: int) -> None:
         self._plan = plan
@@ -116,12 +116,12 @@ class _ReplicaLoader:
         self._kv_events: list[KvEventPublisher] = []
 
     async def load(self) -> None:
-        """Start the worker processes and load every rank's weights."""
+        """Start the worker processes, and load the weights of every rank."""
         from runtime.loading.expert_places import read_expert_places
         from runtime.worker.worker import DRAFT, TARGET, ModelSetup, ModelWorker, WorkerSetup
 
         plan, facts, group = self._plan, self._facts, self._group
-        if plan.observe.kv_events is not None:  # created first, because its errors appear at once
+        if plan.observe.kv_events is not None:  # created first, so that its errors appear immediately
             for number in range(plan.parallel.num_groups):
                 self._kv_events.append(KvEventPublisher(plan.observe.kv_events, self._index + number))
         parallel = plan.parallel
@@ -155,9 +155,9 @@ class _ReplicaLoader:
         logger.info("Kernels: %s", worker.kernels_description)
 
     async def finish(self) -> list[Replica]:
-        """Size and allocate the KV pools, and create the runner, which then owns the worker and its processes.
+        """Size and allocate the KV pools, and create the runner. The runner then owns the worker and its processes.
 
-        Returns one replica, or one for each attention group.
+        Returns one replica, or one for each attention group (data-parallel attention).
         """
         from runtime.distributed.group_runner import GroupRunner
         from runtime.worker.model_runner import ModelRunner
@@ -173,7 +173,7 @@ class _ReplicaLoader:
             await anyio.to_thread.run_sync(worker.memory),
             *(body["memory"] for body in await group.receive()),
         ]
-        # The returned plan has the `max_running` that fits into the pools.
+        # The returned plan has the `max_running` that the pools allow.
         self._plan, cache, kinds, reason = size_cache(self._plan, worker, memory, steps)
         plan = self._plan
         num_tier_pages, page_bytes = _size_tier(plan, worker, cache.num_pages)
@@ -214,7 +214,10 @@ class _ReplicaLoader:
         page_bytes: int,
         restore_s: float | None,
     ) -> PrefixCache:
-        """Return the prefix cache of a replica. `restore_s` is the time to copy a page from the host tier."""
+        """Return the prefix cache of a replica.
+
+        `restore_s` is the time in seconds to copy a page from the host tier.
+        """
         plan = self._plan
         prefixes = PrefixCache(
             cache.num_pages,
@@ -260,7 +263,7 @@ class _ReplicaLoader:
     def _make_scheduler(
         self, group: int, prefixes: PrefixCache, num_host_pages: int, num_tier_pages: int, page_bytes: int
     ) -> Scheduler:
-        """Create the scheduler of a group, with a record of its decisions if the plan names a file."""
+        """Create the scheduler of a group. If the plan names a record file, its decisions are recorded."""
         plan = self._plan
         sizes = {"vocab_size": self._facts.vocab_size, "context_length": plan.model.context_length}
         if plan.scheduler.record_file is None:
@@ -294,7 +297,7 @@ class _ReplicaLoader:
             await anyio.to_thread.run_sync(self._worker.close)
 
     async def _join(self, worker: ModelWorker, cache: CacheSetup) -> int:
-        """Let all ranks join the process group and allocate their pools; return the bytes of rank 0's pool."""
+        """Let all ranks join the process group and allocate their pools. Return the bytes of rank 0's pool."""
         plan, group = self._plan, self._group
         if not group.workers:
             return await anyio.to_thread.run_sync(worker.join, cache, None)
@@ -309,7 +312,7 @@ class _ReplicaLoader:
         return kv_bytes
 
     async def _lead(self, worker: ModelWorker) -> StepExecutor:
-        """Let all ranks prepare for steps (graph capture) together; return rank 0's executor."""
+        """Let all ranks prepare for steps together (graph capture). Return rank 0's executor."""
         from runtime.worker.worker import TARGET
 
         plan, group = self._plan, self._group
@@ -323,12 +326,12 @@ class _ReplicaLoader:
 
 
 def _step_pages(page_bytes: int) -> int:
-    """Return the number of pages that one step may copy to the host tier without becoming slow."""
+    """Return the number of pages that one step can copy to the host tier without a noticeable delay."""
     return max(1, STEP_BYTES // max(1, page_bytes))
 
 
 def _size_swap_space(plan: Plan, specs: Sequence[Specs]) -> int:
-    """Return the number of host pages, equal on all ranks, and log it with its reason."""
+    """Return the number of host pages for retracted sequences, equal on all ranks. Logs it with the reason."""
     num_pages, reason = min(host_pages(plan, local) for local in specs)
     if reason:
         level = logging.INFO if num_pages else logging.WARNING
@@ -337,16 +340,16 @@ def _size_swap_space(plan: Plan, specs: Sequence[Specs]) -> int:
 
 
 def _size_tier(plan: Plan, worker: ModelWorker, num_pages: int) -> tuple[int, int]:
-    """Return the number of pages of the host tier, equal on all ranks, and the bytes of one page on this rank.
+    """Return the number of host tier pages, equal on all ranks, and the bytes of one page on this rank.
 
-    Raises `ConfigurationError` if they do not fit into host memory.
+    Raises `ConfigurationError` if the pages do not fit into host memory.
     """
     if not plan.cache.host_tier:
         return 0, 0
     ranks, parallel = rank_infos(plan), plan.parallel
     sizes = [tier_pages(plan, worker.local_specs(rank), num_pages) for rank in ranks]
     count = min(number for number, _ in sizes)
-    # All ranks of this machine share its memory. On a CPU, so do the pages of the device.
+    # All ranks of this machine share its memory. On a CPU, the device's pages are in the same memory.
     factor = 1 if plan.model.device != "cpu" else 1 + num_pages / count
     here = [page_bytes for _, page_bytes in sizes][parallel.ranks_here.start : parallel.ranks_here.stop]
     needed = int(sum(here) * count * parallel.copies * factor)
@@ -362,14 +365,17 @@ def _size_tier(plan: Plan, worker: ModelWorker, num_pages: int) -> tuple[int, in
 
 
 def _layout(plan: Plan, worker: ModelWorker) -> str:
-    """Return a text that differs for plans whose pages have other values in the store."""
+    """Return a text that differs between plans whose stored pages are incompatible."""
     specs = sorted((str(name), repr(spec)) for name, spec in worker.cache_specs.items())
     parallel, cache = plan.parallel, plan.cache
     return repr((cache.page_size, cache.kv_dtype, parallel.tp_size, parallel.pp_size, plan.draft.path, specs))
 
 
 def _check_drafts(kinds: Sequence[CacheKind], max_drafts: int, flag: str) -> None:
-    """Raise `ConfigurationError` if a cache cannot take back `max_drafts` rejected tokens, which `flag` sets."""
+    """Raise `ConfigurationError` if a cache cannot rewind `max_drafts` rejected tokens.
+
+    `flag` is the option that sets this number.
+    """
     for kind in kinds:
         if kind.steps_back is not None and kind.steps_back < max_drafts:
             raise ConfigurationError(
@@ -384,7 +390,7 @@ def size_cache(
     """Size the KV pools of all models on every rank.
 
     Returns the plan with the final `max_running`, the sizes (equal on all ranks), the cache kinds, and the reason for
-    the sizes. `memory` has the memory of each rank in bytes; see `ModelWorker.memory`.
+    the sizes. `memory` has the memory of each rank in bytes (see `ModelWorker.memory`).
     """
     from runtime.worker.worker import CacheSetup
 
@@ -424,7 +430,7 @@ def rank_infos(plan: Plan) -> list[RankInfo]:
 
 
 def _share_processors(plan: Plan) -> dict[str, str]:
-    """Set the number of threads of this process, and return the environment for the worker processes."""
+    """Set this process's number of threads. Return the environment for the worker processes."""
     environment = thread_environment(plan)
     if environment:
         import torch
@@ -451,7 +457,7 @@ def _start_failure(error: BaseException) -> BaseException:
 
 @asynccontextmanager
 async def _cut_if_cancelled(lifeline: Lifeline) -> AsyncIterator[None]:
-    """Cut the lifeline as soon as the block is cancelled, even while it waits for a thread."""
+    """Cut the lifeline as soon as the block is cancelled, even if the block waits for a thread."""
 
     async def watch() -> None:
         try:
@@ -484,14 +490,14 @@ def _log_memory(
     reason: str,
     steps: StepMemory | None,
 ) -> None:
-    """Log a table of rank 0's memory, from figures before and after its pool was allocated."""
+    """Log a table of rank 0's memory. `before` and `after` are measured before and after its pool was allocated."""
     table = memory_table(
         device=plan.model.device,
         total_bytes=before["total"],
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
         kv_reason=reason,
-        # On a CPU, the pool does not count as used before it is written.
+        # On a CPU, the pool counts as used only after it is written.
         free_bytes=min(after["available"], before["available"] - kv_bytes),
         steps=steps,
     )
@@ -501,9 +507,9 @@ def _log_memory(
 def _size(
     plan: Plan, specs: Sequence[Specs], memory: Sequence[Mapping[str, int]], steps: StepMemory | None
 ) -> tuple[int, str]:
-    """Return the number of pages that fit on the rank with the least memory after loading, and the reason for it.
+    """Return the number of pages that fit on the rank with the least memory after loading, and the reason.
 
-    Raises `ConfigurationError` if other programs use much more memory of one GPU than of the others.
+    Raises `ConfigurationError` if other programs use much more memory of one GPU than of another.
     """
     parallel = plan.parallel
     on_cpu = plan.model.device == "cpu"

@@ -25,7 +25,7 @@ _DEFAULTS = SamplingParams()
 class RequestLog:
     """A `RequestObserver` that logs requests. Client data is logged as JSON, so that no text can forge a log line.
 
-    `level` is `--log-requests-level`.
+    `level` is the value of `--log-requests-level`.
     """
 
     def __init__(self, level: int) -> None:
@@ -37,7 +37,7 @@ class RequestLog:
         logger.info("Receive: obj=%s", self._request(live))
 
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
-        """Collect the text for the log line at the end."""
+        """Collect the text for the final log line."""
         if self.level < 2:
             return
         text = self._texts.setdefault(live.request.id, {}).setdefault(chunk.index, StringIO())
@@ -45,7 +45,7 @@ class RequestLog:
             text.write(chunk.text)
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
-        """Log the outputs, or the error."""
+        """Log the outputs or the error."""
         texts = self._texts.pop(live.request.id, {})
         seconds = round(time.monotonic() - live.times.arrived, 6)
         if error is not None:
@@ -79,7 +79,7 @@ class RequestLog:
         }
         if self.level >= 2:
             text = texts[chunk.index].getvalue() if chunk.index in texts else ""
-            rest = "" if chunk.ids else chunk.text  # a chunk without tokens was not passed to `sent`
+            rest = "" if chunk.ids else chunk.text  # `sent` does not get chunks without tokens
             choice["text"] = self._shortened(text + rest)
         return choice
 
@@ -97,7 +97,7 @@ class TimeStatsLog:
         """Do nothing: single tokens are not logged."""
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
-        """Log one line. If the request was in no step, all of its time counts as waiting."""
+        """Log one line. If the request was in no step, its whole time counts as waiting."""
         times, now_s = live.times, time.monotonic()
         begun_s = times.scheduled or now_s
         logger.info(
@@ -132,14 +132,14 @@ class RequestMetrics:
         """Do nothing: requests are counted at the end."""
 
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
-        """Observe the time to the first token, or between tokens. Takes about 0.4 us."""
+        """Record the time to the first token, or the time between tokens. Takes about 0.4 us."""
         if not live.request.counted:
             return
         series = self._metrics.of_labels(live.request.caller.labels)
         if before_s:
             num_tokens = len(chunk.ids)
             series.between_tokens_s.observe((now_s - before_s) / num_tokens, num_tokens)
-        elif not live.times.first_token:  # no choice has sent a token
+        elif not live.times.first_token:  # no choice has sent a token yet
             series.first_token_s.observe(now_s - live.times.arrived)
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:

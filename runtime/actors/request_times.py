@@ -1,4 +1,4 @@
-"""When a request passed each actor."""
+"""The times at which a request reached each actor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from time import monotonic
 
 
 class RequestTimes:
-    """Times (`time.monotonic`) at which a request reached each phase. A field is 0.0 until then."""
+    """Times (`time.monotonic`) at which a request reached each phase. A field is 0.0 before its phase is reached."""
 
     __slots__ = ("arrived", "ended", "first_token", "queued", "scheduled", "tokenized", "tokenizing")
 

@@ -22,33 +22,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.core")
 
-MAX_RESTARTS = 3  # failed attempts to restart a replica before it is given up
+MAX_RESTARTS = 3  # failed attempts to restart a replica before it is abandoned
 RESTART_RETRY_S = 10  # clients should retry after this time while no replica is alive
-RESTART_DELAY_S = 1.0  # wait before the second attempt; it doubles with each further attempt
+RESTART_DELAY_S = 1.0  # wait before the second attempt; doubled for each further attempt
 
-# `longest_prefix` does not choose a replica that has more requests than twice the least busy replica plus this number.
-# A popular prefix is then computed on a second replica too, so that both replicas can serve it.
+# `longest_prefix` chooses no replica with more requests than this number plus twice those of the least busy replica. A
+# popular prefix is then computed on a second replica, and both replicas can serve it.
 PREFIX_SLACK = 8
 
 
 class ReplicaLoad(NamedTuple):
-    """The load of one replica when a request arrives."""
+    """The load of one replica at the time when a request arrives."""
 
     num_requests: int  # requests of the replica that have not ended
     num_tokens: int  # prompt and output tokens of these requests
     num_cached: int  # tokens of the new prompt in the replica's prefix cache
 
 
-# Maps the loads of the replicas that are alive to the index of the chosen replica.
+# Maps the loads of the live replicas to the index of the chosen replica.
 BalancePolicy = Callable[[Sequence[ReplicaLoad]], int]
 
 
 class Router:
     """Routes requests to the scheduler actors of all replicas, which run on one event loop.
 
-    A failed replica is closed and restarted. Its requests without output move to the other replicas; the rest fail
-    with the reason. The restarted replica gets its share of the waiting requests. The engine fails when the last
-    replica is given up. Without `start_replica`, replicas fail together.
+    A failed replica is closed and restarted. Its requests without output move to the other replicas. Its remaining
+    requests fail with the reason. The restarted replica gets a share of the waiting requests. The engine fails when the
+    last replica is given up. Without `start_replica`, the first failure of a replica ends all of them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Router:
         self._metrics = metrics
         self._max_queued = replicas[0].plan.scheduler.max_queued
         self._num_given_up = 0
-        # Scheduler actor of each replica by index; None while a replica restarts and after it is given up.
+        # Scheduler actor of each replica, by index. None while a replica restarts and after it is given up.
         self._schedulers: list[SchedulerActor | None] = [
             self._actor(index, replica) for index, replica in enumerate(replicas)
         ]
@@ -78,19 +78,22 @@ class Router:
 
     @property
     def queue_space(self) -> int:
-        """Number of further choices that the queues accept. Requests wait here while no replica is alive."""
+        """Number of further choices that the queues accept. While no replica is alive, requests wait in the router."""
         if alive := self.alive:
             return sum(scheduler.queue_space for scheduler in alive)
         return self._max_queued - sum(len(live.sequences) for live in self._requests)
 
     @property
     def least_urgency(self) -> float:
-        """Lowest urgency of the waiting requests of all replicas; infinite if there are none or priorities are off."""
+        """Lowest urgency of the waiting requests on all replicas.
+
+        Infinity if there are none or if priorities are off.
+        """
         return min((scheduler.least_urgency for scheduler in self.alive), default=math.inf)
 
     @property
     def wait_s(self) -> float:
-        """Expected wait of a new request on the replica with the shortest wait; 0.0 if no replica is alive."""
+        """Shortest expected wait of a new request on any replica, in seconds; 0.0 if no replica is alive."""
         return min((scheduler.wait_s for scheduler in self.alive), default=0.0)
 
     @property
@@ -99,7 +102,7 @@ class Router:
         return min((scheduler.retry_after_s for scheduler in self.alive), default=RESTART_RETRY_S)
 
     def admit(self, live: LiveRequest) -> None:
-        """Assign a request to a replica. If no replica is alive, the first one to restart gets it."""
+        """Assign a request to a replica. If no replica is alive, the first replica that restarts gets it."""
         alive = self.alive
         if alive:
             index = self._policy(self._loads(alive, live)) if len(alive) > 1 else 0
@@ -156,7 +159,7 @@ class Router:
         return False
 
     def _rebalance_waiting(self, restarted: SchedulerActor) -> None:
-        """Move waiting requests to a restarted replica so that all replicas have equal shares."""
+        """Move waiting requests to a restarted replica, so that all replicas have equal shares."""
         waiting: dict[object, list[LiveRequest]] = {scheduler: [] for scheduler in self.alive}
         for live in self._requests:
             if live.scheduler in waiting and live.waits and live.aborting is None:
@@ -175,7 +178,7 @@ class Router:
                     scheduler.give_back(live, admit)
 
     def _move_requests(self, dead: SchedulerActor, error: EngineFailure) -> None:
-        """Move the requests of a dead replica to other replicas. Requests that have output fail instead."""
+        """Move the requests of a dead replica to other replicas. Requests that already have output fail instead."""
         for live in self._requests:
             if live.scheduler is not dead:
                 continue
@@ -223,17 +226,17 @@ class _RoundRobin:
 
 
 def shortest_queue(replicas: Sequence[ReplicaLoad]) -> int:
-    """Return the replica with the fewest requests; on a tie, the one with the fewest tokens."""
+    """Return the index of the replica with the fewest requests; on a tie, the one with the fewest tokens."""
     return min(range(len(replicas)), key=lambda i: (replicas[i].num_requests, replicas[i].num_tokens))
 
 
 def minimum_tokens(replicas: Sequence[ReplicaLoad]) -> int:
-    """Return the replica with the fewest tokens; on a tie, the one with the fewest requests."""
+    """Return the index of the replica with the fewest tokens; on a tie, the one with the fewest requests."""
     return min(range(len(replicas)), key=lambda i: (replicas[i].num_tokens, replicas[i].num_requests))
 
 
 def longest_prefix(replicas: Sequence[ReplicaLoad]) -> int:
-    """Return the replica that has the longest cached prefix, or `minimum_tokens` if that replica is much busier."""
+    """Return the index of the replica with the longest cached prefix. If it is much busier, use `minimum_tokens`."""
     best = max(
         range(len(replicas)),
         key=lambda i: (replicas[i].num_cached, -replicas[i].num_tokens, -replicas[i].num_requests),

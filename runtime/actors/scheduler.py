@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.scheduler")
 
-# A request needs two turns of the event loop (handler, tokenizer) from its bytes to this inbox. One turn is spare.
+# From its bytes to this inbox, a request needs two turns of the event loop (handler, tokenizer). One turn is spare.
 ARRIVAL_TURNS = 3
 MAX_ARRIVAL_TURNS = 50  # maximum number of turns to wait while requests keep arriving
-# Before a batch is built, grammar masks are awaited for this share of the running step's time, unless less is left than
-# `MIN_WAIT_S`, which is not worth a timer.
+# Before a batch is built, grammar masks are awaited for up to this share of the running step's time. If less than
+# `MIN_WAIT_S` is left, a timer is not worthwhile.
 MASK_SHARE, MIN_WAIT_S = 0.5, 0.0002
 QUEUE_PERIOD_S = 1.0
 MAX_RETRY_AFTER_S = 60
@@ -83,14 +83,14 @@ class EndChoice(NamedTuple):
 
 
 class GiveBack(NamedTuple):
-    """Withdraw a request and call `to` with it, unless it has run already."""
+    """Withdraw a request and call `to` with it, unless the request has already run."""
 
     live: LiveRequest
     to: Callable[[LiveRequest], None]
 
 
 class Wake(NamedTuple):
-    """Host data arrived for a sequence that is in no step."""
+    """Wakes the actor, for example when host data arrived for a sequence that is in no step."""
 
 
 WAKE = Wake()
@@ -102,14 +102,14 @@ class Pause:
 
     reached: asyncio.Future[None]  # its result is set when no step is in flight
     weights_changed: bool = False
-    checkpoint: str | None = None  # of the new weights; None: unknown
-    recompute: bool = False  # whether the pause ends by emptying the prefix tree and recomputing all sequences
-    # If set, the replica is unusable and fails with this error when the pause ends.
+    checkpoint: str | None = None  # path of the new weights; None: unknown
+    recompute: bool = False  # whether, at the end, the prefix tree is emptied and all sequences are recomputed
+    # If set, the replica is unusable and fails with this error at the end of the pause.
     failure: EngineFailure | None = None
 
 
 class SchedulerActor:
-    """Builds, launches and applies steps. Owns a replica's scheduler and its runner.
+    """Builds, launches and applies steps. Owns a replica's scheduler and runner.
 
     With overlap, step n+1 is built and launched before the tokens of step n are known. The deltas of each step go to
     the detokenizer.
@@ -138,8 +138,8 @@ class SchedulerActor:
         self.runner = runner
         self.progress = Progress(scheduler, plan.log_interval_steps)
         self.steps = StepsInFlight(runner, self.progress, plan.watchdog_timeout_s)
-        # Maximum number of steps in flight while the next batch is built: 1 with overlap, otherwise 0; in a pipeline,
-        # one for each other stage.
+        # Maximum number of steps in flight while the next batch is built: 1 with overlap, otherwise 0. With pipeline
+        # parallelism: the number of micro-batches - 1.
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._watchdog_timeout_s = plan.watchdog_timeout_s
         self._max_queue_time_s = plan.max_queue_time_s
@@ -154,13 +154,13 @@ class SchedulerActor:
         self._inbox: Mailbox[Admit | Abort | EndChoice | GiveBack | Wake] = Mailbox()
         self._series = series
         self._kv_events = kv_events
-        self._num_arriving = 0  # choices whose Admit is in the inbox
+        self._num_arriving = 0  # choices whose `Admit` message is in the inbox
         self._tokens_arriving = 0  # prompt tokens of these choices
         self._step_tokens = min(plan.step_prompt_tokens, plan.max_prefill_tokens)
-        self.delay_s = 0.0  # wait before each step, for tests of clients (/slow_down)
-        self._num_broken = 0  # scheduler failures since the last applied step
+        self.delay_s = 0.0  # wait in seconds before each step, for tests of clients (/slow_down)
+        self._num_broken = 0  # failures of the scheduler since the last applied step
         self._pauses: list[Pause] = []
-        self._failure: EngineFailure | None = None  # the error of a pause after which the replica is unusable
+        self._failure: EngineFailure | None = None  # error of a pause that left the replica unusable
         self._has_ended = False
 
     @classmethod
@@ -213,24 +213,24 @@ class SchedulerActor:
         self._inbox.put(EndChoice(live, index))
 
     def give_back(self, live: LiveRequest, to: Callable[[LiveRequest], None]) -> None:
-        """Withdraw a request and call `to` with it, unless it has run already."""
+        """Withdraw a request and call `to` with it, unless the request has already run."""
         self._inbox.put(GiveBack(live, to))
 
     @property
     def queue_space(self) -> int:
-        """Number of further choices that the queue accepts after it has taken the choices in the inbox."""
+        """Number of further choices that the queue accepts, after those in the inbox."""
         return self.scheduler.queue_space - self._num_arriving
 
     @property
     def least_urgency(self) -> float:
-        """Lowest urgency of the waiting requests. A full queue accepts only more urgent requests."""
+        """Lowest urgency of the waiting requests. A full queue accepts only requests with a higher urgency."""
         return self.scheduler.least_urgency
 
     def first_token_s(self, num_tokens: int, urgency: float = -math.inf) -> float | None:
-        """Predict the time to the first token of a new request with `num_tokens` prompt tokens that are not cached.
+        """Predict the seconds until the first token of a new request with `num_tokens` uncached prompt tokens.
 
-        The prompts that run or wait with at least this urgency come first, at the measured speed. None: no speed is
-        known.
+        Running and waiting prompts with at least this urgency come first. Returns None if the speed of prompts has not
+        been measured.
         """
         token_s, decode_s = self.progress.times.prompt_token_s, self.progress.times.decode_s or 0.0
         if token_s is None:
@@ -240,7 +240,7 @@ class SchedulerActor:
         return max((num_before + num_tokens) * token_s + num_steps * decode_s, self.wait_s)
 
     def _refusal(self, live: LiveRequest) -> PenstockError | None:
-        """Return the error of a request whose first token is predicted to come too late, or None."""
+        """Return an error if the request's first token is predicted to come too late, or None."""
         if live.request.follows or not live.sequences:
             return None
         first = live.sequences[0]
@@ -261,7 +261,7 @@ class SchedulerActor:
 
     @property
     def wait_s(self) -> float:
-        """Expected time until a new request runs."""
+        """Expected seconds until a new request runs."""
         return self.progress.queue.wait_s(self.scheduler.num_waiting + self._num_arriving)
 
     @property
@@ -271,13 +271,13 @@ class SchedulerActor:
 
     @property
     def alive(self) -> list[SchedulerActor]:
-        """A list with only this actor, for callers that also work with a `Router`."""
+        """A list of only this actor, for callers that also work with a `Router`."""
         return [self]
 
     # --- lifecycle ---
 
     async def run(self) -> None:
-        """Run steps until cancelled. Raises `EngineFailure` if the runner has failed or a step hangs."""
+        """Run steps until cancelled. Raises `EngineFailure` if the runner fails or a step hangs."""
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._run_steps)
@@ -300,7 +300,7 @@ class SchedulerActor:
                     pause.reached.set_exception(EngineClosed(ENDED))
 
     async def close(self) -> None:
-        """Close the runner. After `CLOSE_TIMEOUT_S` a hanging device is abandoned; its thread is a daemon."""
+        """Close the runner. A hanging device is abandoned after `CLOSE_TIMEOUT_S`; its thread is a daemon."""
         with anyio.move_on_after(CLOSE_TIMEOUT_S, shield=True):
             await anyio.to_thread.run_sync(self.runner.close, abandon_on_cancel=True)
         if self._kv_events is not None:
@@ -308,7 +308,7 @@ class SchedulerActor:
                 await anyio.to_thread.run_sync(self._kv_events.close)
 
     def flush(self) -> bool:
-        """Empty the prefix tree. Returns False without effect while requests run or wait."""
+        """Empty the prefix tree. Returns False, without effect, while requests run or wait."""
         flushed = self.scheduler.flush()
         self._publish_events()
         return flushed
@@ -317,8 +317,8 @@ class SchedulerActor:
     async def paused(self) -> AsyncIterator[Pause]:
         """Finish the steps in flight, and launch none inside the context. Requests are still admitted and aborted.
 
-        Running sequences continue afterwards, unless `recompute` or `failure` of the `Pause` is set.
-        Raises `EngineClosed` if the actor ends first.
+        Running sequences continue afterwards, unless `recompute` or `failure` of the `Pause` is set. Raises
+        `EngineClosed` if the actor ends first.
         """
         if self._has_ended:
             raise EngineClosed(ENDED)
@@ -339,7 +339,7 @@ class SchedulerActor:
             self._inbox.put(WAKE)
 
     async def _stand_still(self) -> None:
-        """Return when all pauses have ended. Raises `Pause.failure` if one was set."""
+        """Return when all pauses have ended. Raises `Pause.failure` if a pause set it."""
         while self._pauses:
             if self.steps:
                 await self._finish_oldest()
@@ -369,7 +369,7 @@ class SchedulerActor:
                 if self.steps:
                     await self._wait_for_masks()
                 batch = self.scheduler.fill()
-                self._publish_events()  # includes events of the previously applied step
+                self._publish_events()  # includes the events of the step applied last
             except Exception as error:  # too little host memory, or a programming error in the scheduler
                 await self._rebuild(error)
                 continue
@@ -387,7 +387,7 @@ class SchedulerActor:
                 await self._gather()
 
     async def _wait_for_masks(self) -> None:
-        """Wait for masks that may force tokens, for up to `MASK_SHARE` of the running step's time."""
+        """Wait for masks that may force tokens, up to `MASK_SHARE` of the running step's time."""
         masks = self.scheduler.awaited_masks
         if masks is None:
             return
@@ -408,10 +408,10 @@ class SchedulerActor:
             data.when_there(lambda: _call_soon(loop, self._inbox.put, WAKE))
 
     async def _gather(self) -> None:
-        """Wait some microseconds for requests that arrive at the same moment. Called when no step is running.
+        """Wait some microseconds for requests that arrive together. Called when no step is running.
 
-        Without this wait, the first request would be computed alone, and the others would wait for that step and, with
-        overlap, for the next one. The wait ends early when the waiting prompts fill one step.
+        Without this wait, the first request would be computed alone, and all later ones would wait for its step and,
+        with overlap, for one more. The wait ends early when the waiting prompts fill a step.
         """
         num_before, num_quiet = 0, 0
         for _ in range(MAX_ARRIVAL_TURNS):
@@ -432,7 +432,7 @@ class SchedulerActor:
         raise EngineFailure("The engine hangs: a step did not finish in time.")
 
     async def _watch_queue(self) -> None:
-        """Fail requests that wait longer than `--max-queue-time`."""
+        """Fail requests that have waited longer than `--max-queue-time`."""
         limit_s = self._max_queue_time_s
         while limit_s is not None:
             await anyio.sleep(min(QUEUE_PERIOD_S, limit_s / 4))
@@ -467,7 +467,7 @@ class SchedulerActor:
             output = await self.steps.output()
         except WorkerFailed:  # the replica is lost; `run` raises this error
             raise
-        except Exception as error:  # if the forward fails, only requests of this step end
+        except Exception as error:  # a failed forward pass ends only requests of this step
             await self._recover(error)
             return
         batch = self.steps.pop()
@@ -494,7 +494,7 @@ class SchedulerActor:
             self._series.applied(batch, duration_s, num_tokens)
 
     def _fail_broken(self, deltas: list[Delta]) -> list[Delta]:
-        """Fail requests whose logits were not finite. Return the deltas of the other requests."""
+        """Fail requests whose logits were not finite. Return the deltas of all other requests."""
         broken = {
             delta.request_id for delta in deltas if delta.finish is not None and delta.finish.message == NOT_FINITE
         }
@@ -506,7 +506,8 @@ class SchedulerActor:
     async def _recover(self, error: Exception) -> None:
         """Recover from a failed step: the cache is emptied, and all running sequences are recomputed.
 
-        If memory ran out, the newest request of the step fails. Otherwise trial steps find the request that fails.
+        If memory ran out, the newest request of the step fails. Otherwise trial steps find the request that causes the
+        failure.
         """
         logger.error("A step failed; running sequences are recomputed.", exc_info=error)
         batches = self.steps.batches
@@ -520,10 +521,10 @@ class SchedulerActor:
             self._requests.fail(request_id, reason)
 
     async def _rebuild(self, error: Exception, failed: Collection[int] = ()) -> None:
-        """Recover from an exception of the scheduler: rebuild its tables and recompute all running sequences.
+        """Recover from an exception in the scheduler: rebuild its tables and recompute all running sequences.
 
-        If the exception came from one row, that row's request fails. Otherwise the first failure ends no request, and
-        each further one before a step succeeds ends the newest request, the likeliest cause.
+        If the exception came from one row, the row's request fails. Otherwise the first exception ends no request. Each
+        further exception, until a step succeeds, ends the newest request, which is the likeliest cause.
         """
         logger.error("The scheduler failed; running sequences are recomputed.", exc_info=error)
         await self.steps.drain()
@@ -542,7 +543,7 @@ class SchedulerActor:
             self._requests.fail(request_id, StepFailed(BROKEN))
 
     def _receive(self) -> None:
-        """Process all messages. An exception fails the message's request; the first one is raised at the end."""
+        """Process all messages. An exception fails the message's request. The first exception is raised at the end."""
         broken: Exception | None = None
         self._tokens_arriving = 0
         for message in self._inbox.take():
@@ -552,7 +553,7 @@ class SchedulerActor:
                 self._take_in(message)
             except Exception as error:
                 reason = StepFailed(BROKEN)
-                # A refusal, such as `Overloaded`, ends only its request and needs no rebuild.
+                # A refusal, for example `Overloaded`, ends only its request and needs no rebuild.
                 if isinstance(error, PenstockError) and isinstance(message, Admit):
                     reason = error
                 else:
@@ -581,7 +582,9 @@ class SchedulerActor:
                 self._detokenizer.inbox.put(deltas)
 
     def _displace(self, urgency: int) -> None:
-        """Fail the newest of the least urgent waiting requests until a more urgent one fits into the queue."""
+        """Fail the newest of the least urgent waiting requests until a request with this urgency fits into the
+        queue.
+        """
         waiting = [live for live in self._requests if live.scheduler is self and live.waits]
         waiting = [live for live in waiting if live.sequences and live.sequences[0].urgency < urgency]
         while waiting and self.scheduler.queue_space <= 0:

@@ -1,8 +1,8 @@
-"""Sessions: requests that continue the tokens of an earlier request, without sending them again.
+"""Sessions: requests that continue the tokens of an earlier request without sending them again.
 
 A session keeps the tokens (prompt and output) of its ended requests by their rid. A new request of the session names
-one of them, and its own tokens follow. The prefix cache then has the pages of the earlier request, as far as they were
-not evicted.
+one of them; its own tokens follow the kept ones. The prefix cache then supplies the earlier request's pages, unless
+they were evicted.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from runtime.errors import InvalidRequest, PenstockError
 from runtime.request import Request, SessionParams
 
 MAX_SESSIONS = 1024
-MAX_TOKENS = 2**24  # tokens of all sessions, which take 4 bytes each
+MAX_TOKENS = 2**24  # maximum number of tokens in all sessions; each takes 4 bytes
 MAX_NAME = 256
 
 
 class _Turn:
-    """The tokens of an ended request of a session, or of one that still runs (`is_live`)."""
+    """The tokens of one request of a session. They are known after the request has ended (not `is_live`)."""
 
     __slots__ = ("is_live", "num_prompt", "tokens")
 
@@ -38,19 +38,19 @@ class _Session:
     def __init__(self, owner: str, capacity: int) -> None:
         self.owner = owner
         self.capacity = capacity
-        self.turns: OrderedDict[str, _Turn] = OrderedDict()  # by rid, the oldest first
+        self.turns: OrderedDict[str, _Turn] = OrderedDict()  # by rid, oldest first
         self.num_tokens = 0
 
 
 class Sessions:
     """The open sessions of an engine. Observes requests to keep their tokens when they end.
 
-    If there are too many sessions or tokens, the client that has most of them loses its least recently used session.
-    Therefore no client closes the sessions of others by opening more.
+    If there are too many sessions or tokens, the client with the most of them loses its least recently used session. A
+    client therefore cannot close another client's sessions by opening more of its own.
     """
 
     def __init__(self, bos_id: int | None) -> None:
-        """`bos_id` is the token that the tokenizer puts before each text; it is left out of continuations."""
+        """`bos_id` is the token that the tokenizer puts before each text. It is removed from continuations."""
         self._bos_id = bos_id
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
         self._num_tokens = 0
@@ -61,7 +61,7 @@ class Sessions:
     def open(self, capacity: int, name: str | None = None, owner: str = "") -> str:
         """Open a session for at most `capacity` tokens. Return its name.
 
-        Raises `InvalidRequest` if there is a session of this name.
+        Raises `InvalidRequest` if a session of this name is open.
         """
         name = name or uuid4().hex
         if len(name) > MAX_NAME:
@@ -76,13 +76,13 @@ class Sessions:
         return name
 
     def close(self, name: str, owner: str | None = None) -> None:
-        """Close a session. Its requests continue. Raises `InvalidRequest` for an unknown one."""
+        """Close a session. Its requests continue. Raises `InvalidRequest` if no such session is open."""
         session = self._find(name, owner)
         del self._sessions[name]
         self._num_tokens -= session.num_tokens
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidRequest` if the request's session is not open, or lacks the request that it continues."""
+        """Raise `InvalidRequest` if the request's session is not open, or does not have the request to continue."""
         params = request.session
         if params is None:
             return
@@ -99,9 +99,9 @@ class Sessions:
                 raise InvalidRequest(f"The request {params.rid[:80]!r} has not ended.", param="session_params")
 
     def continued(self, request: Request, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens of a request: those of the request that it continues, then its own ones.
+        """Return the tokens of a request: those of the request that it continues, then its own.
 
-        Raises `InvalidRequest` if the session was closed, or is too small.
+        Raises `InvalidRequest` if the session was closed or is too small.
         """
         params = request.session
         if params is None:
@@ -151,7 +151,7 @@ class Sessions:
 
     @staticmethod
     def _before(session: _Session, params: SessionParams) -> Sequence[int]:
-        """Return the tokens that a new request continues."""
+        """Return the kept tokens that a new request continues."""
         if params.rid is None:
             return ()
         turn = session.turns[params.rid]
@@ -159,7 +159,10 @@ class Sessions:
         return tokens[: params.offset] if params.offset else tokens
 
     def _forget(self, session: _Session, kept: str | None) -> None:
-        """Forget all ended requests of a session that are later than `kept`; without it, all of them."""
+        """Forget all ended requests of a session that began after `kept`.
+
+        If `kept` is None, forget all ended requests.
+        """
         for rid in reversed(list(session.turns)):
             if rid == kept:
                 return
@@ -168,7 +171,7 @@ class Sessions:
 
     def _find(self, name: str, owner: str | None) -> _Session:
         session = self._sessions.get(name)
-        # The same error for a session of another client, whose names must not be found out.
+        # A session of another client raises the same error, so that clients cannot find out its name.
         if session is None or (owner is not None and session.owner != owner):
             raise InvalidRequest(f"The session {name[:80]!r} is not open.", param="session_params")
         return session
@@ -181,7 +184,7 @@ class Sessions:
         self._num_tokens += num_tokens
 
     def _close_oldest(self, weight: Callable[[_Session], int]) -> None:
-        """Close the least recently used session of the owner whose sessions weigh most."""
+        """Close the least recently used session of the owner whose sessions have the largest total weight."""
         weights: Counter[str] = Counter()
         for session in self._sessions.values():
             weights[session.owner] += weight(session)

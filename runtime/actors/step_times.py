@@ -1,4 +1,4 @@
-"""Measured times and rates of steps, for logs, the watchdog, step sizes and the hints to waiting clients."""
+"""Measured times and rates of steps, for logs, the watchdog, step sizes and hints to waiting clients."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ logger = logging.getLogger("penstock.scheduler")
 
 WEIGHT = 0.1  # weight of the newest step in the moving averages
 PATIENCE = 10  # a step counts as hanging after this multiple of its predicted time
-LEAST_PATIENCE_S = 5.0  # no step counts as hanging before this time
-OVERHEAD = 1 / 20  # maximum share of a prefill step's time that its fixed cost may take
+LEAST_PATIENCE_S = 5.0  # no step counts as hanging earlier
+OVERHEAD = 1 / 20  # maximum share of a prefill step's time that the step's fixed cost may take
 MIN_PROMPT_TOKENS = 256  # lower bound of the limits on prompt tokens
 MIN_SCORED_TOKENS = 16  # lower bound of the limits on prompt tokens with log-probabilities
 PAUSE_STEPS = 2  # maximum delay of running streams by the prompts of a mixed step, in decode steps
 
 
 class StepTimes:
-    """Predicts the time of a step: the time of a decode step plus a time for each prompt token.
+    """Predicts the time of a step: the time of a decode step, plus a time for each prompt token.
 
-    A kind of step (with or without prompt tokens) has no prediction until one was measured.
+    Steps of a kind (with or without prompt tokens) have no prediction until one was measured.
     """
 
     def __init__(self) -> None:
         self._decode_s: float | None = None
         self._prompt_token_s: float | None = None
-        self._short_decode_s: float | None = None  # estimate without delays by other work
+        self._short_decode_s: float | None = None  # estimate that excludes delays by other work
         self._short_prompt_token_s: float | None = None
-        self._short_scored_s: float | None = None  # the same, for the log-probabilities of one prompt token
+        self._short_scored_s: float | None = None  # like the above, for the log-probabilities of one prompt token
 
     def note(self, batch: Batch, seconds: float) -> None:
-        """Record the measured time of a step."""
+        """Record the measured time of a step in seconds."""
         tokens, num_scored = batch.stats.num_prompt_tokens, batch.stats.num_scored
         if num_scored:
             rest = seconds - (self._short_decode_s or 0.0) - tokens * (self._short_prompt_token_s or 0.0)
@@ -52,16 +52,16 @@ class StepTimes:
 
     @property
     def decode_s(self) -> float | None:
-        """Average time of a decode step; None before one was measured."""
+        """Average time of a decode step in seconds, or None before one is measured."""
         return self._decode_s
 
     @property
     def prompt_token_s(self) -> float | None:
-        """Average time that a prompt token adds to a step; None before a step with prompt tokens was measured."""
+        """Average time in seconds that a prompt token adds to a step, or None before such a step is measured."""
         return self._prompt_token_s
 
     def predicted_s(self, batch: Batch) -> float | None:
-        """Predict the time of this step; None if steps of its kind were not measured yet."""
+        """Predict the time of this step in seconds. None if no step of its kind has been measured."""
         tokens = batch.stats.num_prompt_tokens
         if tokens and self._prompt_token_s is None:
             return None
@@ -72,23 +72,24 @@ class StepTimes:
 
     @property
     def prompt_limits(self) -> tuple[int, int] | None:
-        """Limits on prompt tokens: in a prefill-only step, and in a mixed step; None before steps were measured.
+        """Limits on prompt tokens: in a prefill-only step, and in a mixed step. None before steps are measured.
 
-        In a prefill-only step, the limit makes the fixed cost of a step small. More tokens would gain nothing, and all
-        first tokens would wait for the last prompt. In a mixed step the limit is lower: running streams wait for at
-        most `PAUSE_STEPS` of their own steps.
+        In a prefill-only step, the limit keeps the share of the step's fixed cost small. A higher limit would gain
+        nothing, and all first tokens would wait for the last prompt. In a mixed step the limit is lower: running
+        streams are delayed by at most `PAUSE_STEPS` of their own steps.
         """
         if not self._short_decode_s or not self._short_prompt_token_s:
             return None
-        # Prompt tokens that take as long as one decode step.
+        # number of prompt tokens that take as long as one decode step
         step_tokens = self._short_decode_s / self._short_prompt_token_s
         prefill = max(MIN_PROMPT_TOKENS, int(step_tokens / OVERHEAD))
         return prefill, min(prefill, max(MIN_PROMPT_TOKENS, int(step_tokens * PAUSE_STEPS)))
 
     def tokens_within(self, target_s: float) -> int | None:
-        """Return how many prompt tokens a mixed step may have to take about `target_s`; None before measurements.
+        """Return how many prompt tokens a mixed step of about `target_s` seconds may have. None before steps are
+        measured.
 
-        The averages rise fast and fall slowly, so that most steps take less.
+        The averages rise fast and fall slowly, so most steps take less time.
         """
         if self._decode_s is None or not self._prompt_token_s:
             return None
@@ -96,7 +97,7 @@ class StepTimes:
 
     @property
     def scored_limits(self) -> tuple[int, int] | None:
-        """Limits on prompt tokens with log-probabilities, like `prompt_limits`; None before steps were measured."""
+        """Limits on prompt tokens with log-probabilities, like `prompt_limits`. None before steps are measured."""
         if not self._short_decode_s or not self._short_scored_s:
             return None
         step_tokens = self._short_decode_s / self._short_scored_s
@@ -106,7 +107,7 @@ class StepTimes:
         )
 
     def patience_s(self, batch: Batch, longest_s: float) -> float:
-        """Time after which this step counts as hanging; `longest_s` if its time cannot be predicted."""
+        """Seconds after which this step counts as hanging, or `longest_s` if its time cannot be predicted."""
         predicted_s = self.predicted_s(batch)
         if predicted_s is None:
             return longest_s
@@ -114,14 +115,14 @@ class StepTimes:
 
 
 def _mean(before: float | None, newest: float) -> float:
-    """Update a mean that rises fast and falls slowly, since a watchdog's false alarm is worse than a late one."""
+    """Update a mean that rises fast and falls slowly: a false alarm of the watchdog is worse than a late one."""
     if before is None or newest > before:
         return newest if before is None else before + max(WEIGHT, 0.5) * (newest - before)
     return before + WEIGHT * (newest - before)
 
 
 def _low_mean(before: float | None, newest: float) -> float:
-    """Update a mean that falls fast and rises slowly, since long times include delays by other work."""
+    """Update a mean that falls fast and rises slowly, because long times include delays by other work."""
     if before is None:
         return newest
     return before + (0.5 if newest < before else WEIGHT / 4) * (newest - before)
@@ -137,7 +138,7 @@ class Progress:
         self.last_step_s = time.monotonic()
         self.queue = QueueRate()
         self.times = StepTimes()
-        self.on_step: Callable[[Batch, float, int], object] | None = None  # gets (batch, seconds, new tokens)
+        self.on_step: Callable[[Batch, float, int], object] | None = None  # called with (batch, seconds, new tokens)
         self._scheduler = scheduler
         self._interval = log_interval_steps
         self._interval_began_s = time.monotonic()
@@ -145,7 +146,7 @@ class Progress:
         self._num_decode_steps = 0
 
     def note_launch(self, batch: Batch) -> None:
-        """Record a launched step and log its prefill."""
+        """Record a launched step, and log its prompt tokens."""
         stats = batch.stats
         self.queue.note(time.monotonic(), stats.num_new, self._scheduler.num_waiting)
         if stats.num_prompt_tokens and logger.isEnabledFor(logging.INFO):
@@ -162,9 +163,9 @@ class Progress:
             )
 
     def note_applied(self, batch: Batch, deltas: list[Delta]) -> tuple[float, int]:
-        """Record an applied step, and return its time in seconds and the number of tokens it added.
+        """Record an applied step. Return its time in seconds and the number of tokens it added.
 
-        A step's time begins at its launch or at the end of the step before it, whichever is later.
+        A step's time begins at its launch or at the end of the previous step, whichever is later.
         """
         num_tokens = sum([len(delta.ids) for delta in deltas])
         self.num_steps += 1
@@ -206,7 +207,7 @@ class QueueRate:
         self._num_started = 0
 
     def note(self, now_s: float, num_started: int, num_waiting: int) -> None:
-        """Record a launch, with the number of sequences it started and the number still waiting."""
+        """Record a launch: the number of sequences that it started, and the number still waiting."""
         if self._began_s is None:
             if num_waiting:
                 self._began_s, self._num_started = now_s, 0
@@ -218,7 +219,7 @@ class QueueRate:
             self._began_s, self._num_started = (now_s if num_waiting else None), 0
 
     def wait_s(self, num_waiting: int) -> float:
-        """Expected time until the last of `num_waiting` sequences starts to run; 0 if the rate is unknown."""
+        """Expected seconds until the last of `num_waiting` sequences starts to run; 0 if the rate is unknown."""
         if not num_waiting or self._rate is None:
             return 0.0
         return num_waiting / max(self._rate, 1e-3)

@@ -1,4 +1,4 @@
-"""Steps of a replica that are launched and not applied yet."""
+"""The steps of a replica that are launched but not applied yet."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from runtime.errors import WorkerFailed
 logger = logging.getLogger("penstock.scheduler")
 
 WATCHDOG_PERIOD_S = 1.0
-STALL_S = 0.5  # if the event loop is delayed longer, the whole process was stalled
+STALL_S = 0.5  # if the event loop is delayed longer than this, the whole process was stalled
 
 
 class StepsInFlight:
-    """Launched steps in launch order, which is also the order of their results. Only the oldest is awaited."""
+    """Launched steps in launch order. Results arrive in the same order, and only the oldest is awaited."""
 
     def __init__(self, runner: Runner, progress: Progress, watchdog_timeout_s: float) -> None:
         self._runner = runner
@@ -33,17 +33,17 @@ class StepsInFlight:
 
     @property
     def batches(self) -> list[Batch]:
-        """Batches in flight, the oldest first."""
+        """Batches in flight, oldest first."""
         return [batch for batch, _ in self._steps]
 
     @property
     def age_s(self) -> float:
-        """Time since the oldest step began; 0 if no step is in flight."""
+        """Seconds since the oldest step began; 0 if no step is in flight."""
         return time.monotonic() - self._progress.last_step_s if self._steps else 0.0
 
     @property
     def predicted_s(self) -> float | None:
-        """Predicted time of the oldest step; None if no step is in flight or its time cannot be predicted."""
+        """Predicted seconds of the oldest step. None if no step is in flight or its time cannot be predicted."""
         return self._progress.times.predicted_s(self._steps[0][0]) if self._steps else None
 
     @property
@@ -63,7 +63,7 @@ class StepsInFlight:
     async def output(self) -> StepOutput:
         """Return the result of the oldest step, which stays in flight until `pop`. Always yields to the event loop.
 
-        Raises the exception of the forward. Cancellation does not stop the step.
+        Raises the exception of the forward pass. Cancellation does not stop the step.
         """
         _, future = self._steps[0]
         self._runner.finish_oldest()
@@ -73,7 +73,7 @@ class StepsInFlight:
         return await asyncio.shield(future)
 
     def pop(self) -> Batch:
-        """Remove the oldest step, whose result has arrived or is given up."""
+        """Remove and return the oldest step. Its result has arrived or is no longer needed."""
         batch, _ = self._steps.popleft()
         return batch
 
@@ -91,7 +91,7 @@ class StepsInFlight:
     async def wait_until_overdue(self) -> None:
         """Return when a step has not finished within the watchdog's timeout.
 
-        Time in which the whole process stalled (it was stopped, or its machine migrated) does not count.
+        Time during which the whole process was stalled (stopped, or moved with its machine) does not count.
         """
         timeout_s = self._watchdog_timeout_s
         period_s = min(WATCHDOG_PERIOD_S, timeout_s / 2) if timeout_s > 0 else WATCHDOG_PERIOD_S

@@ -1,6 +1,6 @@
-"""Storage: moves pages between the host tier of a replica and a page store, beside the steps.
+"""Moves pages between the host tier of a replica and a page store, concurrently with the steps.
 
-`kv_cache/storage_tier.py` decides which pages move. This part lets every rank move its share, and limits how long
+`kv_cache/storage_tier.py` decides which pages move. This module makes every rank move its share, and limits how long
 requests wait for their pages.
 """
 
@@ -34,53 +34,53 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.core")
 
-MAX_LOADS = 4  # loads at a time
-FIRST_WAIT_S = 1.0  # longest wait for pages before the speed of prompts is known
-STALL_S = 5.0  # a prefill server that sends no page for this long is not waited for
+MAX_LOADS = 4  # maximum number of concurrent loads
+FIRST_WAIT_S = 1.0  # longest wait for pages before the speed of prompts has been measured
+STALL_S = 5.0  # longest wait for further pages of a prefill server
 PEER_POLL_S = 0.005
-BACKENDS = ("file",)  # backends that a client may attach without naming a folder or a class
-LAYOUT = "1"  # changes whenever pages of equal tokens get other bytes
+BACKENDS = ("file",)  # backends that a client may attach, if it names neither a folder nor a class
+LAYOUT = "1"  # must change whenever pages of equal tokens get other bytes
 
 NO_TIER = "Storage needs --enable-hierarchical-cache, and --hicache-mem-layout page_first if it is attached later."
 
 
 class Attachment(NamedTuple):
-    """A store, as it was asked for."""
+    """A store as the user or a client specified it."""
 
     backend: str
     config: Mapping[str, Any]
 
 
 class Storage:
-    """The storage of one replica. Belongs to its scheduler actor, which calls `notify` and runs `run`."""
+    """The storage of one replica. Belongs to its scheduler actor, which calls `run` and `notify`."""
 
     def __init__(
         self, plan: Plan, path: str, layout: str, tier: StorageTier, scheduler: Scheduler, runner: Runner
     ) -> None:
-        """`path` is the checkpoint's, and `layout` says which values the pages of all ranks have."""
+        """`path` is the path of the checkpoint. `layout` identifies the layout of the pages on all ranks."""
         self.attachment: Attachment | None = None
         self.wake: Callable[[], None] = lambda: None  # called when waiting sequences may be admitted
-        self.path: str | None = path  # of the checkpoint; None: the weights are not those of a checkpoint
+        self.path: str | None = path  # path of the checkpoint; None if the weights do not come from a checkpoint
         self._plan = plan
         self._layout = layout
         self._tier = tier
         self._scheduler = scheduler
         self._runner = runner
-        self._store: PageStore | None = None  # of rank 0, to look up pages
+        self._store: PageStore | None = None  # rank 0's store, used for lookups
         self._work = asyncio.Event()
         self._save_work = asyncio.Event()
         self._attaching = anyio.Lock()
         self._num_moving = 0
-        self._quiet = asyncio.Event()  # whether no page is moving
+        self._quiet = asyncio.Event()  # set while no page is moving
         self._quiet.set()
 
     @property
     def is_blocks(self) -> bool:
-        """Whether host pages are blocks, so that a store can be attached."""
+        """Whether each host page is one block of memory. Only then can a store be attached."""
         return self._plan.cache.host_layout != "layer_first"
 
     async def run(self) -> None:
-        """Move pages until cancelled. If the store of the plan cannot be attached, the log says so."""
+        """Move pages until cancelled. If the plan's store cannot be attached, log the reason."""
         cache = self._plan.cache
         if cache.storage is not None:
             try:
@@ -98,7 +98,7 @@ class Storage:
                     tasks.start_soon(self._load, wanted, limit)
 
     def notify(self) -> None:
-        """Look for work. Called after steps, when all their copies are in launched batches."""
+        """Look for work. Called after steps, when launched batches carry all their copies."""
         if self._tier.attached and (self._tier.has_work or self._scheduler.has_copies):
             self._work.set()
             self._save_work.set()
@@ -106,7 +106,7 @@ class Storage:
     # --- attach and detach ---
 
     async def attach(self, attachment: Attachment) -> None:
-        """Use this store. Raises `InvalidRequest` or `ConfigurationError` if it cannot be used, or if one is in use."""
+        """Start to use this store. Raises `InvalidRequest` or `ConfigurationError` if that is impossible."""
         if not self.is_blocks:
             raise InvalidRequest(NO_TIER)
         async with self._attaching:
@@ -128,7 +128,7 @@ class Storage:
             logger.info("Storage is attached: %s, pages of model %s.", attachment.backend, name[:12])
 
     async def detach(self) -> None:
-        """Stop to use the store, whose pages stay. Pages that are moving arrive first."""
+        """Stop using the store, after pages that are moving have arrived. The store keeps its pages."""
         async with self._attaching:
             self.forsake()
             await self._quiet.wait()
@@ -137,14 +137,17 @@ class Storage:
                 self._store = None
 
     def weights_changed(self, path: str | None = None) -> None:
-        """Let no further page move, since stored pages do not fit any more. `path` is the new checkpoint, if known."""
+        """Stop using the store, because its pages do not fit the new weights.
+
+        `path` is the new checkpoint, if known.
+        """
         if self._tier.attached:
             logger.warning("Storage is off, because the weights changed; attach it again.")
         self.path = path
         self.forsake()
 
     def forsake(self) -> None:
-        """Let no further page move."""
+        """Start no further move of pages, and stop using the store."""
         if self._tier.attached:
             self._tier.detach()
             self.attachment = None
@@ -168,7 +171,7 @@ class Storage:
     # --- move pages ---
 
     async def _load(self, wanted: Wanted, limit: asyncio.Semaphore) -> None:
-        """Load the pages of one lookup, and then let its sequences be admitted."""
+        """Load the pages of one lookup. Then allow its sequences to be admitted."""
         self._begin_move()
         done = asyncio.ensure_future(self._fetch(wanted))
         try:
@@ -187,7 +190,7 @@ class Storage:
             limit.release()
 
     def _patience_s(self, wanted: Wanted) -> float | None:
-        """Longest wait of a request for its pages, in seconds; None: no limit."""
+        """Longest time in seconds that a request waits for its pages, or None if there is no limit."""
         if self._plan.cache.prefetch_policy != "timeout":
             return None
         page_s = self._tier.compute_s
@@ -199,7 +202,7 @@ class Storage:
             return
         try:
             num_found = await self._found(store, wanted)
-        except Exception as error:  # of the user's own store
+        except Exception as error:  # an error in the user's own store
             logger.warning("Storage failed: %s: %s", type(error).__name__, error)
             num_found = 0
         if not self._tier.attached:
@@ -221,8 +224,8 @@ class Storage:
     async def _found(self, store: PageStore, wanted: Wanted) -> int:
         """Return how many of the wanted pages the store has.
 
-        If a prefill server computes the prompt, wait for all of them as long as their number grows. With another store,
-        a client's header has no effect.
+        If a prefill server computes the prompt, wait for all its pages, as long as their number grows. A client's
+        header alone has no such effect with other stores.
         """
         keys = wanted.keys[wanted.first :]
         number = await anyio.to_thread.run_sync(store.exists, keys)
@@ -243,7 +246,7 @@ class Storage:
         return number
 
     async def _save(self) -> None:
-        """Save pages of the host tier, and remove pages that cannot be trusted."""
+        """Save pages of the host tier, and delete stored pages whose KV may be wrong."""
         while True:
             await self._save_work.wait()
             self._save_work.clear()
@@ -279,7 +282,7 @@ class Storage:
         return await asyncio.shield(self._runner.call(verb, payload))
 
     def _push_copies(self) -> tuple[asyncio.Future[list[Any]] | None, dict[bytes, Entry]]:
-        """Enqueue the copies that would wait for the next batch, so that work enqueued from now on follows them."""
+        """Enqueue the copies that would otherwise wait for the next batch. Later work on the ranks runs after them."""
         if not self._scheduler.has_copies:
             return None, {}
         copies = self._scheduler.take_copies()
@@ -305,9 +308,9 @@ class Storage:
 
 
 def refuse_unsafe(attachment: Attachment, plan: Plan) -> None:
-    """Raise `NotSupported` if a client asks for a folder or a class that the command line does not name.
+    """Raise `NotSupported` if a client specifies a folder or a class that the command line does not name.
 
-    Raises `InvalidRequest` for a backend that does not exist.
+    Raises `InvalidRequest` if the backend does not exist.
     """
     if plan.cache.storage is not None and attachment == Attachment(plan.cache.storage, plan.cache.storage_config):
         return

@@ -1,4 +1,4 @@
-"""The tokenizer actor: encodes prompts, long ones on threads, and passes the requests to the scheduler."""
+"""The tokenizer actor: encodes prompts (long ones on threads), and passes the requests to the scheduler."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from runtime.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("penstock.tokenizer")
 
-# texts up to this length are encoded on the event loop, which takes at most 0.5 ms; a thread would cost as much
+# Texts up to this length are encoded on the event loop, which takes at most 0.5 ms. A thread would cost as much.
 INLINE_CHARS = 2048
 NO_GRAMMARS = "This server cannot constrain outputs: it has no tokenizer or runs with --grammar-backend none."
-MAX_WAITING_BYTES = 64 * 1024 * 1024  # maximum memory of the waiting texts, which take about 20 s to encode
+MAX_WAITING_BYTES = 64 * 1024 * 1024  # maximum memory of the waiting texts; encoding them takes about 20 s
 
 
 class TokenizerActor:
-    """Encodes new requests, creates their sequences and admits them to the scheduler, or fails them."""
+    """Encodes new requests, creates their sequences, and admits them to the scheduler or fails them."""
 
     def __init__(
         self,
@@ -60,24 +60,25 @@ class TokenizerActor:
         self._grammars = grammars
         self._adapters = adapters
         self._media = media
-        # The placeholder of an item of each kind, if it is a single token.
+        # For each kind of media: the id of its placeholder, if the placeholder is a single token.
         places = {} if media is None or tokenizer is None else media.placeholders
         self._placeholder_ids: dict[Kind, int | None] = {
             kind: tokenizer and _single_id(tokenizer, text) for kind, text in places.items()
         }
         self._sessions = sessions
-        # One thread reads the texts of sampling parameters, in Python: the event loop would wait for each of several.
+        # One thread compiles the texts of sampling parameters. This is Python code, so several threads would block the
+        # event loop.
         self._reading = anyio.CapacityLimiter(1)
         self._num_threads = num_threads  # threads that encode long texts
-        # Requests. The bool says whether the constraint is compiled or not needed.
+        # Requests. The bool is True if nothing needs to be compiled or loaded for the request any more.
         self._inbox: Mailbox[tuple[LiveRequest, bool]] = Mailbox()
-        self._num_waiting = 0  # choices of requests that are not admitted to the scheduler yet
+        self._num_waiting = 0  # choices of requests that are not yet admitted to the scheduler
         self._waiting_bytes = 0
 
     def check_queue_space(self, request: Request | None = None) -> None:
         """Raise `Overloaded` if the requests that wait to be tokenized will already fill the scheduler's queue.
 
-        Without `request`, check for a request whose body has not been read yet.
+        `request` is None for a request whose body has not been read yet.
         """
         if self._num_waiting >= self._scheduler.queue_space and (
             request is None or not (request.follows or self._processor.urgency(request) > self._scheduler.least_urgency)
@@ -125,11 +126,11 @@ class TokenizerActor:
                     await anyio.lowlevel.checkpoint()
 
     def _has_adapter(self, request: Request) -> bool:
-        """Whether the request's adapter is in host memory, or it names none."""
+        """Return whether the request names no adapter, or its adapter is in host memory."""
         return request.adapter is None or self._adapters is None or self._adapters.is_ready(request.adapter)
 
     async def _compile(self, live: LiveRequest) -> None:
-        """Prepare the request's images, compile its grammar and load its adapter while other requests are encoded.
+        """Prepare the request's media, compile its grammar and load its adapter, while other requests are encoded.
 
         Then put the request back into the inbox.
         """
@@ -145,7 +146,7 @@ class TokenizerActor:
                 await self._adapters.ready(live.request.adapter)
         except PenstockError as error:
             self._admit(live, error)
-        except Exception:  # code of a library, or of transformers' model, failed: only this request fails
+        except Exception:  # a library, or a model of transformers, failed: only this request fails
             logger.exception("preparing request %s failed", live.request.label)
             self._admit(live, EngineFailure("The request could not be prepared."))
         else:
@@ -159,7 +160,7 @@ class TokenizerActor:
         live.stop_patterns = stop_patterns(sampling.stop_regex)
 
     async def _prepare_media(self, live: LiveRequest) -> None:
-        """Encode the request's images, and set its ids and `prompt_media`."""
+        """Encode the request's media, and set its ids and `prompt_media`."""
         request, media = live.request, self._media
         try:
             if media is None:
@@ -227,7 +228,7 @@ class TokenizerActor:
         return tuple(chain.from_iterable(chunks))
 
     def _encode_pair(self, live: LiveRequest) -> tuple[int, ...] | PenstockError:
-        """Return the ids of both texts, and set `second_start` of the request."""
+        """Return the ids of both texts, and set the request's `second_start`."""
         request = live.request
         if self._tokenizer is None:
             return InvalidRequest("This engine has no tokenizer: pairs cannot be encoded.", param="text")
@@ -246,7 +247,7 @@ class TokenizerActor:
         return tuple(pair.ids)
 
     def _admit(self, live: LiveRequest, ids: tuple[int, ...] | PenstockError) -> None:
-        """Admit a request to the scheduler, or fail it with the error in place of its ids."""
+        """Admit a request to the scheduler. If `ids` is an error, fail the request with it."""
         request = live.request
         self._num_waiting -= request.sampling.n
         self._waiting_bytes -= num_text_bytes(request)
@@ -265,21 +266,21 @@ class TokenizerActor:
 
 
 def _needs_thread(request: Request) -> bool:
-    """Whether the texts of its sampling parameters must be compiled on a thread."""
+    """Return whether texts of the sampling parameters must be compiled on a thread."""
     return bool(request.sampling.dry_multiplier or request.sampling.stop_regex)
 
 
 def num_text_bytes(request: Request) -> int:
-    """Return the memory of a request's texts. One non-Latin character makes all characters 2 or 4 bytes wide."""
+    """Return the bytes of a request's texts. One non-Latin character makes all characters 2 or 4 bytes wide."""
     return sum(sys.getsizeof(text) for text in (request.text, request.second_text) if text)
 
 
 def num_media_bytes(request: Request) -> int:
-    """Return the bytes that the client sent for the request's images."""
+    """Return the number of bytes that the client sent for the request's media."""
     return sum(source.num_bytes for source in request.media)
 
 
 def _single_id(tokenizer: Tokenizer, text: str) -> int | None:
-    """Return the id of a text that is a single token, or None."""
+    """Return the token id of a text, or None if it is not a single token."""
     [ids] = tokenizer.encode_batch([text], add_special_tokens=False)
     return ids[0] if len(ids) == 1 else None

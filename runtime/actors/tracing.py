@@ -18,9 +18,9 @@ PROTOCOL_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL"
 
 
 class RequestTraces:
-    """A `RequestObserver` that exports the spans of each request when the request has ended.
+    """A `RequestObserver` that exports the spans of a request when the request ends.
 
-    The request's `traceparent` header names the parent span. An OpenTelemetry thread sends the spans and drops those
+    The request's `traceparent` header names the parent span. A thread of OpenTelemetry sends the spans, and drops spans
     that it cannot send in time. Raises `ConfigurationError` if the OpenTelemetry packages are missing.
     """
 
@@ -50,7 +50,7 @@ class RequestTraces:
         """Do nothing: single tokens have no spans."""
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
-        """Export the request's span with one child span for each phase reached: tokenize, queue, prefill, decode."""
+        """Export the request's span. It has one child span for each phase reached: tokenize, queue, prefill, decode."""
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
         times, now_s = live.times, time.monotonic()
@@ -89,7 +89,7 @@ class RequestTraces:
 
 
 def _exporter(endpoint: str) -> Any:
-    """Return a gRPC exporter, or an HTTP exporter if `PROTOCOL_VARIABLE` is "http/protobuf"."""
+    """Return a gRPC exporter, or an HTTP exporter if the variable `PROTOCOL_VARIABLE` is "http/protobuf"."""
     if os.environ.get(PROTOCOL_VARIABLE, "grpc") == "http/protobuf":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as ByHttp
 

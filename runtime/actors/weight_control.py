@@ -1,4 +1,4 @@
-"""Weights and memory of all replicas, as trainers control them: updates, checks, sleep and wake."""
+"""Weights and memory of all replicas, controlled by trainers: updates, checks, sleep and wake."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ logger = logging.getLogger("penstock.core")
 TAGS = ("weights", "kv_cache")
 DROPPED = "The old weights stay."
 MAX_NAMED = 20
-UNEVEN = 8  # a stage with the embedding may be this many times as large as another one
+UNEVEN = 8  # factor by which a pipeline stage with the embedding may exceed another stage in size
 NO_WEIGHTS = "The memory of the weights is released; resume it first."
 
 
 class WeightControl:
-    """Replaces, checks and releases the weights of all replicas. All methods are for the engine's event loop.
+    """Replaces, checks and releases the weights of all replicas. All methods must be called on the engine's event loop.
 
-    An update has two parts: tensors are *staged* (prepared beside the current weights), then *committed* on all ranks
-    between two steps. After an error all that was staged since the last commit is dropped.
+    An update has two parts: tensors are first *staged* (prepared beside the current weights), then *committed* on all
+    ranks between two steps. After an error, all tensors staged since the last commit are dropped.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class WeightControl:
         self._set_version = set_version
         self._check_adapters = check_adapters
         self._released: set[str] = set()
-        self._asleep = AsyncExitStack()  # holds the replicas while memory is released
-        self._discarded = False  # whether the weights were released without being kept
-        self.updating = False  # whether an update of several parts is open
-        self.waiting: list[str] = []  # missing tensors, without which layers cannot use the tensors received so far
+        self._asleep = AsyncExitStack()  # keeps the replicas paused while memory is released
+        self._discarded = False  # whether the weights were released and not kept
+        self.updating = False  # whether an update in several parts is open
+        self.waiting: list[str] = []  # names of missing tensors, for which received tensors wait
 
     # --- groups with trainers ---
 
@@ -84,12 +84,12 @@ class WeightControl:
             raise InvalidRequest(error, param="group_name")
 
     async def close_group(self, name: str) -> bool:
-        """Let all ranks leave a process group. Returns False if there was none."""
+        """Let all ranks leave a process group. Return False if the group did not exist."""
         answers = await ask(self._actors, "close_transfer", {"name": name})
         return any(isinstance(each, list) and any(each) for each in answers)
 
     async def open_sending(self, *, address: str, ports: Sequence[int], name: str) -> None:
-        """Let the ranks of the first replica wait for a new server, each on its port. Raises `InvalidRequest`."""
+        """Make the ranks of the first replica wait for a new server, each on its port. Raises `InvalidRequest`."""
         if len(ports) != self._parallel.ranks:
             raise InvalidRequest(f"ports must name {self._parallel.ranks} ports, one per rank.", param="ports")
         payload = {"address": address, "ports": list(ports), "name": name, "timeout_s": self._parallel.join_timeout_s}
@@ -99,7 +99,10 @@ class WeightControl:
             raise InvalidRequest(error, param="group_name")
 
     async def send(self, name: str) -> None:
-        """Send all weights to the new server of `open_sending`. No update runs meanwhile. Raises `InvalidRequest`."""
+        """Send all weights to the new server of `open_sending`.
+
+        No update can run meanwhile. Raises `InvalidRequest`.
+        """
         async with self._changing():
             answers = await ask(self._actors[:1], "send_weights", {"name": name})
         if (error := first_error(answers)) is not None:
@@ -114,10 +117,10 @@ class WeightControl:
         flush: bool,
         version: str | None = None,
     ) -> None:
-        """Receive tensors over a group and put them in place, or only stage them while an update is open.
+        """Receive tensors over a group. Commit them, or only stage them if an update is open.
 
-        `transfer` has name, names, dtypes, shapes, packing, packed_bytes and source. Raises `CheckpointError` with the
-        reason; the old weights then stay.
+        `transfer` has name, names, dtypes, shapes, packing, packed_bytes and source. If `CheckpointError` is raised,
+        the old weights stay.
         """
         async with self._changing():
             answers = await ask(self._actors, "receive_weights", {**transfer, "share": self._share})
@@ -126,9 +129,9 @@ class WeightControl:
             await self._stage({}, flush=flush, version=version)
 
     async def update_from_tensors(self, tensors: Mapping[str, Any], *, flush: bool, version: str | None = None) -> None:
-        """Put tensors of this process in place, or only stage them while an update is open. Raises CheckpointError.
+        """Commit tensors of this process, or only stage them if an update is open. Raises CheckpointError.
 
-        A copy of the model with several ranks reads them from a temporary file.
+        If a replica has several ranks, they read the tensors from a temporary file.
         """
         async with self._changing():
             if self._parallel.ranks == 1:
@@ -145,7 +148,7 @@ class WeightControl:
                 await anyio.to_thread.run_sync(lambda: shutil.rmtree(folder, ignore_errors=True))
 
     async def begin(self) -> None:
-        """Open an update of several parts. Raises `InvalidRequest` if one is open."""
+        """Open an update in several parts. Raises `InvalidRequest` if one is already open."""
         async with self._changing():
             if self.updating:
                 raise InvalidRequest("An update of the weights is open already. Finish it first.")
@@ -154,7 +157,10 @@ class WeightControl:
             self.updating = True
 
     async def finish(self, *, flush: bool = True, version: str | None = None, whole: bool = False) -> None:
-        """Put all parts in place. `whole`: every tensor of the model must be there. Raises `CheckpointError`."""
+        """Commit all parts of the update.
+
+        With `whole`, every tensor of the model must be present. Raises `CheckpointError`.
+        """
         async with self._changing():
             if not self.updating:
                 raise InvalidRequest("No update of the weights is open. Start one first.")
@@ -170,13 +176,16 @@ class WeightControl:
             await self._commit(flush=flush, version=version)
 
     async def cancel(self) -> None:
-        """Drop an open update; the old weights stay."""
+        """Drop an open update. The old weights stay."""
         async with self._changing():
             self.updating, self.waiting = False, []
             await self._ask_all("drop_weights", {})
 
     async def drop_waiting(self) -> None:
-        """Drop tensors of layers that lack others. Raises `CheckpointError` with their names if there are any."""
+        """Drop staged tensors of incomplete layers.
+
+        If there are any, raise `CheckpointError` with the missing names.
+        """
         if self.waiting and not self.updating:
             async with self._changing():
                 await self._drop(
@@ -194,7 +203,7 @@ class WeightControl:
         return [part for part in parts if part is not None]
 
     async def check(self, action: str) -> list[dict[str, Any]]:
-        """Run an action of the weights checker on all ranks, and return their answers."""
+        """Run an action of the weights checker on all ranks. Return their answers."""
         async with self._changing():
             if action != "reset_tensors":
                 answers = await self._ask_all("check_sums", {"action": action})
@@ -213,9 +222,9 @@ class WeightControl:
         return frozenset(self._released)
 
     async def release(self, tags: Sequence[str], *, keep: bool = True) -> int:
-        """Give memory back to the system, and return the bytes. No step runs until all of it is resumed.
+        """Give memory back to the system, and return the number of bytes. No step runs until all of it is resumed.
 
-        `keep` keeps the weights in files for `resume`. Running requests are computed again after that.
+        With `keep`, the weights are kept in files for `resume`. Running requests are recomputed after that.
         """
         with anyio.CancelScope(shield=True):
             async with self._lock:
@@ -236,7 +245,10 @@ class WeightControl:
         return sum(rank["bytes"] for replica in answers for rank in replica)
 
     async def resume(self, tags: Sequence[str]) -> None:
-        """Take memory back. When all is resumed, requests continue. Raises `EngineFailure` if weights are lost."""
+        """Allocate released memory again.
+
+        When all is resumed, requests continue. Raises `EngineFailure` if weights are lost.
+        """
         with anyio.CancelScope(shield=True):
             async with self._lock:
                 tags = [tag for tag in tags if tag in self._released]
@@ -251,7 +263,7 @@ class WeightControl:
 
     @property
     def lacks_weights(self) -> bool:
-        """Whether the weights were discarded and not sent again, so that no request can run."""
+        """Whether the weights were discarded and not received again, so that no request can run."""
         return self._discarded and "weights" not in self._released
 
     async def _wake(self) -> None:
@@ -263,7 +275,10 @@ class WeightControl:
 
     @property
     def _share(self) -> int:
-        """Upper bound on the model's bytes as a multiple of any rank's. Stages of a pipeline hold parts of it."""
+        """Upper bound on the model's bytes, as a multiple of the bytes of any rank.
+
+        Pipeline stages hold parts of the model.
+        """
         stages = self._parallel.pp_size
         return 1 if stages == 1 else UNEVEN * stages
 
@@ -276,7 +291,7 @@ class WeightControl:
 
     @asynccontextmanager
     async def _changing(self) -> AsyncIterator[None]:
-        """Exclude other changes, and let nothing interrupt this one."""
+        """Exclude other changes of the weights, and protect this one from cancellation."""
         with anyio.CancelScope(shield=True):
             async with self._lock:
                 self._check_weights()
@@ -308,7 +323,7 @@ class WeightControl:
         async with self._paused() as pauses:
             answers = await ask(self._actors, "commit_weights", {})
             failed = next((each for each in answers if isinstance(each, BaseException)), None)
-            if failed is not None:  # the memory of some layers may hold parts of both
+            if failed is not None:  # the memory of some layers may hold parts of both versions
                 for pause in pauses:
                     pause.failure = EngineFailure(LOST)
                 raise EngineFailure(LOST) from failed
@@ -320,7 +335,7 @@ class WeightControl:
         await self._wake()
 
     async def _drop(self, error: str) -> None:
-        """Drop all that is staged, and raise CheckpointError with the reason."""
+        """Drop all staged tensors, and raise CheckpointError with the reason."""
         self.waiting, self.updating = [], False
         with suppress(EngineClosed):
             await ask(self._actors, "drop_weights", {})
@@ -341,7 +356,7 @@ def _names(names: Sequence[str]) -> str:
 
 
 def _write(tensors: Mapping[str, Any]) -> Path:
-    """Write the tensors to a file in a new private folder, in memory if the system has /dev/shm."""
+    """Write the tensors to a file in a new private folder. The folder is in memory if the system has /dev/shm."""
     from safetensors.torch import save_file  # imports torch
 
     memory = Path("/dev/shm")

@@ -1,4 +1,4 @@
-"""Replaces the weights on all ranks of all replicas while requests run. Either all ranks get them, or none."""
+"""Replaces the weights on all ranks of all replicas while requests run: on all of them or on none."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LOST = "The weights could not be replaced, and the old ones could not be read ag
 async def replace_weights(
     actors: Sequence[SchedulerActor], path: str, load_format: str | None, *, recompute: bool
 ) -> None:
-    """Load the weights of a checkpoint on all ranks, between two steps. Do not cancel this call.
+    """Load the weights of a checkpoint on all ranks, between two steps. This call must not be cancelled.
 
     With `recompute`, running sequences are recomputed and the prefix trees are emptied; otherwise both keep the KV of
-    the old weights. Raises `InvalidRequest` or `CheckpointError` if the old weights are still in place, and
-    `EngineFailure` if a replica has no valid weights; that replica then ends.
+    the old weights. Raises `InvalidRequest` or `CheckpointError` if the old weights are still in place. Raises
+    `EngineFailure` if a replica has no valid weights; this replica then ends.
     """
     payload = {"path": path, "load_format": load_format}
     await asyncio.gather(*(actor.runner.call("check_weights", payload) for actor in actors))
@@ -52,9 +52,9 @@ async def ask(
     payload: Mapping[str, Any],
     of_replica: Callable[[int], Mapping[str, Any]] = lambda index: {},
 ) -> list[Any]:
-    """Call a verb on each replica. Return for each replica the answers of its ranks, or the exception.
+    """Call a verb on each replica. Return, for each replica, the list of its ranks' answers or an exception.
 
-    `of_replica` returns further values of the payload for the replica with an index.
+    `of_replica(index)` returns additional payload values for a replica.
     """
     calls = [actor.runner.call(verb, {**payload, **of_replica(actor.index)}) for actor in actors]
     found: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
@@ -62,7 +62,7 @@ async def ask(
 
 
 def first_error(replicas: Sequence[Any]) -> str | None:
-    """Return the reason why a rank could not load its weights, or None if all ranks did."""
+    """Return the reason why a rank could not load its weights, or None if all ranks loaded them."""
     for answers in replicas:
         if isinstance(answers, WorkerFailed | EngineClosed | InvalidRequest):
             return answers.message
