@@ -71,13 +71,13 @@ def __dir__() -> list[str]:
 
 
 class WrongPackageError(ImportError):
-    """A package of Penstock is missing, or another project's package of the same name is found first."""
+    """A package of Penstock is missing, or Python finds another project's package of the same name first."""
 
 
 def check_packages(names: tuple[str, ...] = ("runtime", "ops")) -> None:
     """Raise `WrongPackageError` unless the named packages are in the same folder as this one. Imports none of them.
 
-    Other projects use these names too, so this check runs before any import from `runtime` or `ops`.
+    Other projects also have packages named `runtime` and `ops`. Therefore this check runs before any import from them.
     """
     root = Path(__file__).resolve().parent.parent
     for name in names:

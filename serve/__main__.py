@@ -1,4 +1,4 @@
-"""`python -m serve [options]`, also installed as `penstock`."""
+"""Entry point of `python -m serve [options]`, which is also installed as `penstock`."""
 
 from __future__ import annotations
 

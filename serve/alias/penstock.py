@@ -1,6 +1,6 @@
 """Penstock under its own name: `from penstock import Engine, SyncEngine, LLM, SamplingParams`.
 
-Everything is that of the package `serve`, where the code is; `penstock.lang` is `serve.lang`.
+All names come from the package `serve`, which contains the code. `penstock.lang` is `serve.lang`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODULES = ("lang", "testing")
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name of `serve`; it is imported when it is first used."""
+    """Import and return a public name of `serve` when it is first used."""
     if name in MODULES:
         return import_module(f"serve.{name}")
     try:

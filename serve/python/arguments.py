@@ -1,6 +1,6 @@
-"""Arguments of the Python API as bodies of the HTTP API, so that both have the same names and checks.
+"""Convert arguments of the Python API to bodies of the HTTP API, so that both use the same names and checks.
 
-Arrays of numpy and tensors of torch are accepted wherever a list is.
+NumPy arrays and torch tensors are accepted wherever a list is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from serve.python.sampling import SamplingParams, own_name
 
 
 class Array(Protocol):
-    """An array of numpy or a tensor of torch."""
+    """A NumPy array or a torch tensor."""
 
     def tolist(self) -> Any: ...
 
@@ -32,10 +32,10 @@ Sampling = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 def generate_body(
     prompt: Prompt | Ids | None, sampling_params: Sampling | None, input_ids: Ids | None, options: Mapping[str, Any]
 ) -> GenerateBody:
-    """Convert the arguments to a body of the native API, and decode it with the same checks.
+    """Convert the arguments to a body of the native API, and decode it with the checks of that API.
 
-    `options` may also name sampling parameters, which then apply to all prompts. Raises `InvalidRequest` with the name
-    of the parameter.
+    `options` may also name sampling parameters, which then apply to all prompts. Raises `InvalidRequest`, whose `param`
+    is the name of the argument.
     """
     fields, sampling = _divided(options)
     text: Any = prompt if prompt is None or isinstance(prompt, str) else as_json(prompt)
@@ -51,13 +51,13 @@ def generate_body(
 def divided(
     sampling_params: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the sampling parameters and the fields of a body that both arguments name."""
+    """Return two dicts: the sampling parameters from both arguments, and the fields of a request body in `options`."""
     fields, sampling = _divided(options)
     return _merged(sampling_params, sampling, fields) or {}, fields
 
 
 def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide keywords into fields of the body and sampling parameters. Raises `InvalidRequest` for other keywords."""
+    """Divide keywords into fields of the body and sampling parameters. Raises `InvalidRequest` for any other keyword."""
     fields: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
     for name, value in options.items():
@@ -81,7 +81,10 @@ def _known() -> tuple[str, ...]:
 
 
 def _merged(given: Sampling | None, keywords: dict[str, Any], fields: dict[str, Any]) -> Any:
-    """Return the sampling parameters with those given as keywords. `fields` gets what belongs to the body."""
+    """Merge sampling parameters given as an object or a list with those given as keywords.
+
+    Log-probability settings of a `SamplingParams` are added to `fields`, because they are fields of the body.
+    """
     if isinstance(given, SamplingParams):
         for name, value in given.body_fields().items():
             fields.setdefault(name, value)
@@ -93,7 +96,7 @@ def _merged(given: Sampling | None, keywords: dict[str, Any], fields: dict[str, 
 
 
 def _named(params: Any) -> Any:
-    """Return the parameters by Penstock's names."""
+    """Rename the parameters to Penstock's names."""
     if not isinstance(params, Mapping):
         return params
     return {own_name(name) or name: value for name, value in params.items()}

@@ -1,5 +1,4 @@
-"""Chat from Python. Keywords are the fields of /v1/chat/completions, and answers are the objects that this route
-returns.
+"""Chat from Python. Keywords are the fields of /v1/chat/completions, and answers have the form of this route's answers.
 
 An answer is a dict whose keys are also attributes: `answer.choices[0].message.content`.
 """
@@ -35,15 +34,15 @@ Messages = str | Sequence[Mapping[str, Any]]
 
 
 class Answer(Fields):
-    """An object of the chat API."""
+    """A JSON object of the chat API. Its keys are also attributes."""
 
 
 async def chat(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> Answer:
-    """Return the complete answer. If `response_format` is a pydantic model, the field `parsed` of each message is an
-    instance.
+    """Return the complete answer.
 
-    `parsed` is None if the output was truncated or calls tools. Raises `InvalidRequest` with the name of the
-    keyword, and pydantic's error if the model rejects a value that its schema allows.
+    If `response_format` is a pydantic model, the field `parsed` of each message is an instance of this model, or None
+    if the output was truncated or calls tools. Raises `InvalidRequest`, whose `param` is the name of the keyword, and
+    pydantic's `ValidationError` if the model rejects a value that its JSON schema allows.
     """
     core.check_queue_space()
     _, model, prepared = await off_loop(partial(_read, core, messages, {**options, "stream": False}), small=True)
@@ -59,8 +58,9 @@ async def chat(core: EngineCore, messages: Messages, options: Mapping[str, Any])
 
 
 async def chat_stream(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
-    """Yield the answer's chunks as the HTTP API streams them. Leaving the loop aborts the request and frees
-    its memory.
+    """Yield the answer's chunks as the HTTP API streams them.
+
+    Leaving the loop aborts the request and frees its memory.
     """
     core.check_queue_space()
     body, model, prepared = await off_loop(partial(_read, core, messages, {**options, "stream": True}), small=True)
@@ -75,7 +75,7 @@ async def chat_stream(core: EngineCore, messages: Messages, options: Mapping[str
 
 
 def _read(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> tuple[ChatBody, str, PreparedChat]:
-    """Convert the arguments to a body of the HTTP API, and decode it with the same checks."""
+    """Decode the arguments as a body of the HTTP API. Returns the body, the model's name and the request."""
     body, objects = _body(core, messages, options)
     model = choose_model(core, body.model)
     [adapter] = adapters_of(model, body.lora_path, 1)
@@ -88,7 +88,7 @@ def prompt_of(core: EngineCore, messages: Messages, options: Mapping[str, Any]) 
 
 
 def _body(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> tuple[ChatBody, list[Any]]:
-    """Return the body of the HTTP API, and the images that its URLs refer to."""
+    """Return the decoded body of the HTTP API, and the media objects in `messages`, to which the body refers by URL."""
     unknown = options.keys() - _names()
     if unknown:
         close = get_close_matches(min(unknown), _names(), n=1, cutoff=0.7)
@@ -114,7 +114,7 @@ def _names() -> set[str]:
 
 
 def _is_model(value: Any) -> bool:
-    """Whether the value is a pydantic model, without importing pydantic."""
+    """Return whether the value is a pydantic model class, without importing pydantic."""
     return isinstance(value, type) and hasattr(value, "model_json_schema")
 
 

@@ -1,4 +1,4 @@
-"""What a notebook shows of an interrupted call: one line in place of the traceback."""
+"""Show one line in a notebook, in place of a traceback, when a call is interrupted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ABORTED = "The call was interrupted; its requests are aborted, and the engine go
 def briefly_interrupted(
     method: Callable[Params, Coroutine[Any, Any, Result]],
 ) -> Callable[Params, Coroutine[Any, Any, Result]]:
-    """Let IPython show one line if the call is cancelled, for example by interrupting its cell.
+    """Let IPython show one line if the call is cancelled, for example because the user interrupts its cell.
 
-    The exception is the same, so that asyncio and task groups see what they expect.
+    The exception stays a `CancelledError`, so that asyncio and task groups work as usual.
     """
 
     @functools.wraps(method)

@@ -1,4 +1,4 @@
-"""The engine's Python API for async code and notebooks. `serve.python.sync_engine` is the API for scripts."""
+"""The engine's Python API for async code and notebooks. `serve.python.sync_engine` is the API for synchronous scripts."""
 
 from __future__ import annotations
 
@@ -79,17 +79,18 @@ class Engine:
             async for piece in engine.stream("Once upon a time"):
                 print(piece["delta"], end="")
 
-    Keyword names are the names of the server's options; without `model_path` it serves the embedded demo
-    model. Raises `ConfigurationError` with every option that cannot be satisfied on this machine. Cancelling a
-    call, or leaving a stream's loop, frees the resources of its request. Use the engine on one event loop: calls
-    from another loop raise `WrongEventLoop`. `aclose` ends everything that the engine started; an engine that is
-    garbage-collected without `aclose` ends too, with a warning.
+    Keywords are the server's options, with underscores. Without `model_path`, the engine serves the embedded demo
+    model. Raises `ConfigurationError`, which lists every option that this machine cannot satisfy.
 
-    On one device the engine computes in this process; child processes only run compilers, if kernels must be
-    built. With `tp_size` or `pp_size` above 1, each further rank is a child process. Several ranks or replicas on
-    one CPU share its cores: unless OMP_NUM_THREADS is set, torch's number of threads is lowered in this process
-    permanently. The engine changes nothing else in the process: no signal handler, logging configuration, start
-    method or event loop policy.
+    Cancelling a call, or leaving a stream's loop, frees the resources of its request. Use the engine on one event loop:
+    calls from another loop raise `WrongEventLoop`. `aclose` ends everything that the engine started. An engine that is
+    garbage-collected without `aclose` is ended with a warning.
+
+    On one device the engine computes in this process. Child processes only run compilers, if kernels must be built.
+    With `tp_size` or `pp_size` above 1, each further rank is a child process. Several ranks or replicas on one CPU
+    share its cores: unless OMP_NUM_THREADS is set, the engine permanently lowers torch's number of threads in this
+    process. It changes nothing else in the process: no signal handler, logging configuration, start method or event
+    loop policy.
     """
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
@@ -101,7 +102,7 @@ class Engine:
 
     @classmethod
     def of(cls, args: Args) -> Self:
-        """Return an engine with parsed options."""
+        """Return an engine with options that are already parsed."""
         engine = cls.__new__(cls)
         engine._init(args)
         return engine
@@ -121,8 +122,10 @@ class Engine:
         await self.aclose()
 
     async def start(self) -> None:
-        """Load the model, and return when the engine accepts requests. If this fails or is cancelled, all resources are
-        released.
+        """Load the model, and return when the engine accepts requests.
+
+        If loading fails or is cancelled, all resources are released. Raises `EngineClosed` if the engine is already
+        started.
         """
         if self._task.running:
             raise EngineClosed("The engine is already started.")
@@ -147,7 +150,7 @@ class Engine:
         self._life.core = None
 
     async def shutdown(self) -> None:
-        """End the engine, as `aclose` does, by the name that SGLang's engine has for it."""
+        """End the engine. The same as `aclose`, under the name that SGLang uses."""
         await self.aclose()
 
     async def wait(self) -> None:
@@ -156,7 +159,7 @@ class Engine:
 
     @property
     def core(self) -> EngineCore:
-        """The engine core, as HTTP handlers use it. Raises `EngineClosed` before the start and after the end."""
+        """The engine core, which HTTP handlers use. Raises `EngineClosed` before the start and after the end."""
         if self._life.core is None:
             raise EngineClosed(
                 "The engine is not running: use `async with Engine(...)`, or `await engine.start()`. In code without "
@@ -168,7 +171,7 @@ class Engine:
     def _check_loop(self) -> None:
         try:
             loop = asyncio.get_running_loop()
-        except RuntimeError:  # no loop is running: synchronous code calls between two runs of it
+        except RuntimeError:  # no loop is running: synchronous code may call this between two runs of the loop
             return
         if loop is not self._loop:
             raise WrongEventLoop(
@@ -211,20 +214,22 @@ class Engine:
         on_token: OnToken | None = None,
         **options: Any,
     ) -> Any:
-        """Generate from one prompt (returns a `Generated`), or from several prompts or with n > 1 (returns a list).
+        """Generate from one or several prompts. Returns a `Generated` for one output, and a list of them otherwise.
 
             answer = await engine.generate("Once upon a time", max_new_tokens=32, temperature=0)
             answers = await engine.generate(["One", "Two"], SamplingParams(max_new_tokens=32), progress=True)
             async for piece in engine.generate("Once upon a time", stream=True): print(piece.delta, end="")
 
-        A `Generated` is a dict with `text`, `output_ids` and `meta_info`, as in the native HTTP API; its keys are also
-        attributes. A prompt is a text or token ids (a list, an array of numpy or a tensor). `options` are sampling
-        parameters, and the other fields of that API (`return_logprob`, `rid`, ...). `progress` shows a bar over the
-        prompts. `on_logits(ids, logits)` changes the logits (float32 [V]) before each token is drawn, or returns
-        others; the step waits for it. `on_token(event)` is called with each `TokenEvent`. Raises `InvalidRequest` with
-        the name of the parameter.
+        A list of prompts, or n > 1, returns a list. A `Generated` is a dict with `text`, `output_ids` and `meta_info`,
+        as in the native HTTP API. Its keys are also attributes. A prompt is a text, or token ids as a list, array or
+        tensor.
+
+        `options` are sampling parameters and fields of `/generate` (`return_logprob`, `rid`, ...). `progress` shows a
+        bar that counts finished prompts. `on_logits(ids, logits)` is called before each token is sampled, and the step
+        waits for it. It changes the logits (float32 [V]) in place, or returns new ones. `on_token(event)` is called
+        with each `TokenEvent`. Raises `InvalidRequest`, whose `param` is the name of the argument.
         """
-        _ = self.core  # raises here, and not when the coroutine is awaited, which a script may forget
+        _ = self.core  # check now: a script may forget to await the coroutine, and would never see the error
         if stream:
             if on_token is not None or progress:
                 raise InvalidRequest(
@@ -242,7 +247,7 @@ class Engine:
         on_logits: OnLogits | None,
         on_token: OnToken | None,
     ) -> Any:
-        core = self.core  # checked again: the event loop may be another one
+        core = self.core  # checked again: the coroutine may be awaited on another event loop
         core.check_queue_space()
         body = read()
         requests = with_hook(requests_of(body, core), on_logits)
@@ -260,7 +265,7 @@ class Engine:
         return results[0] if single else results
 
     async def async_generate(self, *args: Any, **options: Any) -> Any:
-        """Do what `generate` does, by the name that SGLang's engine has for it. With `stream=True`, return a stream."""
+        """Generate as `generate` does, under the name that SGLang uses. With `stream=True`, return a stream."""
         return await self.generate(*args, **options)
 
     async def stream(
@@ -272,12 +277,12 @@ class Engine:
         on_logits: OnLogits | None = None,
         **options: Any,
     ) -> AsyncGenerator[Piece, None]:
-        """Yield the answer to one or several prompts, piece by piece.
+        """Yield the outputs of one or several prompts, piece by piece.
 
-        Each `Piece` is a dict with the new text as `delta`, all text so far as `text`, the new ids as `output_ids`, and
-        `meta_info`, whose `finish_reason` is None until the last piece. With several prompts or n > 1, the pieces of
-        the choices interleave; `index` is the choice, counted over all prompts. Leaving the loop aborts the requests
-        and frees their memory.
+        Each `Piece` is a dict: `delta` is the new text, `text` the whole text so far, `output_ids` the new token ids,
+        and `meta_info["finish_reason"]` is None until the last piece. With several prompts or n > 1, the pieces of all
+        outputs interleave, and `index` is the number of the output, counted over all prompts. Leaving the loop aborts
+        the requests and frees their memory. Raises `InvalidRequest`, whose `param` is the name of the argument.
         """
         core = self.core
         core.check_queue_space()
@@ -297,11 +302,12 @@ class Engine:
         on_logits: OnLogits | None = None,
         **options: Any,
     ) -> Generation:
-        """Return a `Generation`: a prompt that is continued, forked, rewound and scored step by step.
+        """Return a `Generation`: a prompt that can be continued, forked, rewound and scored step by step.
 
-        `logprobs`: whether tokens carry their log-probabilities. `heal`: whether the last token of the prompt is drawn
-        again among the tokens that begin with its text, because the end of a text need not be the end of a token.
-        `options` are sampling parameters and fields of a request, as in `generate`. Nothing is computed yet.
+        With `logprobs`, tokens carry their log-probabilities. With `heal`, the last token of the prompt is sampled
+        again, from the tokens whose text begins with its text. Use it when the prompt may end in the middle of a word.
+        `options` are sampling parameters and fields of a request, as in `generate`. Nothing is computed until the first
+        call. Raises `InvalidRequest` if the prompt is empty.
         """
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else as_json(prompt)
         sampling, fields = divided(sampling_params, options)
@@ -312,21 +318,21 @@ class Engine:
         return made
 
     def load(self, saved: Mapping[str, Any] | str | PathLike[str]) -> Generation:
-        """Return the generation that `Generation.save` returned or wrote."""
+        """Load a generation from the value that `Generation.save` returned, or from the path of the file that it wrote."""
         return Generation.load(self, saved if isinstance(saved, Mapping) else fspath(saved))
 
     @briefly_interrupted
     async def chat(self, messages: Messages, **options: Any) -> Answer:
-        """Answer messages, or one user message as a string: `answer.choices[0].message.content`.
+        """Answer messages, or one user message given as a string: `answer.choices[0].message.content`.
 
             class City(pydantic.BaseModel): name: str; country: str
             answer = await engine.chat("Where is the Louvre?", response_format=City, max_tokens=64)
             answer.choices[0].message.parsed.country
 
-        Keywords are the fields of /v1/chat/completions (`tools`, `tool_choice`, `temperature`, ...). The answer is the
-        object that this route returns: a dict whose keys are also attributes. If `response_format` is a pydantic model,
-        `parsed` is an instance of it, or None if the output was truncated. Raises `InvalidRequest` with the name of the
-        keyword.
+        Keywords are the fields of /v1/chat/completions (`tools`, `tool_choice`, `temperature`, ...). The answer has the
+        form of this route's answer: a dict whose keys are also attributes. If `response_format` is a pydantic model,
+        `parsed` is an instance of it, or None if the output was truncated or calls tools. Raises `InvalidRequest`,
+        whose `param` is the name of the keyword.
         """
         from serve.python import chat  # slow to import: loads all chat parsers
 
@@ -353,12 +359,12 @@ class Engine:
         prompt_name: str | None = None,
         truncate: bool | None = None,
     ) -> Any:
-        """Return the vector of one prompt as a dict, or of a list of prompts as a list of dicts.
+        """Embed one prompt (returns a dict) or a list of prompts (returns a list of dicts).
 
-        Each dict has `embedding` (a list of floats; None if the request was aborted) and `meta_info`. The
-        pooling is the checkpoint's; by default, the hidden state of the prompt's last token scaled to length
-        1. The checkpoint's prompt named `prompt_name` is put before each text. `truncate` cuts texts that are
-        too long. Raises `InvalidRequest` with the name of the parameter.
+        Each dict has `embedding` (a list of floats; None if the request was aborted) and `meta_info`. The checkpoint
+        sets the pooling. The default is the last token's hidden state, scaled to length 1. `prompt_name` selects one of
+        the checkpoint's prompts, which is put before each text. `truncate` cuts texts that are longer than the context.
+        Raises `InvalidRequest`, whose `param` is the name of the argument.
         """
         self.core.check_queue_space()
         options = {name: value for name, value in (("rid", rid), ("lora_path", lora_path)) if value is not None}
@@ -378,11 +384,11 @@ class Engine:
         rid: str | Sequence[str] | None = None,
         truncate: bool | None = None,
     ) -> Any:
-        """Classify one prompt (returns a dict), or a list of prompts (returns a list of dicts).
+        """Classify one prompt (returns a dict) or a list of prompts (returns a list of dicts).
 
-        Each dict has `embedding` (the score of each label), `label` (the most likely one; None for models
-        with one label), `probs` (None if the scores are not probabilities) and `meta_info`. `pair`: second
-        texts, one per prompt. Raises `InvalidRequest` with the name of the parameter.
+        Each dict has `embedding` (the score of each label), `label` (the most likely label; None for models with one
+        label), `probs` (None if the scores are not probabilities) and `meta_info`. `pair` gives a second text for each
+        prompt, for models that classify pairs. Raises `InvalidRequest`, whose `param` is the name of the argument.
         """
         values = {"text": prompt, "text_pair": pair, "input_ids": input_ids, "rid": rid, "truncate": truncate}
         core = self.core
@@ -402,10 +408,10 @@ class Engine:
         instruction: str | None = None,
         truncate: bool | None = None,
     ) -> list[Fields]:
-        """Return the documents, or the best `top_n`, best first: `index`, `score` and `document` of each.
+        """Return the documents, best first, or only the best `top_n`. Each has `index`, `score` and `document`.
 
-        `serve.calls.scores.ranking.rank` describes how each kind of model scores. Raises `InvalidRequest`
-        with the name of the parameter.
+        `serve.calls.scores.ranking.rank` describes how each kind of model scores. Raises `InvalidRequest`, whose
+        `param` is the name of the argument.
         """
         self.core.check_queue_space()
         values = {"query": query, "documents": documents, "top_n": top_n}
@@ -425,10 +431,10 @@ class Engine:
         apply_softmax: bool = False,
         item_first: bool = False,
     ) -> list[list[float]]:
-        """Return, for each item, the probability of each label id as the next token after query and item.
+        """Return, for each item, the probability of each label id as the next token after the query and the item.
 
-        With `apply_softmax`, the probabilities are relative to the labels only. Raises `InvalidRequest` with
-        the name of the parameter.
+        With `apply_softmax`, the probabilities of the labels add up to 1. With `item_first`, the item precedes the
+        query. Raises `InvalidRequest`, whose `param` is the name of the argument.
         """
         values = {"query": query, "items": items, "label_token_ids": label_token_ids}
         values |= {"apply_softmax": apply_softmax, "item_first": item_first}
@@ -442,16 +448,18 @@ class Engine:
     # --- hooks ---
 
     def on_token(self, function: OnToken) -> Callable[[], None]:
-        """Call `function` with each `TokenEvent` of all requests, on the event loop. Returns a function that ends this.
+        """Call `function` with each `TokenEvent` of all requests. Returns a function that removes it.
 
-        It must return quickly, because the tokens of all requests wait for it. If it raises, it is not called again.
+        It runs on the event loop and must return quickly, because the tokens of all requests wait for it. If it raises,
+        it is not called again.
         """
         return observe_tokens(self.core, function, None)
 
     def on_step(self, function: OnStep) -> Callable[[], None]:
-        """Call `function` with a `StepEvent` after each step, on the event loop. Returns a function that ends this.
+        """Call `function` with a `StepEvent` after each step. Returns a function that removes it.
 
-        It must return quickly, because the next step's results wait for it. If it raises, it is not called again.
+        It runs on the event loop and must return quickly, because the results of the next step wait for it. If it
+        raises, it is not called again. Raises `InvalidRequest` if another function or a live view is active.
         """
         return observe_steps(self.core, function)
 
@@ -468,57 +476,57 @@ class Engine:
     def watch(self, *, per_second: float = 2.0) -> watch.Watch:
         """Return a live view for a notebook: steps, queue, pages, the latest requests, and why requests wait.
 
-        It ends with the engine, or when its `stop` is called. Raises `InvalidRequest` while another view or `on_step`
-        is active.
+        The view ends with the engine, or when its `stop` is called. `per_second` is the highest rate of updates. Raises
+        `InvalidRequest` while another view or `on_step` is active.
         """
         view = watch.Watch(self.core, per_second=per_second)
         self._views.append(view)
         return view
 
     def why_waiting(self, rid: str | None = None) -> list[str]:
-        """Say for each request that waits, or for the one with this `rid`, what it waits for."""
+        """Return one line for each waiting request, or for the one named `rid`, which says what it waits for."""
         return watch.why_waiting(self.core, rid)
 
     def prefix_tree(self) -> HtmlView:
-        """Return the shape of the prefix cache: each node with its number of pages and of requests that use it."""
+        """Return a view of the prefix tree: for each node, the number of its pages and of the requests that use it."""
         return HtmlView(watch.tree_html(self.core))
 
     # --- management ---
 
     def abort(self, rid: str = "", *, abort_all: bool = False) -> int:
-        """Abort the requests whose `rid` starts with this text, or all requests; return their number."""
+        """Abort the requests whose `rid` starts with this text, or all requests. Returns how many were aborted."""
         return self.core.abort_all() if abort_all else self.core.abort_label(rid) if rid else 0
 
     def open_session(self, capacity_of_str_len: int, session_id: str | None = None) -> str:
-        """Open a session for at most this number of tokens, and return its id for `session_params`."""
+        """Open a session that holds at most `capacity_of_str_len` tokens. Returns its id, for `session_params`."""
         return self.core.sessions.open(capacity_of_str_len, session_id)
 
     def close_session(self, session_id: str) -> None:
-        """Close a session and forget its tokens."""
+        """Close a session and delete its tokens."""
         self.core.sessions.close(session_id)
 
     async def attach_storage(self, backend: str, config: Mapping[str, Any] | None = None) -> None:
-        """Attach a storage to the host tier, as `PUT /hicache/storage-backend` does."""
+        """Attach a storage backend to the host tier of the KV cache, as `PUT /hicache/storage-backend` does."""
         await self.core.attach_storage(Attachment(backend, config or {}))
 
     async def detach_storage(self) -> None:
-        """Detach the storage, whose pages stay."""
+        """Detach the storage backend. Its stored pages are kept."""
         await self.core.detach_storage()
 
     async def clear_storage(self) -> None:
-        """Remove all pages of this model from the storage."""
+        """Remove all pages of this model from the storage backend."""
         await self.core.clear_storage()
 
     def flush_cache(self) -> bool:
-        """Empty the prefix cache. While requests run, do nothing and return False."""
+        """Empty the prefix cache and return True. While requests run, do nothing and return False."""
         return self.core.flush_cache()
 
     async def update_weights_from_disk(self, model_path: str, **options: Any) -> dict[str, Any]:
-        """Replace the weights by those of another checkpoint of the same model; requests continue meanwhile.
+        """Replace the weights with those of another checkpoint of the same model. Requests continue meanwhile.
 
         `options` are the fields of `/update_weights_from_disk`: `load_format`, `flush_cache`, `abort_all_requests`,
-        `weight_version`. Returns the same answer as this route. Raises `InvalidRequest` or `CheckpointError` if the
-        weights could not be replaced; the old ones then stay.
+        `weight_version`. Returns the answer of this route. Raises `InvalidRequest` or `CheckpointError` if the weights
+        could not be replaced. The old weights then stay.
         """
         body = decode(WeightsFromDiskBody, {"model_path": model_path, **options})
         return Fields(await update_weights_from_disk(self.core, body))
@@ -530,10 +538,10 @@ class Engine:
         flush_cache: bool = True,
         weight_version: str | None = None,
     ) -> dict[str, Any]:
-        """Put tensors of this process in place, while requests run: pairs of a name in the checkpoint and a tensor.
+        """Replace weights with tensors of this process, given as pairs of a checkpoint name and a tensor.
 
-        They may be some of the model's tensors. Raises `CheckpointError` if they do not fit; the old weights then stay.
-        Returns the answer of `/update_weights_from_tensor`.
+        Requests continue. The tensors may be only a part of the model's. Raises `CheckpointError` if they do not fit;
+        the old weights then stay. Returns the answer of `/update_weights_from_tensor`.
         """
         return await update_weights_from_tensors(self.core, named_tensors, flush_cache, weight_version)
 
@@ -546,9 +554,9 @@ class Engine:
             async with engine.updating(weight_version="step-7") as update:
                 await update.load(model.named_parameters())
 
-        `load` may be called several times. Requests continue with the old weights until the block ends, then with the
-        new ones. Every tensor of the model must be loaded unless `partial` is true. Raises `CheckpointError` if a
-        tensor is missing or does not fit. After an error, also of the block itself, the old weights stay.
+        `load` may be called several times. Requests use the old weights until the block ends, and then the new ones.
+        Every tensor of the model must be loaded, unless `partial` is true. Raises `CheckpointError` if a tensor is
+        missing or does not fit. After any error, also one raised in the block, the old weights stay.
         """
         weights = self.core.weights
         await weights.begin()
@@ -560,54 +568,59 @@ class Engine:
         await weights.finish(flush=flush_cache, version=weight_version, whole=not partial)
 
     async def init_weights_update_group(self, master_address: str, master_port: int, **options: Any) -> dict[str, Any]:
-        """Join a process group with a trainer; `options` are the fields of `/init_weights_update_group`."""
+        """Join a process group with a trainer. `options` are the fields of `/init_weights_update_group`."""
         values = {"master_address": master_address, "master_port": master_port, **options}
         return await open_group(self.core, decode(UpdateGroupBody, values))
 
     async def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> dict[str, Any]:
-        """Leave a process group with a trainer."""
+        """Leave a process group that was joined with `init_weights_update_group`."""
         return await close_group(self.core, decode(DestroyGroupBody, {"group_name": group_name}))
 
     async def update_weights_from_distributed(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], **options: Any
     ) -> dict[str, Any]:
-        """Receive tensors from rank 0 of a group; `options` are the fields of `/update_weights_from_distributed`."""
+        """Receive tensors from rank 0 of a process group, and replace weights with them.
+
+        `options` are the fields of `/update_weights_from_distributed`. Returns the answer of this route.
+        """
         values = {"names": as_json(names), "dtypes": as_json(dtypes), "shapes": as_json(shapes), **options}
         return await update_weights_from_group(self.core, decode(WeightsFromGroupBody, values))
 
     async def get_weights_by_name(self, name: str, truncate_size: int = 100) -> list[Any]:
-        """Return the first rows of a tensor of the checkpoint as nested lists."""
+        """Return the first `truncate_size` rows of a tensor of the checkpoint, as nested lists."""
         return await read_weight(self.core, decode(ReadWeightBody, {"name": name, "truncate_size": truncate_size}))
 
     async def weights_checker(self, action: str) -> dict[str, Any]:
-        """Run an action on all weights: snapshot, compare, checksum or reset_tensors (see `/weights_checker`)."""
+        """Run an action on all weights: "snapshot", "compare", "checksum" or "reset_tensors" (see `/weights_checker`)."""
         return await check_weights(self.core, decode(WeightsCheckerBody, {"action": action}))
 
     async def release_memory_occupation(self, tags: Sequence[str] | None = None, *, keep: bool = True) -> None:
-        """Give memory back to the system: "weights", "kv_cache", by default both. Requests wait until it is resumed.
+        """Give memory back to the system: "weights", "kv_cache", or both by default. Requests wait until it is resumed.
 
-        `keep=False` discards the weights, which must then be sent again.
+        With `keep=False`, the weights are discarded and must be loaded again.
         """
         await self.core.weights.release(tags_of(tags), keep=keep)
 
     async def resume_memory_occupation(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back, and restore the weights."""
+        """Allocate the released memory again, and restore the weights."""
         await self.core.weights.resume(tags_of(tags))
 
     async def pause_generation(self, mode: str = "abort") -> None:
-        """Stop between two steps: "abort" all requests, let them finish ("wait"), "retract" them or keep them in place
-        ("in_place").
+        """Pause generation between two steps.
+
+        `mode` says what happens to requests: "abort" ends them, "wait" lets them finish first, "retract" moves them
+        back to the queue, and "in_place" keeps them where they are.
         """
         if mode not in ("abort", "wait", "retract", "in_place"):
             raise InvalidRequest("mode must be abort, wait, retract or in_place.", param="mode")
         await pause(self.core, mode_of(mode))
 
     async def continue_generation(self) -> None:
-        """Let generation continue."""
+        """Resume generation after `pause_generation`."""
         await resume(self.core)
 
     async def load_lora_adapter(self, lora_name: str, lora_path: str, pinned: bool = False) -> dict[str, Any]:
-        """Load a LoRA adapter from a folder. A `pinned` one keeps its place in host memory and its slot.
+        """Load a LoRA adapter from a folder. A `pinned` adapter is never evicted from host memory or from its slot.
 
         Returns the answer of `/load_lora_adapter`: `success`, `error_message` and `loaded_adapters` (name -> path).
         """
@@ -620,8 +633,9 @@ class Engine:
     async def load_lora_adapter_from_tensors(
         self, lora_name: str, tensors: bytes, config_dict: Mapping[str, Any], pinned: bool = False
     ) -> dict[str, Any]:
-        """Load a LoRA adapter from memory: `safetensors.torch.save(tensors)` and the contents of adapter_config.json.
+        """Load a LoRA adapter from memory.
 
+        `tensors` is the result of `safetensors.torch.save`, and `config_dict` the content of adapter_config.json.
         Returns the answer of `/load_lora_adapter`.
         """
         try:
@@ -631,7 +645,7 @@ class Engine:
         return adapters_answer(self.core)
 
     async def unload_lora_adapter(self, lora_name: str) -> dict[str, Any]:
-        """Take a LoRA adapter's name away; its requests finish. Returns the answer of `/unload_lora_adapter`."""
+        """Unload a LoRA adapter. Requests that use it finish first. Returns the answer of `/unload_lora_adapter`."""
         try:
             await self.core.adapters.unload(lora_name)
         except InvalidRequest as error:
@@ -644,7 +658,7 @@ class Engine:
         await self.core.start_profile(profile)
 
     async def stop_profile(self) -> str:
-        """End the profile, and return the path of its Chrome trace, for ui.perfetto.dev or chrome://tracing."""
+        """End the profile, and return the path of its Chrome trace (open it in ui.perfetto.dev or chrome://tracing)."""
         return str(await self.core.stop_profile())
 
     async def start_expert_distribution_record(self) -> None:
@@ -652,14 +666,14 @@ class Engine:
         await self.core.start_expert_record()
 
     async def stop_expert_distribution_record(self) -> None:
-        """Record no further step."""
+        """Stop recording which experts the steps use."""
         await self.core.stop_expert_record()
 
     async def dump_expert_distribution_record(self) -> list[dict[str, Any]]:
-        """Write the record to files, forget it, and return one summary for each file.
+        """Write the record to files, clear it, and return one summary per file.
 
-        A summary has "path", "num_steps", "average_utilization_rate", and "logical_count": the tokens of each expert,
-        by the number of the layer.
+        A summary has "path", "num_steps", "average_utilization_rate", and "logical_count", which maps the number of
+        each layer to the token count of each expert.
         """
         return await self.core.dump_expert_record()
 
@@ -672,7 +686,7 @@ class Engine:
         return TokenizerView(core, core.tokenizer)
 
     def get_tokenizer(self) -> TokenizerView:
-        """Return `tokenizer`, by the name that vLLM has for it."""
+        """Return `tokenizer`. This is vLLM's name for it."""
         return self.tokenizer
 
     def get_server_info(self) -> Fields:
@@ -692,13 +706,13 @@ class Engine:
 
 
 class WeightUpdate:
-    """An open update of `Engine.updating`."""
+    """A weight update in progress, from `Engine.updating`."""
 
     def __init__(self, weights: WeightControl) -> None:
         self._weights = weights
 
     async def load(self, named_tensors: Iterable[tuple[str, Any]] | Mapping[str, Any]) -> None:
-        """Prepare these tensors, by their names in the checkpoint. Raises `CheckpointError`, which ends the update."""
+        """Stage these tensors, named as in the checkpoint. Raises `CheckpointError`, which cancels the whole update."""
         await self._weights.update_from_tensors(dict(named_tensors), flush=True)
 
 
@@ -728,6 +742,6 @@ class ForgottenEngine(UserWarning):
 def _warn_and_end(task: BackgroundTask) -> None:
     """End an engine that was garbage-collected without `aclose`."""
     if task.running:
-        # Not a ResourceWarning, which Python does not show unless it is asked to.
+        # Not a ResourceWarning, because Python hides those by default.
         warnings.warn("An Engine was deleted without `aclose`; it is ended now.", ForgottenEngine, stacklevel=2)
         task.abandon()

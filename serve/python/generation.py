@@ -1,4 +1,4 @@
-"""A generation as an object: continue it token by token, fork it, take tokens back, append to it, compare choices."""
+"""Continue a generation token by token, fork it, rewind it, append to it, and compare possible continuations."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Method = Literal["sum", "token_length_normalized", "greedy", "unconditional_likelihood_normalized"]
-WARM_S = 60.0  # how long a tool's call may keep the pages of its generation warm
-TOUCH_S = 0.25  # time between two uses of these pages
+WARM_S = 60.0  # longest time for which a tool call keeps its generation's pages most recently used
+TOUCH_S = 0.25  # interval between two refreshes of these pages' last use
 SEED_STEP = 1_000_003
 FORMAT = "penstock-generation-1"
 
 
 class Token(NamedTuple):
-    """A token of an output. `text` is what it adds, and may be empty in the middle of a character."""
+    """A token of an output. `text` is the text that it adds; it may be empty in the middle of a character."""
 
     id: int
     text: str
@@ -67,31 +67,33 @@ class Choice(str):
 
 
 class Engine(Protocol):
-    """What a generation needs of its engine."""
+    """The part of an engine that a generation uses."""
 
     @property
     def core(self) -> EngineCore: ...
 
 
 class Generation:
-    """Known tokens that the engine continues. `engine.open(prompt)` makes one.
+    """A sequence of tokens that the engine continues. `engine.open(prompt)` returns one.
 
         g = engine.open("Once upon a time", temperature=0)
-        async for token in g:              # leaving the loop keeps what was yielded
+        async for token in g:              # leaving the loop keeps the tokens that were yielded
             print(token.text, end="")
         await g.generate(8)                # at most 8 further tokens; returns their text
         one, two = g.fork(2)               # both share the pages of all tokens so far
-        g.rewind(3)                        # takes the last 3 tokens back
+        g.rewind(3)                        # removes the last 3 tokens
         g.append(" The end.")
-        await g.select(["yes", "no"])      # appends the likelier one
+        await g.select(["yes", "no"])      # appends the likelier text
 
     The keys and values of its tokens stay in the prefix cache as long as there is room, so each call computes only new
-    tokens and the rest of the last page. If they were evicted, they are computed again: results do not depend on it.
-    Greedy output is that of one request. With a `seed`, each call draws with a seed made of it and of the number of
-    tokens before, and forks draw different tokens.
+    tokens and the rest of the last page. Evicted pages are computed again; the results do not change.
 
-    `ids` are all tokens, `text` the text after the prompt, `finish` why the last call ended (None before the first).
-    One call at a time: a second one raises `InvalidRequest`. Cancelling a call frees its request.
+    Greedy output equals that of one single request. With a `seed`, each call derives its seed from this seed and the
+    number of tokens so far, and forks sample different tokens.
+
+    `ids` are all tokens. `text` is the text after the prompt. `finish` is the reason why the last call ended (None
+    before the first call). Only one call may run at a time: a second one raises `InvalidRequest`. Cancelling a call
+    frees its request.
     """
 
     def __init__(
@@ -116,13 +118,13 @@ class Generation:
         self._heals = heal
         self._branch = 0  # distinguishes the seeds of forks
         self._busy = False
-        self._turn = 0  # counts the calls, so that a loop over tokens notices other calls
+        self._turn = 0  # number of calls; a loop over tokens uses it to detect other calls
 
     # --- what is known ---
 
     @property
     def text(self) -> str:
-        """The text after the prompt: generated and appended."""
+        """The text after the prompt, both generated and appended."""
         return self._tokenizer.decode(self.ids[self.num_prompt :])
 
     @property
@@ -132,7 +134,7 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Whether the model ended the text. `append` and `rewind` open it again."""
+        """Whether the model ended the text. `append` and `rewind` reset this to False."""
         return self.finish is not None and self.finish.kind == "stop"
 
     def __len__(self) -> int:
@@ -154,10 +156,10 @@ class Generation:
         return self.tokens()
 
     async def tokens(self, max_new_tokens: int | None = None, **sampling: Any) -> AsyncGenerator[Token, None]:
-        """Yield further tokens, and append each one to `ids` when it is yielded.
+        """Yield further tokens, and append each token to `ids` when it is yielded.
 
-        `sampling` holds for this call only. Leaving the loop aborts the request; tokens that were not yielded do not
-        count.
+        `sampling` applies to this call only. Leaving the loop aborts the request and discards tokens that were not
+        yielded.
         """
         with _Busy(self) as busy:
             if (healed := await self._heal()) is not None:
@@ -183,7 +185,7 @@ class Generation:
 
     @briefly_interrupted
     async def generate(self, max_new_tokens: int | None = None, **sampling: Any) -> str:
-        """Continue until a stop, or by at most `max_new_tokens`, and return the new text."""
+        """Continue until the model stops, or for at most `max_new_tokens` tokens, and return the new text."""
         with _Busy(self):
             start = len(self.ids)
             healed = await self._heal()
@@ -207,7 +209,7 @@ class Generation:
             self._cut_before(finish.matched, len(request.ids or ()))
 
     def _cut_before(self, stop: str, start: int) -> None:
-        """Remove the stop string and what follows it from the tokens that were generated after `start`."""
+        """Remove the stop string and the text after it from the tokens that were generated after index `start`."""
         text = self._tokenizer.decode(self.ids[start:])
         kept = text[: text.index(stop)] if stop in text else text
         while len(self.ids) > start and len(self._tokenizer.decode(self.ids[start:])) > len(kept):
@@ -217,9 +219,10 @@ class Generation:
             self.ids += self._encode(rest)
 
     async def _heal(self) -> Token | None:
-        """Draw the last token again among those that begin with its text: its boundary was the prompt's, by chance.
+        """Sample the last token of the prompt again, from the tokens whose text begins with its text.
 
-        Returns the new token with the text that it has beyond the old one; None if there is nothing to heal.
+        The prompt's text may end in the middle of a word, so its last token may be one that the model would not choose.
+        Returns the new token, with the text that it adds to the old one, or None if there is nothing to heal.
         """
         if not self._heals or not self.ids or len(self.ids) < 2:
             return None
@@ -244,7 +247,7 @@ class Generation:
     # --- changing ---
 
     def fork(self, n: int = 1) -> list[Generation]:
-        """Return `n` independent copies. They share the pages of the tokens so far."""
+        """Return `n` independent copies, which share the pages of the tokens so far."""
         if n < 1:
             raise InvalidRequest(f"fork makes at least one copy, not {n}.", param="n")
         forks = []
@@ -258,7 +261,7 @@ class Generation:
         return forks
 
     def rewind(self, n: int) -> None:
-        """Take the last `n` tokens back. Raises `InvalidRequest` if there are not more than `n`."""
+        """Remove the last `n` tokens. Raises `InvalidRequest` unless at least one token remains."""
         if not 0 <= n < len(self.ids):
             raise InvalidRequest(f"rewind takes back 0 to {len(self.ids) - 1} tokens here, not {n}.", param="n")
         self._check_idle()
@@ -268,7 +271,7 @@ class Generation:
         self.finish = None
 
     def append(self, text_or_ids: str | Sequence[int]) -> None:
-        """Append a text, or ids, to the tokens. They count as output for `text`."""
+        """Append a text or token ids. They are part of `text`, like generated tokens."""
         self._check_idle()
         self.ids += self._encode(text_or_ids) if isinstance(text_or_ids, str) else as_json(text_or_ids)
         self.finish = None
@@ -279,12 +282,13 @@ class Generation:
     async def select(
         self, choices: Sequence[str], *, method: Method = "token_length_normalized", append: bool = True
     ) -> Choice:
-        """Return the likeliest of some texts as the continuation, and append it.
+        """Return the likeliest of several texts as the continuation, and append it unless `append` is False.
 
-        `method` is the score: the "sum" of the tokens' log-probabilities; their average
-        ("token_length_normalized"); the tokens one by one, greedily ("greedy"); or the average of the differences to
-        the log-probabilities that the tokens have without this context ("unconditional_likelihood_normalized"). The
-        result is a `str` with all `scores`. Raises `InvalidRequest` for no choices, or an empty one.
+        `method` chooses the score of a text: "sum", the sum of its tokens' log-probabilities;
+        "token_length_normalized", their average; "greedy", the text that greedy decoding restricted to the choices
+        finds; or "unconditional_likelihood_normalized", the average difference to the log-probabilities of the same
+        tokens without this context. The result is a `str` whose attribute `scores` has every score. Raises
+        `InvalidRequest` if there are no choices, or if one is empty.
         """
         if not choices:
             raise InvalidRequest("select needs at least one choice.", param="choices")
@@ -312,7 +316,7 @@ class Generation:
 
     @briefly_interrupted
     async def score(self, text_or_ids: str | Sequence[int]) -> Score:
-        """Return the log-probability of a text, or of ids, as the continuation. Nothing is appended."""
+        """Return the log-probability of a text, or of token ids, as the continuation. Nothing is appended."""
         ids = self._encode_choice(text_or_ids)
         with _Busy(self):
             [logprobs] = await self._scores(self.ids, [ids])
@@ -323,7 +327,7 @@ class Generation:
     async def _scores(self, context: Sequence[int], texts: Sequence[Sequence[int]]) -> list[list[float]]:
         """Return the log-probabilities of each text's tokens after the context.
 
-        Without a context, nothing predicts the first token, and its value is left out.
+        Without a context, the first token has no prediction and no value in the result.
         """
         start = max(0, len(context) - 1)
         body = generate_body(
@@ -350,10 +354,11 @@ class Generation:
     # --- keeping ---
 
     async def tool(self, call: Awaitable[Result], *, warm_s: float = WARM_S) -> Result:
-        """Await `call`, for example a tool that the model asked for, and keep this generation's pages warm meanwhile.
+        """Await `call`, for example a tool that the model asked for, and keep this generation's pages in the cache
+        meanwhile.
 
-        The pages stay the most recently used ones for up to `warm_s` seconds, so other requests evict older ones
-        first. They are not locked: requests that need all memory get it.
+        The pages count as recently used: for up to `warm_s` seconds, other requests evict older pages first. The pages
+        are not locked: they are evicted if requests need all memory.
         """
 
         async def touch() -> None:
@@ -365,7 +370,7 @@ class Generation:
             return await call
 
     def save(self, path: str | Path | None = None) -> dict[str, Any]:
-        """Return the generation as JSON values, and write them to `path`. `engine.load` continues it."""
+        """Return the generation as JSON values, and write them to `path` if it is given. `engine.load` continues it."""
         values = {
             "format": FORMAT,
             "ids": self.ids,
@@ -381,7 +386,7 @@ class Generation:
 
     @classmethod
     def load(cls, engine: Engine, saved: Mapping[str, Any] | str | Path) -> Generation:
-        """Return a saved generation. Raises `InvalidRequest` if these are not the values of `save`."""
+        """Return a saved generation. Raises `InvalidRequest` if `saved` does not come from `save`."""
         if not isinstance(saved, Mapping):
             try:
                 saved = json.loads(Path(saved).read_text())
@@ -439,23 +444,23 @@ class Generation:
         return request
 
     def _check_idle(self) -> None:
-        """Begin another use. Raises `InvalidRequest` while a call runs."""
+        """Begin a call or change. Raises `InvalidRequest` while another call runs."""
         if self._busy:
             raise InvalidRequest("This generation is being continued by another call; fork it to do both.")
         self._turn += 1
 
 
 class _Held:
-    """Holds tokens back whose text may be part of a stop string, as the engine holds back their text."""
+    """Holds back tokens whose text may be part of a stop string, just as the engine holds back their text."""
 
     def __init__(self, text_of: Callable[[list[int]], str], request: Request) -> None:
         self._text_of = text_of
         self._request = request
         self._tokens: deque[Token] = deque()
-        self._num_free = 0  # characters of the held tokens that the engine has delivered
+        self._num_free = 0  # number of characters of the held tokens whose text the engine has delivered
 
     def after(self, chunk: Chunk) -> Iterator[Token]:
-        """Yield the tokens whose text has been delivered with this chunk."""
+        """Yield the tokens whose text has been delivered, including this chunk."""
         logprobs = chunk.logprobs.chosen if chunk.logprobs is not None else ()
         for place, token_id in enumerate(_without_stop(chunk, self._request)):
             logprob = logprobs[place][0] if logprobs else None
@@ -471,15 +476,15 @@ class _Held:
 
     @property
     def rest(self) -> str:
-        """The delivered text of the token in which a stop string begins."""
+        """The delivered part of the text of the token in which a stop string begins."""
         return self._tokens[0].text[: self._num_free] if self._tokens else ""
 
 
 class _Busy:
-    """Marks a generation as used while a call runs.
+    """Context manager that marks a generation as busy while a call runs.
 
-    A loop over tokens is not a running call while the caller has a token: the caller may have left the loop, and
-    Python closes the iterator only later. If the generation was used meanwhile, the loop cannot go on.
+    A loop over tokens is not busy while the caller handles a token: the caller may have left the loop, and Python
+    closes the iterator only later. If another call used the generation meanwhile, the loop cannot continue.
     """
 
     def __init__(self, generation: Generation) -> None:
@@ -497,19 +502,19 @@ class _Busy:
             self._generation._busy = False
 
     def paused(self, token: Token) -> Token:
-        """Let other calls use the generation while the caller has this token."""
+        """Allow other calls while the caller handles this token."""
         self._generation._busy = False
         return token
 
     def resume(self) -> None:
-        """Continue the loop. Raises `InvalidRequest` if the generation was used meanwhile."""
+        """Continue the loop. Raises `InvalidRequest` if another call used the generation meanwhile."""
         if self._generation._turn != self._turn:
             raise InvalidRequest("The generation was changed during this loop over its tokens; begin a new loop.")
         self._generation._busy = True
 
 
 def _without_stop(chunk: Chunk, request: Request) -> list[int]:
-    """Return the new ids, without the token that ended the text."""
+    """Return the new token ids, without the stop token that ended the text."""
     matched = None if chunk.finish is None else chunk.finish.matched
     if isinstance(matched, int) and chunk.ids and chunk.ids[-1] == matched and not request.sampling.no_stop_trim:
         return chunk.ids[:-1]
@@ -522,9 +527,9 @@ def _average(values: Iterable[float]) -> float:
 
 
 def _greedy(encoded: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]) -> list[float]:
-    """Return 1.0 for the choice that is found by keeping the likeliest next token again and again, else 0.0.
+    """Return 1.0 for the choice that greedy decoding restricted to the choices finds, and 0.0 for the others.
 
-    A choice that is the beginning of another one counts with the average of its tokens where they part.
+    If one choice is a prefix of another, the choice with the higher average log-probability over all its tokens wins.
     """
     left, place = set(range(len(encoded))), 0
     while len(left) > 1:

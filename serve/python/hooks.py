@@ -1,4 +1,4 @@
-"""Functions of the user that the engine calls: with logits, with tokens, and after steps."""
+"""Call the user's functions with logits, with tokens, and after steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.python")
 
-OnLogits = Callable[[list[int], Any], Any]  # (ids of prompt and output, logits [V]) -> None, or other logits
+OnLogits = Callable[[list[int], Any], Any]  # (ids of prompt and output, logits [V]) -> None, or new logits
 
 
 class TokenEvent(NamedTuple):
-    """New tokens of a choice. Tokens that arrive together come in one event."""
+    """New tokens of one output. Tokens that arrive together are in one event."""
 
     rid: str  # name of the request
     index: int  # of the choice
@@ -32,12 +32,12 @@ class TokenEvent(NamedTuple):
 
 
 class StepEvent(NamedTuple):
-    """A step of the model."""
+    """One step of the model."""
 
     number: int
     num_rows: int  # sequences in it
     num_prompt_tokens: int  # prompt tokens that it computed
-    num_new_tokens: int  # output tokens that it brought
+    num_new_tokens: int  # output tokens that it produced
     seconds: float
 
 
@@ -46,7 +46,10 @@ OnStep = Callable[[StepEvent], object]
 
 
 def with_hook(requests: Sequence[Request], on_logits: OnLogits | None) -> Sequence[Request]:
-    """Return the requests with a function that changes their logits. Raises `InvalidRequest` if it is no function."""
+    """Return the requests with `on_logits` attached.
+
+    Raises `InvalidRequest` if it is not callable, or if a request has a custom logit processor.
+    """
     if on_logits is None:
         return requests
     if not callable(on_logits):
@@ -57,7 +60,7 @@ def with_hook(requests: Sequence[Request], on_logits: OnLogits | None) -> Sequen
 
 
 class _TokenObserver:
-    """Passes the tokens of some requests, or of all, to a function."""
+    """Passes the tokens of the requests with these labels, or of all requests, to a function."""
 
     def __init__(self, function: OnToken, labels: Collection[str] | None) -> None:
         self._function: OnToken | None = function
@@ -82,7 +85,7 @@ class _TokenObserver:
 
 
 def observe_tokens(core: EngineCore, function: OnToken, labels: Collection[str] | None) -> Callable[[], None]:
-    """Call `function` with the tokens of the requests with these labels, or of all. Returns a function to end this."""
+    """Call `function` with the tokens of requests with these labels (None: all). Returns a function that stops it."""
     return core.observe(_TokenObserver(function, labels))
 
 
@@ -100,9 +103,9 @@ def tokens_observed(core: EngineCore, function: OnToken | None, requests: Sequen
 
 
 def observe_steps(core: EngineCore, function: OnStep) -> Callable[[], None]:
-    """Call `function` after each step of every replica. Returns a function to end this.
+    """Call `function` after each step of every replica. Returns a function that stops it.
 
-    Raises `InvalidRequest` if another function is called already.
+    Raises `InvalidRequest` if another function is already active.
     """
     progresses = [actor.progress for actor in core.schedulers]
     if any(progress.on_step is not None for progress in progresses):

@@ -1,6 +1,6 @@
-"""How results and engines look in a notebook: HTML without scripts, in the colours of the notebook's theme.
+"""Show results and engines in a notebook as HTML without scripts, in the colours of the notebook's theme.
 
-Colours are translucent, or the theme's own (`currentColor`), so that they are readable on a dark and on a light page.
+Colours are translucent, or the theme's own (`currentColor`), so that they are readable on dark and on light pages.
 Every text from a model, a prompt or an option is escaped.
 """
 
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape, unescape
 from typing import Any
 
-MAX_CHARS = 4_000  # of one text
+MAX_CHARS = 4_000  # characters of one text that are shown
 MAX_ROWS = 50
 MONO = "font-family:var(--jp-code-font-family,monospace);white-space:pre-wrap;overflow-wrap:anywhere"
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
-    """Return a table. Cells are escaped, unless they are `Html`."""
+    """Return an HTML table. Cells are escaped, unless they are `Html`."""
     head = "".join(f"<th style='text-align:left'>{escape(name)}</th>" for name in header)
     body = "".join(
         "<tr>" + "".join(f"<td style='text-align:left;vertical-align:top'>{_cell(cell)}</td>" for cell in row) + "</tr>"
@@ -28,7 +28,7 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str] = ()) -> str:
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """Text that is already HTML and is not escaped again."""
 
     __slots__ = ()
 
@@ -53,7 +53,7 @@ def _cell(value: object) -> str:
 
 
 def text(value: str) -> Html:
-    """Return a text as it is, cut if it is long."""
+    """Return an escaped text with its line breaks, truncated to `MAX_CHARS` characters."""
     more = f" … ({len(value) - MAX_CHARS} further characters)" if len(value) > MAX_CHARS else ""
     return Html(f"<div style='{MONO}'>{escape(value[:MAX_CHARS])}{more}</div>")
 
@@ -76,12 +76,12 @@ def tokens(pieces: Iterable[tuple[str, float | None]]) -> Html:
 
 
 def generated(answer: Any) -> str:
-    """Show an output: its text, tokens by probability if they are known, and what it cost."""
+    """Return an output as HTML: its text or its tokens coloured by probability, its counts and its times."""
     return "".join((_body(answer), table(_facts(answer))))
 
 
 def batch(answers: Sequence[Any]) -> str:
-    """Show outputs as a table."""
+    """Return a table of outputs as HTML."""
     rows = []
     for number, answer in enumerate(answers[:MAX_ROWS]):
         meta = answer["meta_info"]
@@ -115,7 +115,7 @@ def _facts(answer: Any) -> list[tuple[object, object]]:
 
 
 def bar(part: float, label: str) -> Html:
-    """Return a bar that is filled to `part` (0 to 1), with a label."""
+    """Return a bar of which the fraction `part` (0 to 1) is filled, with a label."""
     width = f"{100 * min(1.0, max(0.0, part)):.1f}%"
     fill = f"<div style='background:hsla(210,80%,50%,0.45);width:{width};height:1.1em'></div>"
     frame = "border:1px solid currentColor;width:16em;display:inline-block;vertical-align:middle;opacity:0.85"
@@ -123,5 +123,5 @@ def bar(part: float, label: str) -> Html:
 
 
 def facts(values: Mapping[str, object]) -> str:
-    """Show names and values."""
+    """Return a table of names and values."""
     return table(list(values.items()))

@@ -1,4 +1,4 @@
-"""`LLM`: the offline API in the shape of vLLM's, for scripts that were written for it."""
+"""`LLM`: an offline API like vLLM's, for scripts that were written for vLLM."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from serve.python.sampling import SamplingParams
 from serve.python.sync_engine import SyncEngine
 from serve.python.tokens import TokenizerView
 
-MAX_AT_ONCE = 1024  # prompts of one call to the engine
-DEFAULT_TOKENS = 16  # of vLLM
-# vLLM's keywords -> Penstock's options. None: the engine always does this, or has no such thing to configure.
+MAX_AT_ONCE = 1024  # prompts in one call to the engine
+DEFAULT_TOKENS = 16  # vLLM's default for max_tokens
+# vLLM's keywords -> Penstock's options. None: accepted without effect.
 KEYWORDS: Mapping[str, str | None] = {
     "model": "model_path",
     "tokenizer": "tokenizer_path",
@@ -34,7 +34,7 @@ Prompts = Any  # a text, {"prompt": text}, {"prompt_token_ids": ids}, ids, or a 
 
 @dataclass(slots=True)
 class Logprob:
-    """The log-probability of one token, its rank among all (None: not known), and its text."""
+    """The log-probability of one token, its rank in the vocabulary (None if not known), and its text."""
 
     logprob: float
     rank: int | None = None
@@ -69,7 +69,7 @@ class RequestOutput:
 
 @dataclass(slots=True)
 class EmbeddingOutput:
-    """The vector of a prompt."""
+    """The embedding of a prompt."""
 
     embedding: list[float]
 
@@ -87,14 +87,14 @@ class ClassificationOutput:
 
 @dataclass(slots=True)
 class ScoringOutput:
-    """How well two texts match."""
+    """How well two texts match, as a score."""
 
     score: float
 
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """What a model that pools computed for one prompt, in `outputs`."""
+    """The result of a pooling model for one prompt. `outputs` is an embedding, classification or scoring output."""
 
     request_id: str
     outputs: Any
@@ -103,15 +103,15 @@ class PoolingRequestOutput:
 
 
 class LLM:
-    """The engine in the shape of vLLM's offline class: the constructor loads the model, and calls block.
+    """The engine with the interface of vLLM's offline class: the constructor loads the model, and calls block.
 
         llm = LLM(model="...")
         for output in llm.generate(["Hello", "Once"], SamplingParams(temperature=0, max_tokens=16)):
             print(output.outputs[0].text)
 
-    Keywords are vLLM's, for the options that it shares with Penstock, and Penstock's own. Raises `ConfigurationError`
-    with every option that cannot be satisfied. It works in notebooks too, since its event loop is in a thread of its
-    own. `shutdown`, the end of a `with` block, or the end of the process ends it.
+    Keywords are Penstock's options, or vLLM's names of the options that both share. Raises `ConfigurationError`, which
+    lists every option that cannot be satisfied. Notebooks can use it too, because its event loop runs in its own
+    thread. The engine ends with `shutdown`, with its `with` block, or with the process.
     """
 
     def __init__(self, model: str | None = None, **keywords: Any) -> None:
@@ -130,7 +130,7 @@ class LLM:
 
     @property
     def engine(self) -> SyncEngine:
-        """Penstock's own engine, with everything that vLLM's class does not have."""
+        """Penstock's own engine, with the features that vLLM's class does not have."""
         return self._engine
 
     def get_tokenizer(self) -> TokenizerView:
@@ -138,7 +138,7 @@ class LLM:
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of a call that gives none."""
+        """Return the sampling parameters that a call without sampling parameters uses."""
         return SamplingParams(max_new_tokens=DEFAULT_TOKENS)
 
     def generate(
@@ -150,11 +150,11 @@ class LLM:
         lora_request: Any = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Generate from one prompt or a list of prompts; return one `RequestOutput` per prompt, in order.
+        """Generate from one prompt or a list of prompts. Returns one `RequestOutput` per prompt, in order.
 
-        A prompt is a text, a dict with `prompt` or `prompt_token_ids`, or a list of ids. `sampling_params` are for all
-        prompts, or a list with one for each. `lora_request` is the name of a loaded adapter, or has it as `lora_name`.
-        Raises `InvalidRequest` with the name of the parameter.
+        A prompt is a text, a dict with `prompt` or `prompt_token_ids`, or a list of token ids. `sampling_params` is one
+        object for all prompts, or a list with one for each. `lora_request` is the name of a loaded adapter, or an
+        object with the attribute `lora_name`. Raises `InvalidRequest`.
         """
         texts = _prompts(prompts)
         if sampling_params is not None and not isinstance(sampling_params, Mapping):
@@ -198,7 +198,7 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
-        """Answer one chat (a list of messages) or several (a list of lists), as `generate` does their prompts."""
+        """Answer one chat (a list of messages) or several (a list of lists). Returns one `RequestOutput` per chat."""
         chats = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
         options = {"tools": tools, "chat_template_kwargs": chat_template_kwargs or None}
         options |= {"continue_final_message": continue_final_message or None}
@@ -218,7 +218,7 @@ class LLM:
         return outputs
 
     def embed(self, prompts: Prompts, *, use_tqdm: bool = True) -> list[PoolingRequestOutput]:
-        """Return the vector of each prompt: `output.outputs.embedding`."""
+        """Return the embedding of each prompt: `output.outputs.embedding`."""
         return [
             PoolingRequestOutput(each["meta_info"]["id"], EmbeddingOutput(each["embedding"]), ids)
             for ids, each in self._pooled(self._engine.encode, prompts)
@@ -227,7 +227,7 @@ class LLM:
     encode = embed
 
     def classify(self, prompts: Prompts, *, use_tqdm: bool = True) -> list[PoolingRequestOutput]:
-        """Return the probabilities of the labels of each prompt: `output.outputs.probs`."""
+        """Return the label probabilities of each prompt: `output.outputs.probs`."""
         return [
             PoolingRequestOutput(each["meta_info"]["id"], ClassificationOutput(each["probs"] or each["embedding"]), ids)
             for ids, each in self._pooled(self._engine.classify, prompts)
@@ -236,7 +236,11 @@ class LLM:
     def score(
         self, data_1: str | Sequence[str], data_2: str | Sequence[str], *, use_tqdm: bool = True
     ) -> list[PoolingRequestOutput]:
-        """Return how well texts match: one against many, or pair by pair: `output.outputs.score`."""
+        """Return scores of how well texts match: `output.outputs.score`.
+
+        If `data_1` is one text, it is compared with each text of `data_2`; otherwise the lists are compared pair by
+        pair. Raises `InvalidRequest` if two lists differ in length.
+        """
         seconds = [data_2] if isinstance(data_2, str) else list(data_2)
         if isinstance(data_1, str) or len(data_1) == 1:
             query = data_1 if isinstance(data_1, str) else data_1[0]
@@ -301,7 +305,9 @@ def _prompt(prompt: Any) -> str | list[int]:
 
 
 def _groups(params: Sequence[Mapping[str, Any] | None], count: int) -> list[list[int]]:
-    """Return the prompts in groups that one call of the engine can take: with the same parameters, and not too many."""
+    """Return indices of prompts in groups for one call each: equal sampling parameters, and a limited number of
+    outputs.
+    """
     groups: dict[int, list[int]] = {}
     for index in range(count):
         groups.setdefault(id(params[index]), []).append(index)
@@ -348,7 +354,7 @@ def _completion(index: int, answer: Generated, params: SamplingParams) -> Comple
 
 
 def _logprobs(meta: Mapping[str, Any], side: str, count: int | None) -> list[dict[int, Logprob] | None] | None:
-    """Return, per token, the log-probabilities of the chosen one and of the `count` likeliest."""
+    """Return, for each token, the log-probabilities of the chosen token and of the `count` likeliest tokens."""
     if count is None:
         return None
     chosen = meta.get(f"{side}_token_logprobs") or []

@@ -1,4 +1,4 @@
-"""Options of the engine as keywords of Python: their names in signatures, and vLLM's names of the commonest."""
+"""The engine's options as Python keywords: signatures that list them, and paths as `pathlib.Path`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Class = TypeVar("Class", bound=type)
 
 
 def plain_options(model_path: Any, keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords with the model's path among them. A path may be a `pathlib.Path`."""
+    """Return the keywords, with the model's path among them. A path may be a `pathlib.Path`."""
     plain = dict(keywords)
     if model_path is not None:
         if "model_path" in plain:
@@ -27,7 +27,7 @@ def plain_options(model_path: Any, keywords: Mapping[str, Any]) -> dict[str, Any
 
 
 def with_signature(engine: Class) -> Class:
-    """Give the class a signature with all options, for `help` and for completion in notebooks."""
+    """Give the class a signature that lists all options, for `help` and for completion in notebooks."""
     keyword = inspect.Parameter.KEYWORD_ONLY
     first = inspect.Parameter("model_path", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=str)
     mine = [

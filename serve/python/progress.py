@@ -14,7 +14,7 @@ REFRESH_S = 0.2
 
 @contextmanager
 def progress_over(streams: Sequence[OutputStream], *, shown: bool) -> Iterator[None]:
-    """Show how many of the outputs have ended while the block runs. Costs nothing unless it is `shown`."""
+    """Show a bar of finished outputs while the block runs. Costs nothing unless `shown` is true."""
     if not shown:
         yield
         return

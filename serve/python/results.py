@@ -1,4 +1,4 @@
-"""Results of the Python API: dicts as the HTTP API returns them, whose keys are also attributes."""
+"""Results of the Python API: dicts as in the HTTP API, whose keys are also attributes."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ class TokenLogprob(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What a request cost. Times are in seconds and count from the call.
+    """What a request cost. Times are in seconds and begin with the call.
 
-    `page_seconds` is the number of pages that the choice held at its end times the time since its first step. It is an
-    upper bound: pages are allocated while the choice grows, and prompt pages may be shared.
+    `page_seconds` is the number of pages that the output held at its end, times the seconds since its first step. It is
+    an upper bound: pages are allocated as the output grows, and prompt pages may be shared.
     """
 
     queue_s: float  # from the call to the launch of the first step
-    prefill_s: float  # from there to the first token; 0.0 if there was none
+    prefill_s: float  # from the first step to the first token; 0.0 if there was no token
     decode_s: float  # from the first token to the end
     cached_tokens: int  # prompt tokens that were taken from the prefix cache
-    computed_tokens: int  # tokens that were computed: the rest of the prompt, and the output
+    computed_tokens: int  # the uncached prompt tokens and the output tokens
     page_seconds: float
 
     @classmethod
     def of(cls, times: RequestTimes, meta: Mapping[str, Any], ended_s: float, page_size: int) -> Account:
-        """Return the account of one choice, whose counts are in `meta` and which ended at `ended_s`."""
+        """Return the account of one output, whose counts are in `meta` and which ended at `ended_s` (monotonic time)."""
         scheduled = times.scheduled or ended_s
         first = times.first_token or ended_s
         cached, output = meta["cached_tokens"], meta["completion_tokens"]
@@ -61,14 +61,14 @@ class Account(NamedTuple):
 class Generated(Fields):
     """One output: `text`, `output_ids` and `meta_info`, as `/generate` returns them.
 
-    `finish_reason`, `token_logprobs` and `account` are read from them or beside them. A notebook shows the text, with
-    tokens coloured by their probabilities if the call asked for log-probabilities.
+    `finish_reason`, `token_logprobs` and `account` are further attributes, not keys. A notebook shows the text, with
+    tokens coloured by probability if the call asked for log-probabilities.
     """
 
     text: str
     output_ids: list[int]
     meta_info: Fields
-    prompt: str | None  # the prompt, if it was a text; not a key, because the HTTP API does not return it
+    prompt: str | None  # the prompt, if it was given as a text; not a key, because the HTTP API does not return it
     account: Account | None  # what the request cost; None before its end
 
     def __init__(self, values: Mapping[str, Any], *, prompt: str | None = None, account: Account | None = None) -> None:
@@ -78,13 +78,13 @@ class Generated(Fields):
 
     @property
     def finish_reason(self) -> str | None:
-        """ "stop", "length" or "abort"; None before the end."""
+        """The reason why the output ended: "stop", "length" or "abort". None before the end."""
         reason = self["meta_info"]["finish_reason"]
         return None if reason is None else reason["type"]
 
     @property
     def token_logprobs(self) -> list[TokenLogprob]:
-        """The tokens of the output with their log-probabilities; empty without `return_logprob=True`."""
+        """The tokens of the output with their log-probabilities. Empty without `return_logprob=True`."""
         return [TokenLogprob(*entry) for entry in self["meta_info"].get("output_token_logprobs", ())]
 
     def _repr_html_(self) -> str:
@@ -92,9 +92,9 @@ class Generated(Fields):
 
 
 class Piece(Generated):
-    """A piece of a stream: `delta` is the new text, `text` all text so far, `output_ids` the new ids.
+    """A piece of a stream: `delta` is the new text, `text` the whole text so far, `output_ids` the new token ids.
 
-    `index` is the number of the choice, counted over all prompts of the call.
+    `index` is the number of the output, counted over all prompts of the call.
     """
 
     delta: str
@@ -102,7 +102,7 @@ class Piece(Generated):
 
 
 class Encoded(Fields):
-    """A vector: `embedding` and `meta_info`, as `/encode` returns them."""
+    """An embedding: `embedding` and `meta_info`, as `/encode` returns them."""
 
     embedding: list[float] | None
     meta_info: Fields

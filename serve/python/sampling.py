@@ -1,4 +1,4 @@
-"""`SamplingParams`: sampling parameters that are checked when they are written, with completion and `help`."""
+"""`SamplingParams`: sampling parameters that are checked when they are created, with completion and `help`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ VLLM_LOGPROBS = ("logprobs", "prompt_logprobs")
 
 
 class SamplingParams(dict[str, Any]):
-    """Parameters that choose tokens and end the output: `SamplingParams(temperature=0, max_new_tokens=64)`.
+    """Parameters of sampling and of the output's end: `SamplingParams(temperature=0, max_new_tokens=64)`.
 
-    It is a dict of the values that were set, by Penstock's names, and accepts the names of vLLM and OpenAI too
-    (`max_tokens` is `max_new_tokens`). Other parameters have the defaults of the engine. `logprobs` and
+    It is a dict of the values that were set, under Penstock's names. It also accepts the names of vLLM and OpenAI
+    (`max_tokens` means `max_new_tokens`). Parameters that are not set have the engine's defaults. `logprobs` and
     `prompt_logprobs` are vLLM's: the number of alternatives per token of the output and of the prompt. Raises
-    `InvalidRequest` that names the parameter.
+    `InvalidRequest`, whose `param` is the name of the parameter.
     """
 
     logprobs: int | None
@@ -117,7 +117,7 @@ class SamplingParams(dict[str, Any]):
         return made
 
     def body_fields(self) -> dict[str, Any]:
-        """Return the fields of `/generate` that ask for the log-probabilities."""
+        """Return the fields of `/generate` that ask for the log-probabilities. Empty if none are wanted."""
         if self.logprobs is None and self.prompt_logprobs is None:
             return {}
         fields: dict[str, Any] = {"return_logprob": True, "return_text_in_logprobs": True}
@@ -129,7 +129,7 @@ class SamplingParams(dict[str, Any]):
 
 @dataclass(kw_only=True, slots=True)
 class StructuredOutputsParams:
-    """vLLM's parameters of structured output, for `SamplingParams(structured_outputs=...)`. Set one of them."""
+    """vLLM's parameters of structured output, for `SamplingParams(structured_outputs=...)`. Set exactly one."""
 
     json: str | Mapping[str, Any] | None = None
     regex: str | None = None
@@ -145,7 +145,7 @@ class StructuredOutputsParams:
 
 
 def own_name(name: str) -> str | None:
-    """Return Penstock's name of a sampling parameter of any API; None if there is none."""
+    """Return Penstock's name of a sampling parameter of any API, or None if the name is not known."""
     return _names().get(name)
 
 

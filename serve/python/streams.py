@@ -1,4 +1,4 @@
-"""Streams of pieces from one or several prompts, as one asynchronous iterator."""
+"""Combine the output streams of one or several prompts into one asynchronous iterator of pieces."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Stream:
     """The pieces of a call: `async for piece in engine.generate(prompt, stream=True)`.
 
-    It may also be awaited first, as SGLang's `async_generate` is; the result is the stream itself. Leaving the loop
-    aborts the requests.
+    It may also be awaited first, as SGLang's `async_generate` is. The result of `await` is the stream itself. Leaving
+    the loop aborts the requests.
     """
 
     def __init__(self, pieces: AsyncGenerator[Piece, None]) -> None:
@@ -39,12 +39,12 @@ class Stream:
         yield  # makes this a generator that ends at once
 
     async def aclose(self) -> None:
-        """End the stream; aborts what still runs."""
+        """End the stream and abort its unfinished requests."""
         await self._pieces.aclose()
 
 
 async def pieces_of(core: EngineCore, requests: Sequence[Request]) -> AsyncGenerator[Piece, None]:
-    """Yield the pieces of all choices as they arrive. Closing the generator aborts the requests."""
+    """Yield the pieces of all outputs as they arrive. Closing the generator aborts the requests."""
     answers = [GenerateAnswers(core, [request], indexed=True) for request in requests]
     texts = [[""] * request.sampling.n for request in requests]
     streams = await core.submit_all(requests)
@@ -64,7 +64,7 @@ async def pieces_of(core: EngineCore, requests: Sequence[Request]) -> AsyncGener
 
 
 def account_of(stream: OutputStream, values: dict[str, Any], page_size: int) -> Account | None:
-    """Return what an ended choice cost. None: the output was not made by an engine (in tests)."""
+    """Return what a finished output cost, or None if the stream has no times (in tests)."""
     times = stream.times
     if times is None:
         return None
@@ -72,7 +72,7 @@ def account_of(stream: OutputStream, values: dict[str, Any], page_size: int) -> 
 
 
 async def _arrivals(streams: Sequence[OutputStream]) -> AsyncGenerator[tuple[int, list[Chunk]], None]:
-    """Yield (number of the stream, its new chunks). Closes all streams at the end."""
+    """Yield pairs: the index of a stream, and its new chunks. Closes all streams at the end."""
     if len(streams) == 1:
         async with aclosing(streams[0].chunks()) as chunks:
             async for arrived in chunks:

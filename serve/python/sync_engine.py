@@ -42,7 +42,7 @@ def _blocking(
     method: Callable[Concatenate[Engine, Params], Result],
 ) -> Callable[Concatenate[SyncEngine, Params], Result]: ...
 def _blocking(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the method of `SyncEngine` that calls this method of `Engine` and waits for its result."""
+    """Return a method of `SyncEngine` that calls this method of `Engine` and waits for its result."""
 
     @wraps(method)
     def call(self: SyncEngine, *args: Any, **options: Any) -> Any:
@@ -53,16 +53,17 @@ def _blocking(method: Callable[..., Any]) -> Callable[..., Any]:
 
 @with_signature
 class SyncEngine:
-    """The engine for code without `await`; works in scripts, and in notebooks with a running event loop.
+    """The engine for code without `await`, in scripts and in notebooks with a running event loop.
 
         engine = SyncEngine(model_path="...")
         print(engine.generate("Once upon a time", max_new_tokens=32).text)
         for piece in engine.stream("Once upon a time"):
             print(piece.delta, end="")
 
-    The first call starts it. `with SyncEngine(...) as engine` and `start` load the model earlier, and the `with` block
-    closes it. It runs an `Engine` on its own event loop in its own thread. Several threads may call it. Interrupting a
-    call (Ctrl-C) aborts its request. An engine that is still open is closed when the process ends.
+    Keywords are those of `Engine`. The first call starts the engine. To load the model earlier, call `start` or use
+    `with SyncEngine(...) as engine`, which also closes it. Several threads may call it. Interrupting a call (Ctrl-C)
+    aborts its request. An engine that is still open is closed when the process ends. Internally, an `Engine` runs on
+    its own event loop in its own thread.
     """
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
@@ -112,7 +113,7 @@ class SyncEngine:
             self._at_exit()
 
     def shutdown(self) -> None:
-        """End the engine, as `close` does, by the name that SGLang's engine has for it."""
+        """End the engine. The same as `close`, under the name that SGLang uses."""
         self.close()
 
     @overload
@@ -144,15 +145,17 @@ class SyncEngine:
         stream: bool = False,
         **options: Any,
     ) -> Any:
-        """See `Engine.generate`. With `stream=True`, return an iterator over the pieces."""
+        """Generate as `Engine.generate` does, and wait for the result. With `stream=True`, return an iterator over the
+        pieces.
+        """
         if stream:
             return self.stream(prompt, sampling_params, **options)
         return self._call(partial(self._engine.generate, prompt, sampling_params, **options))
 
     async def async_generate(self, *args: Any, **options: Any) -> Any:
-        """Generate without blocking the caller's own event loop. With `stream=True`, return an asynchronous iterator.
+        """Generate without blocking the caller's own event loop, as SGLang's `Engine.async_generate` does.
 
-        It is SGLang's `Engine.async_generate`. Cancelling it aborts the requests.
+        With `stream=True`, return an asynchronous iterator. Cancelling the call aborts the requests.
         """
         if options.get("stream"):
             del options["stream"]
@@ -160,7 +163,7 @@ class SyncEngine:
         return await self._call_async(partial(self._engine.generate, *args, **options))
 
     async def async_encode(self, *args: Any, **options: Any) -> Any:
-        """Compute vectors without blocking the caller's own event loop. See `Engine.encode`."""
+        """Compute embeddings without blocking the caller's own event loop. See `Engine.encode`."""
         return await self._call_async(partial(self._engine.encode, *args, **options))
 
     async def async_score(self, *args: Any, **options: Any) -> Any:
@@ -210,35 +213,35 @@ class SyncEngine:
 
     @property
     def tokenizer(self) -> TokenizerView:
-        """See `Engine.tokenizer`."""
+        """The tokenizer. See `Engine.tokenizer`."""
         return self._call(lambda: self._engine.tokenizer)
 
     def get_tokenizer(self) -> TokenizerView:
-        """Return `tokenizer`, by the name that vLLM has for it."""
+        """Return `tokenizer`. This is vLLM's name for it."""
         return self.tokenizer
 
     def stream(
         self, prompt: Prompt | Ids | None = None, sampling_params: Sampling | None = None, **options: Any
     ) -> Generator[Piece, None, None]:
-        """See `Engine.stream`."""
+        """Yield the outputs of one or several prompts, piece by piece. See `Engine.stream`."""
         yield from self._iterate(self._engine.stream(prompt, sampling_params, **options))
 
     def open(
         self, prompt: str | Ids, sampling_params: Mapping[str, Any] | None = None, **options: Any
     ) -> SyncGeneration:
-        """See `Engine.open`."""
+        """Return a generation that can be continued, forked, rewound and scored. See `Engine.open`."""
         return SyncGeneration(self, self._call(lambda: self._engine.open(prompt, sampling_params, **options)))
 
     def load(self, saved: Mapping[str, Any] | str | PathLike[str]) -> SyncGeneration:
-        """See `Engine.load`."""
+        """Load a generation that `save` returned or wrote. See `Engine.load`."""
         return SyncGeneration(self, self._call(lambda: self._engine.load(saved)))
 
     def chat_stream(self, messages: Messages, **options: Any) -> Generator[Answer, None, None]:
-        """See `Engine.chat_stream`."""
+        """Yield the answer to a chat in chunks. See `Engine.chat_stream`."""
         yield from self._iterate(self._engine.chat_stream(messages, **options))
 
     def _iterate(self, pieces: AsyncGenerator[Piece_, None]) -> Generator[Piece_, None, None]:
-        """Yield the pieces of a stream. When the caller leaves its loop, the stream is closed."""
+        """Yield the pieces of a stream. Closes the stream when the caller leaves its loop."""
         try:
             while True:
                 try:
@@ -246,7 +249,8 @@ class SyncEngine:
                 except StopAsyncIteration:
                     return
                 yield piece
-        # An interrupt may occur anywhere above; its traceback refers to this generator, which would not be closed.
+        # Ctrl-C may interrupt any line above. The interrupt's traceback keeps this generator alive, so only `finally`
+        # is sure to close the stream.
         finally:
             if self._loop_thread is not None:
                 self._loop_thread.call(_end, pieces)
@@ -266,7 +270,9 @@ class SyncEngine:
             raise
 
     def _post(self, function: Callable[[], None]) -> None:
-        """Call `function` on the engine's event loop soon. Calls run in their order."""
+        """Schedule `function` on the engine's event loop without waiting. Calls run in the order in which they are
+        posted.
+        """
         self._running.start_task_soon(_soon, function)
 
     async def _call_async(self, function: Callable[[], Any]) -> Any:
@@ -315,7 +321,7 @@ class SyncGeneration:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens."""
+        """All token ids, of the prompt and after it."""
         return self._generation.ids
 
     @property
@@ -332,35 +338,35 @@ class SyncGeneration:
         return self.tokens()
 
     def tokens(self, max_new_tokens: int | None = None, **sampling: Any) -> Generator[Token, None, None]:
-        """See `Generation.tokens`."""
+        """Yield further tokens. See `Generation.tokens`."""
         yield from self._engine._iterate(self._generation.tokens(max_new_tokens, **sampling))
 
     def generate(self, max_new_tokens: int | None = None, **sampling: Any) -> str:
-        """See `Generation.generate`."""
+        """Continue and return the new text. See `Generation.generate`."""
         return self._engine._call(partial(self._generation.generate, max_new_tokens, **sampling))
 
     def select(self, choices: Sequence[str], **options: Any) -> Choice:
-        """See `Generation.select`."""
+        """Return the likeliest of several texts, and append it. See `Generation.select`."""
         return self._engine._call(partial(self._generation.select, choices, **options))
 
     def score(self, text_or_ids: str | Sequence[int]) -> Score:
-        """See `Generation.score`."""
+        """Return the log-probability of a text as the continuation. See `Generation.score`."""
         return self._engine._call(partial(self._generation.score, text_or_ids))
 
     def fork(self, n: int = 1) -> list[SyncGeneration]:
-        """See `Generation.fork`."""
+        """Return `n` independent copies. See `Generation.fork`."""
         return [SyncGeneration(self._engine, each) for each in self._generation.fork(n)]
 
     def rewind(self, n: int) -> None:
-        """See `Generation.rewind`."""
+        """Remove the last `n` tokens. See `Generation.rewind`."""
         self._engine._call(partial(self._generation.rewind, n))
 
     def append(self, text_or_ids: str | Sequence[int]) -> None:
-        """See `Generation.append`."""
+        """Append a text or token ids. See `Generation.append`."""
         self._engine._call(partial(self._generation.append, text_or_ids))
 
     def save(self, path: str | PathLike[str] | None = None) -> dict[str, Any]:
-        """See `Generation.save`."""
+        """Return the generation as JSON values, and write them to `path` if given. See `Generation.save`."""
         return self._generation.save(None if path is None else fspath(path))
 
     def _repr_html_(self) -> str:
@@ -368,7 +374,7 @@ class SyncGeneration:
 
 
 class _Call:
-    """One call on the engine's event loop. `cancel` also works before the call begins."""
+    """One call on the engine's event loop. `cancel` also works before the call starts."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
@@ -393,7 +399,7 @@ async def _soon(function: Callable[[], None]) -> None:
 
 
 async def _end(pieces: AsyncGenerator[Any, None]) -> None:
-    """Close the generator, even while its last step is still being cancelled."""
+    """Close the generator, even if a cancelled step of it is still running."""
     while True:
         try:
             await pieces.aclose()

@@ -1,4 +1,4 @@
-"""The engine's tokenizer, with the methods that users of transformers know."""
+"""The engine's tokenizer, with methods that users of transformers know."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class TokenizerView:
-    """Text to token ids and back, as the engine itself does it."""
+    """Converts text to token ids and back, with the engine's own tokenizer."""
 
     def __init__(self, core: EngineCore, tokenizer: Tokenizer) -> None:
         self._core = core
@@ -23,7 +23,7 @@ class TokenizerView:
 
     @property
     def vocab_size(self) -> int:
-        """The number of ids."""
+        """The number of token ids."""
         return self._tokenizer.vocab_size
 
     def __len__(self) -> int:
@@ -31,13 +31,13 @@ class TokenizerView:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id of the token that ends a text; None if the tokenizer has none."""
+        """The id of the end-of-text token, or None if the tokenizer has none."""
         name = self._tokenizer.special.get("eos_token")
         return None if name is None else self._tokenizer.backend.token_id(name)
 
     @property
     def bos_token_id(self) -> int | None:
-        """The id of the token that begins a text; None if the tokenizer has none."""
+        """The id of the beginning-of-text token, or None if the tokenizer has none."""
         return self._tokenizer.bos_id
 
     @property
@@ -50,17 +50,17 @@ class TokenizerView:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `apply_chat_template` works."""
+        """Whether the model has a chat template, which `apply_chat_template` needs."""
         return self._tokenizer.template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of a text. Raises `InvalidRequest` for a text that is not valid Unicode."""
+        """Return the token ids of a text. Raises `InvalidRequest` if the text is not valid Unicode."""
         if not isinstance(text, str):
             raise InvalidRequest(f"encode takes a text, not {type(text).__name__}.", param="text")
         return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = False) -> str:
-        """Return the text of ids: a list, an array or a tensor of one dimension, or one id."""
+        """Return the text of token ids: a list, an array or tensor with one dimension, or a single id."""
         ids = as_json(ids)
         return self._tokenizer.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens=skip_special_tokens)
 
@@ -69,15 +69,15 @@ class TokenizerView:
         return self._tokenizer.token_text(token_id)
 
     def convert_ids_to_tokens(self, ids: Any) -> list[str | None]:
-        """Return the tokens as the vocabulary writes them."""
+        """Return each token in the vocabulary's own spelling, or None for an unknown id."""
         return [self._tokenizer.backend.token(each) for each in as_json(ids)]
 
     def convert_tokens_to_ids(self, token: str) -> int | None:
-        """Return the id of a token as the vocabulary writes it; None if it has none."""
+        """Return the id of a token in the vocabulary's own spelling, or None if there is no such token."""
         return self._tokenizer.backend.token_id(token)
 
     def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Fields:
-        """Return `input_ids` of one text, or of each text of a list."""
+        """Return a dict with `input_ids`: a list of token ids for one text, or a list of lists for several texts."""
         texts = [text] if isinstance(text, str) else list(text)
         ids = self._tokenizer.encode_batch(texts, add_special_tokens=add_special_tokens)
         return Fields({"input_ids": ids[0] if isinstance(text, str) else ids})
@@ -90,9 +90,9 @@ class TokenizerView:
         add_generation_prompt: bool = False,
         **options: Any,
     ) -> Any:
-        """Return the prompt of a chat as ids, or as a text if `tokenize` is False.
+        """Return the prompt of a chat as token ids, or as a text if `tokenize` is False.
 
-        `options` are further fields of /v1/chat/completions that the prompt depends on, for example `tools`. Raises
+        `options` are further fields of /v1/chat/completions that affect the prompt, for example `tools`. Raises
         `InvalidRequest` if the model has no chat template.
         """
         from serve.python import chat  # slow to import: loads all chat parsers

@@ -1,4 +1,4 @@
-"""How an engine looks in a notebook: a summary, a live view, and the account of why a request waits."""
+"""Show an engine in a notebook: a summary, a live view, and the reasons why requests wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLOURS = {"queue": "hsla(40,90%,50%,0.6)", "prefill": "hsla(210,80%,50%,0.6)", 
 
 
 def engine_html(core: EngineCore | None, path: str) -> str:
-    """Show an engine: its model, what runs, and its pages."""
+    """Return a summary of an engine as HTML: its model, its requests and its pages."""
     if core is None:
         return html.facts({"engine": "not running", "model": path})
     status = core.status()
@@ -39,7 +39,7 @@ def engine_html(core: EngineCore | None, path: str) -> str:
 
 
 def memory_words(core: EngineCore) -> str:
-    """Say how much of the KV cache is reserved and how much is in use."""
+    """Return how many tokens the KV cache has room for and how many it holds, in words."""
     status = core.status()
     used = (status.num_used_pages + status.num_cached_pages) * status.page_size
     return f"reserved for {status.max_total_tokens} tokens; {used} are in it now"
@@ -52,7 +52,7 @@ def _pages(status: Status) -> html.Html:
 
 
 def why_waiting(core: EngineCore, rid: str | None = None) -> list[str]:
-    """Say, for each request that waits (or for the one named `rid`), what it waits for."""
+    """Return one line for each waiting request, or for the one named `rid`, which says what it waits for."""
     status = core.status()
     lines = []
     for each in core.timelines():
@@ -78,10 +78,10 @@ def _reason(core: EngineCore, status: Status, request: Timeline) -> str:
 
 
 class Watch:
-    """A live view of an engine: `engine.watch()` shows it in a notebook until the engine ends or `stop` is called.
+    """A live view of an engine. `engine.watch()` shows it in a notebook until the engine ends or `stop` is called.
 
-    It is redrawn at most `per_second` times a second, and only if something changed. In a terminal, `print(view)`
-    shows one line.
+    It is redrawn at most `per_second` times a second, and only if something changed. In a terminal, `print(view)` shows
+    one line.
     """
 
     def __init__(self, core: EngineCore, *, per_second: float = 2.0) -> None:
@@ -94,7 +94,7 @@ class Watch:
         self._task = asyncio.get_running_loop().create_task(self._refresh(), name="penstock-watch")
 
     def stop(self) -> None:
-        """End the view; its last state stays."""
+        """End the view. The notebook keeps its last state."""
         self._end_steps()
         self._task.cancel()
 
@@ -155,14 +155,14 @@ class Watch:
 
 
 def tree_words(core: EngineCore) -> str:
-    """Say how large the prefix trees are."""
+    """Return the number of nodes and of unused pages of the prefix trees, in words."""
     outlines = [actor.scheduler.prefix_tree(MAX_NODES) for actor in core.schedulers]
     num_pages = core.status().num_cached_pages
     return f"{sum(count for _, count in outlines)} nodes, {num_pages} pages that no request uses"
 
 
 def tree_html(core: EngineCore) -> str:
-    """Show the shape of the prefix trees: each node with the number of its pages, below its parent."""
+    """Return the shape of the prefix trees as HTML: each node with the number of its pages, below its parent."""
     lines = []
     for actor in core.schedulers:
         nodes, count = actor.scheduler.prefix_tree(MAX_NODES)
@@ -182,7 +182,7 @@ def tree_html(core: EngineCore) -> str:
 
 
 def timeline_html(core: EngineCore) -> str:
-    """Show the latest requests as bars: waiting, prefill and decode, on one axis of time."""
+    """Return the latest requests as HTML bars on one time axis: waiting, prefill and decode."""
     requests = core.timelines()[:MAX_REQUESTS]
     if not requests:
         return ""
