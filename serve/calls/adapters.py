@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Name = Annotated[str, Length(1, MAX_NAME)]
 Folder = Annotated[str, Length(1, 4096)]
-DECODED_AT_ONCE = 2**18  # characters of base64, a multiple of 4: other threads wait for one piece
+DECODED_AT_ONCE = 2**18  # characters of base64, a multiple of 4. Other threads wait while one piece is decoded
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class LoadAdapterBody:
 
     lora_name: Name
     lora_path: Folder  # a folder on the server's machine
-    pinned: bool = False  # whether the adapter keeps its place in host memory and its slot
+    pinned: bool = False  # whether the adapter is never evicted from host memory or from its slot
     added_tokens_config: NotBuilt = None
 
 
@@ -61,7 +61,7 @@ class LoadAdapterInPlaceBody:
 
     lora_name: Name
     lora_path: Folder
-    load_inplace: bool = False  # whether the name may be in use; it then means the new adapter
+    load_inplace: bool = False  # whether to replace an adapter of the same name
     base_model_name: str | None = None  # accepted without effect, since there is one base model
 
 
@@ -76,7 +76,7 @@ class UnloadAdapterBody:
 
 
 async def load_adapter(core: EngineCore, name: str, path: str, *, pinned: bool = False, replace: bool = False) -> None:
-    """Load an adapter. Raises `InvalidRequest`, with the reason, if this fails. Cancellation does not interrupt it."""
+    """Load an adapter. Raises `InvalidRequest` with the reason if this fails. Cancellation does not interrupt it."""
     _check_name(core, name)
     if "\0" in path or "://" in path:
         raise InvalidRequest("lora_path must be a folder of this machine.", param="lora_path")
@@ -90,9 +90,9 @@ async def load_adapter(core: EngineCore, name: str, path: str, *, pinned: bool =
 async def load_adapter_from_tensors(
     core: EngineCore, name: str, config: Mapping[str, Any], tensors: bytes, *, pinned: bool = False
 ) -> None:
-    """Load an adapter from its settings and its tensors in the safetensors format. Raises like `load_adapter`.
+    """Load an adapter from its configuration and its tensors in the safetensors format. Raises like `load_adapter`.
 
-    Both are kept in a temporary folder, from which an evicted adapter is read again.
+    Both are written to a temporary folder, from which an evicted adapter is read again.
     """
     _check_name(core, name)
     if core.plan.parallel.nnodes > 1:
@@ -107,7 +107,7 @@ async def load_adapter_from_tensors(
 
 
 def tensors_of(json: dict[str, Any]) -> tuple[LoadAdapterFromTensorsBody, bytes]:
-    """Decode a body and its tensors. Raises `InvalidRequest` unless they are safetensors' bytes in base64."""
+    """Decode a body and its tensors. Raises `InvalidRequest` unless the tensors are safetensors data in base64."""
     body = decode(LoadAdapterFromTensorsBody, json)
     text, decoded = body.serialized_tensors, bytearray()
     try:
@@ -125,8 +125,8 @@ def _check_name(core: EngineCore, name: str) -> None:
 
 
 def _write(folder: Path, config: Mapping[str, Any], tensors: bytes) -> None:
-    """Write the files of an adapter. Raises `InvalidRequest` unless the tensors are safetensors' bytes."""
-    # They begin with the size of the header, and the header with a brace. Pickle, which runs code, does not.
+    """Write the files of an adapter. Raises `InvalidRequest` unless the tensors are safetensors data."""
+    # Safetensors data begins with the header's size, and the header with a brace. Pickle, which can run code, does not.
     if tensors[8:9] != b"{" or int.from_bytes(tensors[:8], "little") > len(tensors) - 8:
         raise InvalidRequest(
             "The tensors must be in the safetensors format (safetensors.torch.save); pickle is never read.",

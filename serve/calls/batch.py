@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/generate", "/encode")
 BUSY = (429, 503)  # statuses that ask the client to retry
-MAX_TRIES = 1000  # tries per line, which take about two and a half hours in total
+MAX_TRIES = 1000  # tries per line; together they take about two and a half hours
 MAX_WAIT_S = 10.0  # maximum wait between two tries
-LINE_EXTRA_BYTES = 8192  # allowance for the rest of a line around the body of its request
+LINE_EXTRA_BYTES = 8192  # bytes that a line may have in addition to its request's body
 FILE_BYTES = 1024**2  # lines of a file are read in chunks of this size
 
 
@@ -65,21 +65,21 @@ async def answer_lines(
 ) -> None:
     """Answer every line that is not blank, and write the answers in the order of completion.
 
-    `client` sends requests to the application. If `url` is set, a line for another route is invalid.
-    `write(line, is_good)` receives the line of each answer, and whether the request succeeded. An invalid line is
-    answered with an error. If the engine is busy, the request is sent again.
+    `client` sends requests to the application. If `url` is set, a line for another route is invalid. `write(line,
+    is_good)` receives one answer as a line, and whether the request succeeded. An invalid line gets an error as its
+    answer. If the engine is busy, the request is sent again.
 
-    A thread reads about `ahead_bytes` of lines ahead, but at least one line. Pass 1 if the source may wait long for its
-    next line.
+    A thread reads about `ahead_bytes` of lines in advance, but at least one line. Pass 1 if the source may take long to
+    deliver its next line.
     """
     numbered_lines = iter(enumerate(lines, start=1))
     turn = asyncio.Lock()
     ahead: deque[tuple[int, bytes]] = deque()
 
     async def next_line() -> tuple[int, bytes]:
-        async with turn:  # one worker at a time takes a line
+        async with turn:  # one worker at a time reads lines
             if not ahead:
-                # In a thread, because the source may wait long for its next line.
+                # In a thread, because the source may take long to deliver its next line.
                 ahead.extend(await run_in_daemon(partial(_next_lines, numbered_lines, ahead_bytes)))
             return ahead.popleft() if ahead else (0, b"")
 
@@ -114,8 +114,9 @@ def _next_lines(numbered: Iterator[tuple[int, bytes]], num_bytes: int) -> list[t
 
 
 def _read(number: int, line: bytes, url: str | None, max_line_bytes: int) -> tuple[tuple[str, bytes], dict[str, Any]]:
-    """Return the route and the body of a line's request, and the beginning of its answer. If the line is invalid, the
-    answer has an `error`.
+    """Return the route and the body of a line's request, and the first fields of its answer.
+
+    If the line is invalid, the answer has an `error`.
     """
     answer = {"id": f"batch_req_{uuid4().hex}", "custom_id": None, "response": None, "error": None}
     try:
@@ -155,7 +156,7 @@ async def _ask(client: httpx.AsyncClient, url: str, body: bytes) -> tuple[dict[s
 
 
 def max_line_bytes(plan: Plan, *, takes_ids: bool) -> int:
-    """Return the maximum length in bytes of a line whose request is for this route."""
+    """Return the maximum length in bytes of a line whose request goes to a route with these kinds of input."""
     return max_body_bytes(plan, takes_ids=takes_ids) + LINE_EXTRA_BYTES
 
 

@@ -26,19 +26,19 @@ T = TypeVar("T")
 
 
 TEXT_BYTES = 2_000_000
-IDS_BYTES = 10_000_000  # limit for routes that accept token ids: an id takes up to ten characters
+IDS_BYTES = 10_000_000  # limit for routes that accept token ids; one id takes up to ten characters
 TENSOR_BYTES = 2**32  # limit for routes that accept weights
 MEDIA_BYTES = 64 * 2**20  # limit of a server that takes images
-BYTES_PER_TOKEN = 8  # raises the limit, so that a text as long as the model's context is accepted
+BYTES_PER_TOKEN = 8  # the limit grows with the context, so that a text as long as the context is accepted
 INLINE_BYTES = 4096  # larger bodies are decoded in a thread; a body of this size can take 3 ms
 MAX_LOGGED = 256  # maximum number of unknown field names that are logged
 
 
 def max_body_bytes(plan: Plan, *, takes_ids: bool, takes_tensors: bool = False) -> int:
-    """Return the maximum size in bytes of a route's body. `takes_ids`: whether the route accepts token ids as well as
-    text. `takes_tensors`: whether it accepts weights, which --max-body-bytes does not limit.
+    """Return the maximum size in bytes of a route's body.
 
-    `json_pieces` limits the number of values in a body.
+    `takes_ids`: whether the route accepts token ids as well as text. `takes_tensors`: whether it accepts weights, which
+    --max-body-bytes does not limit. `json_pieces` limits the number of values in a body.
     """
     if takes_tensors:
         return TENSOR_BYTES
@@ -60,7 +60,7 @@ async def off_loop(work: Callable[[], T], *, small: bool) -> T:
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
-    """Parse a body.
+    """Parse a body as a JSON object.
 
     Raises `InvalidRequest` if `body` is not one JSON object in UTF-8, and `PayloadTooLarge` if it has too many values.
     """
@@ -114,14 +114,14 @@ def report_unknown(
     *,
     fate: str = "which is ignored",
 ) -> None:
-    """Log a field that no API knows. A field of several items of a list is logged once.
+    """Log a field that no API knows. A field that occurs in several items of a list is logged once.
 
-    With --refuse-unknown-fields, it raises `InvalidRequest` instead; the message suggests the most similar name in
-    `known`. `fate` is the part of the log line that says what happens to the field.
+    With --refuse-unknown-fields, raise `InvalidRequest` instead. Its message suggests the most similar name in `known`.
+    `fate` is the part of the log line that says what happens to the field.
     """
     path = [str(each)[:80] if isinstance(each, str) else each for each in path]
     if not core.plan.serve.refuse_unknown_fields:
-        # Without a limit, a client that invents names would fill the log.
+        # Without this limit, a client that invents names could fill the log.
         if _log_unknown.cache_info().currsize < MAX_LOGGED:
             _log_unknown(".".join(each for each in path if isinstance(each, str)), route, fate)
         return

@@ -1,8 +1,8 @@
 """Fields with which SGLang's routers name the prefill server of a request.
 
-Such a router sends the same body to a prefill and to a decode server. A prefill server computes the prompt and one
-token of any request. A decode server waits for the pages of these requests. It finds pages by their content, so the
-room, a number that only this request has, is checked and not needed.
+Such a router sends the same body to a prefill server and to a decode server. The prefill server computes the prompt and
+one token. The decode server waits for the pages of the prompt and finds them by their content. Therefore
+`bootstrap_room`, a number that identifies the request, is checked but not used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rooms = Room | Annotated[list[Room], Length(1, MAX_PROMPTS)]
 
 
 class HasBootstrap(Protocol):
-    """A body with the fields of SGLang's routers; a list has a value for each prompt."""
+    """A body with the fields of SGLang's routers. A list has one value per prompt."""
 
     bootstrap_host: Hosts | None
     bootstrap_port: Ports | None
@@ -38,11 +38,11 @@ class HasBootstrap(Protocol):
 def with_prefill_server(
     body: HasBootstrap, core: EngineCore, requests: Sequence[Request], *, joined: bool = False
 ) -> list[Request]:
-    """Return the requests, marked as computed by a prefill server if the body names one.
+    """Return the requests. On a decode server, mark them as computed by the prefill server that the body names.
 
-    `joined`: whether the router adds the prompt's log-probabilities of the prefill server's answer to the decode
-    server's answer, which then has none. Raises `InvalidRequest` if this server has no role, or does not ask this
-    prefill server.
+    `joined`: whether the router copies the prompt's log-probabilities from the prefill server's answer into the decode
+    server's answer, which then leaves them out. Raises `InvalidRequest` if this server has no disaggregation role, or
+    if the body names a prefill server that is not among this decode server's peers.
     """
     if body.bootstrap_host is None:
         for name in ("bootstrap_port", "bootstrap_room"):
@@ -69,7 +69,7 @@ def with_prefill_server(
 
 
 def _check_peer(peers: Sequence[Sequence[Any]], host: str, port: int | None) -> None:
-    """Raise `InvalidRequest` unless the command line names this prefill server."""
+    """Raise `InvalidRequest` unless this decode server's options name this prefill server."""
     plain = host.strip("[]").lower()
     for known, known_port in peers:
         if known.strip("[]").lower() == plain and port in (None, known_port):

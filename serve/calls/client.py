@@ -1,4 +1,4 @@
-"""The client whose request the running task answers, and the data of the request's headers."""
+"""The client whose request the running task answers, and data from the request's headers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Client:
     is_admin: bool = False
 
 
-# `CLIENT` is the client of the running task. Calls from Python have no HTTP client, so they get `THIS_PROCESS`.
+# The client of the running task. Calls from Python have no HTTP client and get `THIS_PROCESS`.
 THIS_PROCESS = Client(is_admin=True)
 CLIENT: ContextVar[Client] = ContextVar("penstock_client", default=THIS_PROCESS)
 # Caller data from the headers of the request.

@@ -1,4 +1,4 @@
-"""Decode parsed JSON to dataclasses: the declaration is the schema.
+"""Decode parsed JSON to dataclasses. The dataclass declaration is the schema.
 
     @dataclass(slots=True, kw_only=True)          # frozen=True costs 10 us more with about fifty fields
     class Body:
@@ -9,14 +9,14 @@
 
     body = decode(Body, json, path="")                # InvalidRequest: "stop.1 must be a string, ..."
 
-These annotations are supported: bool, int, float, str, None, Any, Literal of strings and booleans, unions, list[T],
-dict[str, T], nested dataclasses, `Annotated` with `Range` or `Length`, and `NotBuilt`. In a union, a field `type` that
-is a Literal selects between dataclasses. Fields with `init=False` are not part of the schema. `Fields` decodes objects
-whose keys are declared in a mapping instead of a dataclass.
+Supported annotations: bool, int, float, str, None, Any, Literal of strings and booleans, unions, list[T], dict[str, T],
+nested dataclasses, `Annotated` with `Range` or `Length`, and `NotBuilt`. A union of dataclasses is decided by their
+field `type`, if it is a Literal. Fields with `init=False` are not part of the schema. `Fields` decodes objects whose
+keys are declared in a mapping instead of a dataclass.
 
-Rules: an absent key takes the default. So does `null`, unless the annotation lists None. An integer may be written as
-3.0, but not as "3" or true. Undeclared keys are ignored. If the caller passes `noted`, they are also added to it,
-except the keys in `without_effect: ClassVar[frozenset[str]]` of the dataclass. If the dataclass has
+An absent key takes the default. `null` also takes the default, unless the annotation lists None. An integer may be
+written as 3.0, but not as "3" or true. Undeclared keys are ignored. If the caller passes `noted`, undeclared keys are
+added to it, except those in the dataclass's `without_effect: ClassVar[frozenset[str]]`. If the dataclass has
 `closed: ClassVar[bool] = True`, undeclared keys are refused with a hint.
 """
 
@@ -33,13 +33,13 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from runtime.errors import InvalidRequest
 
 MAX_DEPTH = 64  # maximum nesting of values declared as Any
-AT_ONCE = 16_384  # list items whose types are checked at a time, which takes 0.2 ms
+AT_ONCE = 16_384  # list items whose types are checked at a time, in about 0.2 ms
 MAX_EXACT = 2**63  # integers of at least this size are refused: JSON parsers may round them
 MAX_NOTED = 256  # maximum number of undeclared keys noted per body
 
 T = TypeVar("T")
-# Both map undeclared keys (the declaration, the name): `Unknown` to the first object that has the key, `Noted` to the
-# path of the key in that object.
+# Both have undeclared keys, as (declaration, name). `Unknown` maps a key to the first object that has it, and `Noted`
+# maps it to the key's path there.
 Unknown = dict[tuple["Fields", str], Any]
 Noted = dict[tuple["Fields", str], tuple[str | int, ...]]
 Decoder = Callable[[Any, Unknown | None], Any]
@@ -63,7 +63,7 @@ class Length:
 
 @dataclass(frozen=True, slots=True)
 class _Refused:
-    """Marks a field that other servers support, but this server does not support yet."""
+    """Marks a field that other servers support and this server does not support yet."""
 
     zero_is_off: bool = False
     empty_is_off: bool = True  # whether an empty object means "not set"
@@ -72,7 +72,7 @@ class _Refused:
 
 NotBuilt = Annotated[Any, _Refused()]
 NotBuiltNumber = Annotated[Any, _Refused(zero_is_off=True)]  # 0 means off
-NotBuiltOptions = Annotated[Any, _Refused(empty_is_off=False)]  # {} asks for it too
+NotBuiltOptions = Annotated[Any, _Refused(empty_is_off=False)]  # {} also asks for the feature
 
 
 def is_not_built(annotation: Any) -> bool:
@@ -81,7 +81,7 @@ def is_not_built(annotation: Any) -> bool:
 
 
 class _MismatchError(Exception):
-    """A problem with a value. `trail` is the path to the value: keys and indices, the innermost first."""
+    """A problem with a value. `trail` is the path to the value: keys and indices, innermost first."""
 
     def __init__(self, problem: str, *, wrong_type: bool = False) -> None:
         self.problem = problem
@@ -91,11 +91,11 @@ class _MismatchError(Exception):
 
     @property
     def closeness(self) -> tuple[bool, int, int]:
-        """A sort key: how closely the value matches a member of a union. The union reports its closest member's
-        problem.
+        """A sort key: how closely the value matches a member of a union.
 
-        A value of the right type outside the limits matches most closely. Otherwise an error at a later list item is
-        closer than one at an earlier item, and at the same item, a deeper error is closer.
+        A union reports the problem of its closest member. A value of the right type outside the limits matches most
+        closely. Otherwise an error at a later list item is closer than one at an earlier item. At the same item, a
+        deeper error is closer.
         """
         outermost = self.trail[-1] if self.trail else "-1"
         index = int(outermost) if outermost.removeprefix("-").isdecimal() else 0
@@ -109,8 +109,8 @@ class _MismatchError(Exception):
 def decode(cls: type[T], value: object, path: str = "", *, noted: Noted | None = None) -> T:
     """Decode `value` (from JSON) to the dataclass `cls`. `path` is the location of `value` in the body.
 
-    Adds undeclared keys at any depth to `noted`, each key once per dataclass. Raises `InvalidRequest`, and nothing
-    else, with the dotted path of the wrong value.
+    Adds undeclared keys at any depth to `noted`, each key once per dataclass. The only error raised is
+    `InvalidRequest`, whose `param` is the dotted path of the invalid value.
     """
     unknown: Unknown | None = None if noted is None else {}
     try:
@@ -168,8 +168,9 @@ class Fields:
         return self._checks.keys() | set(self._without_effect)
 
     def read(self, value: object, path: str = "") -> dict[str, Any]:
-        """Return the declared keys that are set. `path` is the object's location in the body. Raises `InvalidRequest`,
-        with the dotted path of the wrong value.
+        """Return the declared keys that are set. `path` is the object's location in the body.
+
+        Raises `InvalidRequest`, whose `param` is the dotted path of the invalid value.
         """
         try:
             return self.decode(value, None)
@@ -183,7 +184,7 @@ class Fields:
         if self._closed:
             _refuse_unknown(value, self._checks)
         result = {}
-        for name, item in value.items():  # iterates over the body because it sets few of the declared keys
+        for name, item in value.items():  # loop over the body, because it sets only a few of the declared keys
             check = self._checks.get(name)
             if check is None:
                 if unknown is not None and len(unknown) < MAX_NOTED and self._matters(name, item):
@@ -264,7 +265,7 @@ def _null(value: Any, unknown: Unknown | None) -> None:
 
 
 def _any(value: Any, unknown: Unknown | None) -> Any:
-    """Accept any value that has at most `MAX_DEPTH` nested levels: recursive code fails for deeper values."""
+    """Accept any value with at most `MAX_DEPTH` nested levels. Deeper values would break recursive code."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inner: list[Any] = []
@@ -321,12 +322,14 @@ def _refusing(mark: _Refused) -> Decoder:
 
 
 def _all_are(kind: type, values: list[Any]) -> bool:
-    """Whether all values have exactly this type. Other threads can run between chunks of `AT_ONCE` values."""
+    """Whether all values have exactly this type. Other threads can run after each chunk of `AT_ONCE` values."""
     return all(set(map(type, values[start : start + AT_ONCE])) <= {kind} for start in range(0, len(values), AT_ONCE))
 
 
 def _is_unset(value: Any) -> bool:
-    """Whether clients use the value for "not set": null, false, an empty string, list or object, or a list of nulls."""
+    """Whether clients send this value to mean "not set": null, false, an empty string, list or object, or a list
+    of nulls.
+    """
     if type(value) is list:
         return all(item is None for item in value)
     return value is None or value is False or value == "" or value == {}
@@ -463,7 +466,9 @@ def _union(annotation: Any) -> Decoder:
 
 
 def _types_of(annotation: Any) -> tuple[str, ...]:
-    """Return the possible values of a dataclass's field `type`. Empty if `type` is not a Literal, or not a field."""
+    """Return the possible values of a dataclass's field `type`. Empty if there is no such field or it is not a
+    Literal.
+    """
     if not (is_dataclass(annotation) and isinstance(annotation, type)):
         return ()
     hint = get_type_hints(annotation).get("type")
@@ -471,7 +476,7 @@ def _types_of(annotation: Any) -> tuple[str, ...]:
 
 
 def _by_type(classes: Collection[type]) -> Decoder:
-    """Return the decoder of a union of dataclasses: the key `type` of the object selects the dataclass."""
+    """Return the decoder of a union of dataclasses. The object's key `type` selects the dataclass."""
     decoders = {name: _decoder(cls) for cls in classes for name in _types_of(cls)}
     *most, last = decoders
     words = f"{', '.join(most)} and {last}"

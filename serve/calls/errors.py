@@ -1,4 +1,4 @@
-"""Errors that every API reports: aborted answers, and wrong parameters with their names in the API."""
+"""Errors that every API reports: aborted answers, and invalid parameters under their names in the API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ AnyRequestError = TypeVar("AnyRequestError", bound=RequestError)
 
 
 class Aborted(RequestError):
-    """The request was aborted. OpenAI's, Anthropic's and Ollama's protocols have no finish reason for this."""
+    """The request was aborted. The protocols of OpenAI, Anthropic and Ollama have no finish reason for this."""
 
     kind = "RequestAborted"
 
@@ -30,7 +30,7 @@ def ended(finish: Finish | None) -> Finish:
 
 
 def renamed(error: AnyRequestError, param: str) -> AnyRequestError:
-    """Return the same error with the client's name of the parameter."""
+    """Return the error with the API's own name of the parameter."""
     message = error.message
     if error.param and message.startswith(error.param):
         message = param + message[len(error.param) :]

@@ -1,4 +1,4 @@
-"""Hidden states in answers: after the final norm, one vector for each token that the model has read."""
+"""Hidden states in answers: the output of the final norm, one vector for each token that the model has computed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from runtime.request import Chunk
 
 
 def hidden_states(chunk: Chunk) -> list[Any]:
-    """Return SGLang's list: the prompt's states, an array [P, E], then an array [E] for each output token but the last.
+    """Return the hidden states in SGLang's format.
 
-    The list is empty if the request ended without states.
+    The first item is an array [P, E] for the prompt. An array [E] follows for each output token except the last. The
+    list is empty if the request ended without hidden states.
     """
     if chunk.hidden is None:
         return []
@@ -21,7 +22,9 @@ def hidden_states(chunk: Chunk) -> list[Any]:
 
 
 def last_hidden(chunk: Chunk) -> list[float]:
-    """Return the state from which the last token was chosen; empty if the request ended without states."""
+    """Return the hidden state [E] from which the last token was sampled. Empty if the request ended without
+    hidden states.
+    """
     states = hidden_states(chunk)
     if not states:
         return []
@@ -29,7 +32,9 @@ def last_hidden(chunk: Chunk) -> list[float]:
 
 
 def as_fragment(states: list[Any]) -> orjson.Fragment:
-    """Return the list as JSON. Vectors are written one by one, because orjson holds the interpreter lock meanwhile."""
+    """Return the list as JSON. Vectors are written one by one, because orjson holds the interpreter lock while it
+    writes.
+    """
     if not states:
         return orjson.Fragment(b"[]")
     prompt, *output = states

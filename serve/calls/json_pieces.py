@@ -1,14 +1,14 @@
-"""Parse JSON of any size in pieces, so that other threads get the interpreter about every millisecond.
+"""Parse JSON of any size in pieces, so that other threads can run about every millisecond.
 
-`orjson.loads` holds the interpreter lock until it returns, in whichever thread it runs, so all streams wait. 10 MB of
-strings take 10 ms, 10 MB of token ids 100 ms, and 10 MB of short lists 800 ms. Therefore a large body is read in
-pieces, which end after a comma between two values. Each piece is completed with the brackets that are open at its start
-and at its end. The pieces of
+`orjson.loads` holds the interpreter lock until it returns, in any thread, so all streams wait. 10 MB of strings take
+10 ms, 10 MB of token ids 100 ms, and 10 MB of short lists 800 ms. Therefore a large body is read in pieces, which end
+after a comma between two values. Each piece is completed with the brackets that are open at its start and at its end.
+For example, the pieces of
 
-{"a": [1, 2,      3, 4], "b": 5}
+    {"a": [1, 2,      3, 4], "b": 5}
 
-are read as {"a": [1, 2, END]} and {MARK: [3, 4], "b": 5}, and the values of the second one are added to the
-list and the object that were open. Strings longer than a piece are read separately.
+are read as {"a": [1, 2, END]} and {MARK: [3, 4], "b": 5}. The values of the second piece are added to the list and the
+object that were open. Strings longer than a piece are read separately.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from runtime.errors import InvalidRequest, PayloadTooLarge, RequestError
 
 PIECE_BYTES = 32_768  # size of a piece; token ids of this size take 0.5 ms
 FREED_VALUES = 1000  # number of values freed at a time
-PAUSE_S = 50e-6  # sleep after each piece, so that waiting threads run at once
+PAUSE_S = 50e-6  # sleep after each piece, so that waiting threads run
 MAX_CONTAINERS = 50_000  # limit on lists and objects in one body; enough for 4096 messages with a dozen each
 MAX_STRINGS = 150_000  # limit on keys and strings in one body; enough for one bias per token of a vocabulary
 
-_INSIDE = rb'[^"\\]*+(?:\\.[^"\\]*+)*+'  # matches the text between the quotes of a string
+_INSIDE = rb'[^"\\]*+(?:\\.[^"\\]*+)*+'  # matches the text between a string's quotes
 _STRING = re.compile(rb'"%b"' % _INSIDE, re.DOTALL)
 _STRINGS = re.compile(rb'[^"]*+(?:"%b"[^"]*+)*+' % _INSIDE, re.DOTALL)
 # Matches complete values, each with the comma after it.
@@ -50,8 +50,8 @@ _LARGE: ContextVar[list[Any] | None] = ContextVar("penstock_large_values", defau
 def freed_when_refused(work: Callable[[], T]) -> T:
     """Return `work()`. If it raises `RequestError`, free the values that `loads` returned, `FREED_VALUES` at a time.
 
-    Otherwise the code that drops the error would free millions of values at once, on the event loop. The
-    error loses its traceback, whose frames refer to the values. `work` must have no side effects.
+    Otherwise the code that drops the error would free millions of values at once, on the event loop. The error loses
+    its traceback, whose frames refer to the values. `work` must have no side effects.
     """
     large: list[Any] = []
     token = _LARGE.set(large)
@@ -66,7 +66,7 @@ def freed_when_refused(work: Callable[[], T]) -> T:
 
 
 def _free(containers: list[Any]) -> None:
-    """Empty these lists and objects, the innermost first."""
+    """Empty these lists and objects, the innermost ones first."""
     for container in reversed(containers):
         while container:
             if isinstance(container, dict):
@@ -81,7 +81,7 @@ def loads(body: bytes) -> Any:
     """Parse a body. Raises `orjson.JSONDecodeError`.
 
     For bodies larger than one piece, it also raises `PayloadTooLarge` (too many lists and objects, too many keys and
-    strings, or too long keys), and `InvalidRequest` if an object repeats the key of a value that spans pieces.
+    strings, or too long keys), and `InvalidRequest` if an object repeats a key whose value spans pieces.
     """
     if len(body) <= PIECE_BYTES:
         return orjson.loads(body)
@@ -107,7 +107,7 @@ def _read_all(reader: _Reader, body: bytes) -> None:
 
 
 def _next_piece(body: bytes, at: int) -> tuple[int, list[tuple[int, int]]]:
-    """Return the end of the piece that begins at `at`, and the bounds of its long strings, quotes included."""
+    """Return the end of the piece that begins at `at`, and the bounds of its long strings, including quotes."""
     long_texts: list[tuple[int, int]] = []
     start = at  # no comma before `start` can end the piece
     while start + PIECE_BYTES < len(body):
@@ -209,14 +209,14 @@ class _Reader:
             self._brackets = brackets
 
     def free(self) -> None:
-        """Free all values a few at a time: otherwise the error that ends the reading would free them at once."""
+        """Free all values a few at a time. Otherwise the error that ends the reading would free them at once."""
         _free(self._open)
         self.root, self._open = None, []
 
     def _brackets_after(self, piece: bytes) -> tuple[bytes, int]:
         """Return the opening brackets that are open after the piece, and how many of them were already open before it.
 
-        Raises `PayloadTooLarge`.
+        Raises `PayloadTooLarge` if the body has too many values.
         """
         if b'"' in piece:
             piece, count = _STRING.subn(b"", piece)
@@ -238,14 +238,14 @@ class _Reader:
         return bytes(after), num_kept
 
     def _beginning(self) -> bytes:
-        """Return the opening brackets with which to complete a piece. In an object, a key precedes the next bracket."""
+        """Return the brackets that complete the beginning of a piece. In an object, a key precedes the next bracket."""
         inside = b'{"%b":' % self._mark.encode()
         return self._brackets[:-1].replace(b"{", inside) + self._brackets[-1:]
 
     def _ending(self, brackets: bytes) -> bytes:
-        """Return the text that completes a piece: a marker as its last value, and the closing brackets."""
+        """Return the text that completes the end of a piece: a marker as the last value, and the closing brackets."""
         if not brackets:
-            return b","  # text follows the complete body: the comma makes orjson report it
+            return b","  # the piece continues after the complete body: the comma makes orjson report an error
         end = b',"%b":0' if brackets.endswith(b"{") else b',"%b"'
         return end % self._end.encode() + brackets[::-1].translate(_CLOSING)
 
@@ -265,7 +265,7 @@ class _Reader:
             values = inner
 
     def _still_open(self, containers: list[Any], depth: int) -> list[Any]:
-        """Return the lists and objects that are open after a piece. `containers` were already open before it."""
+        """Return the lists and objects that are open after a piece. `containers` were already open before the piece."""
         containers = containers or [self.root]
         while len(containers) < depth:
             values = containers[-1].values() if type(containers[-1]) is dict else containers[-1]
@@ -278,7 +278,7 @@ class _Reader:
             is_last = innermost.pop(self._end, None) is not None
         else:
             is_last = bool(innermost) and innermost.pop() == self._end
-        if not is_last:  # an object repeats a key, so its last key does not have the value that is still open
+        if not is_last:  # an object repeats a key, so the value that is still open is not the value of its last key
             raise InvalidRequest("The body has an object in which a key occurs twice.")
         return containers
 

@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two formats: the one of chat, and the older one of completions."""
+"""Log-probabilities in OpenAI's two formats: the format of chat, and the older format of completions."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ LOWEST = -9999.0  # stands for minus infinity, which JSON cannot express
 
 
 def chat_logprobs(logprobs: Logprobs, tokenizer: Tokenizer, *, as_ids: bool = False) -> dict[str, Any]:
-    """Return `{"content": [{token, bytes, logprob, top_logprobs}]}`. With `as_ids`, tokens are written as
-    `token_id:5`.
+    """Return `{"content": [{token, bytes, logprob, top_logprobs}]}`.
+
+    With `as_ids`, tokens are written as `token_id:5`.
     """
     content = []
     for index, (logprob, token_id) in enumerate(logprobs.chosen):
@@ -49,9 +50,10 @@ def with_top(logprobs: Logprobs, num_top: int) -> Logprobs:
 
 
 def prompt_logprobs(logprobs: Logprobs, tokenizer: Tokenizer, num_top: int) -> list[dict[str, Any] | None]:
-    """Return vLLM's `prompt_logprobs`: per token None (the first one), or a mapping from ids of tokens, as text, to
-    `{logprob, rank, decoded_token}`. The prompt's token comes first. If it is not among the best tokens, its rank is
-    one more than their number, a lower bound.
+    """Return vLLM's `prompt_logprobs`: one entry per token, None for the first token.
+
+    An entry maps token ids, as text, to `{logprob, rank, decoded_token}`. The prompt's own token comes first. If it is
+    not among the best tokens, its rank is one more than their number, which is a lower bound.
     """
     found: list[dict[str, Any] | None] = []
     for index, (value, token_id) in enumerate(logprobs.chosen):
@@ -75,10 +77,11 @@ def prompt_logprobs(logprobs: Logprobs, tokenizer: Tokenizer, num_top: int) -> l
 
 
 class CompletionLogprobs:
-    """The logprobs of one choice, piece by piece: `{tokens, token_logprobs, top_logprobs, text_offset}`.
+    """The log-probabilities of one choice, piece by piece: `{tokens, token_logprobs, top_logprobs, text_offset}`.
 
     `text_offset` counts characters from the start of the choice's text. A token that ends within a character has the
-    offset of that character. A token that the text leaves out (a special token) has the offset of the following text.
+    offset of that character. A token that is not part of the text (a special token) has the offset of the text after
+    it.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, as_ids: bool = False) -> None:
@@ -90,7 +93,7 @@ class CompletionLogprobs:
         self._at_start = True
 
     def piece(self, logprobs: Logprobs, text: str) -> dict[str, Any]:
-        """Return the logprobs object for the tokens since the last piece.
+        """Return the object for the tokens since the last piece.
 
         `text` is the text since the last piece. Its first character tells whether the leading space of the choice's
         first token is part of the text.
@@ -114,8 +117,9 @@ class CompletionLogprobs:
         return offset
 
     def _alternatives(self, logprobs: Logprobs) -> Sequence[Mapping[str, float] | None]:
-        """Return one entry per token: a mapping from the top tokens and the token itself to logprobs. The entry is None
-        for a token without predecessors.
+        """Return one entry per token: a mapping from the top tokens and the token itself to log-probabilities.
+
+        The entry is None for a token without predecessors.
         """
         alternatives: list[Mapping[str, float] | None] = []
         for index, (value, token_id) in enumerate(logprobs.chosen):

@@ -1,6 +1,7 @@
-"""Images, videos and audio in calls: parts of messages that hold one, and those beside a prompt.
+"""Images, videos and audio in calls: as parts of messages, or in fields next to the prompt.
 
-A part is `{"type": "image", "source": MediaSource}`, or of type "video" or "audio", until the prompt is rendered.
+Until the prompt is rendered, a part is `{"type": "image", "source": MediaSource}`. The type may also be "video" or
+"audio".
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ FILE_ENDINGS: Mapping[Kind, tuple[str, ...]] = {
 }
 ARTICLES: Mapping[Kind, str] = {"image": "an image", "video": "a video", "audio": "audio"}
 _SEEN: frozenset[Kind] = frozenset({"image", "video"})
-# Options of processors that a request may set -> largest value, and the kinds on which it acts. Sizes by edges are not
-# among them, because their meaning differs between processors, so that they cannot be limited.
+# Processor options that a request may set -> largest value, and the kinds of media to which it applies. Sizes by edges
+# are not included: their meaning differs between processors, so they cannot be limited.
 PROCESSOR_OPTIONS: Mapping[str, tuple[int, frozenset[Kind]]] = {
     "min_pixels": (2**22, _SEEN),
     "max_pixels": (2**24, _SEEN),
@@ -56,9 +57,9 @@ def media_of(messages: Sequence[Message]) -> tuple[MediaSource, ...]:
 
 
 def for_template(core: EngineCore, messages: Sequence[Message]) -> Sequence[Message]:
-    """Return the messages with placeholders in place of sources.
+    """Return the messages with placeholders in place of media sources.
 
-    Raises `InvalidRequest` if the engine takes no items of their kind.
+    Raises `InvalidRequest` if the engine does not accept media of their kind.
     """
     media = media_of(messages)
     if not media:
@@ -77,9 +78,9 @@ def for_template(core: EngineCore, messages: Sequence[Message]) -> Sequence[Mess
 
 
 def with_options(messages: Sequence[Message], options: Mapping[str, Any] | None) -> Sequence[Message]:
-    """Return the messages whose images and videos have these options for the model's processor.
+    """Return the messages with these options of the model's processor on their images and videos.
 
-    Raises `InvalidRequest` for options that are unknown, beyond their limits, or without an item to act on.
+    Raises `InvalidRequest` for options that are unknown, beyond their limits, or without media to which they apply.
     """
     if not options:
         return messages
@@ -111,7 +112,7 @@ def with_options(messages: Sequence[Message], options: Mapping[str, Any] | None)
 async def num_tokens(
     core: EngineCore, text: str, media: Sequence[MediaSource], *, add_special_tokens: bool
 ) -> list[int]:
-    """Return the ids of a prompt, with all tokens of its media. They are read, but not encoded."""
+    """Return the token ids of a prompt, including the tokens of its media. Media are loaded, but not encoded."""
     if core.tokenizer is None:
         raise InvalidRequest("This server has no tokenizer.")
     if media and core.media is not None:
@@ -124,8 +125,8 @@ async def num_tokens(
 def native_media(values: Mapping[Kind, Any], count: int, *, is_batch: bool) -> list[tuple[MediaSource, ...]]:
     """Return the media of each of `count` prompts, from SGLang's fields `image_data`, `video_data` and `audio_data`.
 
-    A value is an item or a list of items; for a batch a list with one of these, or None, for each prompt. In Python, a
-    video may itself be a list of frames: then it stands in a list of videos.
+    A value is an item or a list of items. For a batch, it is a list with one such value, or None, per prompt. In
+    Python, a video may itself be a list of frames; it must then be in a list of videos.
     """
     columns = [_by_prompt(value, kind, count, is_batch=is_batch) for kind, value in values.items() if value is not None]
     return [tuple(chain.from_iterable(row)) for row in zip(*columns, strict=True)] if columns else [()] * count
@@ -150,7 +151,7 @@ def _items(value: Any, param: str, kind: Kind) -> tuple[MediaSource, ...]:
 
 
 def native_source(value: Any, param: str, kind: Kind = "image") -> MediaSource:
-    """Return the source of an item: URL, path with a known ending, base64 text, bytes or a Python object."""
+    """Return the source of an item: a URL, a path with a known ending, base64 text, bytes or a Python object."""
     if isinstance(value, str):
         if len(value) <= MAX_PATH and "://" not in value and value.lower().endswith(FILE_ENDINGS[kind]):
             return MediaSource("path", value, param, kind)
@@ -169,7 +170,7 @@ def native_source(value: Any, param: str, kind: Kind = "image") -> MediaSource:
 
 
 def with_objects(messages: Any) -> tuple[Any, list[Any]]:
-    """Replace Python's images, videos and audio in messages by URLs that JSON can hold.
+    """Replace Python's images, videos and audio in messages with URLs, which JSON can hold.
 
     Return the messages and the objects.
     """

@@ -1,4 +1,4 @@
-"""Bodies and actions of the calls that pause generation and give memory back."""
+"""Bodies and actions of the calls that pause generation or release memory."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class SlowDownBody:
 
 
 def tags_of(tags: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the kinds of memory that tags name, by default all. "cuda_graph" is accepted: graphs hold no memory here.
+    """Return the kinds of memory that `tags` name; all kinds if it is empty.
 
-    Raises `InvalidRequest` for unknown tags.
+    "cuda_graph" is accepted, but graphs hold no memory here. Raises `InvalidRequest` for unknown tags.
     """
     if not tags:
         return TAGS
@@ -57,12 +57,12 @@ def tags_of(tags: Sequence[str] | None) -> tuple[str, ...]:
 
 
 async def pause(core: EngineCore, mode: Mode) -> None:
-    """Pause generation. Raises `EngineClosed`."""
+    """Pause generation. Raises `EngineClosed` if the engine has ended."""
     await core.pause.begin(mode)
 
 
 async def resume(core: EngineCore) -> None:
-    """Let generation continue. Raises CheckpointError if an update left layers without all their tensors."""
+    """Resume generation. Raises `CheckpointError` if an update left layers without all their tensors."""
     try:
         await core.weights.drop_waiting()
     finally:

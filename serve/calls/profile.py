@@ -18,7 +18,7 @@ class ProfileBody:
 
     closed: ClassVar[bool] = True
 
-    output_dir: Annotated[str, Length(1, 1024)] | None = None  # a folder below the server's profile folder
+    output_dir: Annotated[str, Length(1, 1024)] | None = None  # a subfolder of the server's profile folder
     num_steps: Annotated[int, Range(1, MAX_STEPS)] = MAX_STEPS
     activities: Annotated[list[Activity], Length(1, 8)] | None = None  # None: CPU and GPU
     with_stack: bool = False
@@ -30,9 +30,10 @@ class ProfileBody:
 
 
 def profile_options(body: ProfileBody) -> ProfileOptions:
-    """Return the options, and create the output folder (so do not call it on the event loop).
+    """Return the options, and create the output folder. Do not call it on the event loop, because it writes to the
+    disk.
 
-    Raises `InvalidRequest` with the name of the wrong field.
+    Raises `InvalidRequest`, whose `param` is the invalid field.
     """
     if body.profile_prefix is not None and not body.profile_prefix.replace("-", "").replace("_", "").isalnum():
         raise InvalidRequest("profile_prefix must consist of letters, digits, - and _.", param="profile_prefix")

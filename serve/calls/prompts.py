@@ -1,4 +1,4 @@
-"""The prompts of one call: their number, request ids (`rid`), cache namespaces and client; and embedding requests."""
+"""The prompts of a call: their number, request ids (`rid`), cache namespaces and client, and embedding requests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
-MAX_CHOICES_IN_ALL = 4096  # maximum of the number of prompts times n
-MAX_HIDDEN_CHOICES = 16  # maximum of the number of prompts times n, with hidden states
+MAX_CHOICES_IN_ALL = 4096  # maximum of (number of prompts) x n
+MAX_HIDDEN_CHOICES = 16  # maximum of (number of prompts) x n in a call with hidden states
 MAX_CONTEXTS = 8  # maximum length of a text whose tokens are counted, in multiples of the model's context
-PINNED_CHARS = 4096  # characters at the beginning of a conversation that name its pin
+PINNED_CHARS = 4096  # characters at the beginning of a conversation that identify its pin
 Texts = str | Annotated[list[str], Length(1, MAX_PROMPTS)]
 Ids = list[int] | Annotated[list[list[int]], Length(1, MAX_PROMPTS)]
 Label = Annotated[str, Length(1, 256)]
@@ -56,7 +56,7 @@ def check_choices(num_prompts: int, n: int) -> None:
 
 
 def check_counted(core: EngineCore, parts: Sequence[str], *, param: str) -> None:
-    """Raises `InvalidRequest` if the text of these parts is too long to be encoded for a token count."""
+    """Raise `InvalidRequest` if the text of these parts is too long to count its tokens."""
     if core.tokenizer is None or core.tokenizer.text_limit is None:
         return
     most = MAX_CONTEXTS * core.plan.model.context_length
@@ -80,16 +80,16 @@ def labels_of(rid: str | list[str], count: int, *, is_batch: bool) -> Sequence[s
 def namespaces_of(
     cache_salt: str | list[str] | None, extra_key: str | list[str] | None, count: int
 ) -> list[tuple[str | None, str | None] | None]:
-    """Return the prefix-cache namespace of each prompt. Only prompts of one namespace share prefixes.
+    """Return the prefix-cache namespace of each prompt. Only prompts of the same namespace share prefixes.
 
-    None is the namespace of all prompts that have neither a salt nor a key.
+    None is the namespace of all prompts without a salt and a key.
     """
     salts, keys = spread(cache_salt, count, "cache_salt"), spread(extra_key, count, "extra_key")
     return [None if pair == (None, None) else pair for pair in zip(salts, keys, strict=True)]
 
 
 def spread(value: Any, count: int, name: str) -> list[Any]:
-    """Return one value per prompt: the list itself if `value` is a list, else `value` repeated."""
+    """Return one value per prompt: the list itself if `value` is a list, else `value` for each prompt."""
     if not isinstance(value, list):
         return [value] * count
     check_length(value, count, name)
@@ -97,7 +97,7 @@ def spread(value: Any, count: int, name: str) -> list[Any]:
 
 
 def check_length(values: Sequence[Any], count: int, name: str) -> None:
-    """Raises `InvalidRequest` unless there is one value per prompt."""
+    """Raise `InvalidRequest` unless there is one value per prompt."""
     if len(values) != count:
         raise InvalidRequest(f"{name} has {len(values)} items for {count} prompts.", param=name)
 
@@ -109,11 +109,11 @@ def vector_requests(
     prompt_name: str | None = None,
     truncate: bool | None = None,
 ) -> list[Request]:
-    """Return the same requests, but for embeddings instead of generated text.
+    """Return the requests, changed to compute embeddings instead of generating text.
 
-    Each text gets the checkpoint's prompt `prompt_name`, or the default prompt, as a prefix; raises `InvalidRequest` if
-    the checkpoint has no prompt of that name. `truncate`: whether texts that are too long are cut; None: the server's
-    setting.
+    Each text gets the checkpoint's prompt `prompt_name`, or the default prompt, as a prefix. Raises `InvalidRequest` if
+    the checkpoint has no prompt of that name. `truncate`: whether texts that are too long are cut. None: as the server
+    is configured.
     """
     facts, sampling = core.facts, SamplingParams(max_new_tokens=0)
     name = facts.default_prompt if prompt_name is None else prompt_name
@@ -137,7 +137,7 @@ def vector_requests(
 def service_of(
     timeout_s: float | None, tier: str | None, cache_key: str | None, session_id: str | None = None
 ) -> Service:
-    """Return the service that the fields of a body name."""
+    """Return the service class of a request from the fields of its body."""
     if timeout_s is None and tier is None and cache_key is None and session_id is None:
         return USUAL
     pin = f"key {cache_key}" if cache_key is not None else None if session_id is None else f"session {session_id}"
@@ -145,7 +145,7 @@ def service_of(
 
 
 def pin_of(*contents: Any) -> str:
-    """Return the name of the pin of a conversation that begins with these contents: texts, lists of parts, or None."""
+    """Return the pin of a conversation that begins with these contents: texts, lists of parts, or None."""
     texts = []
     for content in contents:
         first = content[0] if isinstance(content, list) and content else content
@@ -157,8 +157,8 @@ def pin_of(*contents: Any) -> str:
 def of_client(core: EngineCore, requests: Sequence[Request]) -> list[Request]:
     """Return the requests with the client and the caller data of the running task.
 
-    Raises `InvalidRequest` for more output or log-probabilities than a call may request, except for calls from this
-    process.
+    Raises `InvalidRequest` if they ask for more output or log-probabilities than one call may. This limit does not
+    apply to calls from this process.
     """
     client, caller = CLIENT.get(), CALLER.get()
     if client is not THIS_PROCESS:

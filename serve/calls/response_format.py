@@ -10,7 +10,7 @@ import orjson
 from runtime.errors import InvalidRequest
 from runtime.grammar_spec import Grammar
 
-# Keys of vLLM's `structured_outputs`, and the grammar kinds they map to.
+# Keys of vLLM's `structured_outputs` -> kinds of grammars.
 _STRUCTURED = {
     "json": "json_schema",
     "regex": "regex",
@@ -19,14 +19,14 @@ _STRUCTURED = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
-# Keys of vLLM that choose a backend, and are ignored here.
+# Keys of vLLM that choose or configure a backend. Most have no effect here.
 _BACKEND_KEYS = frozenset({"disable_fallback", "disable_any_whitespace", "disable_additional_properties", "_backend"})
 
 
 def grammar_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
     """Return the grammar of a `response_format`, or None if it allows any text.
 
-    A schema is enforced whether `strict` is true or not. Raises `InvalidRequest` with a path below "response_format".
+    A schema is enforced even if `strict` is false. Raises `InvalidRequest` with a path below "response_format".
     """
     if response_format is None:
         return None
@@ -52,7 +52,7 @@ def grammar_of(response_format: Mapping[str, Any] | None) -> Grammar | None:
 
 
 def structured_outputs_of(value: Mapping[str, Any] | None) -> Grammar | None:
-    """Return the grammar of vLLM's `structured_outputs`. Raises `InvalidRequest` with a path below it."""
+    """Return the grammar of vLLM's `structured_outputs`. Raises `InvalidRequest` with a path below that field."""
     if value is None:
         return None
     options = {name: item for name, item in value.items() if item is not None and item is not False}

@@ -1,7 +1,7 @@
 """Read the sampling parameters of every API from JSON. `runtime.sampling_params` declares and checks them.
 
-A later one of these sources overrides an earlier one: the API's defaults, the model's generation_config (OpenAI APIs
-only), `--preferred-sampling-params`, the request.
+Each of these sources overrides the ones before it: the API's defaults, the model's generation_config (OpenAI APIs
+only), `--preferred-sampling-params`, and the request.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from serve.calls.errors import renamed
 
 
 def read_sampling(api: Api, body: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return the parameters that a JSON object sets, by their names in `SamplingParams`.
+    """Return the parameters that a JSON object sets, under their names in `SamplingParams`.
 
-    Raises `InvalidRequest` with a path below `path` for a value of the wrong type. In the native API, unknown keys
-    raise `InvalidRequest` too, because its object holds only sampling parameters.
+    Raises `InvalidRequest` with a path below `path` for a value of the wrong type. In the native API, unknown keys also
+    raise it, because the object holds only sampling parameters.
     """
     if not body:
         return {}
@@ -47,7 +47,7 @@ def sampling_params(
     facts: ModelFacts | None = None,
     path: str = "",
 ) -> SamplingParams:
-    """Merge the requested parameters (of `read_sampling`) over the preferred ones, the model's defaults and the API's.
+    """Merge requested parameters (from `read_sampling`) over the preferred ones, the model's defaults and the API's.
 
     Raises `InvalidRequest` with the API's name of the parameter, below `path`.
     """
@@ -79,7 +79,7 @@ def _fields(api: Api) -> Fields:
 
 @cache
 def _names(api: Api) -> Sequence[tuple[str, str, float | None]]:
-    """Return (name in the API, name in `SamplingParams`, the API's minimum value or None), preferred names first."""
+    """Return (name in the API, name in `SamplingParams`, the API's minimum or None), with preferred names first."""
     return [
         (name, p.name, taken.low) for p in parameters() if (taken := p.spec.apis.get(api)) for name in p.names_in(api)
     ]
@@ -103,7 +103,7 @@ def _read(name: str, value: Any) -> Any:
 
 
 def _generation_defaults(facts: ModelFacts) -> dict[str, Any]:
-    """Return the defaults of the model's generation_config. A top_k of 0, which means off there, becomes -1."""
+    """Return the defaults of the model's generation_config. Its top_k of 0 means "off" and becomes -1."""
     defaults = {name: facts.preferred_sampling[name] for name in FROM_MODEL if name in facts.preferred_sampling}
     if defaults.get("top_k") == 0:
         defaults["top_k"] = -1

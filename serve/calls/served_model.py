@@ -1,4 +1,4 @@
-"""The served model and its adapters, and the names by which calls may refer to them."""
+"""The served model and its adapters, and the names by which calls can refer to them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 
-ANY_MODEL = "default"  # sent by clients of this API that do not choose a model
+ANY_MODEL = "default"  # a name that clients send if they do not choose a model
 STARTED_S = int(time.time())
 
 
 class ServedModel(NamedTuple):
     """The model that a call asks for."""
 
-    name: str  # for the answer
+    name: str  # as it appears in the answer
     adapter: str | None = None  # name of the LoRA adapter
 
 
 def choose_model(core: EngineCore, model: str | None) -> ServedModel:
-    """Return the model of a call. With LoRA, it may be "ADAPTER" or "BASE:ADAPTER".
+    """Return the model of a call. With LoRA, `model` may be "ADAPTER" or "BASE:ADAPTER".
 
     Raises `NotFound` for a model that is not served here.
     """
@@ -39,7 +39,7 @@ def choose_model(core: EngineCore, model: str | None) -> ServedModel:
 
 
 def adapters_of(model: ServedModel, lora_path: str | list[str | None] | None, count: int) -> list[str | None]:
-    """Return the adapter of each of `count` prompts. The request's `model` or `lora_path` names it; "" is like null.
+    """Return the adapter of each of `count` prompts, from the request's `model` or `lora_path` ("" means null).
 
     Raises `InvalidRequest` if `model` and `lora_path` name different adapters.
     """

@@ -1,4 +1,4 @@
-"""What `/get_server_info` and `Engine.get_server_info` tell: the plan and the state of the engine."""
+"""The content of `/get_server_info` and `Engine.get_server_info`: the plan and the state of the engine."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def info_of(core: EngineCore, version: str) -> dict[str, Any]:
-    """Return the whole plan, flattened, and the state of the engine, without secrets, as JSON values.
+    """Return the whole plan, flattened, and the state of the engine as JSON values, without secrets.
 
-    `version` is Penstock's.
+    `version` is Penstock's version.
     """
     status = core.status()
     plan = core.plan
@@ -46,7 +46,7 @@ def info_of(core: EngineCore, version: str) -> dict[str, Any]:
 
 
 def vllm_config(core: EngineCore) -> dict[str, Any]:
-    """Return the parts of vLLM's configuration that its clients read: the model, its ranks, the transfer of weights."""
+    """Return the parts of vLLM's configuration that its clients read: model, parallelism, weight transfer."""
     model, parallel = core.plan.model, core.plan.parallel
     return {
         "model_config": {
@@ -66,8 +66,7 @@ def vllm_config(core: EngineCore) -> dict[str, Any]:
 
 
 def by_option(plan: Plan) -> dict[str, Any]:
-    """Return the plan's values by option name, for example `max_running_requests`, as SGLang's clients
-    expect.
+    """Return the plan's values by option name, for example `max_running_requests`, as SGLang's clients expect.
 
     Options without an equivalent value in the plan are left out.
     """
@@ -92,7 +91,7 @@ def _flattened(plan: Any) -> dict[str, Any]:
 
 
 def _public(section: Any) -> dict[str, Any]:
-    """Convert a dataclass to JSON values. Fields excluded from its repr are secrets and are left out."""
+    """Convert a dataclass to JSON values. Fields excluded from its repr are secrets, and are left out."""
     return {field.name: _as_json(getattr(section, field.name)) for field in dataclasses.fields(section) if field.repr}
 
 

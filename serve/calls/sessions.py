@@ -28,13 +28,13 @@ class CloseSessionBody:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionBody:
-    """The session of a request, and the request whose tokens it continues."""
+    """The session of a request, and the earlier request whose tokens it continues."""
 
     id: Name
-    rid: str | None = None  # of the request to continue; None: begin anew
-    offset: Annotated[int, Range(-(2**31), 2**31 - 1)] | None = None  # keep only this number of its tokens
-    replace: bool = False  # forget the requests after `rid`, or all requests
-    drop_previous_output: bool = False  # continue its prompt only
+    rid: str | None = None  # the request to continue; None: start with no tokens
+    offset: Annotated[int, Range(-(2**31), 2**31 - 1)] | None = None  # number of that request's tokens to keep
+    replace: bool = False  # whether to forget the requests after `rid`, or all requests
+    drop_previous_output: bool = False  # whether to continue only that request's prompt, without its output
 
     def params(self) -> SessionParams:
         """Return the parameters of the request."""

@@ -1,4 +1,4 @@
-"""Vectors of prompts: check that the model computes vectors, and shorten them to a number of dimensions."""
+"""Embeddings of prompts: check that the model computes them, and shorten them to a number of dimensions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def check_vectors(core: EngineCore, dimensions: int | None) -> None:
-    """Raises `InvalidRequest` if the model computes no vectors, or if its vectors are shorter than `dimensions`."""
+    """Raise `InvalidRequest` if the model computes no embeddings, or if they have fewer than `dimensions` numbers."""
     if core.facts.labels:
         raise InvalidRequest("This model gives scores of labels, not vectors: use /classify or /v1/rerank.")
     size = core.facts.vector_size
@@ -24,10 +24,10 @@ def check_vectors(core: EngineCore, dimensions: int | None) -> None:
 
 
 def vector_of(chunk: Chunk, dimensions: int | None) -> list[float]:
-    """Return the vector of an answer. If `dimensions` is set, return its first numbers, scaled to length 1 (Matryoshka
-    representations, arXiv 2205.13147).
+    """Return the embedding of an answer. If `dimensions` is set, return its first numbers, scaled to length 1.
 
-    Raises `InvalidRequest` if the request was aborted.
+    Shortening follows Matryoshka representations (arXiv 2205.13147). Raises `InvalidRequest` if the request was
+    aborted.
     """
     if chunk.embedding is None:
         raise InvalidRequest("The request was aborted before its vector was computed.")

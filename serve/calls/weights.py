@@ -43,9 +43,9 @@ class WeightsFromDiskBody:
 class UpdateGroupBody:
     """The body of `/init_weights_update_group`."""
 
-    master_address: Annotated[str, Length(1, 255)]  # of the trainer, which is rank 0 of the group
+    master_address: Annotated[str, Length(1, 255)]  # address of the trainer, which is rank 0 of the group
     master_port: Port
-    rank_offset: Annotated[int, Range(0, 2**20)]  # rank of this server's first rank in the group
+    rank_offset: Annotated[int, Range(0, 2**20)]  # number of this server's first rank in the group
     world_size: Annotated[int, Range(1, 2**20)]
     group_name: Name = "weight_update_group"
     backend: Annotated[str, Length(1, 32)] = "nccl"  # "gloo" or "nccl"
@@ -60,9 +60,9 @@ class DestroyGroupBody:
 
 @dataclass(slots=True, kw_only=True)
 class SendGroupBody:
-    """The body of `/init_weights_send_group_for_remote_instance`: where this server waits for a new one."""
+    """The body of `/init_weights_send_group_for_remote_instance`: where this server waits for a new server."""
 
-    master_address: Annotated[str, Length(1, 255)]  # of this server
+    master_address: Annotated[str, Length(1, 255)]  # address of this server
     ports: Annotated[str, Length(1, 10_000)]  # one per rank, separated by commas
     group_name: Name = "weight_send_group"
     group_rank: Literal[0] = 0  # this server is rank 0 of each group of two
@@ -75,7 +75,7 @@ class SendWeightsBody:
     """The body of `/send_weights_to_remote_instance`."""
 
     group_name: Name = "weight_send_group"
-    master_address: Annotated[str, Length(1, 255)] | None = None  # as in the group's body
+    master_address: Annotated[str, Length(1, 255)] | None = None  # as in `SendGroupBody`
     ports: Annotated[str, Length(1, 10_000)] | None = None
     group_rank: Literal[0] = 0
     world_size: Literal[2] = 2
@@ -97,7 +97,9 @@ class WeightsFromGroupBody:
 
 @dataclass(slots=True, kw_only=True)
 class WeightsFromTensorBody:
-    """The body of `/update_weights_from_tensor`. Each item has all tensors, whole, as base64 of safetensors bytes."""
+    """The body of `/update_weights_from_tensor`. Each item has all tensors, not sharded, as base64 of safetensors
+    data.
+    """
 
     serialized_named_tensors: Annotated[list[str], Length(1, 1024)]
     load_format: Annotated[str, Length(1, 200)] | None = None  # None, "direct" or "flattened_bucket"
@@ -132,7 +134,7 @@ class WeightsCheckerBody:
 
 
 async def update_weights_from_disk(core: EngineCore, body: WeightsFromDiskBody) -> Answer:
-    """Replace the weights, and return the answer. Raises the errors of `EngineCore.update_weights`."""
+    """Replace the weights, and return the answer. Raises the same errors as `EngineCore.update_weights`."""
     num_requests = await core.update_weights(
         body.model_path,
         body.load_format,
@@ -160,7 +162,7 @@ async def open_group(core: EngineCore, body: UpdateGroupBody) -> Answer:
 
 
 async def open_sending(core: EngineCore, body: SendGroupBody) -> Answer:
-    """Wait for a new server that copies the weights. Raises `InvalidRequest` if it does not come."""
+    """Wait for a new server that copies the weights. Raises `InvalidRequest` if none connects."""
     try:
         ports = [int(port) for port in body.ports.split(",")]
     except ValueError:
@@ -172,7 +174,7 @@ async def open_sending(core: EngineCore, body: SendGroupBody) -> Answer:
 
 
 async def send_weights(core: EngineCore, body: SendWeightsBody) -> Answer:
-    """Send the weights to the new server. Raises `InvalidRequest` with the reason if they do not arrive."""
+    """Send the weights to the new server. Raises `InvalidRequest` with the reason if the transfer fails."""
     await core.weights.send(body.group_name)
     return {"success": True, "message": "The weights were sent."}
 
@@ -185,7 +187,9 @@ async def close_group(core: EngineCore, body: DestroyGroupBody) -> Answer:
 
 
 async def update_weights_from_group(core: EngineCore, body: WeightsFromGroupBody) -> Answer:
-    """Replace weights by tensors received over a process group. Keeps the old weights if it raises CheckpointError."""
+    """Replace weights with tensors received over a process group. If it raises `CheckpointError`, the old weights
+    stay.
+    """
     if body.abort_all_requests:
         core.abort_all()
     packing = "none" if body.load_format is None else "bucket"
@@ -200,13 +204,13 @@ async def update_weights_from_group(core: EngineCore, body: WeightsFromGroupBody
 def transfer(
     group: str, names: list[str], dtypes: list[str], shapes: list[list[int]], packing: str, packed_bytes: int = 2**30
 ) -> Answer:
-    """Return the description of a transfer for `WeightControl.update_from_group`."""
+    """Return the description of a transfer, for `WeightControl.update_from_group`."""
     parts = {"names": names, "dtypes": dtypes, "shapes": shapes}
     return {"name": group, **parts, "packing": packing, "packed_bytes": packed_bytes, "source": 0}
 
 
 async def update_weights_from_bytes(core: EngineCore, body: WeightsFromTensorBody) -> Answer:
-    """Replace weights by the tensors in the body. Keeps the old weights if it raises CheckpointError."""
+    """Replace weights with the tensors in the body. If it raises `CheckpointError`, the old weights stay."""
     if len(set(body.serialized_named_tensors)) > 1:
         raise InvalidRequest(
             "All items of serialized_named_tensors must be equal: send all tensors whole, each rank takes its part.",
@@ -234,13 +238,13 @@ def _parse(content: str, flattened: bool) -> Mapping[str, Any]:
 async def update_weights_from_tensors(
     core: EngineCore, tensors: Iterable[tuple[str, Any]] | Mapping[str, Any], flush: bool, version: str | None
 ) -> Answer:
-    """Replace weights by tensors of this process. Keeps the old weights if it raises CheckpointError."""
+    """Replace weights with tensors of this process. If it raises `CheckpointError`, the old weights stay."""
     await core.weights.update_from_tensors(dict(tensors), flush=flush, version=version)
     return updated(core)
 
 
 def updated(core: EngineCore) -> Answer:
-    """Return the answer after an update. It names tensors that must still arrive before their layer can be updated."""
+    """Return the answer after an update. It lists tensors that must still arrive before their layers can be updated."""
     waiting = core.weights.waiting
     message = "The weights were replaced."
     if waiting:
@@ -249,7 +253,7 @@ def updated(core: EngineCore) -> Answer:
 
 
 async def update_weight_version(core: EngineCore, body: WeightVersionBody) -> Answer:
-    """Set the label of the weights."""
+    """Set the version label of the weights."""
     if body.abort_all_requests:
         core.abort_all()
     core.set_weight_version(body.new_version)
@@ -258,7 +262,7 @@ async def update_weight_version(core: EngineCore, body: WeightVersionBody) -> An
 
 
 async def read_weight(core: EngineCore, body: ReadWeightBody) -> list[Any]:
-    """Return the first rows of a tensor as nested lists. Raises `InvalidRequest`, also for an unknown name."""
+    """Return the first rows of a tensor as nested lists. Raises `InvalidRequest`, for example for an unknown name."""
     parts = await core.weights.read(body.name, body.truncate_size)
     if not parts:
         raise InvalidRequest(f"The model has no tensor {body.name[:200]}.", param="name")

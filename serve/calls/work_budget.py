@@ -1,8 +1,9 @@
-"""Limits on the size of one call's answer: a short body must not cause an answer of hundreds of megabytes.
+"""Limits on the size of one call's answer, so that a short body cannot cause an answer of hundreds of megabytes.
 
-A stream has an event of up to 800 bytes per token of each choice: `n` 128 of 1,000 tokens are 98 MB for 92 bytes of
-body. Log-probabilities also cost memory and time per token: `n` 128 of 300 tokens with 128 each are 154 MB of JSON for
-137 bytes of body. The module also limits token ids and repeated texts before they are copied.
+A stream has an event of up to 800 bytes per token of each choice: `n` 128 with 1,000 tokens each makes 98 MB of events
+from a body of 92 bytes. Log-probabilities also cost memory and time per token: `n` 128 with 300 tokens and 128
+alternatives each makes 154 MB of JSON from a body of 137 bytes. The module also limits token ids and repeated texts
+before they are copied.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from runtime.errors import ContextOverflow, InvalidRequest
 from runtime.request import Request
 
 MAX_LOGPROBS = 1_000_000  # log-probabilities per call, over all prompts, choices and positions
-MAX_REPEATED = 16_000_000  # log-probabilities in all events of a stream whose events repeat earlier ones
+MAX_REPEATED = 16_000_000  # log-probabilities in all events of a stream whose events repeat the earlier ones
 OPEN_ENDED_TOKENS = 4096  # output length assumed for requests without max_new_tokens
-# maximum characters or token ids of all prompts, after a shared part is copied into each prompt; up to 128 MiB
+# limit on characters or token ids of all prompts, after the shared text is copied into each prompt; up to 128 MiB
 MAX_JOINED = 16 * 1024 * 1024
 CHARACTERS_PER_TOKEN = 2  # assumed for prompts that are not yet tokenized; most texts have more
 FREED_AT_ONCE = 16_384  # number of token ids freed at a time, which takes 0.1 ms
 
 
 def check_choice_tokens(requests: Sequence[Request], plan: Plan) -> None:
-    """Raises `InvalidRequest` if several choices of one prompt may have too many tokens together."""
+    """Raise `InvalidRequest` if several choices of one prompt may have too many tokens together."""
     for request in requests:
         n, num_new = request.sampling.n, _num_new(request, plan.model.context_length)
         if n > 1 and n * num_new > plan.serve.max_choice_tokens:
@@ -35,7 +36,7 @@ def check_choice_tokens(requests: Sequence[Request], plan: Plan) -> None:
 
 
 def check_logprobs(requests: Sequence[Request], context_length: int) -> None:
-    """Raises `InvalidRequest` if the requests of one call ask for too many log-probabilities together.
+    """Raise `InvalidRequest` if the requests of one call ask for too many log-probabilities together.
 
     num = sum over prompts of n x (output tokens + prompt tokens from `start` on) x (1 + top + requested ids)
     """
@@ -54,10 +55,10 @@ def check_logprobs(requests: Sequence[Request], context_length: int) -> None:
 
 
 def check_repeated(requests: Sequence[Request], context_length: int) -> None:
-    """Raises `InvalidRequest` if the requests ask for too many log-probabilities, or if the events of their stream,
-    which repeat earlier ones, would hold too many in total.
+    """Raise `InvalidRequest` if the requests, or the events of their stream, would have too many log-probabilities.
 
-    For N output tokens and P prompt tokens, the events hold N x (P + N / 2) log-probabilities in total.
+    Each event repeats the earlier log-probabilities. For N output tokens and P prompt tokens, the events have
+    N x (P + N / 2) log-probabilities in total.
     """
     check_logprobs(requests, context_length)
     num = 0
@@ -76,9 +77,9 @@ def check_repeated(requests: Sequence[Request], context_length: int) -> None:
 def prompt_ids(ids: list[int], plan: Plan, *, cut: bool | None = None) -> tuple[int, ...]:
     """Return the token ids of a prompt as a tuple.
 
-    Raises `ContextOverflow` as the engine would, but before millions of ids are copied. The list is then emptied a few
-    ids at a time, because freeing it at once would block the interpreter. `cut`: whether the engine may truncate the
-    prompt to the context; None: the server's setting.
+    Raises `ContextOverflow` as the engine would, but before millions of ids are copied. It then empties the list a few
+    ids at a time, because freeing all of it at once would block the interpreter. `cut`: whether the engine may truncate
+    the prompt to the context. None: as the server is configured.
     """
     num_ids, context_length = len(ids), plan.model.context_length
     if num_ids > context_length and not (plan.serve.allow_auto_truncate if cut is None else cut):
@@ -89,7 +90,7 @@ def prompt_ids(ids: list[int], plan: Plan, *, cut: bool | None = None) -> tuple[
 
 
 def check_joined(shared: Sized, parts: Iterable[Sized], param: str) -> None:
-    """Raises `InvalidRequest` if a text, or token ids, would be copied into too many prompts.
+    """Raise `InvalidRequest` if a text, or token ids, would be copied into too many prompts.
 
     num = sum over parts of (len(shared) + len(part))
     """
@@ -103,8 +104,8 @@ def check_joined(shared: Sized, parts: Iterable[Sized], param: str) -> None:
 
 
 def _counts(request: Request, context_length: int) -> tuple[int, int, int]:
-    """Return estimates of the number of output tokens, of prompt tokens with log-probabilities, and of
-    log-probabilities per token.
+    """Return estimates for one choice: output tokens, prompt tokens with log-probabilities, log-probabilities per
+    token.
     """
     logprobs, num_new = request.logprobs, _num_new(request, context_length)
     if logprobs is None:

@@ -57,7 +57,7 @@ def divided(
 
 
 def _divided(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide keywords into fields of the body and sampling parameters. Raises `InvalidRequest` for any other keyword."""
+    """Divide keywords into body fields and sampling parameters. Raises `InvalidRequest` for any other keyword."""
     fields: dict[str, Any] = {}
     sampling: dict[str, Any] = {}
     for name, value in options.items():

@@ -1,4 +1,4 @@
-"""The engine's Python API for async code and notebooks. `serve.python.sync_engine` is the API for synchronous scripts."""
+"""The engine's Python API for async code and notebooks. `serve.python.sync_engine` is for synchronous code."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ class Engine:
         return made
 
     def load(self, saved: Mapping[str, Any] | str | PathLike[str]) -> Generation:
-        """Load a generation from the value that `Generation.save` returned, or from the path of the file that it wrote."""
+        """Load a generation from what `Generation.save` returned, or from the path of the file that it wrote."""
         return Generation.load(self, saved if isinstance(saved, Mapping) else fspath(saved))
 
     @briefly_interrupted
@@ -591,7 +591,7 @@ class Engine:
         return await read_weight(self.core, decode(ReadWeightBody, {"name": name, "truncate_size": truncate_size}))
 
     async def weights_checker(self, action: str) -> dict[str, Any]:
-        """Run an action on all weights: "snapshot", "compare", "checksum" or "reset_tensors" (see `/weights_checker`)."""
+        """Run an action on the weights: "snapshot", "compare", "checksum" or "reset_tensors" (see `/weights_checker`)."""
         return await check_weights(self.core, decode(WeightsCheckerBody, {"action": action}))
 
     async def release_memory_occupation(self, tags: Sequence[str] | None = None, *, keep: bool = True) -> None:

@@ -354,8 +354,7 @@ class Generation:
     # --- keeping ---
 
     async def tool(self, call: Awaitable[Result], *, warm_s: float = WARM_S) -> Result:
-        """Await `call`, for example a tool that the model asked for, and keep this generation's pages in the cache
-        meanwhile.
+        """Await `call`, for example a tool that the model asked for, and meanwhile keep this generation's pages cached.
 
         The pages count as recently used: for up to `warm_s` seconds, other requests evict older pages first. The pages
         are not locked: they are evicted if requests need all memory.

@@ -305,9 +305,7 @@ def _prompt(prompt: Any) -> str | list[int]:
 
 
 def _groups(params: Sequence[Mapping[str, Any] | None], count: int) -> list[list[int]]:
-    """Return indices of prompts in groups for one call each: equal sampling parameters, and a limited number of
-    outputs.
-    """
+    """Group the indices of prompts into calls with equal sampling parameters and a limited number of outputs."""
     groups: dict[int, list[int]] = {}
     for index in range(count):
         groups.setdefault(id(params[index]), []).append(index)

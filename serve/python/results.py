@@ -48,7 +48,7 @@ class Account(NamedTuple):
 
     @classmethod
     def of(cls, times: RequestTimes, meta: Mapping[str, Any], ended_s: float, page_size: int) -> Account:
-        """Return the account of one output, whose counts are in `meta` and which ended at `ended_s` (monotonic time)."""
+        """Return the account of an output that ended at `ended_s` (monotonic time) and has its counts in `meta`."""
         scheduled = times.scheduled or ended_s
         first = times.first_token or ended_s
         cached, output = meta["cached_tokens"], meta["completion_tokens"]

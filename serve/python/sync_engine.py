@@ -145,9 +145,7 @@ class SyncEngine:
         stream: bool = False,
         **options: Any,
     ) -> Any:
-        """Generate as `Engine.generate` does, and wait for the result. With `stream=True`, return an iterator over the
-        pieces.
-        """
+        """Generate as `Engine.generate` does, and wait for the result. With `stream=True`, return an iterator."""
         if stream:
             return self.stream(prompt, sampling_params, **options)
         return self._call(partial(self._engine.generate, prompt, sampling_params, **options))
@@ -270,9 +268,7 @@ class SyncEngine:
             raise
 
     def _post(self, function: Callable[[], None]) -> None:
-        """Schedule `function` on the engine's event loop without waiting. Calls run in the order in which they are
-        posted.
-        """
+        """Schedule `function` on the engine's event loop without waiting. Calls run in the order of posting."""
         self._running.start_task_soon(_soon, function)
 
     async def _call_async(self, function: Callable[[], Any]) -> Any:

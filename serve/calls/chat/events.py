@@ -21,7 +21,7 @@ class Reasoning(NamedTuple):
 
 
 class ToolCallStart(NamedTuple):
-    """A tool call begins. Its arguments follow in pieces, until the next call starts or the answer ends."""
+    """The start of a tool call. Its arguments follow in pieces, until the next call starts or the answer ends."""
 
     index: int  # number of the call within this answer, from 0
     id: str  # unique
@@ -44,7 +44,7 @@ def new_call_id() -> str:
 
 @dataclass(slots=True)
 class ToolCall:
-    """One complete call. `arguments` is JSON text unless the output was truncated."""
+    """One complete call. `arguments` is JSON text, which is incomplete if the output was truncated."""
 
     id: str
     name: str

@@ -28,7 +28,7 @@ _BEGINS = Marks(("<|start|>", "<|channel|>"))
 def read_harmony(source: Source, output: Output, *, separate: bool, offers_tools: bool) -> Reader[None]:
     """Read messages until the text ends. Text outside messages is content.
 
-    The prompt begins the first message, whose recipient may precede its channel.
+    The prompt ends inside the header of the first message. Its recipient may precede its channel.
     """
     source.trace()
     yield from source.skip()
@@ -55,7 +55,7 @@ def read_harmony(source: Source, output: Output, *, separate: bool, offers_tools
 def _read_message(
     source: Source, output: Output, header: str, *, separate: bool, offers_tools: bool
 ) -> Reader[str | None]:
-    """Read a message's body, and return the mark that begins the next message."""
+    """Read a message's body, and return the mark that begins the next message (None at the end of the text)."""
     channels = _CHANNEL.findall(header)
     recipient = _RECIPIENT.search(header)
     is_call = recipient is not None and offers_tools and recipient[0].startswith("to=functions.")

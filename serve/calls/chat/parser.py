@@ -1,4 +1,4 @@
-"""Parse the text of one choice into chat events, independently of how the text is split."""
+"""Parse the text of one output into chat events. The result does not depend on how the text is split."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_MARKS = Marks(())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParserSettings:
-    """The formats that an output may use, and the parts that the client wants. Shared by all choices of a request."""
+    """The formats that an output may use, and the parts that the client wants. All choices of a request share them."""
 
     reasoning: ReasoningFormat | None = None
     is_open: bool = False  # whether the output begins inside the reasoning block
@@ -42,8 +42,8 @@ class ParserSettings:
 class OutputParser:
     """Parses the output of one choice, which may arrive in pieces or whole.
 
-    However the text is split, the concatenated content, reasoning and calls are the same. Without a format,
-    all text is content.
+    The concatenated content, reasoning and calls do not depend on how the text is split. Without a format, all text is
+    content.
     """
 
     def __init__(self, settings: ParserSettings | None = None) -> None:
@@ -70,8 +70,9 @@ class OutputParser:
         return self._counter.num_tokens if self._counter else 0
 
     def feed(self, text: str, *, final: bool = False) -> list[ChatEvent]:
-        """Add text, and return the events that later text cannot change. With `final`, the text ends here: return all
-        remaining events.
+        """Add text, and return the events that later text cannot change.
+
+        With `final`, the text ends here, and all remaining events are returned.
         """
         if self._settings is None:
             return [Content(text)] if text else []
@@ -125,7 +126,7 @@ def _read(source: Source, output: Output, settings: ParserSettings) -> Reader[No
 
 
 class _ReasoningCounter:
-    """Counts the tokens of the reasoning, including the token that closes it."""
+    """Counts the tokens of the reasoning, including the closing token."""
 
     def __init__(self, settings: ParserSettings | None) -> None:
         self.num_tokens = 0

@@ -58,8 +58,9 @@ class PreparedChat:
         return collect(parser.feed_chunk(chunk))
 
     def finish_kind(self, finish: Finish, parser: OutputParser) -> str:
-        """Return OpenAI's finish_reason: "stop", "length", "tool_calls" or "function_call". An aborted request has
-        "abort", which OpenAI does not have.
+        """Return OpenAI's finish_reason: "stop", "length", "tool_calls" or "function_call".
+
+        An aborted request has "abort", which OpenAI does not have.
         """
         calls = "function_call" if self.legacy_calls else "tool_calls"
         return calls if finish.kind == "stop" and parser.num_calls else finish.kind
@@ -68,7 +69,7 @@ class PreparedChat:
 def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> PreparedChat:
     """Return the request and the parser settings of a chat. `adapter` is the name of its LoRA adapter.
 
-    Raises `InvalidRequest` with the name of the wrong field of `chat`. Call it in a thread for long chats, because
+    Raises `InvalidRequest`, whose `param` is the invalid field of `chat`. Call it in a thread for long chats, because
     rendering the prompt takes long.
     """
     offered = read_tools(chat.tools or ())
@@ -119,14 +120,14 @@ def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> 
 
 
 class CountedPrompt(NamedTuple):
-    """A prompt whose tokens are counted."""
+    """A rendered prompt, to count its tokens."""
 
     text: str
     media: tuple[MediaSource, ...]
     add_special_tokens: bool
 
     async def ids(self, core: EngineCore) -> list[int]:
-        """Return the ids, with all tokens of images."""
+        """Return the token ids, including those of images."""
         ids = await num_tokens(core, self.text, self.media, add_special_tokens=self.add_special_tokens)
         if len(self.text) > LARGE_TEXT_BYTES:
             give_back_memory()
@@ -134,19 +135,20 @@ class CountedPrompt(NamedTuple):
 
 
 def counted_prompt(core: EngineCore, chat: ChatRequest) -> CountedPrompt:
-    """Return the chat's prompt to count its tokens; it may exceed the model's context. Call it in a thread.
+    """Render the chat's prompt to count its tokens. Call it in a thread.
 
-    Raises `InvalidRequest` for wrong fields, and for prompts many times longer than the context.
+    The prompt may exceed the model's context. Raises `InvalidRequest` for invalid fields, and for prompts that are many
+    times longer than the context.
     """
     text = render(core, chat, check=partial(check_counted, core, param="messages"))
     return CountedPrompt(text, media_of(chat.messages), chat.add_special_tokens)
 
 
 def _length_check(core: EngineCore, chat: ChatRequest) -> Callable[[Sequence[str]], None] | None:
-    """Return a function that raises if a prompt, given in parts, certainly exceeds the context. It spares joining the
-    parts.
+    """Return a function that raises if a prompt, given as a list of texts, certainly exceeds the context.
 
-    Returns None if such a prompt is truncated instead, or if the tokenizer has no limit to check a text with.
+    The check runs before the texts are joined, which saves the copy of a prompt that is too long. Returns None if such
+    a prompt is truncated instead, or if the tokenizer has no limit for texts.
     """
     limit = core.tokenizer.text_limit if core.tokenizer is not None else None
     if limit is None or core.plan.serve.allow_auto_truncate or chat.keep_last is not None:
@@ -155,11 +157,11 @@ def _length_check(core: EngineCore, chat: ChatRequest) -> Callable[[Sequence[str
 
 
 def render(core: EngineCore, chat: ChatRequest, *, check: Callable[[Sequence[str]], None] | None = None) -> str:
-    """Return the text of the prompt. If the chat's `add_generation_prompt` is false, the prompt ends with the last
-    message.
+    """Return the text of the prompt.
 
-    `check` is called with the parts of the text before they are joined, and may raise. Raises `InvalidRequest` with the
-    name of the wrong field.
+    If the chat's `add_generation_prompt` is false, the prompt ends with the last message. `check` is called with the
+    pieces of the text before they are joined, and may raise. Raises `InvalidRequest`, whose `param` is the invalid
+    field.
     """
     if core.tokenizer is None:
         raise InvalidRequest("This server has no tokenizer; use /generate with input_ids.", param="messages")
@@ -187,7 +189,7 @@ def render(core: EngineCore, chat: ChatRequest, *, check: Callable[[Sequence[str
 
 
 def _with_ids(messages: Sequence[Mapping[str, Any]], shaped_id: ShapedId) -> list[Mapping[str, Any]]:
-    """Return the messages with the ids of calls and results in the format that the chat template accepts.
+    """Return the messages with the ids of calls and results in the format that the chat template requires.
 
     A result without an id belongs to the first call that has no result yet.
     """

@@ -1,4 +1,4 @@
-"""Reasoning before an answer: the formats of `--reasoning-parser`, reading them, and counting reasoning tokens."""
+"""Reasoning blocks of outputs: the formats of `--reasoning-parser`, a reader, and a count of reasoning tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import accumulate
 from serve.calls.chat.scan.output import Output
 from serve.calls.chat.scan.source import Marks, Reader, Sink, Source
 
-NEAR_END = 4096  # length of a prompt's end in which a mark with white space after it is searched first
+NEAR_END = 4096  # number of characters at a prompt's end that are searched first for a mark and white space after it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +91,10 @@ def read_reasoning(
     separate: bool,
     call_marks: tuple[str, ...] = (),
 ) -> Reader[None]:
-    """Read the reasoning block and the line breaks after it, if the output has a block. If not `separate`, the block is
-    passed on as content. A call ends the block too: `call_marks` begin one.
+    """Read the reasoning block and the line breaks after it, if the output has a block.
+
+    If not `separate`, the block becomes content. A tool call also ends the block; `call_marks` are the marks that begin
+    one.
     """
     source.trace()
     yield from source.skip()
@@ -127,8 +129,8 @@ def tokens_between(
 ) -> int:
     """Return how many of the tokens belong to blocks between these marks, including the marks.
 
-    Takes about 1 ms per few thousand tokens, because it searches bytes and encodes nothing. `is_open`: whether the
-    tokens begin inside a block. A block that is not closed extends to the end.
+    `is_open`: whether the tokens begin inside a block. A block that is not closed extends to the end. Takes about 1 ms
+    per few thousand tokens, because it searches bytes and encodes nothing.
     """
     pieces = [token_bytes[token_id] for token_id in ids]
     ends = list(accumulate(map(len, pieces)))

@@ -15,9 +15,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 @dataclass(slots=True, kw_only=True)
 class ChatRequest:
-    """A chat in the terms common to all protocols, with the names of OpenAI's chat completions.
+    """A chat in terms common to all protocols. Fields have the names of OpenAI's chat completions.
 
-    Errors use these field names. Sampling parameters have the names of /v1/chat/completions.
+    Errors use these names. Sampling parameters have the names of /v1/chat/completions.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -25,7 +25,7 @@ class ChatRequest:
     tools: Sequence[Mapping[str, Any]] | None = None  # each {"type": "function", "function": {...}}
     tool_choice: str | Mapping[str, Any] | None = None  # None: "auto" if there are tools, else "none"
     parallel_tool_calls: bool = True
-    legacy_calls: bool = False  # whether a call is answered in OpenAI's older form, `function_call`
+    legacy_calls: bool = False  # whether calls are answered in OpenAI's older form, `function_call`
     grammar: Grammar | None = None  # constraint on the answer's text (response_format)
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further variables of the chat template
     add_generation_prompt: bool = True
@@ -33,12 +33,12 @@ class ChatRequest:
     separate_reasoning: bool = True
     stream_reasoning: bool = True
     include_reasoning: bool = True
-    max_thinking_tokens: int | None = None  # number of reasoning tokens after which the block is closed; None: no limit
+    max_thinking_tokens: int | None = None  # after this number of tokens, reasoning is closed; None: no limit
     logprobs: LogprobParams | None = None
     # Alternatives per token in the answer, for the output and the prompt. None: the answer shows no log-probabilities.
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
-    returns_hidden: bool = False  # whether the answer has the hidden states of the last token
+    returns_hidden: bool = False  # whether the answer has the hidden state of the last token
     returns_ids: bool = False  # whether the answer has the ids of the prompt and the output
     add_special_tokens: bool = False  # false, because the chat template writes the special tokens
     keep_last: int | None = None  # the same as `Request.keep_last`
@@ -50,7 +50,7 @@ class ChatRequest:
 
 
 def thinking_switch(enabled: bool) -> dict[str, bool]:
-    """Return the chat-template variables that switch reasoning on or off: one name is Qwen's, the other DeepSeek's."""
+    """Return the chat-template variables that switch reasoning on or off: Qwen's name and DeepSeek's name."""
     return {"enable_thinking": enabled, "thinking": enabled}
 
 

@@ -68,12 +68,12 @@ def grammar_of_chat(
     parallel: bool,
     fix_names: bool = True,
 ) -> Grammar | None:
-    """Return the grammar that enforces required calls, calls to strict tools, and the format of the answer's text
-    (`wanted`). Without any of them and with `fix_names`, it enforces that calls name tools of the request, from the
-    first call on. Returns None if nothing is to be enforced.
+    """Return the grammar that enforces the constraints of a chat on its output. None: nothing is to be enforced.
 
-    The grammar applies to the output after the reasoning. Raises `InvalidRequest` for constraints that cannot be
-    enforced.
+    The constraints are: required calls, calls to strict tools, and the format of the answer's text (`wanted`). If there
+    are none and `fix_names` is true, the grammar begins at the first call and enforces that calls name tools of the
+    request. The grammar applies to the output after the reasoning. Raises `InvalidRequest` for constraints that cannot
+    be enforced.
     """
     think = settings.reasoning
     after = think.close.strip() if think is not None and settings.is_open else None
@@ -125,8 +125,9 @@ def _marks(core: EngineCore, settings: ParserSettings) -> Marks:
 def thinking_limit(
     core: EngineCore, max_tokens: int | None, settings: ParserSettings, prompt: str
 ) -> ThinkingLimit | None:
-    """Return the limit of the reasoning block; None if there is no limit or no block. Raises `InvalidRequest` if the
-    model's reasoning format is not known.
+    """Return the limit of the reasoning block, or None if there is no limit or no block.
+
+    Raises `InvalidRequest` if the model's reasoning format is not known.
     """
     if max_tokens is None:
         return None
@@ -147,8 +148,9 @@ def thinking_limit(
 
 
 def _token_marks(tokenizer: Tokenizer | None, texts: Iterable[str]) -> dict[str, int]:
-    """Map marks to their token ids. Leaves out marks that llguidance matches as text: it treats special tokens and
-    added tokens in angle brackets as special.
+    """Map marks to their token ids, without marks that llguidance matches as text.
+
+    llguidance treats special tokens, and added tokens in angle brackets, as tokens.
     """
     if tokenizer is None:
         return {}
@@ -161,8 +163,9 @@ def _token_marks(tokenizer: Tokenizer | None, texts: Iterable[str]) -> dict[str,
 
 
 def _schema_of(wanted: Grammar | None) -> str | None:
-    """Return the JSON schema of the answer, or None if it is free. Raises `InvalidRequest` for other constraints, which
-    cannot be combined with calls or Harmony.
+    """Return the JSON schema of the answer, or None if any text is allowed.
+
+    Raises `InvalidRequest` for other constraints, which cannot be combined with calls or Harmony.
     """
     if wanted is None:
         return None
@@ -177,7 +180,7 @@ def _schema_of(wanted: Grammar | None) -> str | None:
 
 
 def _reasoning(text: TokenizerPlan, chat: ChatRequest, prompt: str) -> ReasoningFormat | None:
-    """Return the format of the reasoning. None if the output has none, or if nothing needs to tell it from content."""
+    """Return the format of the reasoning, or None if the output has no reasoning or need not be searched for it."""
     form = REASONING_FORMATS.get(text.reasoning_parser or "")
     if form is None or (not chat.separate_reasoning and text.tool_call_parser is None):
         return None
@@ -185,8 +188,9 @@ def _reasoning(text: TokenizerPlan, chat: ChatRequest, prompt: str) -> Reasoning
 
 
 def shown_special_ids(tokenizer: Tokenizer | None, settings: ParserSettings) -> frozenset[int]:
-    """Return the ids of the special tokens in the marks of the formats. Their text must not be removed, because the
-    parser needs it.
+    """Return the ids of the special tokens in the formats' marks.
+
+    Their text must stay in the output, because the parser needs it.
     """
     if tokenizer is None or not settings.parses:
         return frozenset()

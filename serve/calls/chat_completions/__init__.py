@@ -1,1 +1,1 @@
-"""Chats and completions in OpenAI's form, which the Python API speaks too."""
+"""Chats and completions in OpenAI's format, for the HTTP API and the Python API."""

@@ -1,4 +1,4 @@
-"""The parts that chat and completion answers share: leading fields, the frame of events, and token counts."""
+"""Parts that chat and completion answers share: leading fields, start and end of events, and token counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHeader:
-    """Fields that are the same in every event of one answer."""
+    """Fields that have the same value in every event of one answer."""
 
     id: str
     created_s: int
@@ -38,7 +38,7 @@ class AnswerHeader:
         return {**self.fields(kind), "choices": choices, "usage": usage, "metadata": metadata}
 
     def event_start(self, kind: str) -> bytes:
-        """Return the bytes of an event before the first item of its choices."""
+        """Return the bytes of an event up to the first item of its choices."""
         return b"data: " + orjson.dumps(self.fields(kind))[:-1] + b',"choices":['
 
 
@@ -48,7 +48,7 @@ def event_end(usage: dict[str, Any] | None = None) -> bytes:
 
 
 class UsageCount:
-    """Adds up the usage of all choices. Each prompt counts once, however many choices it has."""
+    """Adds up the token counts of all choices. Each prompt counts once, however many choices it has."""
 
     def __init__(self, *, cache_report: bool) -> None:
         self._cache_report = cache_report
@@ -73,7 +73,7 @@ class UsageCount:
         return self._usage(prompt, output, cached, sum(self._reasoning.values()))
 
     def so_far(self, request_index: int, index: int, usage: Usage) -> dict[str, Any]:
-        """Return the `usage` object of one choice."""
+        """Return the `usage` object of one choice, with its counts so far."""
         return self._usage(*usage[:3], self._reasoning.get((request_index, index), 0))
 
     def _usage(self, prompt: int, output: int, cached: int, reasoning: int) -> dict[str, Any]:

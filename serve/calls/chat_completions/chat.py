@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 def chat_answer(
     header: AnswerHeader, tokenizer: Tokenizer | None, prepared: PreparedChat, chunks: Sequence[Chunk]
 ) -> dict[str, Any]:
-    """Return the `chat.completion` object, from one finished chunk per choice. Raises `Aborted` or `EngineFailure` if
-    an answer is incomplete.
+    """Return the `chat.completion` object, from one finished chunk per choice.
+
+    Raises `Aborted` or `EngineFailure` if an answer is incomplete.
     """
     usage = UsageCount(cache_report=header.cache_report)
     choices: list[dict[str, Any]] = []
@@ -71,7 +72,7 @@ def _logprobs(tokenizer: Tokenizer | None, prepared: PreparedChat, chunk: Chunk)
 
 
 def _message(message: AssistantMessage, *, legacy: bool = False) -> dict[str, Any]:
-    if legacy and message.tool_calls:  # this form has one call
+    if legacy and message.tool_calls:  # the older form has only one call
         [call, *_] = message.tool_calls
         called = {"name": call.name, "arguments": call.arguments}
         return _message(replace(message, tool_calls=[])) | {"content": message.content, "function_call": called}
@@ -90,8 +91,9 @@ def _message(message: AssistantMessage, *, legacy: bool = False) -> dict[str, An
 class ChatEvents:
     """Events of one streamed chat answer (see serve.http.sse.Encoder).
 
-    For each choice: a delta with the role, then deltas with reasoning, content and tool calls. When all
-    choices have ended: one finish per choice, and the usage if the request asks for it.
+    Each choice begins with a delta that has the role. Deltas with reasoning, content and tool calls follow. After all
+    choices have ended, one event per choice has its finish reason. The last event has the usage, if the request asks
+    for it.
     """
 
     def __init__(
@@ -142,8 +144,9 @@ class ChatEvents:
         return b"".join(parts)
 
     def closing(self) -> bytes:
-        """Return the last events. Called after all text is sent. Raises `Aborted` or `EngineFailure` if an answer is
-        incomplete.
+        """Return the last events, after all text has been sent.
+
+        Raises `Aborted` or `EngineFailure` if an answer is incomplete.
         """
         for chunk in self._last.values():
             ended(chunk.finish)
@@ -161,7 +164,7 @@ class ChatEvents:
         return parser
 
     def _parsed(self, chunk: Chunk) -> list[bytes]:
-        """Return the events for one chunk. The first one carries the chunk's logprobs and ids."""
+        """Return the events for one chunk. The first event carries the chunk's log-probabilities and token ids."""
         parser = self._parser(chunk.index)
         events = parser.feed_chunk(chunk)
         self._usage.note_reasoning(0, chunk.index, parser.num_reasoning_tokens)
@@ -184,11 +187,11 @@ class ChatEvents:
         return orjson.dumps(_logprobs(self._tokenizer, self._prepared, chunk))
 
     def _ids(self, chunk: Chunk) -> bytes:
-        """Return the field with the chunk's token ids, if the request wants them."""
+        """Return the JSON field with the chunk's token ids, or nothing if the request does not want them."""
         return b',"token_ids":' + orjson.dumps(chunk.ids) if self._returns_ids else b""
 
     def _open(self, index: int) -> bytes:
-        """Return the bytes of an event before the text of its choice."""
+        """Return the bytes of an event up to the text of its choice."""
         return self._start + b'{"index":%d,"delta":{"role":null,"content":' % index
 
     def _choice_rest(self, *, logprobs: bytes, ids: bytes = b"") -> bytes:
@@ -201,7 +204,7 @@ class ChatEvents:
         )
 
     def _delta(self, index: int, delta: dict[str, Any], chunk: Chunk | None, finish: Finish | None = None) -> bytes:
-        """Return an event without text, which is the first or the last event of a choice."""
+        """Return an event without text: the first or the last event of a choice."""
         empty = {"role": None, "content": None, "reasoning_content": None, "tool_calls": None}
         choice = {
             "index": index,
@@ -219,7 +222,7 @@ class ChatEvents:
 
 
 def _legacy_delta_of(event: ChatEvent) -> bytes:
-    """Return the `delta` of one event in the form with `function_call`, which has one call."""
+    """Return the `delta` of one event in the older form, `function_call`, which has only one call."""
     match event:
         case ToolCallStart(0, _, name):
             called = {"name": name, "arguments": ""}

@@ -1,4 +1,4 @@
-"""`functions` and `function_call`, OpenAI's older form of tools: the body and its messages become tools and calls."""
+"""Convert `functions` and `function_call`, OpenAI's older form of tools, to tools and tool calls."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MODES = ("none", "auto")
 
 
 def is_legacy(body: ChatBody) -> bool:
-    """Whether the body offers functions, so that the answer has a `function_call` in place of `tool_calls`.
+    """Return whether the body offers functions. The answer then has `function_call` in place of `tool_calls`.
 
-    Raises `InvalidRequest` if it offers tools too.
+    Raises `InvalidRequest` if the body also offers tools.
     """
     if body.functions is None and body.function_call is None:
         return False
@@ -30,7 +30,7 @@ def legacy_tools(body: ChatBody) -> list[dict[str, Any]]:
 
 
 def legacy_choice(body: ChatBody) -> str | dict[str, Any] | None:
-    """Return `function_call` as `tool_choice`. Raises `InvalidRequest` with the name of the wrong field."""
+    """Return `function_call` as a `tool_choice`. Raises `InvalidRequest`, whose `param` is the invalid field."""
     choice = body.function_call
     if choice is None or choice in MODES:
         return choice if body.functions else None
@@ -43,7 +43,7 @@ def legacy_choice(body: ChatBody) -> str | dict[str, Any] | None:
 
 
 def with_tool_calls(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages with calls and results in place of `function_call` and the role "function".
+    """Return the messages with tool calls and the role "tool" in place of `function_call` and the role "function".
 
     A result belongs to the last call before it.
     """

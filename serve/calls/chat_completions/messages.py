@@ -24,9 +24,10 @@ RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "cont
 
 
 def chat_of(body: ChatBody, objects: Sequence[Any] = ()) -> ChatRequest:
-    """Return the chat that the body requests. `objects` are images, videos and audio from Python, which URLs refer to.
+    """Return the chat that the body requests.
 
-    Raises `InvalidRequest` with the name of the wrong key.
+    `objects` are images, videos and audio from Python, to which URLs in the body refer. Raises `InvalidRequest`, whose
+    `param` is the path of the invalid field.
     """
     legacy = is_legacy(body)
     messages = [read_message(message, f"messages.{index}", objects) for index, message in enumerate(body.messages)]
@@ -60,7 +61,7 @@ def chat_of(body: ChatBody, objects: Sequence[Any] = ()) -> ChatRequest:
 
 
 def _service(body: ChatBody) -> Service:
-    """Return the service of a body. A part with `cache_control` pins the prompt like a `prompt_cache_key`."""
+    """Return the service of a body. A part with `cache_control` pins the prompt, as `prompt_cache_key` does."""
     service = service_of(body.timeout_s, body.service_tier, body.prompt_cache_key, body.session_id)
     if service.pin is not None or not body.messages:
         return service
@@ -71,7 +72,7 @@ def _service(body: ChatBody) -> Service:
 
 
 def read_message(message: Message, path: str, objects: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return a message as the chat template reads it. Raises `InvalidRequest` with a path below `path`."""
+    """Return a message in the form that chat templates read. Raises `InvalidRequest` with a path below `path`."""
     role = message.role.lower()
     if role not in ROLES:
         raise InvalidRequest(f"{path}.role must be one of {', '.join(ROLES)}.", param=f"{path}.role")
@@ -85,7 +86,7 @@ def read_message(message: Message, path: str, objects: Sequence[Any] = ()) -> di
     if isinstance(content, list):
         content = _parts(message, path, objects)
     return {
-        "role": "system" if role == "developer" else role,  # chat templates use the older name
+        "role": "system" if role == "developer" else role,  # chat templates know only the older name
         "content": content,
         "name": message.name,
         "tool_calls": [_tool_call(call) for call in message.tool_calls] if message.tool_calls else None,
@@ -131,7 +132,7 @@ def _media(part: Part, path: str, objects: Sequence[Any]) -> dict[str, Any]:
 
 
 def _input_audio(part: Part, path: str) -> dict[str, Any]:
-    """Return OpenAI's form of audio: base64 text. Its format is read from the file itself."""
+    """Return the part for OpenAI's form of audio, base64 text. The file itself determines the format."""
     if part.input_audio is None:
         raise InvalidRequest(f"{path}.input_audio is required.", param=f"{path}.input_audio")
     return media_part(part.input_audio.data, f"{path}.input_audio.data", "audio")
@@ -143,7 +144,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 def _thinking_tokens(body: ChatBody) -> int | None:
-    """Return the limit from the first field that sets it: ours, then other servers' fields."""
+    """Return the limit of reasoning tokens from the first field that is set. Penstock's own field comes first."""
     limits = (
         body.max_thinking_tokens,
         body.thinking_token_budget,

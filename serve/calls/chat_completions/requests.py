@@ -25,8 +25,9 @@ _FUNCTION = frozenset({"name", "description", "parameters", "strict", "return", 
 
 
 def decode_body(cls: type[Body], raw: bytes, core: EngineCore) -> Body:
-    """Decode a body. Raises `InvalidRequest` for wrong or unsupported fields, and with --refuse-unknown-fields for
-    unknown ones.
+    """Decode a body. Raises `InvalidRequest` for invalid or unsupported fields.
+
+    With --refuse-unknown-fields, it also raises for unknown fields.
     """
     json = parse_object(raw)
     body = decode_open(cls, json, core, APIS[cls.api], also_known=sampling_fields(cls.api))
@@ -52,8 +53,9 @@ def decode_body(cls: type[Body], raw: bytes, core: EngineCore) -> Body:
 
 
 def _unknown_nested(body: OpenAIBody) -> Iterator[tuple[tuple[str | int, ...], frozenset[str], str]]:
-    """Yield the unknown fields of nested objects that are decoded elsewhere: the path, the known names, and the fate of
-    the field (see `report_unknown`).
+    """Yield the unknown fields of nested objects that other code decodes.
+
+    Each item has the path, the known names, and the fate of the field (see `report_unknown`).
     """
     response_format = body.response_format or {}
     ignored, seen = "which is ignored", "which only the chat template sees"
@@ -76,8 +78,9 @@ def _unknown_nested(body: OpenAIBody) -> Iterator[tuple[tuple[str | int, ...], f
 
 
 def keep_last_of(body: OpenAIBody) -> int | None:
-    """Return how many tokens to keep at the end of the prompt. None keeps all; -1 keeps as many as fit into the context
-    before the output.
+    """Return the number of tokens to keep at the end of the prompt.
+
+    None keeps all tokens. -1 keeps as many as fit into the context with room for the output.
     """
     if body.truncate_prompt_tokens == 0:
         raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, not 0.", param="truncate_prompt_tokens")
@@ -85,7 +88,7 @@ def keep_last_of(body: OpenAIBody) -> int | None:
 
 
 def sampling_of(core: EngineCore, body: OpenAIBody) -> SamplingParams:
-    """Merge the request's sampling parameters over --preferred-sampling-params, the model's and the
-    endpoint's defaults.
+    """Merge the request's sampling parameters over --preferred-sampling-params, the model's and the endpoint's
+    defaults.
     """
     return sampling_params(body.api, body.sampling, core.plan.serve.preferred_sampling, facts=core.facts)

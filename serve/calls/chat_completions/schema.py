@@ -1,8 +1,8 @@
 """Bodies of the OpenAI endpoints.
 
-As clients expect, keys that no API knows are ignored and logged, at any depth. Known fields of other servers
-are declared here. Accepted without effect: `user` (an identifier for abuse reports, which this server does
-not write), and `WITHOUT_EFFECT`.
+Keys that no API knows are ignored and logged at any depth, as clients expect. Known fields of other servers are
+declared here. `user` (an identifier for abuse reports, which this server does not write) and `WITHOUT_EFFECT` are
+accepted without effect.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from serve.calls.prompts import MAX_MESSAGES, AdapterName, CacheKey, Ids, Label,
 from serve.calls.sampling import sampling_names
 
 ThinkingTokens = Annotated[int, Range(0, MAX_INT32)]
-# Fields for OpenAI and other servers that do not change the answers of this server.
+# Fields of OpenAI and other servers that do not change this server's answers.
 WITHOUT_EFFECT = frozenset(
     {
         "cache_prompt",  # all prefixes are cached anyway
-        "early_stopping",  # an option of beam search, which is refused, as is length_penalty
+        "early_stopping",  # an option of beam search, which is refused; so is length_penalty
         "guided_decoding_backend",
         "length_penalty",
         "media_io_kwargs",  # options of vLLM for reading videos
         "metadata",
-        "mirostat_eta",  # options of mirostat, which is refused
+        "mirostat_eta",  # options of mirostat sampling, which is refused
         "mirostat_tau",
-        "prediction",  # only speeds up the same answer
+        "prediction",  # a predicted output, which only speeds up the answer
         "prompt_cache_retention",
         "request_id",
         "safety_identifier",
@@ -56,10 +56,7 @@ class StreamOptions:
 
 @dataclass(slots=True, kw_only=True)
 class OpenAIBody:
-    """Fields of both generating endpoints; `sampling` holds the sampling parameters.
-
-    None: not set.
-    """
+    """Fields of both generating endpoints. `sampling` holds the sampling parameters. None means "not set"."""
 
     api: ClassVar[Api]
     without_effect: ClassVar[frozenset[str]] = WITHOUT_EFFECT
@@ -72,16 +69,16 @@ class OpenAIBody:
     stream_options: StreamOptions | None = None
     user: str | None = None
     priority: Priority | None = None  # requires --enable-priority-scheduling
-    timeout_s: Timeout | None = None  # seconds until the whole answer
-    service_tier: Tier | None = None  # stands for a priority (--service-tier-priorities)
+    timeout_s: Timeout | None = None  # seconds until the whole answer is due
+    service_tier: Tier | None = None  # selects a priority (--service-tier-priorities)
     prompt_cache_key: CacheKey | None = None  # the prompt's pages stay cached under this key (--prefix-pin-share)
-    session_id: CacheKey | None = None  # the same, for the requests of a conversation
+    session_id: CacheKey | None = None  # like prompt_cache_key, for all requests of a conversation
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None  # vLLM's output constraints
 
     guided_whitespace_pattern: NotBuilt = None
     session_params: NotBuilt = None
-    return_hidden_states: bool = False  # the last token's, as `hidden_states`; see `GenerateBody`
+    return_hidden_states: bool = False  # whether to return the last token's `hidden_states`; see `GenerateBody`
     bootstrap_host: Hosts | None = None  # the prefill server that computes the prompt, as SGLang's routers name it
     bootstrap_port: Ports | None = None
     bootstrap_room: Rooms | None = None
@@ -127,7 +124,7 @@ class ImageUrl:
 
 @dataclass(slots=True, kw_only=True)
 class MediaUrl:
-    """The place of a video or audio."""
+    """The URL of a video or audio."""
 
     url: str
 
@@ -136,7 +133,7 @@ class MediaUrl:
 class InputAudio:
     """Audio in OpenAI's form."""
 
-    without_effect: ClassVar[frozenset[str]] = frozenset({"format"})  # the file itself says it
+    without_effect: ClassVar[frozenset[str]] = frozenset({"format"})  # the file itself determines the format
 
     data: str
 
@@ -153,7 +150,7 @@ class Part:
     audio_url: str | MediaUrl | None = None
     input_audio: InputAudio | None = None
     cache_control: dict[str, Any] | None = None  # the prompt's pages stay cached, as with `prompt_cache_key`
-    uuid: str | None = None  # vLLM's name for an image; images are known by their pixels
+    uuid: str | None = None  # vLLM's id of an image; this server identifies images by their pixels
 
 
 @dataclass(slots=True, kw_only=True)
@@ -178,7 +175,7 @@ class ToolCall:
 
 @dataclass(slots=True, kw_only=True)
 class Message:
-    # Fields that clients copy from answers, and marks for prefix caches.
+    # Fields that clients copy from answers, and cache marks.
     without_effect: ClassVar[frozenset[str]] = frozenset(
         {"annotations", "cache_control", "parsed", "provider_specific_fields"}
     )
@@ -189,7 +186,7 @@ class Message:
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
-    refusal: str | None = None  # the text of an assistant's message without content
+    refusal: str | None = None  # used as the text of an assistant's message without content
     reasoning: str | None = None  # vLLM's newer name of reasoning_content
     function_call: CalledFunction | None = None  # the older form of tool_calls
     audio: NotBuilt = None
@@ -198,7 +195,7 @@ class Message:
 
 @dataclass(slots=True, kw_only=True)
 class Reasoning:
-    # Reasoning is always complete, not summarized.
+    # The complete reasoning is returned, so summaries do not apply.
     without_effect: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
 
     enabled: bool | None = None
@@ -242,7 +239,7 @@ class ChatBody(OpenAIBody):
     max_thinking_tokens: ThinkingTokens | None = None
     thinking_token_budget: ThinkingTokens | None = None  # vLLM's name of max_thinking_tokens
     thinking: Thinking | None = None
-    enable_thinking: bool | None = None  # like the key of chat_template_kwargs
+    enable_thinking: bool | None = None  # like the key of the same name in chat_template_kwargs
     modalities: list[Literal["text"]] | None = None
     functions: list[dict[str, Any]] | None = None  # the older form of tools and tool_choice
     function_call: str | dict[str, Any] | None = None
@@ -258,7 +255,7 @@ class ChatBody(OpenAIBody):
     add_special_tokens: bool = False  # the chat template writes them
 
 
-# The engine's parameter names -> the names in these endpoints.
+# Maps the engine's parameter names to their names in these endpoints.
 NAMES: Mapping[str, str] = {
     **sampling_names("chat"),
     "token_ids_logprob": "logprobs",

@@ -19,10 +19,10 @@ TokenText = Callable[[int], str]
 
 
 class GenerateAnswers:
-    """Builds the answers of one call to `/generate`, or to `Engine.generate`.
+    """Builds the answers of one call of `/generate` or `Engine.generate`.
 
-    `indexed`: whether each event carries the number of its choice, counted over all prompts. `incremental`: whether an
-    event holds only the new text and log-probabilities, instead of all so far.
+    `indexed`: whether each event has the number of its choice, counted over all prompts. `incremental`: whether an
+    event has only the new text and log-probabilities, instead of all so far.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class GenerateAnswers:
         self._growing: dict[tuple[int, int], _Growing] = {}
 
     def whole(self, answers: Sequence[Sequence[Chunk]]) -> list[dict[str, Any]]:
-        """Return the complete answers, prompt by prompt and choice by choice."""
+        """Return the complete answers, ordered by prompt and then by choice."""
         return [
             {
                 "text": chunk.text,
@@ -49,7 +49,7 @@ class GenerateAnswers:
         ]
 
     def embeddings(self, answers: Sequence[Sequence[Chunk]]) -> list[dict[str, Any]]:
-        """Return the answers of requests for vectors, prompt by prompt."""
+        """Return the answers of embedding requests, one per prompt."""
         return [
             {"embedding": chunk.embedding, "meta_info": self._meta(request, chunk)}
             for request, chunks in zip(self._requests, answers, strict=True)
@@ -92,7 +92,7 @@ class GenerateAnswers:
         )
 
     def _tail(self, request: Request, number: int) -> bytes:
-        """Return the text with which every event of this choice ends."""
+        """Return the last bytes of each event of this choice."""
         names = orjson.dumps({"id": request.label, "weight_version": self._weight_version})[1:]
         index = b',"index":%d' % number if self._indexed else b""
         return names + index + b"}\n\n"
@@ -149,8 +149,9 @@ def _optional(pairs: Sequence[tuple[float, int]] | None, text: TokenText | None)
 
 
 class _Growing:
-    """The text and lists that each event of one choice repeats and extends. They are kept as JSON, so each part is
-    serialized once.
+    """The text and lists that each event of one choice repeats and extends.
+
+    They are kept as JSON, so that each part is serialized only once.
     """
 
     __slots__ = ("lists", "tail", "text")

@@ -68,15 +68,15 @@ class GenerateBody:
     cache_salt: Salt | list[Salt] | None = None  # only prompts with equal salts share prefixes
     extra_key: Salt | list[Salt] | None = None  # only prompts with equal keys share prefixes
     priority: Priority | list[Priority | None] | None = None  # requires --enable-priority-scheduling
-    timeout_s: Timeout | None = None  # seconds until the whole answer
-    service_tier: Tier | None = None  # stands for a priority (--service-tier-priorities)
+    timeout_s: Timeout | None = None  # seconds until the whole answer is due
+    service_tier: Tier | None = None  # selects a priority (--service-tier-priorities)
     prompt_cache_key: CacheKey | None = None  # the prompt's pages stay cached under this key (--prefix-pin-share)
-    session_id: CacheKey | None = None  # the same, for the requests of a conversation
+    session_id: CacheKey | None = None  # like prompt_cache_key, for all requests of a conversation
     session_params: SessionBody | None = None  # the tokens of an earlier request that this one continues
     lora_path: AdapterName | list[AdapterName | None] | None = None  # names of adapters
-    log_metrics: bool = True  # false: the metrics of requests do not count this call
+    log_metrics: bool = True  # whether the request metrics count this call
     input_embeds: NotBuilt = None
-    image_data: Any = None  # an image or a list of images; for a batch, a list with these for each prompt
+    image_data: Any = None  # an image or a list of images; for a batch, a list with one of these per prompt
     video_data: Any = None  # as image_data
     audio_data: Any = None
     modalities: list[Modality] | Modality | None = None
@@ -109,8 +109,8 @@ class GenerateBody:
 def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None, owned: bool = False) -> list[Request]:
     """Return one request per prompt. Raises `InvalidRequest` if the lists do not fit together.
 
-    `owned`: whether the body's lists belong to this call. If so, too many ids are refused here, and their lists emptied
-    (see `prompt_ids`, also for `cut`).
+    `owned`: whether the body's lists belong to this call. If so, prompts with too many ids are refused here and their
+    lists are emptied. `prompt_ids` describes this, and `cut`.
     """
     prompts = _prompts(body)
     count = len(prompts)

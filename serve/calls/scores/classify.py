@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ClassifyBody:
     """The body of `/classify`. A list in `text`, or a list of lists in `input_ids`, makes a batch.
 
-    With `text_pair`, each text and its counterpart in `text_pair` are classified together.
+    With `text_pair`, each text is classified together with the text at the same index in `text_pair`.
     """
 
     text: Texts | None = None
@@ -45,8 +45,9 @@ class ClassifyListBody:
 
 
 def classify_requests(core: EngineCore, body: ClassifyBody) -> tuple[bool, list[Request]]:
-    """Return whether the call is a batch, and its requests. Raises `InvalidRequest` if the model is not a
-    classifier.
+    """Return whether the call is a batch, and its requests.
+
+    Raises `InvalidRequest` if the model is not a classifier.
     """
     if not core.facts.labels:
         raise InvalidRequest("This model is not a classifier: it has no labels.")
@@ -67,8 +68,9 @@ def classify_requests(core: EngineCore, body: ClassifyBody) -> tuple[bool, list[
 def classified(
     core: EngineCore, requests: Sequence[Request], answers: Sequence[Sequence[Chunk]]
 ) -> list[dict[str, Any]]:
-    """Return one answer per request. As in SGLang, `embedding` holds the labels' scores. `label` is None if the model
-    has only one label.
+    """Return one answer per request. As in SGLang, `embedding` holds the labels' scores.
+
+    `label` is None if the model has only one label.
     """
     labels, activation = core.facts.labels, core.facts.score_activation
     results = GenerateAnswers(core, requests, indexed=False).embeddings(answers)

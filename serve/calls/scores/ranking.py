@@ -1,4 +1,4 @@
-"""Score how well the two texts of a pair match: requests for pairs, and the score of each pair."""
+"""Score how well the two texts of a pair match: the requests for pairs, and the score of each pair."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 Pairs = Sequence[tuple[str, str]]  # (query, document)
 Answers = Sequence[Sequence[Chunk]]  # for each request, a list with its only chunk
-# Returns one score per pair; call it in a thread, because many large vectors take long.
+# Returns one score per pair. Call it in a thread, because large vectors take long.
 Scores = Callable[[Answers], list[float]]
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
-# The task of Qwen3-Reranker (arXiv 2506.05176); other instruction-tuned models understand it too.
+# The instruction of Qwen3-Reranker (arXiv 2506.05176). Other instruction-tuned models understand it too.
 TASK = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
     'answer can only be "yes" or "no".'
@@ -35,10 +35,11 @@ def rank(
 ) -> tuple[list[Request], Scores]:
     """Return requests for these pairs, and a function that computes each pair's score from the answers.
 
-    A cross-encoder (one label) reads both texts. An embedding model gives the cosine of both vectors. A generative
-    model gives the probability of "yes" against "no". Raises `InvalidRequest` if the model can do none of these. Also
-    raises it if `truncate` is set and the texts are part of a chat prompt, because truncation would cut off the end of
-    the prompt.
+    A cross-encoder (a classifier with one label) reads both texts. An embedding model gives the cosine similarity of
+    both vectors. A generative model gives the probability of "yes" against "no".
+
+    Raises `InvalidRequest` if the model can do none of these. It also raises if `truncate` is set and the texts are
+    part of a chat prompt, because truncation would cut off the end of the prompt.
     """
     if core.facts.labels:
         return _by_cross_encoder(core, pairs, instruction, truncate)
@@ -90,8 +91,9 @@ def _by_cross_encoder(
 def _by_vectors(
     core: EngineCore, pairs: Pairs, instruction: str | None, truncate: bool | None
 ) -> tuple[list[Request], Scores]:
-    """Request one vector per distinct text. If the checkpoint has a prompt for queries or documents, it precedes the
-    text.
+    """Request one vector per distinct text.
+
+    If the checkpoint has a prompt named "query" or "document", it is put before the texts of that side.
     """
     _refuse_instruction(instruction)
     prompts, requests, numbers = core.facts.prompts, [], []
@@ -135,7 +137,7 @@ def _by_words(core: EngineCore, pairs: Pairs, instruction: str, truncate: bool |
 
 
 def requested_logprobs(chunks: Sequence[Chunk]) -> list[float]:
-    """Return the log-probability of each requested id at the first output token, in the order of the request."""
+    """Return the log-probability of each requested token id at the first output token, in the order of the request."""
     [chunk] = chunks
     pairs = chunk.logprobs.requested[0] if chunk.logprobs is not None and chunk.logprobs.requested else None
     if pairs is None:
@@ -166,8 +168,8 @@ class CutsTexts(Protocol):
 def truncation(core: EngineCore, body: CutsTexts) -> bool | None:
     """Return whether texts are truncated.
 
-    Texts in a chat prompt are never truncated: a text that is too long is refused, even with vLLM's
-    truncate_prompt_tokens -1.
+    Texts in a chat prompt are never truncated. If they are too long, they are refused, even with truncate_prompt_tokens
+    -1 of vLLM.
     """
     if body.truncate_prompt_tokens is not None and core.facts.is_encoder:
         return True

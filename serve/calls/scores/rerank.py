@@ -37,7 +37,7 @@ class RerankBody:
     truncate: bool | None = None
     user: str | None = None
     truncate_prompt_tokens: Literal[-1] | None = None  # vLLM's name of truncate
-    max_tokens_per_doc: NotBuilt = None  # fields of other servers' rerank APIs, from here on
+    max_tokens_per_doc: NotBuilt = None  # the fields from here on belong to other servers' rerank APIs
     max_chunks_per_doc: NotBuilt = None
     rank_fields: NotBuilt = None
     use_activation: Literal[True] = True
@@ -49,7 +49,7 @@ class RerankBody:
 
 
 class Ranked(NamedTuple):
-    """One document and its score. `request` and `chunk` are None if documents share requests."""
+    """One document and its score. `request` and `chunk` are None if the document has no request of its own."""
 
     index: int
     score: float
@@ -59,10 +59,10 @@ class Ranked(NamedTuple):
 
 
 def rank_documents(core: EngineCore, body: RerankBody) -> tuple[list[Request], Scores]:
-    """Return the requests and the function that scores their answers.
+    """Return the requests, and the function that scores their answers.
 
-    Raises `InvalidRequest` for an empty document, too much text, and models that cannot rank. A model that
-    reads chats renders one chat per document, so call this in a thread.
+    Raises `InvalidRequest` for an empty document, too much text, and models that cannot rank. Call it in a thread,
+    because a chat model needs one rendered chat per document.
     """
     for index, text in enumerate(body.texts):
         if not text:

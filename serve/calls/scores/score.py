@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class ScoreBody:
-    """The body of /v1/score and /score.
+    """The body of /v1/score and /score. `user` is accepted without effect.
 
-    With `label_token_ids`: the probability that each label follows the query and an item. With `text_1` and
-    `text_2`: how well the texts of each pair match. `user` is accepted without effect.
+    With `label_token_ids`, the call returns the probability that each label follows the query and an item. With
+    `text_1` and `text_2`, it returns how well the texts of each pair match.
     """
 
     query: str | list[int] | None = None
@@ -66,7 +66,9 @@ def pairs_of(body: ScoreBody) -> list[tuple[str, str]]:
 
 
 def label_requests(core: EngineCore, body: ScoreBody) -> list[Request]:
-    """Return one request per item. Raises `InvalidRequest` if query and items do not fit together."""
+    """Return one request per item. Raises `InvalidRequest` if a field is missing or query and items do not fit
+    together.
+    """
     for name in ("query", "items", "label_token_ids"):
         if getattr(body, name) is None:
             raise InvalidRequest(f"{name} is missing.", param=name)
@@ -100,8 +102,9 @@ def label_requests(core: EngineCore, body: ScoreBody) -> list[Request]:
 
 
 def label_scores(answers: Answers, *, softmax: bool) -> list[list[float]]:
-    """Return the probability of each label, for each item. With `softmax`, the probabilities are relative to the labels
-    only, else to all tokens.
+    """Return the probability of each label, for each item.
+
+    With `softmax`, the probabilities of the labels add up to 1. Otherwise they are relative to the whole vocabulary.
     """
     scores = []
     for chunks in answers:

@@ -1,7 +1,7 @@
-"""Scan JSON as it arrives, and pass it on as written, with the mistakes of models corrected.
+"""Scan JSON as it arrives, pass it on, and correct typical mistakes of models.
 
-Control characters in strings become escapes, bare words become strings, and brackets, commas and colons are added or
-dropped where the structure needs it.
+Control characters in strings become escapes, bare words become strings, and missing or superfluous brackets, commas and
+colons are added or dropped.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NO_MARKS = Marks(())
 
 
 def read_value(source: Source, sink: Sink, ends: Marks = NO_MARKS) -> Reader[bool]:
-    """Pass on one value. The next character of the source is its first character.
+    """Pass on one JSON value, which begins at the source's next character.
 
-    Return False if the text ends inside the value. If one of `ends` occurs in an object or list outside strings, the
+    Return False if the text ends inside the value. If one of `ends` occurs in an object or list, outside strings, the
     value is completed, and the mark stays in the source.
     """
     first = yield from source.peek()
@@ -73,7 +73,7 @@ def _read_word(source: Source, structure: _Structure, ends: Marks) -> Reader[boo
     while True:
         char = yield from source.while_in(pattern, pieces.append)
         if not char:
-            structure.write("".join(pieces))  # the rest is missing, so the text is not corrected
+            structure.write("".join(pieces))  # the word is incomplete, so it is not corrected
             return False
         if char not in "<|`" or (yield from _is_at(source, ends)):
             break
@@ -88,13 +88,13 @@ def _read_word(source: Source, structure: _Structure, ends: Marks) -> Reader[boo
 
 
 class _Structure:
-    """Writes the brackets, commas and colons of a value so that it is valid JSON. Its first character opens it."""
+    """Writes the brackets, commas and colons of one object or list so that the result is valid JSON."""
 
     def __init__(self, sink: Sink) -> None:
         self._sink = sink
         self._closers: list[str] = []  # closing brackets of the open brackets
-        self._last = ""  # the last bracket, comma or colon; "key" or "value" after one
-        self._comma: list[str] | None = None  # a comma and the white space after it, until an item follows
+        self._last = ""  # the last bracket, comma or colon, or "key" or "value" after a key or value
+        self._comma: list[str] | None = None  # a comma and the white space after it, held back until an item follows
 
     @property
     def is_complete(self) -> bool:
@@ -108,12 +108,12 @@ class _Structure:
         (self._sink if self._comma is None else self._comma.append)(text)
 
     def write(self, text: str) -> None:
-        """Write a whole string, number or word."""
+        """Write a complete string, number or word."""
         self.item()
         self._sink(text)
 
     def item(self) -> None:
-        """Prepare the output for a key or a value, which the caller writes."""
+        """Write the separator before a key or a value, which the caller then writes."""
         if self._last == "value" and self._comma is None:
             self._sink(", ")
         elif self._last == "key":
@@ -199,7 +199,7 @@ def short_string(source: Source) -> Reader[str | None]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether the text can be encoded in UTF-8. It cannot if a JSON escape named half of a surrogate pair."""
+    """Whether the text can be encoded in UTF-8. It cannot if a JSON escape stands for half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -208,5 +208,5 @@ def is_unicode(text: str) -> bool:
 
 
 def quoted(text: str) -> str:
-    """Return the text as a JSON string without its quotes."""
+    """Return the text in JSON's escapes, without quotes around it."""
     return json.dumps(text, ensure_ascii=False)[1:-1]

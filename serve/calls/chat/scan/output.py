@@ -17,8 +17,8 @@ from serve.calls.chat.events import (
 class Output:
     """Collects the events of one answer.
 
-    White space next to a call belongs to the call's format. Therefore white space is held until the text after it is
-    known.
+    White space next to a call belongs to the format of calls. Therefore white space is held back until the text after
+    it is known.
     """
 
     def __init__(
@@ -91,8 +91,9 @@ class Output:
             self._space.append(text[len(shown) :])
 
     def end_reasoning(self, *, cut_off: bool) -> None:
-        """End the reasoning, and drop its last line breaks, which belong to the closing mark. If `cut_off`, no mark
-        follows, so they are kept.
+        """End the reasoning, and drop its last line breaks, which belong to the closing mark.
+
+        If `cut_off`, no closing mark follows, and the line breaks are kept.
         """
         if cut_off:
             for space in self._space:

@@ -16,7 +16,7 @@ _NOT_NEWLINE = re.compile(r"[^\n]")
 
 
 class Marks:
-    """Texts to search for. No text may be a prefix of another one, so a complete match needs no further text."""
+    """Texts to search for. No text may be a prefix of another one, so a match is final when it is complete."""
 
     __slots__ = ("_initials", "_pattern", "_texts", "longest")
 
@@ -46,8 +46,9 @@ class Marks:
         return any(len(mark) > length and mark.startswith(rest) for mark in self._texts)
 
     def held_from(self, text: str, start: int) -> int:
-        """Return the index from which the text's end may be the beginning of a mark, or the text's length if no such
-        end exists.
+        """Return the index from which the end of the text may be the beginning of a mark.
+
+        Return the length of the text if no such end exists.
         """
         for index in range(max(start, len(text) - self.longest + 1), len(text)):
             if text[index] in self._initials and self.may_begin(text, index):
@@ -74,7 +75,7 @@ class Source:
     # --- the trace: a record of consumed text, which may turn out to be content ---
 
     def trace(self, *prefix: str) -> None:
-        """Start a record of the consumed text. It begins with `prefix`, text that is already consumed."""
+        """Start a record of the consumed text. It begins with `prefix`, which has already been consumed."""
         self._trace = list(prefix)
 
     def traced(self) -> str:
@@ -130,7 +131,7 @@ class Source:
                 return None
 
     def until(self, marks: Marks, sink: Sink) -> Reader[str | None]:
-        """Pass on the text before the next mark, and consume the mark. Return None if the text ends without one."""
+        """Pass on the text before the next mark, and consume the mark. Return None if the text ends without a mark."""
         while True:
             match = marks.find(self._text, self._at)
             end = match.start() if match else marks.held_from(self._text, self._at)
@@ -144,7 +145,7 @@ class Source:
                 return None
 
     def while_in(self, pattern: re.Pattern[str], sink: Sink) -> Reader[str]:
-        """Pass on the text before the pattern's next match, and return the match. The pattern must match one character.
+        """Pass on the text before the pattern's next match, and return the match, which must be a single character.
 
         The match is not consumed. Returns an empty string if the text ends without a match.
         """
@@ -159,8 +160,9 @@ class Source:
                 return ""
 
     def short(self, ends: Marks, limit: int) -> Reader[tuple[str, str] | None]:
-        """Consume the text up to a mark, and the mark; return both. Return None if the text is longer than `limit` or
-        no mark follows.
+        """Consume and return the text up to a mark, and the mark.
+
+        Return None if the text is longer than `limit` or no mark follows.
         """
         pieces: list[str] = []
         num_chars = 0

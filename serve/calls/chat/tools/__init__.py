@@ -1,1 +1,1 @@
-"""Formats of tool calls, one file per family; `table` lists all of them by name."""
+"""Formats of tool calls, one file per family. `table` lists all formats by name."""

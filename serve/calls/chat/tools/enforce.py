@@ -1,8 +1,8 @@
-"""Enforce required calls and calls to strict tools by a grammar in llguidance's dialect of Lark.
+"""Enforce required calls and calls to strict tools with a grammar in llguidance's dialect of Lark.
 
-The grammar describes the model's own call format, with the arguments' JSON constrained by each tool's schema. In
-formats whose parameters are written between tags, the grammar requires one JSON object instead, which the readers of
-these formats accept too. Without such a schema, the text up to the end of the call is free.
+The grammar describes the model's own call format and constrains the arguments by each tool's JSON schema. Some formats
+write parameters between tags. For these, the grammar requires one JSON object instead, which their readers accept too.
+For tools without an enforced schema, the text up to the end of the call is free.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from serve.calls.chat.tools.choice import ToolChoice
 from serve.calls.chat.tools.format import ToolFormat
 from serve.calls.chat.tools.offered import Tool
 
-# Write JSON as models are trained to. Flexible white space would let sampling produce endless white space.
+# Write JSON in the style that models are trained on. Flexible white space would let sampling produce it endlessly.
 _STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _PLAIN_KEYS = {
     "type", "properties", "required", "additionalProperties", "title", "description", "$defs", "definitions",
@@ -27,7 +27,7 @@ _PLAIN_KEYS = {
 }  # fmt: skip
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$/]")  # special characters of regular expressions
 _ANY_OBJECT = {"type": "object"}
-# Rules for the arguments of a call in Python syntax that no schema constrains.
+# Rules for the arguments of a call in Python syntax without an enforced schema.
 _ANY_PYTHON = r"""any_arguments: (KEY "=" any_value (GAP KEY "=" any_value)*)?
 any_value: STRING | NUMBER | WORD | "[" any_items? "]" | "(" any_items? ")" | "{" any_pairs? "}"
 any_items: any_value (GAP any_value)* GAP?
@@ -45,8 +45,9 @@ _HARMONY_FINAL = "<|channel|>final<|message|>"
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Token ids of the marks that llguidance does not match as text: special tokens, and added tokens such as
-    <tool_call>.
+    """Token ids of the marks that llguidance matches as tokens, not as text.
+
+    These are special tokens, and added tokens such as <tool_call>.
     """
 
     ids: Mapping[str, int]
@@ -60,7 +61,7 @@ class Marks:
         return " ".join(self._term(piece) for piece in pieces if piece)
 
     def head(self, text: str) -> str:
-        """Return the text before the first of these tokens."""
+        """Return the part of the text before the first of these tokens."""
         return text[: min((text.index(mark) for mark in self.ids if mark in text), default=len(text))]
 
     def _term(self, piece: str) -> str:
@@ -100,9 +101,9 @@ def calls_grammar(
 def names_grammar(
     form: ToolFormat | None, choice: ToolChoice, marks: Marks, *, parallel: bool
 ) -> tuple[str, str] | None:
-    """Return (mark, Lark rules for the output after the mark): calls that name tools of the request, and free text.
+    """Return a mark and the Lark rules for the output after it: calls that name tools of the request, and free text.
 
-    Returns None for formats whose readers accept only these names anyway. `form` is None for Harmony.
+    Returns None for formats whose readers already accept only these names. `form` is None for Harmony.
     """
     if form is None:
         return _harmony_names(choice, marks)
@@ -119,7 +120,7 @@ def names_grammar(
 
 
 def schema_paths(choice: ToolChoice, answer: str) -> dict[str, str]:
-    """Return the path in the request of each JSON schema, by the grammar rule of `calls_grammar` that enforces it.
+    """Map grammar rules of `calls_grammar` to the request paths of the JSON schemas that they enforce.
 
     `answer` is the path of the schema of an answer without calls.
     """
@@ -133,7 +134,7 @@ def schema_paths(choice: ToolChoice, answer: str) -> dict[str, str]:
 
 
 def _ordered(tool: Tool) -> list[str]:
-    """Return the names of a tool's parameters, the required ones first, each group in its order."""
+    """Return the names of a tool's parameters in the schema's order, with the required parameters first."""
     properties: Mapping[str, Any] = tool.parameters.get("properties") or {}
     required = [name for name in tool.parameters.get("required") or () if name in properties]
     return [*required, *(name for name in properties if name not in required)]
@@ -150,11 +151,10 @@ def _sequence_of_calls(form: ToolFormat, choice: ToolChoice, marks: Marks, rules
 
 
 def _calls(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str]) -> None:
-    """Append three rules for each tool: `first` (a first call), `next` (a later call), and `rest` (a call from its
-    arguments on).
+    """Append three rules for each tool: `first` (a first call), `next` (a later call), `rest` (the end of a call).
 
-    All text before the arguments is one lexeme. So after a call, the lexer can distinguish the alternatives at the
-    first character that differs.
+    All text before the arguments is one lexeme. Therefore the lexer can distinguish the alternatives after a call at
+    the first character in which they differ.
     """
     all_before, between, _ = form.rendered_all
     for index, tool in enumerate(choice.tools):
@@ -173,14 +173,14 @@ def _calls(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str])
 
 
 def _before(form: ToolFormat, tool: Tool, choice: ToolChoice) -> str:
-    """Return the text before a call's arguments. White space before a free text belongs to that text."""
+    """Return the text before a call's arguments. White space before free text is part of that text."""
     before = form.rendered(tool.name)[0]
     is_free = form.arguments == "tags" and not (choice.must_call or tool.strict)
     return before.rstrip() if is_free else before
 
 
 def _free_rest(form: ToolFormat, marks: Marks) -> list[str]:
-    """Return rules for any text up to the end of a call. It does not continue the call's name."""
+    """Return rules for any text up to the end of a call. The text must not continue the call's name."""
     before, after = form.rendered("name")
     end = after.index(">") + 1
     close, rest = after[:end].strip(), marks.terms(after[end:])
@@ -194,7 +194,7 @@ def _free_rest(form: ToolFormat, marks: Marks) -> list[str]:
     if head == close:
         until = f"({first})?{_escaped(close)}"
         return [*rules, f"until_close[lazy]: /{until}/", f"free_rest: until_close {rest}"]
-    # A token stands within the closing mark and within the marks of parameters.
+    # The closing mark contains a token, and marks of parameters contain it too.
     token = next(mark for mark in marks.ids if close.startswith(mark, len(head)))
     tail = close[len(head) + len(token) :]
     return [
@@ -210,8 +210,9 @@ def _json(tool: Tool, *, enforced: bool) -> str:
 
 
 def _python(tool: Tool, index: int, rules: list[str], *, enforced: bool) -> str:
-    """Append the rules of the arguments, and return Lark for key=value, ...: all required parameters, then any of the
-    optional ones, in this order.
+    """Append the rules of the arguments, and return Lark for key=value, ...
+
+    The required parameters come first, and then any of the optional parameters, in the schema's order.
     """
     if not enforced:
         return "any_arguments"
@@ -246,7 +247,7 @@ def _python(tool: Tool, index: int, rules: list[str], *, enforced: bool) -> str:
 
 
 def _harmony(choice: ToolChoice, marks: Marks, rules: list[str], answer: str | None) -> str:
-    """Append rules for outputs in Harmony, and return Lark for optional reasoning, then one call or the final answer.
+    """Append rules for outputs in Harmony. Return Lark for optional reasoning, and then one call or the final answer.
 
     If neither a call nor an answer schema is required, other messages are free, and only calls are constrained.
     """
@@ -275,7 +276,7 @@ def _harmony(choice: ToolChoice, marks: Marks, rules: list[str], answer: str | N
 
 
 def _harmony_names(choice: ToolChoice, marks: Marks) -> tuple[str, str] | None:
-    """Return the rules of `names_grammar` for Harmony, or None if its marks are not tokens of the model."""
+    """Return the mark and rules of `names_grammar` for Harmony, or None if its marks are not tokens of the model."""
     if "<|channel|>" not in marks.ids or "<|message|>" not in marks.ids:
         return None
     rules: list[str] = []
@@ -290,7 +291,7 @@ def _harmony_names(choice: ToolChoice, marks: Marks) -> tuple[str, str] | None:
 
 
 def _in_text(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str]) -> str:
-    """Append rules, and return Lark for free text in which every text that begins like a call must be a valid call.
+    """Append rules, and return Lark for free text in which any text that begins like a call must be a valid call.
 
     If calls begin with a single token, free text ends at this token. Otherwise the text up to and including the
     beginning of a call is a lazy lexeme. It ends at the first beginning of a call, and only a call may follow.
@@ -308,8 +309,9 @@ def _in_text(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str
 
 
 def _in_python_text(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[str]) -> str:
-    """Append rules, and return Lark for free text with lists of calls in Python syntax. A bracket begins a call only if
-    a tool's name and a parenthesis follow.
+    """Append rules, and return Lark for free text with lists of calls in Python syntax.
+
+    A bracket begins a call only if a tool's name and a parenthesis follow.
     """
     names = "|".join(_escaped(tool.name) for tool in choice.tools)
     # In bare formats, a brace begins a call in JSON.
@@ -341,12 +343,12 @@ def _from_mark(form: ToolFormat, choice: ToolChoice, marks: Marks, rules: list[s
 
 
 def _escaped(text: str) -> str:
-    """Return the text as a Lark regular expression."""
+    """Escape the text for a Lark regular expression."""
     return _SPECIAL.sub(r"\\\g<0>", text)
 
 
 def _without(expressions: Sequence[str]) -> str:
-    """Return Lark that continues a regular expression with "and no part matches one of these expressions"."""
+    """Return Lark that adds the condition "and contains no match of these expressions" to a regular expression."""
     return f" & ~/(?s:.*)({'|'.join(dict.fromkeys(expressions))})(?s:.*)/" if expressions else ""
 
 

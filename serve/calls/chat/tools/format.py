@@ -24,15 +24,16 @@ class CallContext:
     ends: Marks  # marks that end an incomplete call
 
 
-# Returns a call's id in the format that the chat template requires. Arguments: an id, the call's name and its index.
+# Converts a call's id to the form that the chat template requires. Arguments: an id, the call's name and its index.
 ShapedId = Callable[[str, str, int], str]
-# Reads one call, whose opening mark is already consumed. Returns False, without output, if the text is not a call.
+# Reads one call, whose opening mark is already consumed. If the text is not a call, it returns False and writes
+# nothing.
 CallReader = Callable[[CallContext], Reader[bool]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolFormat:
-    """A format of calls. The `section` marks enclose all calls, the `call` marks each of them."""
+    """A format of calls. The `section` marks enclose all calls, and the `call` marks enclose each call."""
 
     read: CallReader
     section_open: tuple[str, ...] = ()
@@ -41,12 +42,12 @@ class ToolFormat:
     call_close: tuple[str, ...] = ()
     separators: tuple[str, ...] = ()  # marks between two calls
     bare: bool = False  # whether a call without a mark may begin the output
-    # The next two are for grammars: the texts around the arguments of a call to the named tool, and around all calls.
+    # For grammars: the text before and after the arguments of a call to the named tool.
     rendered: Callable[[str], Rendered]
-    # Text before the first call, between two calls, and after the last.
+    # For grammars: the text before the first call, between two calls, and after the last call.
     rendered_all: tuple[str, str, str] = ("", "", "")
     vague: tuple[str, ...] = ()  # opening marks that begin a call only if an object follows
-    arguments: str = "json"  # syntax of the arguments: "json", "python" or "tags" (a syntax of the format's own)
+    arguments: str = "json"  # syntax of the arguments: "json", "python" or "tags" (the format's own syntax)
     parameters: Any = None  # the `Parameters` of the format if `arguments` is "tags"
     shaped_id: ShapedId | None = None  # None: the chat template accepts any id
     shown: tuple[str, ...] = field(default=())  # other special tokens that the parser must see
@@ -114,7 +115,7 @@ def read_calls(source: Source, output: Output, tools: OfferedTools, form: ToolFo
 def _read_section(context: CallContext, form: ToolFormat, *, has_begun: bool) -> Reader[None]:
     """Read calls that follow each other.
 
-    The source records a trace from the first mark on. `has_begun`: whether the first call's mark is already consumed.
+    The source must be recording a trace from the first mark on. `has_begun`: whether the first call's mark is consumed.
     """
     source, output = context.source, context.output
     while True:
@@ -151,7 +152,7 @@ def _read_section(context: CallContext, form: ToolFormat, *, has_begun: bool) ->
 
 
 def _skip_extra_brackets(context: CallContext, form: ToolFormat) -> Reader[None]:
-    """Skip brackets between the end of a call and its closing mark. Without the mark, they are text."""
+    """Skip brackets between the end of a call and its closing mark. If no mark follows, the brackets are content."""
     source = context.source
     source.trace()
     while (yield from source.peek()) in ("}", "]"):

@@ -16,7 +16,7 @@ _JSON = Marks(('{"',))
 _CALL, _BRACE, _QUOTE = Marks(("call:",)), Marks(("{",)), Marks((QUOTE,))
 _COLON = Marks((":",))
 _AFTER_WORD = re.compile(r"[,{}\[\]<]")
-_BLANK = ' \r\n\t<|"'  # before a key: spaces, and characters of an incomplete quote
+_BLANK = ' \r\n\t<|"'  # characters before a key that are not part of it: white space, and parts of an incomplete quote
 
 
 def _read(context: CallContext) -> Reader[bool]:

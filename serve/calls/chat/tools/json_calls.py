@@ -1,4 +1,6 @@
-"""Calls with arguments in JSON: objects with a name, lists of objects, and names before the arguments."""
+"""Calls with arguments in JSON: objects that contain the name, lists of such objects, and names before the
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,8 @@ _KEYS = Keys()
 def json_list(keys: Keys = _KEYS, *, only_offered: bool = False, several: bool = False) -> CallReader:
     """Return a reader of [{"name": ..., "arguments": {...}}, ...], or of one such object.
 
-    `only_offered`: whether an object must name a tool of the request to be a call. `several`: whether several objects
-    may follow each other without a list.
+    `only_offered`: an object is a call only if it names a tool of the request. `several`: several objects may follow
+    each other without a list.
     """
 
     def read(context: CallContext) -> Reader[bool]:
@@ -68,7 +70,7 @@ def json_list(keys: Keys = _KEYS, *, only_offered: bool = False, several: bool =
 
 
 def leave(context: CallContext, rest: str) -> Reader[None]:
-    """Pass on text after a call as content, except mere punctuation at the end of the output."""
+    """Pass on the text after a call as content, unless it is only punctuation at the end of the output."""
     if any(map(str.isalnum, rest)) or (rest and (yield from context.source.peek())):
         context.output.content(rest)
 
@@ -80,11 +82,10 @@ def named(
     after: Marks | None = None,
     read_name: Callable[[str], tuple[str, str | None] | None] | None = None,
 ) -> CallReader:
-    """Return a reader of a name, one of the marks `ends`, and the arguments. If the mark is "{", it belongs to the
-    arguments.
+    """Return a reader of a name, one of the marks `ends`, and the arguments. The mark "{" is part of the arguments.
 
-    `before` may precede the name, and `after` may follow the arguments. `read_name` splits the text before
-    the end into (name, id), or returns None if it is not a name.
+    `before` may precede the name, and `after` may follow the arguments. `read_name` splits the text before the mark
+    into (name, id), or returns None if it is not a name.
     """
 
     def read(context: CallContext) -> Reader[bool]:
@@ -139,8 +140,10 @@ def read_arguments(context: CallContext) -> Reader[bool]:
 
 
 def _as_object(text: str) -> str:
-    """Return the text of an object for arguments that are null, an empty string, or a string that contains JSON. Return
-    other arguments as JSON.
+    """Return arguments as the text of a JSON object where possible.
+
+    Null and an empty string become {}. A string that contains JSON becomes this JSON. Other values stay as they are,
+    and text that is not JSON becomes a JSON string.
     """
     try:
         value = json.loads(text, strict=False)
@@ -155,7 +158,7 @@ def _as_object(text: str) -> str:
 
 
 def _read_object(context: CallContext, keys: Keys, *, only_offered: bool) -> Reader[bool]:
-    """Read one object. Members that do not belong to a call become text after the call."""
+    """Read one object. Members that do not belong to a call become content after the call."""
     extra: list[str] = []
     has_started = yield from _read_members(context, keys, extra, only_offered=only_offered)
     if has_started and extra:
@@ -165,10 +168,10 @@ def _read_object(context: CallContext, keys: Keys, *, only_offered: bool) -> Rea
 
 
 def _read_members(context: CallContext, keys: Keys, extra: list[str], *, only_offered: bool) -> Reader[bool]:
-    """Read the object's members. Return whether they started a call. A call starts at its arguments, or at the end of
-    an object with only a name.
+    """Read the object's members. Return whether they started a call.
 
-    If the text stops being an object, the rest stays in the source's trace.
+    A call starts at its arguments, or at the end of an object that has only a name. If the text stops being an object,
+    the rest stays in the source's trace.
     """
     source, output = context.source, context.output
     yield from source.skip()
@@ -221,7 +224,7 @@ def _read_members(context: CallContext, keys: Keys, extra: list[str], *, only_of
 
 
 def _key(context: CallContext) -> Reader[str | None]:
-    """Read a key and its colon, up to the value."""
+    """Read a key and its colon, up to the value. Return None if the text is not a key."""
     source = context.source
     key = yield from short_string(source)
     yield from source.skip()

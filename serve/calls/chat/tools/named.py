@@ -1,6 +1,6 @@
 """Formats that write a call's name before its arguments in JSON: Mistral, DeepSeek V3 and V3.1, Kimi K2.
 
-Mistral models before Small 3.2 wrote a list of objects; the format reads both.
+Mistral models before Small 3.2 write a list of objects. The Mistral reader accepts both.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MISTRAL_ENDS = Marks(("[ARGS]", "{"))
 
 
 def _mistral_id(call_id: str, name: str, index: int) -> str:
-    """Return an id of nine letters or digits; the chat templates reject other ids."""
+    """Return an id of nine letters or digits. Mistral's chat templates reject other ids."""
     return call_id if _MISTRAL_ID.fullmatch(call_id) else sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _mistral_name(text: str) -> tuple[str, str | None] | None:
-    """Split the name from the call's id, which some versions write after it."""
+    """Split the text into the call's name and its id, which some versions write after the name."""
     name, mark, call_id = text.partition("[CALL_ID]")
     plain = plain_name(name)
     if plain is None or not mark:
@@ -53,7 +53,7 @@ MISTRAL = ToolFormat(
     rendered=lambda name: (f"[TOOL_CALLS]{name}[ARGS]", ""),
 )
 
-# Reads both formats, like MISTRAL. Grammars that enforce calls require the older one, a list of objects.
+# Reads both formats, like MISTRAL. Grammars that enforce calls require the older format, a list of objects.
 MISTRAL_LIST = replace(
     MISTRAL,
     rendered=lambda name: (f'{{"name": "{name}", "arguments": ', "}"),

@@ -49,8 +49,9 @@ class OfferedTools:
 
 
 def read_tools(tools: Sequence[Mapping[str, Any]]) -> OfferedTools:
-    """Check the tools. Raises `InvalidRequest` with the path of the wrong tool, name or parameters, or if
-    they are too many or too large.
+    """Check the tools of a request.
+
+    Raises `InvalidRequest`, whose `param` is the path of the invalid part, also if the tools are too many or too large.
     """
     if len(tools) > MAX_TOOLS:
         raise InvalidRequest(f"tools may have at most {MAX_TOOLS} items, not {len(tools)}.", param="tools")

@@ -1,4 +1,4 @@
-"""Calls whose parameters are text between tags: <parameter=city>Paris</parameter>.
+"""Read calls whose parameters are text between tags: <parameter=city>Paris</parameter>.
 
 Each text becomes a JSON value of the type in the tool's schema. Strings are passed on as they arrive.
 """
@@ -26,13 +26,13 @@ class Parameters:
     """The marks of a call whose parameters are written between tags. An instance is a `CallReader`."""
 
     before_name: tuple[str, ...] = ()  # if set, one of these marks must precede the name
-    # Marks after the name; one that begins a parameter or ends the call is read again as such.
+    # Marks after the name. A mark that begins a parameter or ends the call is then read a second time.
     name_end: tuple[str, ...]
     parameter_open: str
     key_end: tuple[str, ...]  # marks after a parameter's name
     value_open: tuple[str, ...] = ()  # marks that may come between key_end and the value
     value_close: tuple[str, ...]
-    unclosed: tuple[str, ...] = ()  # marks after a value that end it if its closing mark is missing
+    unclosed: tuple[str, ...] = ()  # marks of the following part, which end a value whose closing mark is missing
     call_close: tuple[str, ...]
     string_attribute: bool = False  # whether tags declare strings: name="x" string="true"
 
@@ -136,7 +136,7 @@ class Parameters:
         return mark is not None
 
     def _one_newline(self, context: CallContext) -> Reader[None]:
-        """Skip the line break before a value on its own lines."""
+        """Skip the line break before a value that stands on its own lines."""
         if any(mark.startswith("\n") for mark in self.value_close):
             yield from context.source.one_of(_NEWLINE)
 
@@ -147,8 +147,9 @@ _ANY = frozenset({"string", "number", "integer", "boolean", "null", "array", "ob
 
 
 def typed(text: str, types: frozenset[str] | None) -> str:
-    """Return the value in `text` as JSON of one of `types` (None: of any type). If `text` fits no type, return it as a
-    JSON string.
+    """Return the value in `text` as JSON of one of `types` (None: any type).
+
+    If `text` fits no type, return it as a JSON string.
     """
     stripped = text.strip()
     try:
@@ -161,7 +162,7 @@ def typed(text: str, types: frozenset[str] | None) -> str:
 
 
 def _unescaped(text: str, types: frozenset[str]) -> str | None:
-    """Return JSON whose quotes the model escaped as in a string; None if it is something else."""
+    """Parse JSON whose quotes the model escaped as inside a string. Return None if the text is something else."""
     try:
         inner = json.loads(f'"{text}"', strict=False)
         return _shaped(json.loads(inner, parse_constant=_reject_constant), types, written=inner)
@@ -177,8 +178,8 @@ def _reject_constant(word: str) -> None:
 def _python_value(text: str) -> Any:
     """Parse the text as a Python literal.
 
-    Return the text itself if it is not a literal, or if JSON would lose a part of it (a comment, a repeated
-    key, the r of r"").
+    Return the text itself if it is not a literal, or if JSON would lose a part of it (a comment, a repeated key, the
+    prefix r of a raw string).
     """
     if text in ("True", "False", "None"):
         return {"True": True, "False": False, "None": None}[text]
@@ -210,10 +211,9 @@ _KINDS = {
 
 
 def _shaped(value: Any, wanted: frozenset[str], *, written: str | None = None) -> str | None:
-    """Return the value as JSON, or None if its type is not one of the wanted types. `written`: the JSON of the value,
-    if it is known.
+    """Return the value as JSON, or None if its type is not one of the wanted types.
 
-    Strings give None too, because the caller then uses the text itself.
+    Strings also give None, because the caller then uses the text itself. `written` is the JSON of the value, if known.
     """
     if isinstance(value, float):
         if not math.isfinite(value):

@@ -28,8 +28,8 @@ _QUOTED = {quote: re.compile(rf"[\\{quote}]") for quote in "\"'"}
 def python_calls(*, brackets: bool = True, only_offered: bool = True) -> CallReader:
     """Return a reader of calls in Python syntax.
 
-    With `brackets`, the calls are in a list whose opening bracket has already been read. Otherwise the brackets and the
-    commas between calls are optional. With `only_offered`, calls of tools that the request does not have are not read.
+    With `brackets`, the calls are in a list whose opening bracket is already consumed. Without it, the brackets and the
+    commas between calls are optional. With `only_offered`, a call must name a tool of the request.
     """
 
     def read(context: CallContext) -> Reader[bool]:
@@ -55,7 +55,7 @@ def python_calls(*, brackets: bool = True, only_offered: bool = True) -> CallRea
 
 
 def _call(context: CallContext, *, only_offered: bool) -> Reader[bool]:
-    """Read NAME(key=value, ...). Return False, with nothing written, if the text is not a call."""
+    """Read NAME(key=value, ...). Return False, and write nothing, if the text is not a call."""
     source, output = context.source, context.output
     yield from source.skip()
     name = yield from _word(source)
@@ -88,7 +88,7 @@ def _call(context: CallContext, *, only_offered: bool) -> Reader[bool]:
 
 
 def _end_malformed_call(context: CallContext, closing: str) -> Reader[bool]:
-    """End a call whose text turned out to be malformed. The consumed text after the valid part becomes content."""
+    """End a call whose text turned out to be malformed. The consumed text after its valid part becomes content."""
     if (yield from context.source.peek()):
         context.output.arguments(closing)
     yield from leave(context, context.source.traced())
@@ -96,7 +96,7 @@ def _end_malformed_call(context: CallContext, closing: str) -> Reader[bool]:
 
 
 def _word(source: Source) -> Reader[str]:
-    """Read a word, up to white space or punctuation, of at most `MAX_NAME_CHARS` characters."""
+    """Read up to white space or punctuation, at most `MAX_NAME_CHARS` characters."""
     pieces: list[str] = []
     num_chars = 0
     while True:
@@ -134,7 +134,7 @@ def read_collection(
 ) -> Reader[bool]:
     """Pass on a list, tuple or dictionary as JSON. Return False if it is truncated or malformed.
 
-    `key` passes on the separator and the key of a member, up to its value; `value` passes on a value.
+    `key` passes on the separator and the key of a member, up to its value. `value` passes on a value.
     """
     source, output = context.source, context.output
     opening = yield from source.next()
@@ -181,8 +181,8 @@ def _key(context: CallContext, before: str) -> Reader[bool]:
 def _string(context: CallContext) -> Reader[bool]:
     """Pass on one string as a JSON string while it arrives.
 
-    The string ends with a quote that is followed by a character which may follow a string: models forget to
-    escape quotes inside strings.
+    A quote ends the string only if a character that may follow a string comes next, because models forget to escape
+    quotes inside strings.
     """
     source, output = context.source, context.output
     quote = yield from source.next()
@@ -214,7 +214,7 @@ def _string(context: CallContext) -> Reader[bool]:
 
 
 def _unescaped(escaped: str, digits: str) -> str:
-    """Return the JSON text of a Python escape: a backslash, this character, and these hexadecimal digits."""
+    """Return the JSON text of a Python escape: a backslash, the character `escaped`, and these hexadecimal digits."""
     if escaped in _HEX and len(digits) == _HEX[escaped]:
         point = int(digits, 16)
         if 0xD800 <= point < 0xE000:  # half a surrogate pair, for which JSON has the same escape

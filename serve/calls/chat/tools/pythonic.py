@@ -30,7 +30,7 @@ def _read_llama4(context: CallContext) -> Reader[bool]:
 
 
 LLAMA4 = _pythonic(
-    section_open=("<|python_start|>", "<|python_end|>"),  # its template writes text between these marks, then JSON
+    section_open=("<|python_start|>", "<|python_end|>"),  # the chat template writes text between these marks, then JSON
     section_close=("<|python_end|>",),
     call_open=("[",),
     separators=(";",),
@@ -53,7 +53,7 @@ _OBJECTS = Marks(("{", "[{"))
 
 
 def _read_lfm2(context: CallContext) -> Reader[bool]:
-    """Read Python syntax, or JSON if a system message requested it."""
+    """Read calls in Python syntax, or in JSON if a system message requested JSON."""
     yield from context.source.skip()
     mark = yield from context.source.one_of(_OBJECTS)
     if mark is None:

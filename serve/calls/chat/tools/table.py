@@ -1,4 +1,4 @@
-"""Every format of tool calls, by the names of `--tool-call-parser`."""
+"""All formats of tool calls, by the names of `--tool-call-parser`."""
 
 from __future__ import annotations
 

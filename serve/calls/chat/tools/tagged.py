@@ -16,7 +16,7 @@ _QWEN = Parameters(
 
 
 def _functions(tag: str) -> ToolFormat:
-    """Return the format of functions between <tag> and </tag>."""
+    """Return the format of <function=NAME> calls between <tag> and </tag>."""
     return ToolFormat(
         section_open=(f"<{tag}>",),
         section_close=(f"</{tag}>",),
