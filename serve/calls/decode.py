@@ -327,9 +327,7 @@ def _all_are(kind: type, values: list[Any]) -> bool:
 
 
 def _is_unset(value: Any) -> bool:
-    """Whether clients send this value to mean "not set": null, false, an empty string, list or object, or a list
-    of nulls.
-    """
+    """Whether clients send this value for "not set": null, false, an empty string, list or object, a list of nulls."""
     if type(value) is list:
         return all(item is None for item in value)
     return value is None or value is False or value == "" or value == {}
@@ -466,9 +464,7 @@ def _union(annotation: Any) -> Decoder:
 
 
 def _types_of(annotation: Any) -> tuple[str, ...]:
-    """Return the possible values of a dataclass's field `type`. Empty if there is no such field or it is not a
-    Literal.
-    """
+    """Return the values of a dataclass's field `type`. Empty if there is no such field or it is not a Literal."""
     if not (is_dataclass(annotation) and isinstance(annotation, type)):
         return ()
     hint = get_type_hints(annotation).get("type")

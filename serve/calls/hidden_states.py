@@ -22,9 +22,7 @@ def hidden_states(chunk: Chunk) -> list[Any]:
 
 
 def last_hidden(chunk: Chunk) -> list[float]:
-    """Return the hidden state [E] from which the last token was sampled. Empty if the request ended without
-    hidden states.
-    """
+    """Return the hidden state [E] from which the last token was sampled, or an empty list if there is none."""
     states = hidden_states(chunk)
     if not states:
         return []
@@ -32,9 +30,7 @@ def last_hidden(chunk: Chunk) -> list[float]:
 
 
 def as_fragment(states: list[Any]) -> orjson.Fragment:
-    """Return the list as JSON. Vectors are written one by one, because orjson holds the interpreter lock while it
-    writes.
-    """
+    """Return the list as JSON. Vectors are written one by one, because orjson holds the interpreter lock."""
     if not states:
         return orjson.Fragment(b"[]")
     prompt, *output = states

@@ -30,8 +30,7 @@ class ProfileBody:
 
 
 def profile_options(body: ProfileBody) -> ProfileOptions:
-    """Return the options, and create the output folder. Do not call it on the event loop, because it writes to the
-    disk.
+    """Return the options, and create the output folder. Call it in a thread, because it writes to the disk.
 
     Raises `InvalidRequest`, whose `param` is the invalid field.
     """

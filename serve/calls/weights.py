@@ -97,9 +97,7 @@ class WeightsFromGroupBody:
 
 @dataclass(slots=True, kw_only=True)
 class WeightsFromTensorBody:
-    """The body of `/update_weights_from_tensor`. Each item has all tensors, not sharded, as base64 of safetensors
-    data.
-    """
+    """The body of `/update_weights_from_tensor`. Each item has all tensors, unsharded: safetensors data in base64."""
 
     serialized_named_tensors: Annotated[list[str], Length(1, 1024)]
     load_format: Annotated[str, Length(1, 200)] | None = None  # None, "direct" or "flattened_bucket"
@@ -187,9 +185,7 @@ async def close_group(core: EngineCore, body: DestroyGroupBody) -> Answer:
 
 
 async def update_weights_from_group(core: EngineCore, body: WeightsFromGroupBody) -> Answer:
-    """Replace weights with tensors received over a process group. If it raises `CheckpointError`, the old weights
-    stay.
-    """
+    """Replace weights with tensors from a process group. If it raises `CheckpointError`, the old weights stay."""
     if body.abort_all_requests:
         core.abort_all()
     packing = "none" if body.load_format is None else "bucket"

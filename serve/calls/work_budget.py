@@ -104,9 +104,7 @@ def check_joined(shared: Sized, parts: Iterable[Sized], param: str) -> None:
 
 
 def _counts(request: Request, context_length: int) -> tuple[int, int, int]:
-    """Return estimates for one choice: output tokens, prompt tokens with log-probabilities, log-probabilities per
-    token.
-    """
+    """Return estimates for a choice: output tokens, prompt tokens with logprobs, logprobs per token."""
     logprobs, num_new = request.logprobs, _num_new(request, context_length)
     if logprobs is None:
         return 0, 0, 0

@@ -591,7 +591,7 @@ class Engine:
         return await read_weight(self.core, decode(ReadWeightBody, {"name": name, "truncate_size": truncate_size}))
 
     async def weights_checker(self, action: str) -> dict[str, Any]:
-        """Run an action on the weights: "snapshot", "compare", "checksum" or "reset_tensors" (see `/weights_checker`)."""
+        """Run an action on weights: "snapshot", "compare", "checksum" or "reset_tensors" (see `/weights_checker`)."""
         return await check_weights(self.core, decode(WeightsCheckerBody, {"action": action}))
 
     async def release_memory_occupation(self, tags: Sequence[str] | None = None, *, keep: bool = True) -> None:

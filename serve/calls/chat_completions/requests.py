@@ -88,7 +88,5 @@ def keep_last_of(body: OpenAIBody) -> int | None:
 
 
 def sampling_of(core: EngineCore, body: OpenAIBody) -> SamplingParams:
-    """Merge the request's sampling parameters over --preferred-sampling-params, the model's and the endpoint's
-    defaults.
-    """
+    """Merge the request's sampling parameters over the server's preferred ones, the model's and the API's defaults."""
     return sampling_params(body.api, body.sampling, core.plan.serve.preferred_sampling, facts=core.facts)

@@ -79,7 +79,7 @@ class OpenAIBody:
     guided_whitespace_pattern: NotBuilt = None
     session_params: NotBuilt = None
     return_hidden_states: bool = False  # whether to return the last token's `hidden_states`; see `GenerateBody`
-    bootstrap_host: Hosts | None = None  # the prefill server that computes the prompt, as SGLang's routers name it
+    bootstrap_host: Hosts | None = None  # prefill server of the prompt, in the fields of SGLang's routers
     bootstrap_port: Ports | None = None
     bootstrap_room: Rooms | None = None
     data_parallel_rank: NotBuilt = None

@@ -72,7 +72,7 @@ class GenerateBody:
     service_tier: Tier | None = None  # selects a priority (--service-tier-priorities)
     prompt_cache_key: CacheKey | None = None  # the prompt's pages stay cached under this key (--prefix-pin-share)
     session_id: CacheKey | None = None  # like prompt_cache_key, for all requests of a conversation
-    session_params: SessionBody | None = None  # the tokens of an earlier request that this one continues
+    session_params: SessionBody | None = None  # the session, and the earlier request to continue
     lora_path: AdapterName | list[AdapterName | None] | None = None  # names of adapters
     log_metrics: bool = True  # whether the request metrics count this call
     input_embeds: NotBuilt = None
@@ -82,7 +82,7 @@ class GenerateBody:
     modalities: list[Modality] | Modality | None = None
     return_hidden_states: bool | list[bool] = False  # requires --enable-return-hidden-states; not with stream
     custom_logit_processor: str | list[str | None] | None = None  # a sampling parameter in the other APIs
-    bootstrap_host: Hosts | None = None  # the prefill server that computes the prompt, as SGLang's routers name it
+    bootstrap_host: Hosts | None = None  # prefill server of the prompt, in the fields of SGLang's routers
     bootstrap_port: Ports | None = None
     bootstrap_room: Rooms | None = None
     bootstrap_pair_key: NotBuilt = None

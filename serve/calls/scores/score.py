@@ -66,9 +66,7 @@ def pairs_of(body: ScoreBody) -> list[tuple[str, str]]:
 
 
 def label_requests(core: EngineCore, body: ScoreBody) -> list[Request]:
-    """Return one request per item. Raises `InvalidRequest` if a field is missing or query and items do not fit
-    together.
-    """
+    """Return one request per item. Raises `InvalidRequest` if a field is missing or the fields do not fit together."""
     for name in ("query", "items", "label_token_ids"):
         if getattr(body, name) is None:
             raise InvalidRequest(f"{name} is missing.", param=name)

@@ -1,6 +1,4 @@
-"""Calls with arguments in JSON: objects that contain the name, lists of such objects, and names before the
-arguments.
-"""
+"""Calls with arguments in JSON: objects that contain the name, lists of them, and names before the arguments."""
 
 from __future__ import annotations
 
