@@ -20,9 +20,8 @@ GENERATIONS = {9: "Hopper", 10: "Blackwell"}  # major number of the compute capa
 class GpuWith:
     """Requires a package, and a GPU with at least `CAPABILITY`.
 
-    If `generation` is given, it is the required major number of the GPU's compute capability. If `compiled` is given,
-    the package compiles its kernels on first use with CUDA's compiler, unless this package of compiled kernels is
-    installed.
+    `generation`, if given, is the required major number of the GPU's compute capability. `compiled`, if given, names a
+    package of precompiled kernels. If it is not installed, `package` compiles its kernels with nvcc on first use.
     """
 
     package: str
@@ -35,8 +34,9 @@ class GpuWith:
         return f"an NVIDIA GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or newer"
 
     def unmet(self, machine: Machine, gpu: Gpu | None) -> str:
-        """Return the requirement that this GPU (None: the CPU) or the machine does not meet, as a text that begins
-        with "needs"; "" if all are met.
+        """Return the requirement that is not met, as text that begins with a verb ("needs ..."), or "" if all are met.
+
+        `gpu` is None if the model runs on the CPU.
         """
         if gpu is None:
             return f"needs {self}, and this model runs on the CPU"
@@ -61,15 +61,15 @@ class Backend:
     file: str  # module in the operation's package
     kernels: str  # where its kernels come from, for help texts
     needs: GpuWith | None = None  # required hardware and package; None: runs on every machine
-    # Whether CUDA graphs can capture it for all kinds of rows. To be captured, a backend must not read data of the rows
-    # on the host, unless it registers a function in `AttentionMetadata.replans`. If this is False, graphs
-    # capture a sampling backend for greedy rows only.
+    # Whether CUDA graphs can capture it for all kinds of rows. A captured backend must not read data of the rows on the
+    # host, unless it registers a function in `AttentionMetadata.replans`. A sampling backend with False is captured for
+    # greedy rows only.
     captured: bool = False
 
     def unmet(self, machine: Machine, gpu: Gpu | None) -> str:
-        """Return which requirement is not met if the model runs on this GPU (None: the CPU), or "" if all are met.
+        """Return the requirement that is not met, or "" if all are met. `gpu` is None if the model runs on the CPU.
 
-        The text begins with a verb, such as "needs", and its subject is the backend's name.
+        The text begins with a verb, such as "needs", and continues a sentence that begins with the backend's name.
         """
         return "" if self.needs is None else self.needs.unmet(machine, gpu)
 
@@ -95,19 +95,19 @@ class AttentionBackend(Backend):
     page_sizes: tuple[int, ...] = ()
     float8_cache: bool = True  # whether it reads a float8 cache if the model has another dtype
     lacks: frozenset[str] = frozenset()  # the `AttentionShape.features` that it does not support
-    # Major number of the compute capability of GPUs on which it is the default if its compiled kernels are installed.
+    # Major compute capability of the GPUs on which this backend is the default, if its compiled kernels are installed.
     default_on: int | None = None
-    # Whether it needs exact values in `AttentionMetadata.starts_host` for rows of one token; else upper bounds suffice.
+    # Whether it needs exact values in `AttentionMetadata.starts_host` for rows of one token. If not, upper bounds
+    # suffice.
     exact_starts: bool = False
     decode_settings: Mapping[str, str] = field(default_factory=dict)  # command-line option -> argument of `make_attend`
-    uncaptured_with: Mapping[str, str] = field(
-        default_factory=dict
-    )  # command-line option -> reason why it excludes CUDA graphs
+    # command-line option -> reason why CUDA graphs cannot be used with the option
+    uncaptured_with: Mapping[str, str] = field(default_factory=dict)
 
     def not_default(self, machine: Machine, gpu: Gpu | None) -> str | None:
-        """Return why it is not the first choice on this GPU although it is meant to be, "" if it is.
+        """Return why this backend is not the default on a GPU of its `default_on` generation; "" if it is the default.
 
-        None if it is not meant for this GPU, or a requirement is not met. The text begins with a verb.
+        The text begins with a verb. Returns None for other GPUs, and if a requirement is not met.
         """
         if self.default_on is None or gpu is None or gpu.capability[0] != self.default_on or self.unmet(machine, gpu):
             return None
@@ -139,7 +139,7 @@ class AttentionBackend(Backend):
 class SamplingBackend(Backend):
     """An implementation of sampling."""
 
-    # Names of the limits in `ops.sampling.SamplingArrays` that it supports. `native` computes rows with other limits.
+    # Limits in `ops.sampling.SamplingArrays` that it supports, by name. `native` computes rows with other limits.
     limits: frozenset[str] = frozenset()
 
 
@@ -149,8 +149,8 @@ FLASHINFER_DTYPES = ("float16", "bfloat16")
 FLASHINFER_COMPILED = "flashinfer-jit-cache"  # FlashInfer's kernels as machine code
 TRTLLM_PAGE_SIZES = (16, 32, 64)
 
-# Without an option, the first backend of `PREFERRED` that is meant for the GPU and can compute the model is used, else
-# the first of this table.
+# Without an option, the first backend of `PREFERRED` is used that is a default on this GPU and supports the model.
+# Without such a backend, the first usable one of this table is used.
 PREFERRED = ("fa3", "flashinfer")
 ATTENTION: Mapping[str, AttentionBackend] = {
     "triton": AttentionBackend(

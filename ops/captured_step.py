@@ -1,4 +1,8 @@
-"""Launches the first and the last kernel of a step that a CPU graph captures completely (`ops/cpp/source/whole.h`)."""
+"""Launchers of the first and the last kernels of a step that a CPU graph captures as a whole.
+
+The first kernel derives positions and slot mapping from the batch. The last kernels select or pool hidden states, or
+choose the most likely tokens (`ops/cpp/source/whole.h`).
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,16 @@ from ops.cpp.library import address
 from ops.cpp.structures import Begin, Choose, Last, PoolRows, Product, Product8, Step
 from ops.matmul.with_cpp import PACKED, PackedWeight4, PackedWeight8, product4, scratch8
 
-SAMPLES = -1  # as a product's number of rows, it means the number of sampled rows of each step
+SAMPLES = -1  # number of rows of a product that stands for the number of sampled rows of each step
 BEST_BYTES = 5 * 64  # size of the scratch memory that one thread needs for one row
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """Buffers that the first kernel of a step fills and the other kernels read. `row_values` is the kernel's input."""
+    """Buffers that the first kernel of a step fills and the other kernels read.
+
+    The exception is `row_values`: the caller fills it, and the first kernel copies it to `token_values`.
+    """
 
     query_starts: Tensor  # int32 [B + 1]
     token_ids: Tensor  # int64 [T]
@@ -64,7 +71,10 @@ class Inputs:
         return {name: getattr(self, name).data_ptr() for name in names} | pages
 
     def attention(self, step: Step) -> AttentionMetadata:
-        """Return metadata with these buffers, to capture the layers. It has no rows; a graph gets them in each step."""
+        """Return metadata with these buffers, for the capture of the layers.
+
+        It describes no rows. A graph gets the rows from the `Step` of each run.
+        """
         empty = torch.empty(0, 0, dtype=torch.int32)
         return AttentionMetadata(
             page_table=empty if self.page_table is None else self.page_table[None],
@@ -79,7 +89,7 @@ class Inputs:
 
 
 def derive_inputs(launcher: KernelLauncher, inputs: Inputs, dtype: torch.dtype) -> None:
-    """Launch the kernel that computes all arrays of `inputs`, except the row values, from the arrays of the step."""
+    """Launch the kernel that computes all arrays of `inputs` except `row_values` from the arrays of the step."""
     operands = Begin(
         **inputs.addresses(),
         position_axes=address(inputs.position_axes),
@@ -112,9 +122,9 @@ def pool_rows(launcher: KernelLauncher, hidden: Tensor, out: Tensor, *, mean: bo
 def choose_greedy(launcher: KernelLauncher, hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the id of each row's largest logit (int64 [R]), and whether the row is sound (bool [R]).
 
-    The logits are hidden [R, E] @ weight.T, but they are not stored. The results equal the results of `choose` in
-    `ops.sampling` for greedy rows. The kernel also writes the ids to the step's `last_tokens`. Raises `NotCapturable`
-    if the weight is not packed.
+    The logits are hidden [R, E] @ weight.T, and the kernel does not store them. The results are those of `choose` in
+    `ops.sampling` for greedy rows, which also defines "sound". The kernel also writes the ids to the step's
+    `last_tokens`. Raises `NotCapturable` if the weight is not packed.
     """
     if not isinstance(weight, PACKED):
         raise NotCapturable("the weight of the LM head is not packed")

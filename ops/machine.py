@@ -101,7 +101,8 @@ class Machine:
         )
 
 
-# `CUDA_PACKAGES` are the packages that the extra `cuda` installs. `EXTRAS` are packages of the other extras.
+# Packages of the typical servers that `Machine.named` returns: `CUDA_PACKAGES` are installed by the extra `cuda`,
+# `EXTRAS` by other extras.
 EXTRAS = {"xgrammar": "0.2.8", "outlines-core": "0.2.14"}
 CUDA_PACKAGES = {"triton": "3.6.0", "flashinfer-python": "0.6.13"}
 
@@ -218,7 +219,7 @@ def _gpu(driver: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _cuda_compiler() -> str | None:
-    """Return the path of nvcc, where FlashInfer looks for it: CUDA_HOME, the search path, the usual folder."""
+    """Return the path of nvcc. Search where FlashInfer does: CUDA_HOME, then the search path, then the usual folder."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     given = [str(Path(home) / "bin" / "nvcc") for home in homes if home]
     return next(filter(None, map(shutil.which, (*given, "nvcc", "/usr/local/cuda/bin/nvcc"))), None)
@@ -234,7 +235,7 @@ def _torch_cuda() -> str | None:
 
 
 def _packages() -> dict[str, str]:
-    """Return the versions of the installed `PACKAGES`. Does not parse their whole metadata, which takes 5 ms each."""
+    """Return the versions of the installed `PACKAGES`. Do not parse all their metadata, which takes 5 ms each."""
     versions = {}
     for name in PACKAGES:
         try:

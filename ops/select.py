@@ -157,10 +157,10 @@ def select(
 def _launcher(
     num_threads: int | None = None, compiler: str | None = None, lifeline: Lifeline | None = None
 ) -> KernelLauncher:
-    """Return a launcher of the C++ kernels, on torch's number of threads by default.
+    """Return a launcher of the C++ kernels. By default it has as many threads as torch.
 
-    It uses the kernels that the package carries for this processor. Without them, or if `compiler` is set, it compiles
-    them. Raises `BuildError`.
+    It uses the package's precompiled kernels for this processor. If there are none, or if `compiler` is set, it
+    compiles the kernels. Raises `BuildError` if this fails.
     """
     from ops.cpp.build import BuildError
     from ops.cpp.kernel_launcher import KernelLauncher

@@ -31,14 +31,14 @@ from torch import Tensor
 class AttentionMetadata:
     """Rows of one step and their pages in the cache; built once per step, read by every layer.
 
-    `plan_cache` is for backends: values that the first layer derives from the other fields (a gather index, a mask)
-    are kept there for later layers. Keys begin with the backend's module name.
+    Backends may store derived values in `plan_cache`, for example a gather index or a mask. The first layer computes
+    them, and later layers reuse them. Keys begin with the backend's module name.
 
-    `replans` is None, except in a step of single tokens that is captured as a CUDA graph. The tensors of such a step
-    keep their addresses, and its `starts_host` does not describe the steps that will replay the graph. A backend that
-    needs the rows of these steps on the host registers a function in `replans`, under its own key. Before each replay
-    the function is called with the metadata of the new step, and updates the buffers of the captured kernels. The
-    warm-up run and the captured run share this dict, which lives as long as the graph.
+    `replans` is a dict while a step of single tokens is captured as a CUDA graph, otherwise None. During capture, the
+    tensors already have their final addresses, but `starts_host` does not describe the later steps that replay the
+    graph. A backend that needs the rows of each step on the host registers a function in `replans` under its own key.
+    Before each replay, the function is called with the metadata of the new step and updates the buffers of the captured
+    kernels. The warm-up run and the captured run share the dict, which lives as long as the graph.
     """
 
     page_table: Tensor  # int32 [B, W], a row's pages in order; entries after its last page may be any valid pages
@@ -47,14 +47,14 @@ class AttentionMetadata:
     query_starts: Tensor  # int32 [B + 1], prefix sums of counts
     slot_mapping: Tensor  # int64 [T], page * page_size + offset: slot of each token's KV
     page_size: int
-    # Copies on the host, so that backends need not wait for the device. For rows of one token, starts may be upper
-    # bounds, unless the backend declares `exact_starts` (`ops.backends`).
+    # Copies on the host, so that backends need not wait for the device. For rows of one token, `starts_host` may
+    # contain upper bounds, unless the backend declares `exact_starts` (`ops.backends`).
     starts_host: Sequence[int]
     counts_host: Sequence[int]
     plan_cache: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     replans: dict[Hashable, Callable[[AttentionMetadata], None]] | None = None
-    # (row, first position, end) of spans whose tokens attend to each other, also to later ones, as tokens of one image
-    # do in some models. Backends ignore them; `native.attend_mutually` computes these rows again.
+    # (row, first position, end) of each span with bidirectional attention, for example the tokens of one image in some
+    # models. Backends ignore the spans; `native.attend_mutually` then computes the rows with spans again.
     mutual_spans: Sequence[tuple[int, int, int]] = ()
     # (int64 [R], metadata with their slots): tokens whose KV is stored in further slots too. Only the cache reads it.
     repeated: tuple[Tensor, AttentionMetadata] | None = None
@@ -100,7 +100,7 @@ class AttentionOptions(NamedTuple):
     - sinks: the softmax of each head has exp(sink) as a further term in its denominator. A sink is neither scaled nor
       capped (attention sinks, arXiv 2309.17453).
     - k_scale, v_scale: keys and values are the elements of the pools times these scales.
-    - below: results are needed only for rows with fewer tokens than this; a backend may compute all rows.
+    - below: the caller needs only the results of rows with fewer tokens than this. A backend may compute all rows.
     """
 
     scale: float

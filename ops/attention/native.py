@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ops.attention import Attend, AttentionMetadata, AttentionOptions
 
-MAX_PADDING = 0.25  # maximum share of padding in a group's gathered keys; with more, a further group is faster
+MAX_PADDING = 0.25  # maximum share of padding in a group's gathered keys; beyond it, another group is faster
 MAX_GROUP_BYTES = 32 * 2**20  # maximum size of a group's gathered keys; more would exceed the CPU's caches
 MAX_MASK_ELEMENTS = 2**22
 MAX_SCORE_ELEMENTS = 2**25
@@ -27,7 +27,7 @@ class Group(NamedTuple):
 
     tokens: Tensor | None  # int64 [N], index into the flat batch; None: the whole batch
     pages: Tensor  # int64, flattened [N, K, pages per row], index into the pool viewed as [P * K, page, D]
-    keys: slice  # which gathered keys are used: those that the row reads if N is 1, otherwise all
+    keys: slice  # gathered keys to use: the keys that the row attends to if N is 1, otherwise all
     padding: tuple[Tensor, Tensor] | None  # int64 (row, key) indices of padding
     mask: Tensor | None  # [N, 1, 1, S], 0 or -inf; None without padding
     own_keys: list[int]  # index of each row's own position in the gathered keys
@@ -43,7 +43,7 @@ class Window(NamedTuple):
         return position - position % self.size if self.chunked else max(0, position - self.size + 1)
 
     def hides(self, keys: Tensor, queries: Tensor) -> Tensor:
-        """Return whether each key is before the window of each query. The arguments are positions, and broadcast."""
+        """Return whether each key is before the window of each query. Both arguments are positions and broadcast."""
         first = queries - queries % self.size if self.chunked else queries - self.size + 1
         return keys < first
 
@@ -101,9 +101,10 @@ def attend(
 def attend_mutually(
     out: Tensor, q: Tensor, k_pool: Tensor, v_pool: Tensor, metadata: AttentionMetadata, options: AttentionOptions
 ) -> None:
-    """Replace the attention `out` [T, H, D] of the rows with mutual spans, in which a token sees its whole span.
+    """Recompute rows with mutual spans, so that each token of a span attends to the whole span.
 
-    A window still hides the positions before it. Such rows have neither sinks nor ALiBi.
+    The results replace these rows of the attention `out` [T, H, D]. A sliding window still hides earlier positions. The
+    function supports neither sinks nor ALiBi.
     """
     window = None if options.window is None else Window(options.window, options.chunked)
     scoring = Scoring(options.scale * options.k_scale, options.soft_cap, None)
@@ -122,7 +123,7 @@ def attend_mutually(
         for low in range(0, count, block):
             high = min(low + block, count)
             mask = _mutual_mask(start + low, start + high, end, spans, window, q)
-            # Positions that a window has left behind may hold anything.
+            # Pages before the window may have been reused, so their values may be NaN.
             results.append(dense(queries[:, :, low:high], keys, values.nan_to_num(), mask, scoring))
         attended = torch.cat(results, dim=2).permute(2, 1, 0, 3).reshape(count, *q.shape[1:])
         out[tokens] = attended if options.v_scale == 1.0 else attended * options.v_scale
@@ -240,9 +241,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring
 
 def _explicit_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
     """Compute `dense` step by step, with features that torch's attention lacks."""
-    num_sharing = len(q) // len(
-        k
-    )  # heads that share keys are folded into the query length, since bmm would copy the keys
+    # Heads that share keys are folded into the query length, because bmm would copy the keys for each head.
+    num_sharing = len(q) // len(k)
     queries = q.unflatten(0, (-1, num_sharing)).transpose(1, 2).flatten(2, 3)  # [X or 1, K, sharing * N, D]
     scores = queries.float() @ k.float().transpose(2, 3)
     if scoring.soft_cap is None:
@@ -375,7 +375,7 @@ def _padding(
 
 
 def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy without waiting for the device."""
+    """Copy a tensor to the device without waiting for it."""
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,8 +1,8 @@
 """Paged attention with FlashInfer (arXiv 2501.01005): a plan per step and kind of layer, then one launch per layer.
 
-Written for flashinfer-python 0.6.13. Its wrappers keep their plan, so they belong to one engine: `FlashInfer` owns
-them. Pages have the layout that FlashInfer calls HND. FlashInfer chooses the kernels, or FlashAttention 3
-(arXiv 2407.08608) computes rows of several tokens.
+Written for flashinfer-python 0.6.13. A wrapper stores its plan, so engines cannot share wrappers: each engine has its
+own `FlashInfer` object. Pages have the layout that FlashInfer calls HND. By default FlashInfer chooses the kernels.
+With `FA3`, FlashAttention 3 (arXiv 2407.08608) computes the rows of several tokens.
 
 Captured steps have a separate wrapper for each number of rows, with buffers that keep their addresses. The plan of
 such a wrapper is updated outside the graph before each replay (see `AttentionMetadata.replans`).
@@ -25,11 +25,11 @@ from ops.attention.hybrid import hybrid
 from ops.backends import FLASHINFER_HEAD_DIMS
 from ops.sampling.native import to_device
 
-# size of the workspace for partial results, which wrappers share because they run one after the other
+# Size of the workspace for partial results. All wrappers share it, because they run one after the other.
 WORKSPACE_BYTES = 256 * 2**20
 PLAN_BYTES = 8 * 2**20  # size of the buffer with a plan's data for the kernels
-# Number of wrappers that take turns in successive steps. The GPU may still copy the plan of a step from the wrapper's
-# pinned buffer while the host plans later steps. The runner keeps two steps in flight.
+# Number of wrappers that successive steps use in turn. While the host plans a later step, the GPU may still copy the
+# plan of an earlier step from its wrapper's pinned buffer. The runner keeps two steps in flight.
 TURNS = 3
 FA3 = "fa3"
 CUDA_CORE_GROUPS = (1, 2)  # numbers of query heads per kv head with which decode is faster without tensor cores
@@ -143,7 +143,7 @@ class FlashInfer:
     def _new(self, setting: Setting, device: torch.device, **fixed: Any) -> Any:
         flashinfer = import_module("flashinfer")  # takes seconds and is an optional package
         if self._workspace is None:
-            # Some kernels count in it, and expect zeros at first use.
+            # Some kernels keep counters in the workspace, which must be zero at first use.
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         if not setting.is_decode:
             return flashinfer.BatchPrefillWithPagedKVCacheWrapper(

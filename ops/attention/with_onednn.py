@@ -1,7 +1,7 @@
 """Attention of single tokens with two batched matrix products of oneDNN, for bfloat16 on a CPU.
 
-torch's attention multiplies each row and kv head separately. Without AMX each product takes 6 to 9 us,
-several times its share of a batched product. `native` computes prompts, other dtypes and small batches.
+torch's attention multiplies each row and kv head separately. Without AMX each of these products takes 6 to 9 us,
+several times as long as in a batched product. `native` computes prompts, other dtypes and small batches.
 """
 
 from __future__ import annotations

@@ -22,15 +22,16 @@ from torch import Tensor
 
 from ops.attention import Attend, AttentionMetadata, AttentionOptions
 
-# Minimum number of keys per split. For rows of at most 4 * MIN_SPLIT_TOKENS keys, half of it.
+# Minimum number of keys per split. Rows of at most 4 * MIN_SPLIT_TOKENS keys use half of this minimum.
 MIN_SPLIT_TOKENS = 256
 SPLIT_PROGRAMS = 256  # a long row alone has about this number of programs: about two per multiprocessor
 MAX_SPLITS, MAX_SPLIT_BYTES = 64, 5 * 2**19  # of one row's partial results
-# A decode step has more programs, so that long rows do not wait for short ones: at least MIN_PARTS per row and head.
+# A decode step of several rows has more programs, so that long rows do not wait for short rows: about STEP_PROGRAMS in
+# total, and at least MIN_PARTS per row and tile of heads.
 STEP_PROGRAMS, MIN_PARTS = 2048, 4
 WIDE_ROWS = 32  # query rows of a tile with heads of more than 256 dimensions
-# Loads of page numbers, keys and values are stages of a loop too. With fewer stages there is one buffer for keys on
-# sm_80 or sm_90, and loads wait for products.
+# Stages of the software pipeline. Loads of page numbers, keys and values take one stage each. With fewer than 5 stages,
+# kernels for sm_80 and sm_90 have a single buffer for keys, so that loads wait for products.
 DECODE_STAGES = PREFILL_STAGES = 5
 LOG2_E = tl.constexpr(1.4426950408889634)
 # Initial value of the running maximum. With -inf, a tile without visible keys would produce NaN.
@@ -49,9 +50,9 @@ def attend(
 ) -> Tensor:
     """Attend with every row over its pages (see `ops.attention`).
 
-    The keys of single-token rows are split into at most `num_kv_splits` equal parts (by default, as many as one long
-    row needs to use the whole GPU). If `split_tile_tokens` is given, they are split into parts of this number of keys
-    instead.
+    The keys of single-token rows are split into at most `num_kv_splits` equal parts. By default, this is the number of
+    splits with which one long row uses the whole GPU. If `split_tile_tokens` is given, each part has this number of
+    keys instead.
     """
     if q.stride(-1) != 1:
         q = q.contiguous()
@@ -164,9 +165,9 @@ def _heads_blocks(shared: dict[str, Any]) -> tuple[int, int]:
 
 
 def _num_splits(num_tiles: int, split_bytes: int) -> int:
-    """Return the largest number of splits of a row, a power of two. It depends on the model only.
+    """Return the maximum number of splits of a row, a power of two that depends only on the model.
 
-    A row has `num_tiles` tiles of heads, and a partial result of `split_bytes` per split.
+    `num_tiles` is the number of tiles of heads. `split_bytes` is the size of one split's partial result.
     """
     most = max(1, min(MAX_SPLITS, MAX_SPLIT_BYTES // split_bytes, triton.cdiv(SPLIT_PROGRAMS, num_tiles)))
     return 1 << (most.bit_length() - 1)
@@ -279,7 +280,7 @@ def _decode_kernel(
     positions = tl.zeros([HEADS_BLOCK], tl.int32) + position
     pages = page_table + row.to(tl.int64) * table_stride
     slope = tl.load(slopes + heads, mask=in_group < GROUP, other=0.0) if HAS_SLOPES else None
-    # Each split has its own result, so the number of programs changes no bit.
+    # Each split has its own result, so results are bit-identical for any number of programs.
     for split in range(first + tl.program_id(2), last, tl.num_programs(2)):
         begin = tl.maximum(low, split * size) if SPLIT_TILE is not None else low + split * size
         end = tl.minimum(position + 1, (split + 1) * size if SPLIT_TILE is not None else begin + size)
@@ -396,8 +397,8 @@ def _prefill_kernel(
     KEYS_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    # Row b has the programs from number query_starts[b] * GROUP // ROWS_BLOCK + b up to the first program of row b + 1.
-    # They are always enough for its pairs of a token and a head.
+    # The first program of row b has the number query_starts[b] * GROUP // ROWS_BLOCK + b. The programs before the first
+    # one of row b + 1 are always enough for the row's pairs of a token and a head.
     program, kv_head = tl.program_id(0), tl.program_id(1)
     row, end_row = 0, num_rows
     while end_row - row > 1:
@@ -499,9 +500,8 @@ def _over_keys(
             scores += tl.dot(rest_queries, tl.trans(rest_k.to(queries.dtype)), input_precision=PRECISION)
         scores *= scale
         if SOFT_CAP is not None:
-            scores = SOFT_CAP * (
-                2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0
-            )  # SOFT_CAP * tanh(scores / SOFT_CAP)
+            # SOFT_CAP * tanh(scores / SOFT_CAP)
+            scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)
         if slope is not None:
             scores += slope[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
         is_seen = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]

@@ -1,8 +1,8 @@
 """Paged attention with TensorRT-LLM's kernels in FlashInfer. They need no plan and read the page table directly.
 
 Written for flashinfer-python 0.6.13. FlashInfer downloads the compiled kernels at first use, or takes them from the
-package flashinfer-cubin. The kernels read all arguments on the device, except for the maximum lengths. They only
-decide how the work is divided, so a captured step passes the number of positions that the page table can hold.
+package flashinfer-cubin. The kernels read all arguments on the device, except for the maximum lengths. These lengths
+only determine how the work is divided. Therefore a captured step passes the capacity of the page table, in positions.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class TensorRT:
         check_heads(q)
         if k_pool.dtype != q.dtype:
             raise ValueError(f"trtllm_mha reads a cache of the query's {q.dtype}, not of {k_pool.dtype}. Use triton.")
-        if self._workspace is None:  # the kernels keep counters in it, which start at 0
+        if self._workspace is None:  # the kernels keep counters in the workspace, which must start at 0
             self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=q.device)
         return {
             "query": q.contiguous(),

@@ -35,7 +35,8 @@ FLAGS = (*COMMON_FLAGS, "-march=native")
 TIMEOUT_S = 300  # seconds per compiled unit
 SCRATCH = "build-"  # prefix of the folders in which units are compiled
 LOCK_POLL_S = 0.1
-# Runs a command, and kills its process group when standard input ends. Standard input is the lifeline's reading end.
+# Shell script that runs a command and kills its process group when standard input ends. Standard input is the reading
+# end of a lifeline.
 WATCHED = 'exec 3<&0 </dev/null; { read -r _ <&3; kill -9 0; } >/dev/null 2>&1 & exec "$@" 3<&-'
 DIGEST_BYTES = 32  # the SHA-256 digest at the end of a library's file
 
@@ -57,7 +58,7 @@ class Lifeline:
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
         self.is_cut = False
-        self.build_s = 0.0  # seconds for which the build compiled, or waited for another process that compiled
+        self.build_s = 0.0  # seconds spent compiling, or waiting for another process to compile
 
     def __enter__(self) -> Self:
         return self
@@ -67,7 +68,7 @@ class Lifeline:
         os.close(self.reader)
 
     def cut(self) -> None:
-        """End the build, which raises `BuildStopped`."""
+        """Stop the build: the running call of `build` raises `BuildStopped`."""
         if not self.is_cut:
             self.is_cut = True
             os.close(self._writer)
@@ -86,11 +87,11 @@ def library_path(compiler: str, processor: Collection[str], flags: Sequence[str]
 def build(
     compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS, lifeline: Lifeline | None = None
 ) -> Path:
-    """Return the path of the compiled library. Compiles it, for some seconds, if the cache does not have it.
+    """Return the path of the compiled library. If the cache does not have it, compile it, which takes seconds.
 
     One process compiles at a time; other processes wait and use its result. A failed build is retried once. If the
-    cache is not writable, a folder of this user in the temporary directory replaces it. Raises `BuildError`, and
-    `BuildStopped` after `lifeline` is cut.
+    cache is not writable, a folder of this user in the temporary directory replaces it. Raises `BuildError` if the
+    build fails, and `BuildStopped` after `lifeline` is cut.
     """
     if lifeline is None:
         with Lifeline() as own:
@@ -145,7 +146,10 @@ def _spare_directory(reason: Exception) -> Path:
 
 
 def _name(sources: Path, compiler: str, processor: Collection[str], flags: Sequence[str]) -> str:
-    """Return the name of the library's file. Path, size and time identify the compiler's version."""
+    """Return the name of the library's file, which contains a hash of all inputs of the build.
+
+    The path, size and modification time of the compiler's program stand for its version.
+    """
     try:
         program = Path(shutil.which(compiler) or compiler).resolve(strict=True)
         facts = program.stat()
@@ -160,7 +164,7 @@ def _name(sources: Path, compiler: str, processor: Collection[str], flags: Seque
 
 
 def source_files(folder: Path) -> list[Path]:
-    """Return the C++ files of a folder, in the order in which a hash includes them."""
+    """Return the C++ files of a folder, sorted. Hashes of the sources depend on this order."""
     return sorted(path for path in folder.iterdir() if path.suffix in (".cpp", ".h"))
 
 
@@ -198,7 +202,7 @@ def _remove_scratch(folder: Path) -> None:
 def make(folder: Path, name: Callable[[Path], str], compiler: str, flags: Sequence[str], lifeline: Lifeline) -> Path:
     """Compile a copy of the sources into the folder. `name` returns the library's file name for this copy.
 
-    Returns the library's path. Raises `BuildError`, and `BuildStopped` after `lifeline` is cut.
+    Returns the library's path. Raises `BuildError` if the build fails, and `BuildStopped` after `lifeline` is cut.
     """
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder, ignore_cleanup_errors=True) as scratch:
         sources = Path(scratch)
@@ -229,7 +233,7 @@ def _sync(folder: Path) -> None:
 
 
 def _compile(compiler: str, flags: Sequence[str], sources: Path, parallel: int, lifeline: Lifeline) -> Path:
-    """Compile the units, `parallel` at a time, and link them. The library is in the folder of the sources."""
+    """Compile the units, `parallel` at a time, and link them. Return the library's path, next to the sources."""
     objects, done = [str(sources / f"{number}.o") for number in range(len(UNITS))], count(1)
 
     def compile_unit(unit: str, output: str) -> None:

@@ -33,7 +33,7 @@ class NotCapturable(RuntimeError):
 
 
 def _large_pages(size: int) -> memoryview:
-    """Return zeroed memory in large pages if the system has them. Pages take no memory until they are written."""
+    """Return zeroed memory, in large pages if the system supports them. A page takes no memory until it is written."""
     block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # the Linux kernel may not support large pages
@@ -59,7 +59,7 @@ class KernelLauncher:
         self._block = memoryview(b"")  # free memory for further weights
 
     def close(self) -> None:
-        """Stop the threads after the current run, if any. Later runs raise RuntimeError."""
+        """Stop the threads. If a run is in progress, wait for its end. Later runs raise RuntimeError."""
         self._close()
 
     @property
@@ -88,8 +88,8 @@ class KernelLauncher:
     def weight_memory(self, size: int) -> Tensor:
         """Return `size` bytes (uint8) for a weight, aligned to a cache line, at the beginning of a storage.
 
-        Weights are adjacent in blocks of large pages. A step reads all weights once, and with small pages address
-        translation would take a large part of that time. A block is freed with its last weight.
+        Weights are adjacent in blocks of large pages. A step reads all weights once, and with small pages a large part
+        of this time would be address translation. A block is freed with its last weight.
         """
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
@@ -111,7 +111,7 @@ class KernelLauncher:
         return 0
 
     def launch(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure, step: Step | None = None) -> None:
-        """Run a kernel now, or record it during capture. `step` has the rows; None if the kernel needs none."""
+        """Run a kernel now, or record it during capture. `step` describes the rows; None: the kernel reads none."""
         if self._graph is not None:
             if step is not None and self._captured is not None:
                 self._bind(operands, step, self._captured)
@@ -144,9 +144,9 @@ class KernelLauncher:
     ) -> KernelGraph:
         """Return a graph of the kernels that `forward` launches, for steps of up to `capacity` tokens.
 
-        `step` has the buffers that all later steps use, and `own_pages` the same for pools with their own pages.
-        Raises `NotCapturable` if torch would have to compute a part, or if a kernel reads token ids, positions, a
-        slot mapping or query starts that are not in these buffers.
+        `step` has the buffers that all later steps use. `own_pages` has a `Step` with such buffers for each pool with
+        its own pages. Raises `NotCapturable` if torch would have to compute a part of the step, or if a kernel reads
+        token ids, positions, a slot mapping or query starts from other buffers.
         """
         graph = KernelGraph(self, capacity)
         self._graph, self._captured, self._own_pages = graph, step, own_pages
@@ -164,14 +164,14 @@ _BUFFERS = ("token_ids", "positions", "slot_mapping", "query_starts")
 
 
 def _check_same(step: Step, captured: Step) -> None:
-    """Raise `NotCapturable` if a kernel reads buffers that differ from the captured step's."""
+    """Raise `NotCapturable` if `step` has other buffers than the captured step."""
     for name in _BUFFERS:
         if getattr(step, name) not in (None, getattr(captured, name)):
             raise NotCapturable(f"an operation reads {name} from another buffer than the step's")
 
 
 class _Pool:
-    """The worker threads. `close` waits for a running kernel, since at exit a daemon thread may still run one."""
+    """The worker threads. `close` waits for a running kernel, because a daemon thread may still run one at exit."""
 
     def __init__(self, library: Library, num_threads: int) -> None:
         self._library = library
@@ -204,11 +204,11 @@ class KernelGraph:
         self._array: ctypes.Array[GraphNode] | None = None
 
     def append(self, kernel: str, dtype: torch.dtype, operands: ctypes.Structure) -> None:
-        """Add a kernel, or fuse it with the last one.
+        """Add a kernel, or fuse it with the previous kernel.
 
-        A store of keys is fused with their rotation, so that the keys are still in the cache of the core that rotated
-        them. An activation is fused with the product before it: no other kernel may read the product's results (see
-        `ops.activation`).
+        The store of keys is fused with their rotation, so that the keys are still in the cache of the core that rotated
+        them. An activation is fused with the product before it. This is safe, because no other kernel may read the
+        product's results (see `ops.activation`).
         """
         last = self.operands[-1] if self.operands else None
         if isinstance(operands, Store) and isinstance(last, Rotate) and operands.k == last.k:
@@ -230,7 +230,7 @@ class KernelGraph:
         return self.operands[-1].out == x
 
     def close(self) -> None:
-        """Complete the graph: it gets no more kernels."""
+        """Complete the graph, so that it can run. No kernel may be added afterwards."""
         self._array = (GraphNode * len(self.nodes))(*self.nodes)
 
     def followed_by(self, other: KernelGraph) -> KernelGraph:
@@ -242,7 +242,7 @@ class KernelGraph:
         return joined
 
     def without(self, kernel: str) -> KernelGraph:
-        """Return a graph that runs all kernels but those with this name. It uses the memory of this graph."""
+        """Return a graph that runs all kernels except those with this name. It uses the memory of this graph."""
         rest = KernelGraph(self._launcher, self.capacity)
         name_of = self._launcher.library.name_of
         rest.nodes = [node for node in self.nodes if name_of(node.kernel) != kernel]
@@ -259,7 +259,7 @@ class KernelGraph:
         self._launcher.run(ctypes.addressof(self._array), len(self._array), step)
 
     def time(self, step: Step) -> list[tuple[str, float]]:
-        """Compute a step kernel by kernel. Return each kernel's name and seconds, with the call's overhead."""
+        """Compute a step kernel by kernel. Return (name, seconds) of each kernel, including the call's overhead."""
         times = []
         for node in self.nodes:
             began = perf_counter()
@@ -291,7 +291,7 @@ class _Block:
 
 @dataclass(slots=True)
 class Arena:
-    """Memory for the intermediate tensors of a graph. Memory of a tensor that was freed during capture is reused.
+    """Memory for the intermediate tensors of a graph. If a tensor is freed during capture, its memory is reused.
 
     Therefore a step of many layers needs only the memory of one layer, which stays in the processor's caches.
     """
@@ -318,7 +318,7 @@ class Arena:
 
 
 def _aligned(nbytes: int) -> np.ndarray:
-    """Return `nbytes` bytes, aligned to a cache line, or to a large page if they fill one."""
+    """Return `nbytes` bytes of memory, aligned to a cache line, or to a large page if the size is at least one."""
     if nbytes < LARGE_PAGE:
         memory, alignment = np.empty(nbytes + CACHE_LINE, np.uint8), CACHE_LINE
     else:

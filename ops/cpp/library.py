@@ -20,14 +20,15 @@ logger = logging.getLogger(__name__)
 
 TYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}  # dtypes in which the kernels compute
 
+# Dtypes that only a KV cache may have -> the code that kernels use for them.
 CACHE_TYPES = {
     torch.float8_e4m3fn: 1,
     torch.float8_e5m2: 2,
-}  # dtypes that only a cache may have, and their codes for kernels
+}
 
 
 class KernelDescription(NamedTuple):
-    """Arithmetic of the CPU's kernels. Two engines with different descriptions may round differently.
+    """The facts that determine how the CPU kernels round. Engines with different descriptions may round differently.
 
     `str` returns one line for a table or a bug report.
     """
@@ -65,7 +66,11 @@ def check_sizes(compiled: Iterable[_Size]) -> None:
 
 
 class Library:
-    """The kernels by name and dtype. Raises RuntimeError if a structure has another size than in Python."""
+    """The kernels of a library file, by name and dtype.
+
+    The constructor raises OSError if the file cannot be loaded, and RuntimeError if the size of a structure differs
+    from its size in Python.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -96,14 +101,14 @@ class Library:
         return self._addresses[key]
 
     def name_of(self, kernel: int) -> str:
-        """Return the name of a kernel whose address `kernel` has returned."""
+        """Return the name of the kernel at this address, which must come from `kernel`."""
         return next(name for (name, _), known in self._addresses.items() if known == kernel)
 
 
 def load(
     compiler: str, processor: Collection[str], flags: Sequence[str] = FLAGS, lifeline: Lifeline | None = None
 ) -> Library:
-    """Return the library for a processor with these flags. Compiles it if the cache has no loadable library.
+    """Return the library for a processor with these flags. Compile it if the cache has no library that loads.
 
     Raises `BuildError` if it cannot be compiled or loaded, and `BuildStopped` after `lifeline` is cut.
     """
@@ -119,7 +124,7 @@ def load(
 
 
 def load_prebuilt(machine: str, cpu_flags: Collection[str]) -> Library | None:
-    """Return the library that the package carries for this processor, or None if it has none that loads."""
+    """Return the package's precompiled library for this processor, or None if there is none or it does not load."""
     path = prebuilt.find(machine, cpu_flags)
     try:
         return Library(path) if path else None
@@ -134,7 +139,7 @@ def cache_type(pool: Tensor, dtype: torch.dtype) -> int | None:
 
 
 def address(tensor: Tensor | None) -> int | None:
-    """Return the address of the tensor's first element. Without a tensor, return None, which is a null pointer."""
+    """Return the address of the tensor's first element, or None (a null pointer) if there is no tensor."""
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -1,8 +1,8 @@
 """C++ kernels that are compiled before installation: one library for each kind of processor.
 
-A wheel of `just wheel` carries them all, and `pip install .` compiles the one for this machine. With them, a machine
-needs no compiler, and the first start takes as long as every other start. Their file names contain a hash of the
-sources, so a library of other sources is never loaded.
+A wheel of `just wheel` contains all these libraries; `pip install .` compiles the one for this machine. A machine with
+a matching library needs no compiler, and the first start is as fast as later ones. The file names contain a hash of the
+sources, so that a library of other sources is never loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Target:
     name: str
     machine: str  # as in `Machine.processor`
     needs: frozenset[str]  # as in `Machine.cpu_flags`
-    flags: tuple[str, ...]  # of GCC and Clang
+    flags: tuple[str, ...]  # compiler flags of GCC and Clang
 
     def file_name(self, sources: Path = SOURCES) -> str:
         """Return the name of the library's file. It contains a hash of the sources."""
@@ -40,7 +40,7 @@ _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _AVX512_BF16 = _AVX512 | {"avx512_bf16", "avx512_vnni"}
 _AMX = _AVX512_BF16 | {"amx_tile", "amx_bf16", "amx_int8"}
 _BF16_FLAGS = ("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni")
-TARGETS = (  # the best of a machine first
+TARGETS = (  # for each machine, the fastest target first
     Target("amx", "x86_64", _AMX, (*_BF16_FLAGS, "-mamx-tile", "-mamx-bf16", "-mamx-int8")),
     Target("avx512-bf16", "x86_64", _AVX512_BF16, _BF16_FLAGS),
     Target("avx512", "x86_64", _AVX512, ("-march=x86-64-v4",)),

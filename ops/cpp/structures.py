@@ -52,7 +52,7 @@ STRUCTURES: dict[str, type[Structure]] = {}  # by name in C++
 
 
 class _Declared(type(Structure)):
-    """Creates a class with the fields of the C++ structure of the same name. Instances have no other attributes."""
+    """Metaclass that gives a class the fields of its C++ structure. Instances have no other attributes."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
         namespace["__slots__"] = ()

@@ -1,7 +1,7 @@
 """A build hook of hatchling that compiles the C++ kernels into a wheel.
 
-PENSTOCK_KERNELS says for which processors: `this` (the default), `all`, or `none`. Without a compiler the wheel has no
-compiled kernels, and Penstock compiles them at its first start if a compiler is there by then.
+The environment variable PENSTOCK_KERNELS selects the processors: `this` (the default), `all`, or `none`. Without a
+compiler the wheel has no compiled kernels. Penstock then compiles them at its first start, if it finds a compiler.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INSIDE = "ops/cpp/prebuilt"  # folder of the libraries in the wheel
 
 
 class KernelHook(BuildHookInterface):
-    """Adds compiled kernels to wheels. Editable installs get none: their sources change."""
+    """Adds compiled kernels to wheels, but not to editable installs, because their sources change."""
 
     _scratch: tempfile.TemporaryDirectory[str] | None = None
 
@@ -44,7 +44,7 @@ class KernelHook(BuildHookInterface):
         if machine.compiler is None or not targets:
             self.app.display_warning("No C++ compiler, or an unknown processor: this wheel has no compiled kernels.")
             return
-        self._scratch = tempfile.TemporaryDirectory()  # until the wheel is written
+        self._scratch = tempfile.TemporaryDirectory()  # must live until the wheel is written
         for target in targets:
             self.app.display_info(f"Compiling the C++ kernels for {target.name}")
             try:

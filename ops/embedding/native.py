@@ -28,7 +28,10 @@ def embed(
 def look_up(
     rows: Callable[[Tensor, Tensor], Tensor], token_ids: Tensor, weight: Tensor, first_id: int | None
 ) -> Tensor:
-    """Look up the ids with `rows(indices [T], weight)`, which gets only valid indices. Other ids have zeros."""
+    """Return the vectors of the ids in a rank's part of the vocabulary, and zeros for other ids.
+
+    `rows(indices [T], weight)` does the lookup and gets only valid indices.
+    """
     if first_id is None:
         return rows(token_ids, weight)
     indices = token_ids - first_id

@@ -1,4 +1,4 @@
-"""Embedding and logits in Triton. A kernel computes its output in one pass, without a mask of ids in memory."""
+"""Embedding and logits in Triton. Each kernel computes its output in one pass, without a mask of ids in memory."""
 
 # Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false
@@ -107,7 +107,7 @@ def _logits_kernel(
     width,
     stride,
     scale,
-    SOFT_CAP: tl.constexpr,  # or None
+    SOFT_CAP: tl.constexpr,  # None: no soft cap
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)

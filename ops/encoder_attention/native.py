@@ -68,7 +68,7 @@ def _attend_near(q: Tensor, k: Tensor, v: Tensor, out: Tensor, reach: int, scale
 def _padded(
     q: Tensor, k: Tensor, v: Tensor, counts: Sequence[int], scale: float, reach: int | None, bias: Bias | None
 ) -> Tensor:
-    """Compute all rows in one call, padded to the longest, because on a GPU the number of launches decides the time."""
+    """Compute all rows in one call, padded to the longest row. On a GPU, one launch is faster than one per row."""
     num_rows, width = len(counts), max(counts)
     index = torch.cat([torch.arange(count) + row * width for row, count in enumerate(counts)])
     index = index.to(q.device, non_blocking=True)

@@ -11,7 +11,7 @@ the scale and clamps them to the largest value of the dtype; the scales of other
 distinct, except for padding, which goes to a page that no row reads.
 
 `copy_pages` copies the pages `source_pages` (int64 [N]) of the pool `source` to the pages `target_pages` (int64 [N],
-distinct) of the pool `target`. Both pools are [P, K, page, D] with their own P; each page is contiguous, and pages may
-have any distance from each other. They may be the same tensor if no page is both a source and a target. The page ids
-are on the device that computes. Either pool may be in page-locked host memory, which kernels of a GPU can access.
+distinct) of the pool `target`. Both pools are [P, K, page, D] with their own P. Each page is contiguous; the stride
+between pages is arbitrary. Both pools may be the same tensor if no page is both a source and a target. The page ids are
+on the device that computes. Either pool may be in page-locked host memory, which a GPU's kernels can access.
 """

@@ -12,11 +12,11 @@ latent part of a head's keys is latent @ weight.T, and its values are latent @ w
 (`LatentWeights`). `prepare_heads` converts such weights to the backend's layout.
 `attend_latent` computes
 
-- rows of fewer than `expand_from` tokens absorbed: the weight of the keys is applied to the queries and the weight of
-  the values to the result. `attend`, a kernel of `ops.attention`, then reads the latent vectors as keys and values of
+- rows of fewer than `expand_from` tokens absorbed: the weight of the keys is applied to the queries, and the weight of
+  the values to the result. `attend`, a kernel of `ops.attention`, reads the latent vectors as the keys and values of
   one head;
-- longer rows, if `expand_from` is a number, with expanded keys and values. They are computed from the latent vectors
-  for some heads or positions at a time and then dropped.
+- longer rows, if `expand_from` is not None, with expanded keys and values. Keys and values are computed from the latent
+  vectors for some heads or positions at a time, and dropped after use.
 
 Both methods give the same result except for rounding. All KV of the step is stored before the call.
 """
@@ -27,12 +27,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Minimum number of tokens of an expanded row. In shorter rows, each token has bit for bit the result of a single token.
+# Minimum number of tokens of an expanded row. In shorter rows, each token's result is bit-identical to its result in a
+# single-token row.
 MIN_EXPANDED_TOKENS = 128
 
 
 class LatentWeights(NamedTuple):
-    """The weights that convert latent vectors to keys and values. `prepare_heads` has returned the three tensors."""
+    """The weights that convert latent vectors to keys and values. The three tensors are results of `prepare_heads`."""
 
     absorbing: Tensor  # [H, R, N]: the keys' weight, transposed
     values: Tensor  # [H, V, R]
@@ -42,7 +43,7 @@ class LatentWeights(NamedTuple):
 
 
 def min_tokens_to_expand(rank: int, nope_dim: int, value_dim: int) -> int | None:
-    """Return the number of tokens from which a row is faster with expanded keys and values, or None if it never is.
+    """Return the minimum number of tokens for which expansion makes a row faster, or None if it never does.
 
     A row computes C tokens after S cached ones, and each token sees S + C / 2 positions on average. One head needs
     these multiplications:
@@ -51,9 +52,9 @@ def min_tokens_to_expand(rank: int, nope_dim: int, value_dim: int) -> int | None
     - expanded: C (S + C / 2) (N + P + V) for attention, and (S + C) R (N + V) for the keys and values.
 
     With a long context, expansion needs fewer multiplications if C is at least R (N + V) / (2 R - N - V). This is 171
-    tokens in DeepSeek V2 and V3, and 399 in GLM-4.7-Flash. In measurements of the C++ kernels, expansion is faster from
-    this number or a smaller one on (tests/bench/lab-notes.md). With a short context it is faster for fewer tokens
-    already, but it saves little time.
+    tokens in DeepSeek V2 and V3, and 399 in GLM-4.7-Flash. In measurements of the C++ kernels, the break-even point is
+    at or below this number (tests/bench/lab-notes.md). With a short context, expansion is faster for even fewer tokens,
+    but saves little time.
     """
     saved = 2 * rank - nope_dim - value_dim
     return max(MIN_EXPANDED_TOKENS, -(-rank * (nope_dim + value_dim) // saved)) if saved > 0 else None

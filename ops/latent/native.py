@@ -11,7 +11,7 @@ from ops.attention.hybrid import part_of
 from ops.attention.native import Scoring, attend_gathered_row, gather_row
 from ops.latent import LatentWeights
 
-# maximum number of elements of expanded keys and values held at once; a single head may exceed it
+# Maximum number of elements of expanded keys and values in memory at a time. A single head may exceed it.
 MAX_EXPANDED_ELEMENTS = 2**24
 
 

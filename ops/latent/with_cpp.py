@@ -1,7 +1,7 @@
 """Latent attention in C++.
 
-`ops/cpp/source/heads.h` multiplies each head by its weight, `attend_expanded.h` attends with expanded keys and values.
-A kernel of `ops.attention` attends over the latent vectors.
+`ops/cpp/source/heads.h` multiplies each head by its weight. `attend_expanded.h` attends with expanded keys and values.
+For absorbed rows, a kernel of `ops.attention` attends over the latent vectors.
 """
 
 from __future__ import annotations

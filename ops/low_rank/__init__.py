@@ -1,11 +1,11 @@
-"""Low-rank additions to the output of a linear layer, another one for each token (LoRA, arXiv 2106.09685).
+"""Low-rank additions to the output of a linear layer (LoRA, arXiv 2106.09685). Each token may have another adapter.
 
 A backend file defines
 
     add_low_rank(y [T, O], x [T, I], weights, slots [T]) -> y        y += B (A x), in place
 
-with A and B of each token's slot (`LowRank`); slot 0 adds nothing. A x is computed and kept in float32, and y is
-rounded once. A token's result does not depend on the other tokens.
+A and B are the matrices in the token's slot (`LowRank`). Slot 0 adds nothing. A x is computed and kept in float32, and
+y is rounded once. A token's result does not depend on other tokens.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 
 class LowRank(NamedTuple):
-    """The low-rank weights of one linear layer in S slots. The layer has P sub-layers, each with an A of its own.
+    """The low-rank weights of one linear layer in S slots. The layer has P sub-layers, each with its own A.
 
-    Slot s > 0 is at index s - 1. Entries beyond a slot's rank are never read.
+    Slot s > 0 is at index s - 1 of each tensor. Entries beyond a slot's rank are never read.
     """
 
     a: Tensor  # [S, P, R, I]
     b: Tensor  # [S, R, O], column o belongs to the sub-layer of output o
     ranks: Tensor  # int32 [S]; 0: the slot adds nothing to this layer
-    ends: Tensor  # int64 [P], where each sub-layer's outputs end; the last is O
+    ends: Tensor  # int64 [P], end of each sub-layer's output columns; the last element is O

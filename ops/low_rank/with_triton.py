@@ -1,9 +1,10 @@
-"""Low-rank additions in Triton: one kernel computes A x of each token, a second one y += B (A x).
+"""Low-rank additions in Triton: one kernel computes A x of each token, a second kernel computes y += B (A x).
 
-A program computes a tile of 32 tokens, whose slots may differ. It visits the distinct slots of the tile, so tokens need
-no sorting, and a tile of one prompt reads A and B once. If no token has an adapter, the program ends after it has read
-the slots. Grids and memory depend only on shapes. If tokens are few, several programs share the slots of a tile, and
-several share the inputs of a token. The order of a token's sums does not depend on the number of tokens.
+A program computes a tile of 32 tokens, whose slots may differ. It iterates over the distinct slots of the tile.
+Therefore tokens need no sorting, and a tile of one prompt reads A and B once. If no token has an adapter, the program
+ends after it has read the slots. Grids and memory depend only on shapes. If there are few tokens, the slots of a tile
+are distributed over several programs, and so are the inputs of a token. The order of a token's sums does not depend on
+the number of tokens.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -21,9 +22,9 @@ __all__ = ["add_low_rank"]
 
 TOKENS_BLOCK = 32
 OUT_BLOCK = 64
-MAX_CHUNKS, MIN_CHUNK = 16, 512  # chunks of the inputs; inputs per chunk
-MAX_SPLIT_TOKENS = 512  # largest number of tokens for which each chunk has its own programs
-MAX_LANES = 64  # programs between which the slots of all tiles are distributed, at least one per tile
+MAX_CHUNKS, MIN_CHUNK = 16, 512  # maximum number of chunks of the inputs; minimum number of inputs per chunk
+MAX_SPLIT_TOKENS = 512  # maximum number of tokens for which each chunk has its own programs
+MAX_LANES = 64  # programs over which the slots of all tiles are distributed; each tile has at least one program
 
 
 def add_low_rank(y: Tensor, x: Tensor, weights: LowRank, slots: Tensor) -> Tensor:
@@ -81,7 +82,7 @@ def add_low_rank(y: Tensor, x: Tensor, weights: LowRank, slots: Tensor) -> Tenso
 
 
 def _block(count: int) -> int:
-    """Return the size of the smallest block of `count` lines or columns that `tl.dot` multiplies."""
+    """Return the smallest block size for `count` lines or columns that `tl.dot` accepts."""
     return max(16, triton.next_power_of_2(count))
 
 
@@ -92,7 +93,7 @@ def _shrink_kernel(
     a,  # [S, LINES, IN], one line per sub-layer and index below RANK
     ranks,  # [S]
     slots,  # [num_tokens]
-    shrunk,  # [sums, num_tokens, LINES], sums over one chunk each, or one over all
+    shrunk,  # [sums, num_tokens, LINES], one sum per chunk, or a single sum over all chunks
     num_tokens,
     x_stride,
     IN: tl.constexpr,
@@ -171,7 +172,7 @@ def _expand_kernel(
             before = tl.load(targets, mask=is_inside, other=0.0)
             total = tl.zeros([TOKENS_BLOCK, OUT_BLOCK], tl.float32)
             begin = tl.zeros([], tl.int64)
-            for part in range(PARTS):  # a block of columns may belong to several
+            for part in range(PARTS):  # a block of columns may span several sub-layers
                 end = tl.load(ends + part)
                 if (begin < first + OUT_BLOCK) & (end > first):
                     product = tl.zeros([TOKENS_BLOCK, OUT_BLOCK], tl.float32)
@@ -194,7 +195,7 @@ def _expand_kernel(
 
 @triton.jit
 def _slots_of_lane(slots, tokens, num_tokens):
-    """Return the tokens' slots, and 0 for a slot that belongs to other programs of axis 1."""
+    """Return each token's slot, or 0 if another program of axis 1 computes the slot."""
     all_slots = tl.load(slots + tokens, mask=tokens < num_tokens, other=0)
     return tl.where(all_slots % tl.num_programs(1) == tl.program_id(1), all_slots, 0)
 

@@ -11,9 +11,9 @@ A backend file defines
 additional time, otherwise in x's dtype. All products with weights use `linear` or `logits`, which accept unprepared and
 prepared weights.
 
-`prepare` is called once per complete weight. It returns the weight unchanged, or a tensor of the same shape whose
-layout only products can read. In the second case the caller may free the original. With bits=8 it quantises the weight
-to 8 bits with one scale per output. It raises ValueError if the backend does not support `bits`.
+`prepare` is called once per complete weight. It returns the weight unchanged, or a tensor of the same shape in a layout
+that only these products can read. In the second case the caller may free the original. With bits=8 it quantises the
+weight to 8 bits with one scale per output. It raises ValueError if the backend does not support `bits`.
 
 `prepare_grouped` does the same for weights with 4 to 8 bits (`ops/matmul/grouped.py`) and products in `dtype`. A
 backend without a kernel for such weights dequantises them. Products with a grouped weight may round the rows of x if

@@ -1,6 +1,6 @@
 """Weights with 4 to 8 bits and scales per group, from a checkpoint or from rounding, before a backend packs them.
 
-Codes are integers, or numbers of float8 (e4m3).
+Codes are integers or float8 numbers (e4m3).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 # Values of the 4-bit codes 0 .. 15 if they represent integers.
 WHOLE = tuple(float(number) for number in range(-8, 8))
 CODE_BITS = (4, 5, 6, 8)  # supported numbers of bits of a code
-SMALLEST_SCALE = 1e-12  # of a row of zeros in float8
+SMALLEST_SCALE = 1e-12  # scale of a float8 row that contains only zeros
 ROWS_AT_ONCE = 256  # number of rows that are rounded at a time, so that they stay in the cache
 
 
@@ -22,10 +22,10 @@ class GroupForm(NamedTuple):
     """Format of a grouped weight: inputs per group, bits per code, and the values of 4-bit codes."""
 
     group: int
-    bits: int = 4  # 4, 5, 6 or 8; more than 4 bits represent integers, and the middle code is 0
+    bits: int = 4  # 4, 5, 6 or 8; codes of more than 4 bits are integers, and the middle code represents 0
     table: tuple[float, ...] = WHOLE
-    shifted: bool = True  # whether groups have shifts
-    floating: bool = False  # whether the codes, of 8 bits, are numbers of float8 (e4m3) instead of integers
+    shifted: bool = True  # whether each group has a shift, which is added to its values
+    floating: bool = False  # whether the codes have 8 bits and are float8 numbers (e4m3) instead of integers
 
     @property
     def fits(self) -> bool:
@@ -34,7 +34,10 @@ class GroupForm(NamedTuple):
 
 
 def common_form(forms: Collection[GroupForm]) -> GroupForm | None:
-    """Return the form with the fewest bits that fits and represents all these forms without loss, or None."""
+    """Return the form with the fewest bits that fits and can represent weights of all these forms without loss.
+
+    Returns None if there is no such form.
+    """
     first, *others = forms
     if all(form == first for form in others):
         return first if first.fits else None
@@ -61,12 +64,12 @@ def is_whole(table: tuple[float, ...]) -> bool:
 
 
 class GroupedWeight(NamedTuple):
-    """A weight [O, I] whose rows are divided into G groups of I / G inputs, with a scale and perhaps a shift each.
+    """A weight [O, I] whose rows are divided into G groups of I / G inputs. Each group has a scale and perhaps a shift.
 
     weight[o, i] = table[codes[o, i]] * scales[o, i // group] + shifts[o, i // group]
 
-    With more than 4 bits, codes[o, i] - 2 ** (bits - 1) replaces table[codes[o, i]], or the number whose bits in float8
-    (e4m3) are codes[o, i] if the weight is `floating`. Tensors of experts have an additional first dimension.
+    With more than 4 bits, codes[o, i] - 2 ** (bits - 1) replaces table[codes[o, i]]. If the weight is `floating`, the
+    float8 number (e4m3) with the bits codes[o, i] replaces it. Tensors of experts have an additional first dimension.
     """
 
     codes: Tensor  # uint8 [O, I], from 0 to 2 ** bits - 1
@@ -82,7 +85,10 @@ class GroupedWeight(NamedTuple):
         return self.codes.shape[-1] // self.scales.shape[-1]
 
     def as_form(self, form: GroupForm) -> GroupedWeight:
-        """Return the same weight in `form`, which is its own form or a `common_form` of several weights."""
+        """Return the same weight in `form`, which must be its own form or a `common_form` of it and other weights.
+
+        Raises ValueError for a conversion between integers and float8 numbers.
+        """
         times = self.group // form.group
         scales, shifts = (
             each if each is None or times == 1 else each.repeat_interleave(times, dim=-1)

@@ -1,6 +1,7 @@
 """Matrix products with 8-bit weights in torch, for processors without C++ kernels.
 
-A weight is scale[o] * q with integers q from -127 to 127. Each product dequantises it: this saves memory, not time.
+A weight is scale[o] * q with integers q from -127 to 127. Each product dequantises the weight, which saves memory but
+not time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Matrix products in Triton with weights in float8 (e4m3), which have a scale per output and group of inputs.
 
-GPUs that multiply float8 round the rows of x to e4m3 too, with one scale per row and group. The same rounded rows are
-used for every number of rows. Older GPUs convert the weights to x's dtype instead, without a loss.
+On GPUs with float8 products, the rows of x are rounded to e4m3 too, with one scale per row and group. This rounding
+does not depend on the number of rows. On older GPUs, the weights are converted to x's dtype instead, without loss.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -19,15 +19,15 @@ from torch import Tensor
 FLOAT8_CAPABILITY = (8, 9)  # minimum compute capability of float8 products
 LARGEST = tl.constexpr(448.0)  # largest value of e4m3
 ROUND_BLOCK = 1024  # numbers per iteration of a program that rounds rows
-FEW_ROWS = 32  # up to this number of rows reading the weight dominates
+FEW_ROWS = 32  # up to this number of rows, reading the weight takes most of the time
 MIN_PROGRAMS = 128  # about the number of multiprocessors
 MAX_SPLITS = 8
-# torch's product reads rows and columns of multiples of this size, and returns bfloat16.
+# torch's product requires sizes that are multiples of this number, and returns bfloat16.
 TORCH_MULTIPLE = 16
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Return whether the device has float8 products. A CPU has them, for tests."""
+    """Return whether the device has float8 products. True for a CPU, so that tests can run these kernels."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
@@ -109,7 +109,10 @@ def add_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
 
 
 def num_splits(num_programs: int, num_steps: int) -> int:
-    """Return into how many parts programs divide the main loop of `num_steps` iterations to fill the GPU."""
+    """Return the number of parts into which to split the main loop, so that the programs fill the GPU.
+
+    Without a split there are `num_programs` programs, with a main loop of `num_steps` iterations.
+    """
     if num_programs >= 3 * MIN_PROGRAMS // 4:
         return 1
     wanted = min(MAX_SPLITS, num_steps, MIN_PROGRAMS // num_programs)
@@ -121,16 +124,16 @@ def _num_splits(num_rows: int, columns: int, num_steps: int) -> int:
 
 
 def _in_torch(num_rows: int, shape: torch.Size, groups: int, dtype: torch.dtype, bias: Tensor | None) -> bool:
-    """Return whether torch computes the product: with many rows and one scale per output, in bfloat16."""
+    """Return whether torch computes the product: many rows, bfloat16, and one scale per output."""
     if num_rows <= FEW_ROWS or groups != 1 or dtype != torch.bfloat16 or (bias is not None and bias.dtype != dtype):
         return False
     return not any(size % TORCH_MULTIPLE for size in shape)
 
 
 def inputs_per_step(in_size: int, groups: int) -> int:
-    """Return how many inputs an iteration of the main loop may read: at most 256, which are in one group.
+    """Return how many inputs an iteration of the main loop may read: at most 256, all in the same group.
 
-    The last iteration may be partial if there is one group.
+    If there is only one group, the last iteration may be partial.
     """
     group = in_size // groups
     return 256 if groups == 1 else min(group & -group, 256)
@@ -156,11 +159,11 @@ def _tile(num_rows: int, step: int, dtype: torch.dtype) -> dict[str, Any]:
 def to_float8(x):
     """Round float32 numbers of magnitude up to 448 to e4m3, to nearest even.
 
-    They are rounded before the conversion, because Triton's interpreter would lose carries.
+    The function rounds before it converts, because the conversion in Triton's interpreter would lose carries.
     """
     bits = x.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
-    small = (x + 24576.0) - 24576.0  # the smallest numbers have a distance of 2 ** -9
+    small = (x + 24576.0) - 24576.0  # subnormal numbers are multiples of 2 ** -9
     return tl.where(tl.abs(x) < 0.015625, small, normal).to(tl.float8e4nv)
 
 

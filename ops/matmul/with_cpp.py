@@ -70,7 +70,7 @@ class PackedWeight4(Tensor):
 def product4(
     launcher: KernelLauncher, plain: Product, weight: PackedWeight4, rows: int, dtype: torch.dtype
 ) -> tuple[Product4, Tensor | None]:
-    """Return the operands of a product with `rows` rows of x in `dtype`, and a tensor that must live until the launch.
+    """Return the operands of a product with `rows` rows of x in `dtype`, and a tensor to keep alive until the launch.
 
     `plain` has all operands except the weight. Raises ValueError if the weight is packed for another dtype.
     """

@@ -1,10 +1,10 @@
 """Matrix products in Triton with weights in 8 and 4 bits, which the main loop converts to x's dtype.
 
-4-bit weights are integers in groups (`ops/matmul/grouped.py`). A byte has two of them, the first in its lower half. In
-float32 the sum of a group's products is scaled once; in 16 bits a weight is scaled in float32 and then rounded, like a
-dequantised weight, so that an iteration of the main loop can read several groups. 8-bit weights are integers with one
-scale per output. Rows of x are never rounded. Weights in float8 are in `triton_float8.py`. torch computes products
-with other weights.
+4-bit weights are integers in groups (`ops/matmul/grouped.py`). A byte has two of them, the first in its lower half. If
+x is in float32, the sum of a group's products is scaled once. If x has 16 bits, each weight is scaled in float32 and
+then rounded, like a dequantised weight, so that an iteration of the main loop can read several groups. 8-bit weights
+are integers with one scale per output. Rows of x are never rounded. `triton_float8.py` computes products with float8
+weights, and torch computes products with other weights.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -24,20 +24,20 @@ from ops.matmul.grouped import WHOLE, GroupedWeight
 
 GROUPS = (16, 32, 64, 128)  # supported numbers of inputs per group; multiples of the last one are supported as well
 LARGEST_8 = 127.0
-FEW_ROWS = 32  # up to this number of rows reading the weight dominates
-ALIGNMENT = 256  # alignment of the parts in bytes
+FEW_ROWS = 32  # up to this number of rows, reading the weight takes most of the time
+ALIGNMENT = 256  # alignment of each part of a packed weight, in bytes
 
 
 class Parts(NamedTuple):
     """Tensors of a packed weight."""
 
-    codes: Tensor  # uint8 [O, I / 2], int8 [O, I] or float8 (e4m3) [O, I]; experts have one more dimension before
+    codes: Tensor  # uint8 [O, I / 2], int8 [O, I] or float8 (e4m3) [O, I]; experts have an additional first dimension
     scales: Tensor  # float32 [O, G] or [O, 1]
     shifts: Tensor | None = None  # float32 [O, G]
 
 
 class Packed(Tensor):
-    """A packed weight. The tensor has its shape [..., O, I], but strides of 0. Its data is in `parts`."""
+    """A packed weight. The tensor has the shape [..., O, I] and strides of 0; the data is in `parts`."""
 
     parts: Parts
 
@@ -147,10 +147,10 @@ def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype)
 
 
 def _tile(num_rows: int, group: int, dtype: torch.dtype, *, of_4_bits: bool) -> dict[str, Any]:
-    """Return the tile sizes. An iteration of the main loop reads whole groups, or inputs of one group."""
-    if dtype.itemsize == 4:  # inputs of one group
+    """Return the tile sizes. An iteration of the main loop reads whole groups, or a part of one group."""
+    if dtype.itemsize == 4:  # an iteration reads inputs of one group only
         return {"ROWS_BLOCK": 16, "OUT_BLOCK": 32, "IN_BLOCK": min(group, 32), "num_warps": 4, "num_stages": 2}
-    if num_rows <= FEW_ROWS:  # reading the weight dominates: many bytes are on their way at a time
+    if num_rows <= FEW_ROWS:  # reading the weight takes most of the time, so many loads are in flight
         rows = 16 if num_rows <= 16 else 32
         return {
             "ROWS_BLOCK": rows,
@@ -199,9 +199,9 @@ def _product_kernel(
         bytes_of = codes + columns.to(tl.int64)[:, None] * (IN // 2) + pairs[None, :]
         group: tl.constexpr = min(GROUP, IN_BLOCK)
         groups = tl.arange(0, IN_BLOCK // group) * group
-        for base in range(first, end, IN_BLOCK):  # an iteration reads whole groups, or inputs of one group
+        for base in range(first, end, IN_BLOCK):  # an iteration reads whole groups, or a part of one group
             a = tl.load(x_rows + base, mask=is_row[:, None] & (base + inner < IN)[None, :], other=0.0)
-            is_byte = is_column[:, None] & (base // 2 + pairs < IN // 2)[None, :]  # a form that permits wide loads
+            is_byte = is_column[:, None] & (base // 2 + pairs < IN // 2)[None, :]  # this form permits wide loads
             both = tl.load(bytes_of + base // 2, mask=is_byte, other=0).to(tl.int32)
             # The bits of 2 ** 23 + number in float32: faster than a conversion, and exact.
             numbers = tl.interleave(both & 15, both >> 4) | 0x4B000000

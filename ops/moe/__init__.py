@@ -1,4 +1,4 @@
-"""Mixtures of experts: a few of X gated feed-forward networks compute each token.
+"""Mixtures of experts: each token is computed by a few of X gated feed-forward networks.
 
 A backend file defines
 
@@ -9,17 +9,17 @@ A backend file defines
     prepare_grouped_experts(mixture: GroupedMixture, dtype) -> mixture
     one_expert(mixture, expert, size, inner_size) -> mixture
 
-`route` selects each token's `top_k` experts with the largest logits, the best first, equal logits by lower number. The
-weights are scores in float32: the softmax over all X logits, or the sigmoid of each logit with scoring="sigmoid". With
-`renormalise` they are divided by their sum; then they are multiplied by `scale`. Source: arXiv 1701.06538. With a
-`bias` (float32), experts are selected by score + bias. With a `grouping`, they are selected by score (+ bias), and only
-from the best groups (`Grouping`; arXiv 2412.19437).
+`route` selects the `top_k` experts with the largest logits for each token, the best first. Equal logits are ranked by
+lower expert number. The weights are scores in float32: the softmax over all X logits, or the sigmoid of each logit with
+scoring="sigmoid". With `renormalise` they are divided by their sum. Then they are multiplied by `scale`. Source:
+arXiv 1701.06538. With a `bias` (float32), experts are selected by score + bias. With a `grouping`, they are selected by
+score (+ bias), and only from the best groups (`Grouping`; arXiv 2412.19437).
 
 `mix` returns the sum over a token's experts of weight * down(activation(gate) * up). The rows 0 .. F - 1 of an expert's
-`gate_up` are the weight of the gate, the other rows the weight of `up`. Products are rounded to x's dtype; the weighted
-sum is computed in float32 and rounded once. With `weigh_inputs`, the rounded weight * x is the input of an expert, and
-the sum is not weighted (Llama 4). `activation` is one of `ops.activation.ACTIVATIONS`. Pairs whose expert is -1 add
-nothing: another rank computes them.
+`gate_up` are the weight of the gate, and the other rows are the weight of `up`. Products are rounded to x's dtype; the
+weighted sum is computed in float32 and rounded once. With `weigh_inputs`, an expert's input is weight * x, rounded, and
+the sum is not weighted (Llama 4). `activation` is one of `ops.activation.ACTIVATIONS`. Pairs of a token and an expert
+with the expert -1 add nothing, because another rank computes them.
 
 `prepare_experts` is called once for complete weights, like `prepare` of `ops.matmul`. A backend without a faster
 layout, or without kernels for this number of bits, returns the weights unchanged. `prepare_grouped_experts` does the
@@ -64,4 +64,4 @@ class Grouping(NamedTuple):
 
     num_groups: int
     top_groups: int  # number of groups from which experts are selected
-    num_scores: int  # a group's score is the sum of this number of its best scores
+    num_scores: int  # the score of a group is the sum of this number of its best experts' scores

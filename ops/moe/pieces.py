@@ -1,4 +1,4 @@
-"""The memory of single experts in prepared weights, to move experts between ranks."""
+"""Views of each expert's memory in prepared weights, for moving experts between ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ops.matmul.with_cpp import Header4, PackedWeight, PackedWeight4, PackedWeig
 
 
 def expert_pieces(tensors: Iterable[Tensor | None], num_experts: int) -> list[Tensor]:
-    """Return views uint8 [X, bytes] of the memory of these tensors of a mixture: one line for each expert.
+    """Return views (uint8 [X, bytes]) of the memory of a mixture's tensors, with one line per expert.
 
-    An expert consists of its lines of all views. Raises ValueError if the memory is not divided by expert.
+    The lines of an expert in all views contain all its weights. Raises ValueError if the memory is not divided by
+    expert.
     """
     return [piece for tensor in tensors if tensor is not None for piece in _pieces(tensor, num_experts)]
 

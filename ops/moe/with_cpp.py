@@ -22,7 +22,7 @@ from ops.moe import GroupedMixture, Grouping, Mixture, native
 
 MAX_EXPERTS = 1024
 SCORINGS = {"softmax": 0, "sigmoid": 1}
-DEPTH = 32  # inner sizes are padded to multiples of it, which are whole steps of a matrix unit
+DEPTH = 32  # inner sizes are padded to multiples of it, so that a matrix unit computes whole steps
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
@@ -163,7 +163,7 @@ def _each(weight: GroupedWeight, change: Callable[[Tensor], Tensor]) -> GroupedW
 
 
 def _interleave(rows: Tensor, padding: int, half: int) -> Tensor:
-    """Interleave [X, 2F, n] to [X, 2 (F + padding), n]: `half` rows of the gate, `half` rows of up, and so on."""
+    """Return rows [X, 2F, n] as [X, 2 (F + padding), n]: `half` rows of the gate, `half` rows of `up`, and so on."""
     rows = F.pad(rows.unflatten(1, (2, -1)), (0, 0, 0, padding))
     return rows.unflatten(2, (-1, half)).transpose(1, 2).flatten(1, 3)
 

@@ -1,7 +1,8 @@
 """Mixtures of experts in Triton: routing, a sort of the (token, expert) pairs by expert, two grouped products.
 
-A tile of a grouped product has pairs of one expert. Tiles are numbered by expert, and a program computes its tile from
-the experts' first pairs. Therefore memory needs no padding and the host reads no sizes: grids depend only on shapes.
+A tile of a grouped product has pairs of a single expert. Tiles are numbered by expert, and a program finds its tile
+from the position of each expert's first pair. Therefore memory needs no padding and the host reads no sizes: grids
+depend only on shapes.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -43,9 +44,9 @@ def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mix
 
 
 class Sorted(NamedTuple):
-    """Pairs of a token and one of its k experts, sorted by expert and then by number. Pair t * k + j is of token t.
+    """Pairs of a token and one of its k experts, sorted by expert and then by pair number.
 
-    Pairs whose expert is -1 come first.
+    Pair t * k + j belongs to token t. Pairs with the expert -1 come first.
     """
 
     order: Tensor  # int32 [T * k], number of the pair at each position
@@ -143,7 +144,7 @@ def _grouped(x: Tensor, weight: Tensor, pairs: Sorted, top_k: int, *, from_token
         if multiplies_float8(x.device):
             x, row_scales = round_rows(x, in_size // groups)
     tile = _tile(num_pairs, num_experts, x.dtype, step)
-    # Upper bound on the number of tiles: each expert's last tile may be partial.
+    # Upper bound on the number of tiles, since the last tile of each expert may be partial.
     num_tiles = min(num_pairs, num_experts) + num_pairs // tile["PAIRS_BLOCK"]
     _grouped_kernel[(num_tiles, triton.cdiv(out_size, tile["OUT_BLOCK"]))](
         x,
@@ -207,7 +208,7 @@ def _route_kernel(
     left = x
     for position in tl.static_range(TOP_K):
         top = tl.max(left, axis=0)
-        # If a logit is NaN, no logit may be equal to it; then any expert is valid, here the last.
+        # If a logit is NaN, possibly no logit equals `top`. Any expert is valid then, and this code takes the last one.
         best = tl.min(tl.where(left == top, ids, EXPERTS - 1), axis=0)
         top_logits, chosen = (
             tl.where(positions == position, top, top_logits),

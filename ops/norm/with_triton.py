@@ -14,7 +14,7 @@ from torch import Tensor
 from ops.norm import native
 from ops.norm.native import add
 
-# torch computes `add` in a single kernel already
+# torch computes `add`, for which it already needs only one kernel.
 __all__ = [
     "add",
     "add_layer_norm",

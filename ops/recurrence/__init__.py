@@ -1,8 +1,8 @@
-"""Recurrent layers: they keep one state of fixed size per sequence, instead of keys and values per token.
+"""Recurrent layers, which keep one state of fixed size per sequence instead of keys and values per token.
 
-A pool has one slot per state. `Segments` gives, for each span of tokens, the slot with the state before them and the
-slot for the state after them. Slot 0 of every pool contains zeros, the initial state of a sequence, and is never
-written. A backend file defines
+A pool has one slot per state. For each span of tokens, `Segments` gives the slot of the state before the span and the
+slot for the state after it. Slot 0 of every pool contains zeros, the initial state of a sequence, and is never written.
+A backend file defines
 
     convolve(x [T, C], weight [K, C], bias [C] | None, pool [N, K - 1, C], segments, *,
              gates (before [T, C], after [T, C]) | None = None) -> [T, C]
@@ -58,11 +58,11 @@ class Span(NamedTuple):
 
 
 class Wave(NamedTuple):
-    """Spans that do not depend on each other: none reads a slot that another one writes."""
+    """Spans that do not depend on each other: no span reads a slot that another span writes."""
 
-    tokens: Tensor  # int64 [S], the spans of one token
-    reads: Tensor  # int64 [S]
-    writes: Tensor  # int64 [S]
+    tokens: Tensor  # int64 [S], index into the flat batch of the token of each single-token span
+    reads: Tensor  # int64 [S], slot of the state before the token
+    writes: Tensor  # int64 [S], slot of the state after the token
     spans: tuple[Span, ...]  # longer spans
 
 
@@ -70,11 +70,11 @@ class Wave(NamedTuple):
 class Segments:
     """Spans of the step's tokens and their state slots; built once per step, read by every layer."""
 
-    # int32 [S, 4], the fields of `Span`. C++ kernels read spans until these cover the step's tokens, so that S may be
-    # arbitrary during graph capture.
+    # int32 [S, 4], the fields of `Span`. C++ kernels read spans until the spans cover all tokens of the step, so S may
+    # have any value during graph capture.
     spans: Tensor
-    host: NDArray[np.int32] | None = None  # the same on the host; None: `waves` copies them from the device
-    # Whether the spans are those of a captured step: unknown on the host, of one token each, and `independent`.
+    host: NDArray[np.int32] | None = None  # copy of `spans` on the host; None: `waves` copies them from the device
+    # Whether a graph captures the step. Its spans are unknown on the host, have one token each, and are `independent`.
     captured: bool = False
 
     @classmethod
@@ -108,7 +108,7 @@ class Segments:
 
 
 def independent(spans: NDArray[np.int32]) -> bool:
-    """Return whether spans [S, 4] have one token each, and none reads or writes a slot that another one writes."""
+    """Return whether all spans [S, 4] have one token, and no span reads or writes a slot that another span writes."""
     reads, writes = spans[:, 0], spans[:, 1]
     return (
         bool((spans[:, 3] == 1).all()) and len(set(writes.tolist())) == len(writes) and not np.isin(reads, writes).any()

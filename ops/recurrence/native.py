@@ -21,7 +21,7 @@ def convolve(
     *,
     gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Convolve each channel causally, then apply silu, or gates before and after (see `ops.recurrence`)."""
+    """Convolve each channel causally and apply silu, or multiply by gates before and after (see `ops.recurrence`)."""
     out, keep = torch.empty(x.shape, dtype=x.dtype, device=x.device), pool.shape[1]
     if gates is not None:
         x = gates[0].float() * x.float()

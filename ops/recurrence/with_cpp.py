@@ -36,7 +36,7 @@ def convolve(
     *,
     gates: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Convolve each channel causally, then apply silu, or gates before and after."""
+    """Convolve each channel causally and apply silu, or multiply by gates before and after."""
     if x.dtype not in TYPES or pool.dtype != torch.float32 or weight.dtype != x.dtype:
         return native.convolve(x, weight, bias, pool, segments, gates=gates)
     x = contiguous_tokens(x)

@@ -9,8 +9,8 @@ A backend file defines
     k          [T, K, D]
     table      [N, R] float32: for each position the cosines of R / 2 angles, then their sines; R <= D
     positions  [T] int64, < N; None: row t of the table belongs to token t, as in the result of `angles`
-    plan_cache `AttentionMetadata.plan_cache` of the step, where the first layer may keep factors for later
-               layers; None: nothing is kept
+    plan_cache `AttentionMetadata.plan_cache` of the step, in which the first layer may store factors for later
+               layers; None: do not store any
 
 `rotate` rotates the first R dimensions of each head and leaves the other dimensions unchanged. Pair i has the
 dimensions (i, i + R / 2), or (2i, 2i + 1) if `interleaved`. It may overwrite its inputs; use the returned tensors.

@@ -11,10 +11,10 @@ All implementations guarantee:
 - A row's result depends only on that row, bit for bit. Therefore probability mass is summed in integers: the
   weight of a token is floor(exp((logit - largest logit) / temperature) * 2**b) with b = 62 - bits(V - 1). Any
   order of summation returns the same sum, and the sum of V weights fits in 63 bits.
-- A token of weight zero is never chosen. (With V = 150,000 it has less than 1e-13 of the largest probability.)
-- Tokens are ranked by logit, largest first, equal logits by lower id.
+- A token of weight zero is never chosen. (With V = 150,000 its probability is less than 1e-13 of the largest one.)
+- Tokens are ranked by logit, the largest first. Equal logits are ranked by lower id.
 - No operation waits for a CUDA device.
-- A row with a NaN, with +inf or without a finite logit is not an error: see `choose`.
+- A row with a NaN, with +inf or without a finite logit is not sound. This is not an error: see `choose`.
 
 Letters: R rows, V vocabulary, Q penalised or masked rows, C sequences with counts, N best tokens, M
 requested token ids.
@@ -22,7 +22,7 @@ requested token ids.
 choose(logits, arrays, host=None, masks=None) -> (ids, sound)
     Pick one token per row of `logits` (float32 [R, V]; `masks` are applied in place).
 
-    `arrays` are on the device of the logits. If it is a GPU, `host` has copies of the arrays on the host, which are
+    `arrays` are on the device of the logits. If this is a GPU, `host` has copies of the arrays on the host. They are
     read to plan the work without waiting for the GPU.
 
     `masks` (`Masks`) set the logits of forbidden tokens to -inf, before all other operations. A row without an allowed
@@ -35,32 +35,37 @@ choose(logits, arrays, host=None, masks=None) -> (ids, sound)
     - `top_n_sigma` keeps the tokens whose logit is at least the largest logit minus this number of standard deviations
       of the row's finite logits (arXiv 2411.07641);
     - `typical_p` keeps the tokens whose surprise, -log(probability), is nearest to the entropy, until their mass
-      reaches this share (arXiv 2202.00666); equal distances by lower id;
+      reaches this share (arXiv 2202.00666). Equal distances are ranked by lower id;
     - `top_k` keeps this number of best tokens;
-    - `top_p` keeps the shortest prefix of the ranking whose mass reaches this share of the mass of all tokens
-      that are left;
+    - `top_p` keeps the shortest prefix of the ranking whose mass reaches this share of the mass of all
+      remaining tokens;
     - `min_p` keeps the tokens whose probability is at least this share of the largest;
-    - with probability `xtc_probability`, if two or more kept tokens have at least the share `xtc_threshold` of the
-      kept mass, XTC ("exclude top choices") drops all of these but the least likely one. A hash of the uniform number
-      decides.
+    - XTC ("exclude top choices") applies to a row with probability `xtc_probability`; a hash of the uniform number
+      decides. If two or more kept tokens have at least the share `xtc_threshold` of the kept mass, XTC drops all of
+      them except the least likely one.
 
-    At least one token is kept. The uniform number selects a kept token by the inverse distribution function, in ranked
-    order if top_k, top_p or XTC is used, else in order of ids. A backend may support some of these limits only: with
-    `fallback.native_for_other_limits`, native computes the rows with other limits.
+    At least one token is kept. The uniform number selects a kept token by the inverse distribution function: in ranked
+    order if top_k, top_p or XTC is used, otherwise in order of ids. A backend may support only some of these limits.
+    With `fallback.native_for_other_limits`, `native` computes the rows with other limits.
 
 penalize(logits, rows, counted, counts, in_prompt, frequency, presence, repetition) -> None
-    Penalise tokens that were generated before (for repetition, also tokens of the prompt). Changes `logits` in place.
+    Penalise tokens that were generated before and, for repetition, tokens of the prompt. Changes `logits` in place.
 
-    `logits` is float32 [R, V], `rows` int64 [Q] and distinct, `counted` int64 [Q] the rows' indices into
-    `counts` (int32 [C, V], number of times each token was generated) and `in_prompt` (bool [C, V]), the
-    penalties float32 [Q]. Subtracts frequency * count, then presence if the count is not 0. Then, for tokens that
-    were generated or are in the prompt, divides positive logits and multiplies other logits by repetition.
+    - `logits`: float32 [R, V];
+    - `rows`: int64 [Q], the distinct rows to change;
+    - `counted`: int64 [Q], index of each of these rows into `counts` and `in_prompt`;
+    - `counts`: int32 [C, V], number of times that each token was generated;
+    - `in_prompt`: bool [C, V], whether the prompt contains each token;
+    - `frequency`, `presence`, `repetition`: float32 [Q], the penalties.
+
+    Subtracts frequency * count, and then presence if the count is not 0. Then, for tokens that were generated or are in
+    the prompt, divides positive logits by repetition and multiplies other logits by repetition.
 
 score(logits, temperature, chosen_ids, num_top, requested_ids) -> Scores
     Return the log-softmax of `logits` (float32 [R, V], unchanged) / `temperature` (float32 [R]) at some tokens.
 
-    `chosen_ids` is int64 [R], `requested_ids` int64 [R, M]; N is the smaller of `num_top` and V. A forbidden
-    token has -inf; a row that is not sound has no meaningful values.
+    `chosen_ids` is int64 [R], `requested_ids` is int64 [R, M], and N is the smaller of `num_top` and V. A forbidden
+    token has -inf. A row that is not sound has no meaningful values.
 """
 
 from __future__ import annotations
@@ -107,7 +112,7 @@ class Masks(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Log-probabilities of R rows. `top` is ranked by logit, largest first, equal logits by lower id."""
+    """Log-probabilities of R rows. `top` is ranked by logit, the largest first, and equal logits by lower id."""
 
     chosen: Tensor  # float32 [R]
     top: Tensor  # float32 [R, N]

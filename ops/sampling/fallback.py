@@ -21,9 +21,9 @@ def native_for_other_limits(
 ) -> Callable[[Choose], Callable[..., tuple[Tensor, Tensor]]]:
     """Return a decorator for the `choose` of a backend that supports only these `limits` of `SamplingArrays`.
 
-    Only the row itself decides whether the backend or `native` computes it, so its token does not depend on other rows.
-    The backend computes rows with other limits as greedy rows, and `native` replaces their results. If no row is left
-    for the backend, `native` computes the whole step.
+    Whether the backend or `native` computes a row depends only on that row, so its token does not depend on other rows.
+    The backend computes rows with other limits as greedy rows, and `native` then replaces their results. If the backend
+    supports no row of the step, `native` computes the whole step.
     """
     others = tuple(name for name in NO_LIMIT if name not in limits)
 

@@ -13,18 +13,19 @@ from ops.sampling import Masks, SamplingArrays, Scores
 
 # Rows with at most this top_k are drawn without sorting the whole vocabulary.
 MAX_BEST = 1024
-# On the host, rows with top_p and without top_k are drawn from this number of best tokens first, which usually suffice.
+# On the host, rows with top_p and without top_k are first drawn from this number of best tokens. They usually include
+# all tokens that top_p keeps.
 FIRST_BEST = 256
-# A uniform float32 number represents an interval of 2**-24, and its middle is used. Otherwise the numbers 0 and 0.5
-# could be exactly at the boundary between two tokens, and choose a token of almost no probability.
+# Half of the interval of 2**-24 that a uniform float32 number represents. The middle of the interval is used, because
+# the numbers 0 and 0.5 could be exactly at the boundary between two tokens and select a token of almost no probability.
 HALF_STEP = 2**-25
 # Logits per piece. Temporary tensors take about 40 bytes per logit: 2.5 MiB on the host, where small pieces stay in the
 # processor's cache and reuse memory, and 1.3 GiB on a device.
 HOST_PIECE, DEVICE_PIECE = 2**16, 2**25
-# lower bound of exponents: exp(-80) is 0 in fixed point already, and exp(-inf) takes three times as long
+# Lower bound of exponents. exp(-80) is already 0 in fixed point, and exp(-inf) takes three times as long to compute.
 LEAST_EXPONENT = -80.0
 _BYTES = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-# float32 [256, 8]: upper bounds on the eight logits of a byte of a bitmask.
+# float32 [256, 8]: upper bounds on the eight logits of each value of a byte of a bitmask, inf or -inf.
 LIMITS = np.where(_BYTES == 1, np.float32(np.inf), np.float32(-np.inf))
 
 
@@ -57,7 +58,7 @@ def choose(
     else:
         peak, ids = logits.amax(-1), torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
     kinds = _kinds(host, vocab_size)
-    order = None  # on a device: rows sorted by kind, which avoids copies of their indices
+    order = None  # on a device: rows sorted by kind, so that row indices need not be copied from the host
     if not on_host and len(kinds.unique()) > 1:
         order = _kinds(arrays, vocab_size).argsort(stable=True)
     for rows in _pieces(kinds, UNTRUNCATED, order, logits):
@@ -67,7 +68,7 @@ def choose(
         _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, arrays), width)[0])
     for rows in _pieces(kinds, BY_MASS, order, logits):
         taken = _take(rows, logits, peak, arrays)
-        # On a device, checking whether the mass is covered would wait.
+        # On a device, the check whether a few best tokens suffice would wait for the device.
         _put(ids, rows, _draw_by_mass(*taken) if on_host else _draw_ranked(*taken, vocab_size)[0])
     for rows in _pieces(kinds, MANY, order, logits):
         _put(ids, rows, _draw_ranked(*_take(rows, logits, peak, arrays), vocab_size)[0])
@@ -123,8 +124,9 @@ def _standard_deviations(logits: Tensor) -> Tensor:
     return unit * (square - mean * mean).clamp(min=0).sqrt()
 
 
-# Kinds of rows. GREEDY rows take the best token. The others draw from all tokens, from few best tokens (top_k up to
-# MAX_BEST), from the tokens that top_p keeps, or from many best tokens (top_k, XTC).
+# Kinds of rows. GREEDY rows take the best token. UNTRUNCATED rows draw from all tokens, FEW rows from few best tokens
+# (top_k up to MAX_BEST), BY_MASS rows from the tokens that top_p keeps, and MANY rows from many best tokens (top_k,
+# XTC).
 GREEDY, UNTRUNCATED, FEW, BY_MASS, MANY = range(5)
 
 
@@ -214,7 +216,7 @@ def _score(logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int
 
 
 def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return the `count` largest logits of each row and their ids [R, count], equal logits by lower id."""
+    """Return the `count` largest logits of each row and their ids [R, count]. Equal logits are ranked by lower id."""
     vocab_size = logits.shape[-1]
     if count == 0:
         return logits[:, :0], torch.empty((len(logits), 0), dtype=torch.int64, device=logits.device)
@@ -232,8 +234,9 @@ def best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_by_keys(logits: Tensor, count: int) -> Tensor:
-    """Return the ids of `best`. Tokens are ranked by an integer with the logit in its upper bits and the reversed id in
-    its lower bits.
+    """Return the ids of `best`.
+
+    Tokens are ranked by an integer key, which has the logit in its upper bits and the reversed id in its lower bits.
     """
     vocab_size = logits.shape[-1]
     id_bits = (vocab_size - 1).bit_length()
@@ -261,9 +264,10 @@ def _draw(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tensor:
 
 
 def probabilities(logits: Tensor, arrays: SamplingArrays, ids: Tensor) -> Tensor:
-    """Return the probability with which each row draws this token, float64 [R]. Ignores XTC, and greedy rows draw too.
+    """Return the probability with which each row draws the token `ids` [R], float64 [R].
 
-    `ids` are int64 [R]. Rows whose logits are not finite have arbitrary values.
+    XTC is ignored, and greedy rows are treated like other rows. A row that is not sound has an arbitrary value. `ids`
+    is int64.
     """
     if bool((arrays.top_n_sigma > 0).any()):
         logits = _within_sigmas(logits, arrays.top_n_sigma, arrays.top_n_sigma.cpu())
@@ -286,7 +290,7 @@ def probabilities(logits: Tensor, arrays: SamplingArrays, ids: Tensor) -> Tensor
 
 
 def _kept(weights: Tensor, fixed: Tensor, arrays: SamplingArrays) -> tuple[Tensor, Tensor]:
-    """Return the cumulative mass of all tokens in their ranking, and whether the limits keep each, [R, V]."""
+    """Return (cumulative mass, whether the limits keep the token) of all tokens in ranked order, both [R, V]."""
     mass_to = fixed.cumsum(-1)
     last = arrays.top_k.clamp(max=fixed.shape[-1]).long() - 1
     mass = mass_to.gather(-1, last[:, None])[:, 0]
@@ -295,7 +299,7 @@ def _kept(weights: Tensor, fixed: Tensor, arrays: SamplingArrays) -> tuple[Tenso
 
 
 def second_uniform(uniform: Tensor) -> Tensor:
-    """Return another number in [0, 1) for each uniform number: a hash of its 24 bits (the finaliser of MurmurHash3)."""
+    """Return a second number in [0, 1) for each uniform number: a hash of its 24 bits (MurmurHash3's finaliser)."""
     x = (uniform.double() * 2**24).long() + 0x9E3779B9
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = ((x ^ (x >> shift)) * factor) & 0xFFFF_FFFF
@@ -303,10 +307,10 @@ def second_uniform(uniform: Tensor) -> Tensor:
 
 
 def _draw_ranked(logits: Tensor, peak: Tensor, arrays: SamplingArrays, width: int) -> tuple[Tensor, Tensor]:
-    """Draw from the kept tokens among the `width` best tokens.
+    """Draw from the kept tokens among the `width` best tokens. Return (ids, whether the id is valid), both [R].
 
-    Also returns whether the best tokens include all kept tokens; if not, the drawn token is invalid. Each limit keeps a
-    prefix of the ranking, so all limits together keep the shortest of these prefixes.
+    An id is valid if the `width` best tokens include all tokens that the limits keep. Each limit keeps a prefix of the
+    ranking, so all limits together keep the shortest of these prefixes.
     """
     vocab_size = logits.shape[-1]
     width = min(width, vocab_size)
@@ -357,7 +361,7 @@ def _draw_by_mass(logits: Tensor, peak: Tensor, arrays: SamplingArrays) -> Tenso
 def _invert(mass_to: Tensor, mass: Tensor, uniform: Tensor, dropped: Tensor | None = None) -> Tensor:
     """Return the first index [R] whose cumulative mass [R, n] exceeds `uniform` times `mass` [R].
 
-    With `dropped` [R], tokens with this mass at the beginning are left out.
+    With `dropped` [R], the first tokens, which have this mass, are left out.
     """
     part = mass if dropped is None else mass - dropped
     target = ((uniform.double() + HALF_STEP) * part.double()).long()
@@ -369,12 +373,12 @@ def _invert(mass_to: Tensor, mass: Tensor, uniform: Tensor, dropped: Tensor | No
 
 
 def _weights(logits: Tensor, peak: Tensor, temperature: Tensor) -> Tensor:
-    """Return exp((logit - peak) / temperature). The best token has exactly 1; a tiny value replaces weights near 0."""
+    """Return exp((logit - peak) / temperature). The best token has exactly 1. Weights near 0 become exp(-80)."""
     return logits.sub(peak[:, None]).div_(temperature[:, None]).clamp_(min=LEAST_EXPONENT).exp_()
 
 
 def _fixed(weights: Tensor, vocab_size: int) -> Tensor:
-    """Return weights as integers, whose sums do not depend on the order."""
+    """Return weights in fixed point (int64), so that sums do not depend on the order of summation."""
     return weights.mul(2.0 ** fraction_bits(vocab_size)).long()
 
 

@@ -1,4 +1,4 @@
-"""Bins of logits in Triton: parts and bins of a row, bounds on the mass in bins, and lists of their tokens.
+"""Triton functions that sort a row's logits into bins, bound the mass of bins, and list the tokens of bins.
 
 `with_triton.py` describes the method.
 """
@@ -88,9 +88,9 @@ def share(limit_p, mass):
 
 @triton.jit
 def bins_with_mass(count, limit, total, scale, UNIT: tl.constexpr):
-    """Return the first and the last bin that may have the token at which the mass reaches `limit`.
+    """Return (first, last) of the bins that may contain the token at which the cumulative mass reaches `limit`.
 
-    `count` [BINS] is the number of tokens in each bin, `total` the exact mass of all tokens.
+    `count` [BINS] is the number of tokens in each bin, and `total` is the exact mass of all tokens.
     """
     bins = tl.arange(0, BINS)
     per_unit = 1.0 / scale
@@ -99,7 +99,7 @@ def bins_with_mass(count, limit, total, scale, UNIT: tl.constexpr):
     lower = tl.where(bins == BINS - 1, 0.0, tl.maximum(lower, 0.0))
     most, least = upper * count.to(tl.float64), lower * count.to(tl.float64)
     most_to, least_to = tl.cumsum(most, axis=0), tl.cumsum(least, axis=0)
-    # The mass that is not in the bins so far gives a second bound.
+    # The exact total minus the bounds on the mass of later bins gives a second bound.
     whole = total.to(tl.float64)
     rounding = whole * 2.0**-40 + 1.0
     most_to = tl.minimum(most_to, whole - (tl.sum(least, axis=0) - least_to)) + rounding
@@ -112,14 +112,14 @@ def bins_with_mass(count, limit, total, scale, UNIT: tl.constexpr):
 
 @triton.jit
 def bin_with_count(count, limit):
-    """Return the bin of the token number `limit` of the ranking."""
+    """Return the bin of the token with rank `limit`, counted from 1."""
     bins = tl.arange(0, BINS)
     return tl.min(tl.where(tl.cumsum(count, axis=0) >= limit, bins, BINS - 1), axis=0)
 
 
 @triton.jit
 def last_listed(count, limit_k, limit_p, total, scale, VOCAB: tl.constexpr, UNIT: tl.constexpr):
-    """Return a bin so that it and the bins before have all tokens that the limits keep, and those tokens' number."""
+    """Return (last, count): the bins 0 .. last contain all tokens that the limits keep, and `count` tokens in total."""
     last = tl.cast(BINS - 1, tl.int32)
     if limit_k < VOCAB:
         last = bin_with_count(count, limit_k)
@@ -147,9 +147,9 @@ def list_bins(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List the tokens begin .. end - 1 in the bins first .. last.
+    """Add those of the tokens begin .. end - 1 that are in the bins first .. last to the row's list.
 
-    Returns the mass of the tokens in the bins before `first`, if `SUM_ABOVE`.
+    Returns the mass of the tokens in the bins before `first` if `SUM_ABOVE`, otherwise 0.
     """
     offsets, place = tl.arange(0, BLOCK), tl.cast(place, tl.int32)
     above = tl.zeros([BLOCK], tl.int64)

@@ -1,4 +1,4 @@
-"""Triton kernels that change logits or score tokens; the kernels that choose tokens are in `with_triton`."""
+"""Triton kernels that change logits or score tokens. `with_triton` has the kernels that choose tokens."""
 
 # Pyright cannot check the arguments of kernel launches or the types of reductions.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportOperatorIssue=false
@@ -150,7 +150,7 @@ def _bitmask_kernel(
     tl.store(logits + tl.load(rows + entry) * stride + ids, float("-inf"), mask=inside & is_forbidden)
 
 
-@triton.jit(do_not_specialize=["num_ids"])  # number of ids varies with requests
+@triton.jit(do_not_specialize=["num_ids"])  # varies between requests
 def _score_kernel(
     logits,  # [R, VOCAB]
     temperature,  # [R]

@@ -1,6 +1,6 @@
-"""Search in Triton for the last token of the shortest prefix of a ranking that reaches a number or a mass.
+"""Triton functions that find the shortest prefix of a ranking that reaches a number of tokens or a mass.
 
-`with_triton.py` describes the method.
+They return the last token of this prefix. `with_triton.py` describes the method.
 """
 
 # Pyright cannot check the arguments of kernel launches or the types of reductions.
@@ -28,7 +28,7 @@ MIDDLE = tl.constexpr(HALF_STEP)
 
 @triton.jit
 def target_of(uniform, row, mass):
-    """Return the mass that the drawn token's prefix must exceed."""
+    """Return the mass that the prefix which ends with the drawn token must exceed."""
     target = ((tl.load(uniform + row).to(tl.float64) + MIDDLE) * mass.to(tl.float64)).to(tl.int64)
     return tl.minimum(target, mass - 1)  # the product may have been rounded up
 
@@ -39,12 +39,12 @@ def shortest_prefix(
     by_mass,  # whether `limit` is a mass, not a number of tokens
     line,
     count,  # [BINS], number of tokens in each bin
-    num_listed,  # number of tokens that `_gather_kernel` has listed; above MAX_HELD: none
+    num_listed,  # number of tokens to list; if it is above MAX_HELD, `_gather_kernel` has listed none
     total,  # mass of all tokens
     peak,
     temperature,
     scale,
-    keys,  # [MAX_HELD], [2 * MAX_HELD] with the ids
+    keys,  # [2 * MAX_HELD], ordered bits of the listed tokens, then their ids
     weights,  # [MAX_HELD]
     MAX_HELD: tl.constexpr,
     HELD_BLOCK: tl.constexpr,
@@ -54,7 +54,8 @@ def shortest_prefix(
 ):
     """Return (id, weight) of the last token of the shortest prefix that reaches `limit`, and the prefix's mass."""
     listed = num_listed
-    above, mass_above = tl.cast(0, tl.int64), tl.cast(0, tl.int64)  # in `limit`'s unit, and mass, before the list
+    # Of the tokens before the list: their number or mass, in the unit of `limit`, and their mass.
+    above, mass_above = tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     if num_listed > MAX_HELD:
         first, last = bins_with_mass(count, limit, total, scale, UNIT)
         if not by_mass:
@@ -170,7 +171,7 @@ def _among_equals(
     UNIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the result of `_search`, whose last token is among those with the bits `last`."""
+    """Return the result of `_search`. The last token is one of the tokens with the bits `last`."""
     above, weight = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for base in range(0, end, BLOCK):
         inside, key, fixed = _token(base, LISTED, line, peak, temperature, keys, weights, end, UNIT, BLOCK)

@@ -1,7 +1,7 @@
 """Sampling in C++ (`ops/cpp/source/sampling.h`): greedy rows, and other rows that have no limit or only min_p.
 
-The same kernel applies masks, row by row, while a row is in the core's cache. It skips blocks of 256 tokens without an
-allowed token. torch computes rows with other limits, penalties and log-probabilities.
+The same kernel also applies the mask of a row, while the row is in the core's cache. It skips blocks of 256 tokens that
+contain no allowed token. torch computes rows with other limits, penalties and log-probabilities.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
 """Choice of tokens in Triton: exact, without a sort, with several programs per row and a fixed number of launches.
 
-Each limit keeps a prefix of the ranking, and the drawn token is the last one of the shortest prefix whose mass reaches
-a number. Four kernels find it:
+Each limit keeps a prefix of the ranking. The drawn token is the last token of the shortest prefix whose mass reaches a
+random target. Four kernels find it:
 
 1. `_peak_kernel` finds the largest and the smallest finite logit of each part of a row.
 2. `_count_kernel` counts the tokens of each part in `BINS` bins. A bin is a range of exponents, (peak - x) /
    temperature, so its width bounds the weights in it. The kernel also sums the weights of the part exactly.
-3. `_gather_kernel` copies the tokens of the first bins, as many bins as certainly contain every token that the limits
-   keep, to a list in the order of their ids.
-4. `_draw_kernel` applies the limits to this list by bisection over the bits of the logits, which have the order of the
-   floats, and then by counting equal logits in the order of their ids. A list that would be longer than `MAX_HELD`
-   (flat distributions) is not made in step 3. In this case the bins bound the last token of each limit, and this kernel
-   lists the few bins in between. If even these have too many tokens, it reads all logits in each step of the bisection.
+3. `_gather_kernel` copies the tokens of the first bins to a list in the order of their ids. These bins
+   contain every token that the limits keep.
+4. `_draw_kernel` applies the limits to this list. It bisects over the bits of the logits, which have the same order as
+   the floats, and then counts equal logits in the order of their ids. If the list would be longer than `MAX_HELD` (flat
+   distributions), step 3 makes none. Then step 4 uses the bins to bound the position of each limit's last token, and
+   lists only the tokens of the few possible bins. If these are also too many, it reads all logits in each step of the
+   bisection.
 
-Only sums of integers decide, so the result does not depend on the number of parts. Weights equal `native`'s except for
-the last bits of exp, so a token may differ if a limit or a uniform number is within about 2**-22 of a boundary.
+Only sums of integers determine the result, so it does not depend on the number of parts. Weights equal those of
+`native` except for the last bits of exp. Therefore a token may differ from `native`'s if a limit or a uniform number is
+within about 2**-22 of a boundary.
 """
 
 # Pyright cannot check the arguments of kernel launches or the types of reductions.
@@ -49,7 +51,7 @@ from ops.sampling.triton_search import first_above, shortest_prefix, target_of
 __all__ = ["apply_bitmask", "choose", "penalize", "score"]
 
 BLOCK = 2048  # logits per iteration of a program
-MAX_HELD = 8192  # tokens of a row that are listed
+MAX_HELD = 8192  # maximum number of listed tokens of a row
 HELD_BLOCK = 1024  # listed tokens per iteration of a program
 PROGRAMS = 256  # approximate number of programs of all rows: about two per multiprocessor
 
@@ -276,7 +278,7 @@ def _draw_kernel(
             if stage == 1:
                 limit = share(limit_p, prefix_mass)
             if stage == 2:
-                # If min_p ends within the prefix, it alone decides.
+                # If min_p keeps fewer tokens than the prefix has, min_p alone limits the draw.
                 limit = target_of(uniform, row, tl.where(floor > least, mass, prefix_mass)) + 1
             drawn, least, prefix_mass = shortest_prefix(
                 limit, stage > 0, line, count, num_listed, total, peak, row_temperature, scale, keys, weights,
