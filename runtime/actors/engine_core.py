@@ -296,7 +296,7 @@ class EngineCore:
     # --- administration and inspection ---
 
     def flush_cache(self) -> bool:
-        """Empty the prefix trees. Returns False, without effect, while requests are in the engine."""
+        """Empty the prefix trees. Return False, without effect, while requests are in the engine."""
         if self.pause.mode == "retract":
             self.pause.retract()  # no request holds pages now, so recomputation costs nothing
             return True

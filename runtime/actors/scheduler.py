@@ -308,7 +308,7 @@ class SchedulerActor:
                 await anyio.to_thread.run_sync(self._kv_events.close)
 
     def flush(self) -> bool:
-        """Empty the prefix tree. Returns False, without effect, while requests run or wait."""
+        """Empty the prefix tree. Return False, without effect, while requests run or wait."""
         flushed = self.scheduler.flush()
         self._publish_events()
         return flushed
@@ -582,9 +582,7 @@ class SchedulerActor:
                 self._detokenizer.inbox.put(deltas)
 
     def _displace(self, urgency: int) -> None:
-        """Fail the newest of the least urgent waiting requests until a request with this urgency fits into the
-        queue.
-        """
+        """Fail the newest of the least urgent waiting requests until a more urgent one fits into the queue."""
         waiting = [live for live in self._requests if live.scheduler is self and live.waits]
         waiting = [live for live in waiting if live.sequences and live.sequences[0].urgency < urgency]
         while waiting and self.scheduler.queue_space <= 0:

@@ -1,4 +1,4 @@
-"""How an adapter's tensors for routed experts fit the mixtures of a native model."""
+"""Fits an adapter's tensors for routed experts into the mixtures of a native model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.layers.moe import MoE
 from runtime.loading.adapter_config import AdapterConfig
 from runtime.loading.adapter_files import LowRankPair
 
-# One expert's weight, by the names of several families, or the weights of all experts in one pair of peft's.
+# The weight of one expert, by the names of several families; or the weights of all experts, in one pair of peft.
 _ONE = re.compile(r".+\.experts\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)")
 _ALL = re.compile(r".+\.experts(\.base_layer)*")
 _PARTS: Mapping[str, str] = {
@@ -27,7 +27,7 @@ _PARTS: Mapping[str, str] = {
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a layer's name is that of routed experts."""
+    """Return whether a layer's name denotes routed experts."""
     return bool(_ONE.fullmatch(name) or _ALL.fullmatch(name))
 
 
@@ -55,7 +55,7 @@ def fit_experts(folder: Path, moe: MoE, pairs: Mapping[str, LowRankPair], config
 def _by_expert(
     folder: Path, name: str, moe: MoE, pair: LowRankPair, config: AdapterConfig
 ) -> list[tuple[str, int, LowRankPair]]:
-    """Return (part, expert, scaled pair) for each expert that a pair changes."""
+    """Return (part, expert, scaled pair) for each expert that the pair changes."""
     one = _ONE.fullmatch(name)
     if one is not None:
         return [(_PARTS[one["part"]], int(one["expert"]), pair)]

@@ -1,4 +1,4 @@
-"""Slots for adapters in a model that transformers computes: hooks add an adapter's product to a module's output."""
+"""Adapter slots for models computed by transformers: hooks add an adapter's product to a module's output."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ from runtime.loading.adapter_files import AdapterWeights, LowRankPair, TokenVect
 from runtime.modeling.decoder import Decoder
 from runtime.models.by_transformers.model import TransformersDecoder
 
-# Modules that do not see all tokens of a step in their order, or none of them.
+# Modules that do not process all tokens of a step in their order.
 _EXCLUDED = re.compile(r"(^|\.)(experts|vision\w*|visual|audio\w*|multi_modal\w*)(\.|$)")
 _PREFIX = re.compile(r"^(model\.)?(language_model\.)?(model\.|transformer\.)?")
 
 
 class ModuleChange(NamedTuple):
-    """What an adapter changes in one module: W [O, I] becomes W + b a, and `rows` replace the vectors of some tokens.
+    """The change of one module by an adapter: W [O, I] becomes W + b a, and `rows` replace the vectors of some tokens.
 
     For an embedding, W is the transpose of its weight [V, E].
     """
 
     a: Tensor  # [r, I]
     b: Tensor  # [O, r], scaled
-    magnitude: Tensor | None = None  # float32 [O], norms of the rows of the new weight (DoRA)
+    magnitude: Tensor | None = None  # norms of the rows of the new weight (DoRA), float32 [O]
     ids: Tensor | None = None
-    rows: Tensor | None = None  # [n, E], vectors of the tokens `ids`
+    rows: Tensor | None = None  # new vectors of the tokens `ids`, [n, E]
 
 
 class ModuleSlots:
-    """Adapter slots of a model that transformers computes: in its linear modules, embedding and LM head."""
+    """Adapter slots of a model computed by transformers: in its linear modules, embedding and LM head."""
 
-    nbytes = 0  # placed adapters take as much memory as their files
+    nbytes = 0  # placed adapters take only as much memory as their files
 
     @staticmethod
     def of(model: Decoder, targets: tuple[str, ...] | None, device: torch.device) -> ModuleSlots:
-        """Add hooks to a decoder. Raises CheckpointError for other models."""
+        """Add hooks to a decoder. Raises CheckpointError if the model is not a decoder."""
         if not isinstance(model, TransformersDecoder):
             raise CheckpointError("--enable-lora: encoders that transformers computes take no adapters; merge them.")
         return ModuleSlots(model, targets, device)
 
     def __init__(self, model: TransformersDecoder, targets: tuple[str, ...] | None, device: torch.device) -> None:
-        """Add the hooks. Raises CheckpointError if no module can take adapters."""
+        """Add the hooks. Raises CheckpointError if no module can have adapters."""
         self.device, self.dtype = device, model.dtype
         self._model = model
         self.changes: dict[tuple[nn.Module, int], ModuleChange] = {}  # by module and slot
@@ -70,7 +70,7 @@ class ModuleSlots:
         self._tied = head is not None and head.weight is embedding.weight
 
     def fit(self, folder: Path, weights: AdapterWeights) -> ModuleAdapter:
-        """Return an adapter in host memory. Raises CheckpointError if a tensor has no place in the model."""
+        """Return an adapter in host memory. Raises CheckpointError if the model has no module for a tensor."""
         unknown = [name for name in (*weights.pairs, *weights.tokens) if _PREFIX.sub("", name) not in self.modules]
         if unknown:
             raise CheckpointError(
@@ -106,7 +106,7 @@ class ModuleSlots:
         return ModuleChange(a, b, magnitude, torch.tensor(tokens.ids), tokens.vectors.to(self.dtype))
 
     def _hook(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor | None:
-        """Apply the changes of the slots in the step. Most steps have no adapter: then it does nothing."""
+        """Apply the changes of the adapters in the step. Does nothing in steps without adapters."""
         adapted, num_tokens = self._model.adapted, self._model.num_adapted
         for slot, tokens in adapted.items():
             change = self.changes.get((module, slot))
@@ -125,7 +125,7 @@ class ModuleSlots:
 
 @dataclass(slots=True)
 class ModuleAdapter:
-    """An adapter of a model that transformers computes."""
+    """An adapter of a model computed by transformers."""
 
     _slots: ModuleSlots
     _changes: Mapping[nn.Module, ModuleChange]
@@ -153,7 +153,7 @@ def _shape(module: nn.Module) -> tuple[int, int]:
 
 
 def _changed(module: nn.Module, change: ModuleChange, x: Tensor, y: Tensor) -> Tensor:
-    """Return the outputs [n, O] of a module with an adapter. `x` and `y` are its inputs and its outputs without one."""
+    """Return a module's outputs [n, O] with an adapter. `x` are its inputs, and `y` its outputs without the adapter."""
     if isinstance(module, nn.Embedding):
         scale: Any = getattr(module, "embed_scale", 1.0)
         y = y.float() + scale * (F.embedding(x, change.a.T).float() @ change.b.T.float())

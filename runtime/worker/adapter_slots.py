@@ -1,4 +1,4 @@
-"""The slots of the layers of a native model, and how an adapter's tensors fill them."""
+"""Adapter slots in the layers of a native model, and the code that fits an adapter's tensors into them."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from runtime.worker.adapter_experts import fit_experts, is_of_experts
 class FittedAdapter(Protocol):
     """An adapter in host memory whose tensors fit the model."""
 
-    by_operations: bool  # whether it has changes that graphs do not compute
+    by_operations: bool  # whether the adapter has changes that graphs do not compute
 
     def place(self, slot: int) -> None:
-        """Copy the weights into a slot, counted from 1."""
+        """Copy the weights into a slot. Slots are counted from 1."""
         ...
 
     def measure(self) -> bool:
-        """Compute the norms of one more layer (DoRA), and return whether any layer is left."""
+        """Compute the norms of one more layer (DoRA). Return whether any layer remains."""
         ...
 
 
@@ -45,12 +45,12 @@ class LayerSlots:
     def __init__(
         self, model: Decoder, plan: LoraPlan, facts: ModelFacts, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Allocate the slots of the layers that `plan` names. Raises CheckpointError if the model has none of them."""
+        """Allocate slots in the layers that `plan` names. Raises CheckpointError if the model has no such layer."""
         self._facts = facts
         self._dtype = dtype
         self.device = device
         self.layers: list[Linear] = []
-        # Name of a linear layer, from its block on -> this rank's layers and the sub-layers in them that it names.
+        # Maps a linear layer's name (from its block on) to this rank's layers and their sub-layers with this name.
         self._parts: dict[str, list[tuple[int, int]]] = {}
         for layer in model.modules():
             if isinstance(layer, Linear) and _is_target(layer, plan.targets):
@@ -64,12 +64,12 @@ class LayerSlots:
                 self.layers.append(layer)
         if not self.layers:
             raise CheckpointError("--enable-lora: this model has no linear layer that an adapter could change.")
-        # Mixtures whose experts may change, by block. Experts in a quantised layout take no adapters.
+        # Mixtures whose experts may change, by block. Quantised experts cannot have adapters.
         self.mixtures: dict[int, MoE] = {}
         for mixture in model.modules():
             if isinstance(mixture, MoE) and (block := BLOCK.search(f".{mixture.name}.")) and mixture.takes_adapters:
                 self.mixtures[int(block[1])] = mixture
-        # Only the first stage of a pipeline has them.
+        # Only the first pipeline stage has them.
         ends = {"embed_tokens": model.embedding, "lm_head": model.head}
         self._is_first_stage = model.embedding is not None
         self.vocabulary = {
@@ -84,7 +84,7 @@ class LayerSlots:
         return sum(layer.adapters.nbytes for layer in self.layers if layer.adapters is not None)
 
     def fit(self, folder: Path, weights: AdapterWeights) -> LayerAdapter:
-        """Return this rank's shard of an adapter. Raises CheckpointError if a tensor has no place in the model."""
+        """Return this rank's shard of an adapter. Raises CheckpointError if the model has no layer for a tensor."""
         unknown: list[str] = []
         chosen: dict[int, dict[int, LowRankPair]] = {}
         pairs: dict[str, LowRankPair] = {}
@@ -131,16 +131,19 @@ class LayerSlots:
         )
 
     def kept(self, x: Tensor) -> Tensor:
-        """Return x in the model's dtype, in memory that is copied to the device without a wait."""
+        """Return x in the model's dtype, in memory that can be copied to the device asynchronously."""
         x = x.to(self._dtype)
         return x.pin_memory() if self.device.type == "cuda" else x
 
     def _our_name(self, layer: str) -> str:
-        """Return our name of a layer, from its block on, as for the checkpoint's tensors; "" if no layer has it."""
+        """Return our name of a layer, from its block on. Return "" if the model has no such layer.
+
+        Names are mapped like those of the checkpoint's tensors.
+        """
         return _from_block((tensor_name(self._facts, f"{layer}.weight") or "").removesuffix(".weight"))
 
     def _is_elsewhere(self, name: str) -> bool:
-        """Whether another stage of the pipeline computes this layer, so that its ranks check the name."""
+        """Return whether another pipeline stage computes this layer. The ranks of that stage then check the name."""
         found = BLOCK.search(name)
         if found is None:
             return not self._is_first_stage
@@ -150,7 +153,7 @@ class LayerSlots:
         return int(found[1]) not in {int(each[1]) for each in own if each is not None}
 
     def _packed(self, folder: Path, index: int, pairs: Mapping[int, LowRankPair]) -> AdapterPart:
-        """Return this rank's shard of the pairs of one layer, by sub-layer."""
+        """Return this rank's shard of one layer's pairs. The keys of `pairs` are sub-layers."""
         layout = self.layers[index].layout
         rank = max(pair.a.shape[0] for pair in pairs.values())
         a = torch.zeros(len(layout.sub_layers), rank, layout.columns.size)
@@ -171,7 +174,10 @@ class LayerSlots:
         return AdapterPart(self.kept(a), self.kept(b))
 
     def _magnitudes(self, index: int, pairs: Mapping[int, LowRankPair]) -> Tensor:
-        """Return this rank's magnitudes of one layer, float32 [O]. NaN: the adapter leaves this sub-layer alone."""
+        """Return this rank's magnitudes of one layer, float32 [O].
+
+        NaN marks sub-layers that the adapter does not change.
+        """
         layout = self.layers[index].layout
         magnitudes = torch.full((layout.out_size,), torch.nan)
         row = 0
@@ -186,7 +192,7 @@ class LayerSlots:
     def _vocabulary_changes(
         self, folder: Path, pairs: Mapping[str, LowRankPair], tokens: Mapping[str, TokenVectors]
     ) -> dict[str, VocabularyChange]:
-        """Return the changes of the embedding and of the LM head. A tied head takes the embedding's new vectors too."""
+        """Return the changes of the embedding and of the LM head. A tied head also gets the embedding's new vectors."""
         changes: dict[str, VocabularyChange] = {}
         for name, module in self.vocabulary.items():
             is_head = isinstance(module, LMHead)
@@ -228,10 +234,10 @@ class LayerAdapter:
     """This rank's shard of an adapter of a native model."""
 
     _slots: LayerSlots
-    _parts: dict[int, AdapterPart]  # by the layer's index
+    _parts: dict[int, AdapterPart]  # by index of the layer
     _vocabulary: Mapping[str, VocabularyChange]  # by name
     _experts: Mapping[int, ExpertChange]  # by block
-    # Of layers that are not measured yet: the lengths of the rows of the adapted weight, float32 [O].
+    # Lengths of the rows of the adapted weight, float32 [O], for layers that are not yet measured.
     _magnitudes: dict[int, Tensor] = field(default_factory=dict)
     by_operations: bool = False
 
@@ -269,11 +275,11 @@ def _is_target(layer: Linear, targets: tuple[str, ...] | None) -> bool:
 
 
 def _is_outside(name: str) -> bool:
-    """Whether a layer is in no block: it is the embedding or the LM head."""
+    """Return whether a layer is outside of all blocks, like the embedding and the LM head."""
     return BLOCK.search(name) is None
 
 
 def _from_block(name: str) -> str:
-    """Return a layer's name without what is before its block: names outside of it differ between file formats."""
+    """Return a layer's name from its block on. The text before the block differs between file formats."""
     found = BLOCK.search(name)
     return name if found is None else name[found.start() :].lstrip(".")

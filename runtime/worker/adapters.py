@@ -1,4 +1,4 @@
-"""The adapters of one rank: its shards in host memory, and the slots of the device that layers read."""
+"""The adapters of one rank: its shards in host memory, and the device slots that layers read."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from runtime.worker.adapter_slots import FittedAdapter, LayerSlots
 
 
 class Adapters:
-    """Gives a model slots for adapters, and loads and places adapters.
+    """Allocates adapter slots in a model, and loads and places adapters.
 
-    `load` reads on a thread of its own; all other methods must be called by the thread that enqueues steps.
+    `load` reads files on its own thread. All other methods must be called on the thread that enqueues steps.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Adapters:
         *,
         by_transformers: bool = False,
     ) -> None:
-        """Allocate the slots of the layers that `plan` names. Raises CheckpointError if the model has none of them."""
+        """Allocate slots in the layers that `plan` names. Raises CheckpointError if the model has no such layer."""
         self._max_rank = plan.max_rank
         self._device, self._facts = device, facts
         if by_transformers:
@@ -55,16 +55,16 @@ class Adapters:
         return self._slots.nbytes
 
     def load(self, adapter_id: int, path: str) -> Future[bool]:
-        """Read an adapter into host memory, and return whether it must be measured.
+        """Read an adapter into host memory. The future's result says whether the adapter must be measured.
 
-        The future raises CheckpointError if it does not fit this model.
+        The future raises CheckpointError if the adapter does not fit this model.
         """
         return self._reader.submit(self._load, adapter_id, Path(path))
 
     def measure(self, adapter_id: int) -> bool:
-        """Measure one more layer of a loaded adapter (DoRA), and return whether any is left.
+        """Measure one more layer of a loaded adapter (DoRA). Return whether any layer remains.
 
-        This takes about as long as a step of as many tokens as the layer has inputs. All ranks must call it together.
+        This takes about as long as a step with as many tokens as the layer has inputs. All ranks must call it together.
         """
         adapter = self._loaded.get(adapter_id)
         return adapter is not None and adapter.measure()
@@ -74,7 +74,7 @@ class Adapters:
         self._loaded.pop(adapter_id, None)
 
     def place(self, placement: AdapterPlacement) -> None:
-        """Copy a loaded adapter into a slot. Raises `InvalidRequest` if it is not loaded."""
+        """Copy a loaded adapter into a slot. Raises `InvalidRequest` if the adapter is not loaded."""
         adapter = self._loaded.get(placement.adapter_id)
         if adapter is None:
             raise InvalidRequest("The adapter is not loaded.")
@@ -84,12 +84,15 @@ class Adapters:
             self._changed.add(placement.slot)
 
     def by_operations(self, batch: Batch) -> bool:
-        """Whether a row's adapter has changes that graphs do not compute."""
+        """Return whether the adapter of any row has changes that graphs do not compute."""
         slots = batch.row_values.get(ADAPTER) if self._changed else None
         return slots is not None and not self._changed.isdisjoint(slots.tolist())
 
     def tokens_of_slots(self, batch: Batch, positions: Tensor | slice | None = None) -> Mapping[int, Tensor]:
-        """Return the tokens of each slot with such changes, as indices in the batch, or in `positions` [n] of it."""
+        """Return the tokens of each slot whose adapter has changes that graphs do not compute.
+
+        Tokens are indices into the batch, or into `positions` [n] of the batch.
+        """
         of_rows = batch.row_values[ADAPTER]
         slots = torch.from_numpy(np.repeat(of_rows, batch.counts)).to(self._device)
         slots = slots if positions is None else slots[positions]
@@ -97,7 +100,7 @@ class Adapters:
         return {slot: torch.nonzero(slots == slot)[:, 0] for slot in present}
 
     def close(self) -> None:
-        """End the thread that reads."""
+        """End the reading thread."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, adapter_id: int, folder: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Takes the branch that goes on after a row's accepted drafts (`scheduler/branches.py`)."""
+"""Takes the branch that continues a row's accepted draft tokens (`scheduler/branches.py`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from runtime.batch import Batch, Drafts, Ints
 from runtime.kv_cache.pools import KVPool
 
-# Of each draft number: the rows with such a draft, and the likeliest ids there, [n, topk].
+# For each draft number: the rows that have a draft token with this number, and the likeliest ids there, [n, topk].
 Alternatives = Sequence[tuple[Ints, Ints]]
 
 
 def is_trunk(batch: Batch) -> np.ndarray:
-    """Return which rows are no branches, bool [B]."""
+    """Return a mask of the rows that are not branches, bool [B]."""
     found = np.ones(len(batch.counts), np.bool_)
     if batch.drafts is not None and batch.drafts.branches is not None:
         found[batch.drafts.branches.rows] = False
@@ -55,7 +55,10 @@ def trunks(batch: Batch) -> Batch:
 
 
 def with_branch_ids(batch: Batch, proposed: Batch, alternatives: Alternatives) -> Batch:
-    """Return the batch with the ids of `proposed`, which is its `trunks`, and with alternatives to them in branches."""
+    """Return the batch with the draft ids of `proposed`, and fill the branches with alternatives to them.
+
+    `proposed` is the result of `trunks` with the proposed ids.
+    """
     if batch.drafts is None or batch.drafts.branches is None:
         return proposed
     kept, ids = is_trunk(batch), batch.token_ids.copy()
@@ -72,7 +75,10 @@ def with_branch_ids(batch: Batch, proposed: Batch, alternatives: Alternatives) -
 
 
 def branch_arrays(batch: Batch, slot_mapping: np.ndarray, page_size: int) -> dict[str, np.ndarray]:
-    """Return the arrays about the M branches of a batch by name; {} without branches. They have L tokens in total."""
+    """Return the arrays that describe the batch's M branches, by name. They have L tokens in total.
+
+    Returns {} if the batch has no branches.
+    """
     drafts, sampling = batch.drafts, batch.sampling
     if drafts is None or sampling is None or drafts.branches is None:
         return {}
@@ -89,17 +95,17 @@ def branch_arrays(batch: Batch, slot_mapping: np.ndarray, page_size: int) -> dic
         "branch_firsts": np.searchsorted(sampling.row_of, rows).astype(np.int64),  # [M], index into [N]
         "branch_depths": depths.astype(np.int64),  # [M]
         "branch_ids": np.where(is_id, ids, -1).astype(np.int64),  # [M, K]
-        "branch_numbers": branch.astype(np.int64),  # [L], index into [M] of each token
-        "branch_offsets": number.astype(np.int64),  # [L], offset of each token in its row
+        "branch_numbers": branch.astype(np.int64),  # [L], index into [M] of each token's branch
+        "branch_offsets": number.astype(np.int64),  # offset of each token in its row, [L]
         "branch_sources": slot_mapping[firsts[rows][branch] + number],  # [L], slot of each token
-        "branch_targets": pages * page_size + positions % page_size,  # [L], the same in the pages of the sequence
+        "branch_targets": pages * page_size + positions % page_size,  # [L], its slot in the pages of the sequence
     }
 
 
 def repeated_tokens(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
-    """Return the tokens before branches in their first pages that this step computes in other rows.
+    """Return the tokens before each branch's start, within its first page, that this step computes in other rows.
 
-    Their KV is stored in these pages, too: (index into [T], slot) of each, [R].
+    Their KV is stored in the branches' pages too. For each of the R tokens: its index into [T] and its slot, [R] each.
     """
     if batch.drafts is None or batch.drafts.branches is None:
         return {}
@@ -117,9 +123,10 @@ def repeated_tokens(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
 def take_branches(
     ids: Tensor, arrays: Mapping[str, Tensor], accepted: Tensor, last: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (accepted drafts [D], the branch taken [D] or -1, index into [N] of each row's last token [R]).
+    """Return the number of accepted draft tokens [D], the branch taken [D] or -1, and each row's last token [R].
 
-    `ids` int64 [N] are the sampled tokens. `accepted` and `last` are the results without branches.
+    The last tokens are indices into [N]. `ids` int64 [N] are the sampled tokens. `accepted` and `last` are the results
+    without branches.
     """
     owners, firsts, branch_ids = (arrays[f"branch_{name}"] for name in ("owners", "firsts", "ids"))
     trunk_last = last[arrays["draft_owners"]]  # [D]
@@ -135,14 +142,14 @@ def take_branches(
 
 
 def copy_taken(pool: KVPool, arrays: Mapping[str, Tensor], taken: Tensor, accepted: Tensor) -> None:
-    """Copy the KV of accepted tokens of branches to the pages of their sequences."""
+    """Copy the KV of a branch's accepted tokens to the pages of its sequence."""
     numbers = arrays["branch_numbers"]
     owners = arrays["branch_owners"][numbers]
     used = (taken[owners] == numbers) & (
         arrays["branch_offsets"] <= accepted[owners] - arrays["branch_depths"][numbers]
     )
     sources, size = arrays["branch_sources"], pool.page_size
-    targets = torch.where(used, arrays["branch_targets"], sources)  # a slot that is copied to itself is unchanged
+    targets = torch.where(used, arrays["branch_targets"], sources)  # copying a slot to itself changes nothing
     for cache in pool.paged.values():
         for tensor in cache.tensors:  # [pages, K, page, D]
             tensor[targets // size, :, targets % size] = tensor[sources // size, :, sources % size]

@@ -1,7 +1,7 @@
-"""Common steps: replicas attend to their own sequences at the same time, and compute the other layers together.
+"""Common steps: replicas attend to their own sequences concurrently, and compute the other layers together.
 
-Every rank belongs to one attention group, which has the sequences and the cache of one replica. Rank 0 samples for all
-groups, so ranks cannot disagree about a token.
+This is data-parallel attention. Every rank belongs to one attention group, which has the sequences and the cache of one
+replica. Rank 0 samples for all groups, so ranks cannot disagree about a token.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from runtime.worker.step_outputs import copy_out
 
 
 class _Needed(NamedTuple):
-    """Hidden states of the positions of a group that the end of a step reads."""
+    """Hidden states of a group's positions that the end of a step reads."""
 
     sampled: Tensor
     embedded: Tensor
@@ -37,9 +37,9 @@ class _Needed(NamedTuple):
 
 
 class CommonStep:
-    """A rank's part of every common step. Use it on the thread that enqueues.
+    """A rank's part of every common step. Must be used on the thread that enqueues steps.
 
-    All ranks call `take_part` with the same shares; rank 0 calls `run`.
+    All ranks call `take_part` with the same shares, except rank 0, which calls `CommonStepLeader.run`.
     """
 
     def __init__(self, executor: StepExecutor, model: Decoder, pool: KVPool, mesh: Mesh) -> None:
@@ -51,7 +51,7 @@ class CommonStep:
         self._head_by_group = model.head is None or model.head.tied or mesh.rank_info.head_by_group
 
     def take_part(self, batch: Batch | None, shares: Sequence[StepShare]) -> None:
-        """Compute this rank's part of a step. `batch` is that of the rank's group; None if the group is idle."""
+        """Compute this rank's part of a step. `batch` is the batch of the rank's group; None if the group is idle."""
         with self._executor.enqueueing():
             samples, needed = self.compute(batch, shares)
             self.logits(needed.sampled, [share.sampled for share in shares])
@@ -67,7 +67,10 @@ class CommonStep:
             self.vectors(needed.embedded, [share.embedded for share in shares])
 
     def compute(self, batch: Batch | None, shares: Sequence[StepShare]) -> tuple[SampleInputs | None, _Needed]:
-        """Compute the hidden states of the group's tokens; those that a rank needs to compute logits are returned."""
+        """Compute the hidden states of the group's tokens.
+
+        Return the states that are needed for logits or embeddings.
+        """
         tokens = tuple(share.tokens for share in shares)
         inputs, hidden = self._executor.forward(self._idle if batch is None else batch, tokens)
         needed = hidden[inputs.requested]
@@ -76,9 +79,10 @@ class CommonStep:
         return (None if batch is None else inputs.samples), parts
 
     def logits(self, states: Tensor, counts: Sequence[int]) -> Tensor | None:
-        """Return float32 logits [N, V] on rank 0 for hidden states of all groups, which have `counts` of them each.
+        """Return the logits of all groups on rank 0, float32 [N, V].
 
-        `states` are those of this rank's group. All ranks must call this method together.
+        `states` are the hidden states of this rank's group. `counts` has the number of states of each group. All ranks
+        must call this method together.
         """
         if not sum(counts):
             return None
@@ -99,13 +103,13 @@ class CommonStep:
         return list(self._groups.all_gather(states, counts).split(list(counts)))
 
     def share_tokens(self, ids: Tensor) -> Tensor:
-        """Return rank 0's sampled ids [N] of all groups on every rank."""
+        """Return the sampled ids [N] of all groups, which rank 0 sends to every rank."""
         return self._stage.broadcast(ids)
 
     def keep(self, samples: SampleInputs | None, ids: Tensor, shares: Sequence[StepShare]) -> Tensor | None:
-        """Store the last tokens of the group's sequences out of all groups' sampled ids [N].
+        """Store the last tokens of this group's sequences. `ids` [N] are the sampled ids of all groups.
 
-        Return the number of accepted drafts of each row with drafts, or None without drafts.
+        Returns the number of accepted draft tokens of each row with draft tokens, or None without draft tokens.
         """
         own = ids.split([share.sampled for share in shares])[self._group]
         if samples is None or not len(own):
@@ -114,7 +118,7 @@ class CommonStep:
 
 
 class CommonStepLeader:
-    """Rank 0's part of common steps: samples for all groups, and returns the output of each."""
+    """Rank 0's part of common steps: samples for all groups, and returns the output of each group."""
 
     def __init__(self, step: CommonStep, executor: StepExecutor, model: Decoder, samplers: Sequence[Sampler]) -> None:
         self._step = step
@@ -123,7 +127,7 @@ class CommonStepLeader:
         self._ends = [_GroupEnd(executor, sampler, is_own=not group) for group, sampler in enumerate(samplers)]
 
     def run(self, batches: Sequence[Batch | None]) -> Read[list[StepOutput | None]]:
-        """Enqueue a step with one batch of each group; None for groups that are idle."""
+        """Enqueue a step with one batch per group. The batch of an idle group is None."""
         executor, step = self._executor, self._step
         shares = [StepShare.of(batch) for batch in batches]
         with executor.enqueueing(), executor.profiled(next(batch for batch in batches if batch is not None)):
@@ -154,7 +158,7 @@ class CommonStepLeader:
         batches: Sequence[Batch | None],
         shares: Sequence[StepShare],
     ) -> None:
-        """Send the sampled tokens to all ranks, and verify drafts."""
+        """Send the sampled tokens to all ranks, and verify draft tokens."""
         chosen = torch.cat([each.ids for each in sampled if each is not None])
         own = self._step.keep(samples, self._step.share_tokens(chosen), shares)
         for group, (end, batch, each) in enumerate(zip(self._ends, batches, sampled, strict=True)):
@@ -166,14 +170,17 @@ class CommonStepLeader:
                 end.sampler.count(each, accepted)
 
     def _prompt_logits(self, group: int, own: Tensor, shares: Sequence[StepShare]) -> Iterator[Tensor | None]:
-        """Yield the logits of a group's scored prompt positions, `CHUNK` at a time."""
+        """Yield the logits of a group's scored prompt positions, in chunks of `CHUNK` positions."""
         own = own if not group else own[:0]
         for first in range(0, shares[group].scored, CHUNK):
             count = min(CHUNK, shares[group].scored - first)
             yield self._step.logits(own[first : first + count], _only(group, count, len(shares)))
 
     def _pool(self, batch: Batch, states: Tensor) -> Tensor | None:
-        """Return the vectors of a batch's embedded rows, of whose last token `states` [M, E] are the hidden states."""
+        """Return the vectors of a batch's embedded rows, or None.
+
+        `states` [M, E] are the hidden states of their last tokens.
+        """
         if batch.embedding_rows is None:
             return None
         count = len(states)
@@ -181,19 +188,19 @@ class CommonStepLeader:
 
 
 class _GroupEnd:
-    """The end of a group's steps on rank 0: its sampler, and the state that sampling needs."""
+    """Rank 0's part of the end of a group's steps: the sampler, and the state that sampling needs."""
 
     def __init__(self, executor: StepExecutor, sampler: Sampler, *, is_own: bool) -> None:
         self.sampler = sampler
         self._staging = Staging(executor.device)
         self._is_host = executor.device.is_host
         self._staged = Staged({}, {})
-        # The state of the other groups is also on their own ranks; rank 0 needs it to verify drafts.
+        # The ranks of other groups have this state too. Rank 0 needs it to verify draft tokens.
         tables = (executor.last_tokens, executor.lengths)
         self._last_tokens, self._lengths = tables if is_own else tuple(map(torch.zeros_like, tables))
 
     def begin(self, batch: Batch | None) -> Batch | None:
-        """Copy the sampling parameters to the device before the forward. Return the batch with exact starts."""
+        """Copy the sampling parameters to the device before the forward pass. Return the batch with exact starts."""
         if batch is None:
             return None
         batch = with_exact_starts(batch, self._lengths) if self._is_host else batch
@@ -208,7 +215,7 @@ class _GroupEnd:
         return self.sampler.sample(logits, batch, self._staged)
 
     def keep(self, batch: Batch, ids: Tensor) -> Tensor | None:
-        """Store the last tokens; see `CommonStep.keep`."""
+        """Store the last tokens (see `CommonStep.keep`)."""
         samples, arrays = samples_on_host(batch), {}
         if samples.sequences is not None:
             arrays["sequences"] = samples.sequences.numpy().astype(np.int64)
@@ -219,7 +226,7 @@ class _GroupEnd:
         return _keep(samples, ids, self._last_tokens, self._lengths)
 
     def score_prompts(self, batch: Batch | None, logits: Iterator[Tensor | None]) -> ScoredPrompts | None:
-        """Score the batch's prompts with `logits`, which come in the order of their positions."""
+        """Score the batch's prompts. `logits` yields the logits in the order of the positions."""
         if batch is None or not batch.prompt_logprobs:
             return None
         nothing = torch.zeros(1, 0, device=self._last_tokens.device).expand(len(batch.token_ids), 0)
@@ -242,12 +249,12 @@ def _keep(samples: SampleInputs, ids: Tensor, last_tokens: Tensor, lengths: Tens
 
 
 def _only(group: int, count: int, num_groups: int) -> list[int]:
-    """Return the counts of all groups if only one group has any."""
+    """Return the counts of all groups, if only `group` has any."""
     return [count if each == group else 0 for each in range(num_groups)]
 
 
 def idle_batch(pool: KVPool) -> Batch:
-    """Return the batch of an idle group: one padding token in the scratch units. No other rank sees its result."""
+    """Return the batch of an idle group: one padding token in the scratch units. Its result is never read."""
     kinds: dict[str, Mapping[str, Any]] = {
         name: KINDS[name].scratch_arrays([1], units) for name, units in pool.kinds.items()
     }

@@ -1,4 +1,4 @@
-"""Decode steps with a forward compiled by torch.compile."""
+"""Decode steps whose forward pass is compiled by torch.compile."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("penstock.core")
 
 
 def compilable(kernels: Kernels) -> Kernels:
-    """Return kernels for torch.compile, which does not compile `attend` and `store`: they use the paged cache."""
+    """Return kernels for torch.compile. It does not compile `attend` and `store`, which use the paged cache."""
     opaque = {
         name: torch.compiler.disable(getattr(kernels, name), reason="reads or writes the paged cache")
         for name in ("attend", "store")
@@ -31,9 +31,9 @@ def compilable(kernels: Kernels) -> Kernels:
 
 
 class CompiledForward:
-    """Runs a compiled forward for up to `max_rows` rows of one token, and the eager forward for other batches.
+    """Runs a compiled forward pass for up to `max_rows` rows of one token, and the eager one for other batches.
 
-    The model's kernels must be `compilable`. `compile` compiles two versions, for one row and for several rows, which
+    The model's kernels must be `compilable`. `compile` compiles two versions, for one row and for several rows. This
     may take minutes.
     """
 

@@ -1,8 +1,8 @@
-"""The CPU graph: computes a step by one native call, from a capture of the model's forward in C++ kernels.
+"""The CPU graph: a native call that computes a step, captured from the model's forward pass in C++ kernels.
 
-It is the counterpart of a CUDA graph. A step of a small model has hundreds of operations, each of which takes
-microseconds in Python and torch and holds the GIL, which the event loop needs too. A captured step is one call without
-the GIL, for any batch of up to `capacity` tokens, from the batch's arrays to its tokens.
+It is the counterpart of a CUDA graph. A step of a small model has hundreds of operations. Each takes microseconds in
+Python and torch, and holds the GIL, which the event loop needs too. A captured step is one call without the GIL, from
+the batch's arrays to its tokens, for any batch of up to `capacity` tokens.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ NO_POSITIONS = np.zeros(0, np.int32)
 
 
 class CpuGraph:
-    """Computes steps of up to `capacity` tokens and `max_rows` rows. Call it on the thread that computes.
+    """Computes steps of up to `capacity` tokens and `max_rows` rows. Must be called on the thread that computes.
 
-    The graph captures `model(batch)` for a batch of fixed tensors, which every step writes first. Raises
+    The graph captures `model(batch)` for a batch of fixed tensors, into which every step is written. Raises
     `NotCapturable` if torch computes a part of the model.
     """
 
@@ -49,7 +49,7 @@ class CpuGraph:
         context_length: int = 0,
         max_samples: int = 0,
     ) -> None:
-        """Capture the graph. `max_samples` or, if larger, `max_rows` is the maximum number of sampled positions.
+        """Capture the graph. At most max(`max_samples`, `max_rows`) positions can be sampled.
 
         `context_length` sizes the page tables of cache kinds with their own pages.
         """
@@ -60,14 +60,14 @@ class CpuGraph:
             raise NotCapturable(f"the kernels in C++ do not support {model.dtype}")
         self.profiled = False  # whether to record each kernel in the running profile
         self._launcher = launcher
-        self._model, self._cache = model, cache  # keep both alive, since the graph has their addresses
+        self._model, self._cache = model, cache  # kept alive, because the graph has their addresses
         self._head = head
         self._capacity, self._max_rows, self._context_length = capacity, max_rows, context_length
         self._max_samples = max(max_rows, max_samples)
         with torch.inference_mode():
             reads = batch_reads(model)
             self._value_names = reads.row_values
-            self._nonzero_values: set[str] = set()  # names of row values that may not be 0 in the buffers
+            self._nonzero_values: set[str] = set()  # names of row values whose buffers may not be 0
             self._inputs = captured_step.Inputs.empty(
                 capacity, max_rows, len(reads.row_values), with_axes=reads.position_axes
             )
@@ -108,33 +108,36 @@ class CpuGraph:
             )
             own_pages = [Step(page_size=cache.page_size, **inputs.addresses()) for inputs in self._own_pages.values()]
             forward = launcher.capture(capacity, lambda: self._compute(captured), self._step, own_pages)
-            # Buffers that every step fills with the chosen experts, by layer; only if they are recorded.
+            # Buffers to which every step writes the chosen experts, by layer. Only if they are recorded.
             self.chosen_experts = {
                 layer: chosen
                 for layer, mixture in mixtures(model).items()
                 if (chosen := mixture.recorded(capacity)) is not None
             }
-            self._tapped = [] if isinstance(model, Encoder) else model.tapped  # buffers that every step fills
+            self._tapped = [] if isinstance(model, Encoder) else model.tapped  # buffers to which every step writes
             self._own_states = model.states if isinstance(model, DraftHead) else None
             self._to_hidden = forward
             self._to_tokens: KernelGraph | None = None
             if head is not None and head.is_plain:
                 chosen = launcher.capture(capacity, self._choose, self._step)
                 self._to_tokens = forward.followed_by(chosen)
-            # For batches without adapters: the same memory, without the kernels that would add nothing.
+            # For batches without adapters: graphs on the same memory, without the kernels that would add nothing.
             self._without_adapters: dict[KernelGraph, KernelGraph] = {}
             if ADAPTER in reads.row_values:
                 graphs = (graph for graph in (forward, self._to_tokens) if graph is not None)
                 self._without_adapters = {graph: graph.without(ADD_LOW_RANK) for graph in graphs}
 
     def takes(self, batch: Batch) -> bool:
-        """Whether the graph can compute the batch: it fits and has no prompt logprobs, which need all hidden states."""
+        """Return whether the graph can compute the batch.
+
+        The batch must fit. It must not request prompt log-probabilities, which need all hidden states.
+        """
         fits = len(batch.token_ids) <= self._capacity and len(batch.starts) <= self._max_rows
         if batch.sampling is not None:
             fits = fits and len(batch.sampling.positions) <= self._max_samples
         if batch.drafts is not None and batch.drafts.branches is not None:  # their tokens are stored twice
             fits = False
-        if batch.media:  # vectors that are added after layers, and attention within images, are not captured
+        if batch.media:  # not captured: vectors added after layers, and attention within images
             size = 0 if self._embeds is None else self._embeds.shape[1]
             fits = fits and batch.mutual_spans is None and all(span.vectors.shape[1] == size for span in batch.media)
         return (
@@ -149,13 +152,13 @@ class CpuGraph:
 
     @property
     def chooses(self) -> bool:
-        """Whether `choose` is available. It is not if the model has no LM head or transforms its logits."""
+        """Whether `choose` is available: the model must have an LM head and must not transform its logits."""
         return self._to_tokens is not None
 
     def choose(self, batch: Batch, last_tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute a step. Return each sampled position's likeliest token, int64 [N], and whether it is valid, bool [N].
+        """Compute a step. Return each sampled position's likeliest token, int64 [N], and its validity, bool [N].
 
-        Reads and writes `last_tokens`, int64 by sequence index; rows with drafts do not write it. The next step
+        Reads and writes `last_tokens`, int64 by sequence index. Rows with draft tokens do not write it. The next step
         overwrites the results.
         """
         if self._to_tokens is None:
@@ -173,7 +176,7 @@ class CpuGraph:
         return self._hidden[: len(positions)]
 
     def states(self, batch: Batch, last_tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute a step like `hidden`, for its sampled positions.
+        """Compute a step. Return the hidden states of its sampled positions, like `hidden`.
 
         Also return the vectors of the batch's `embedding_rows`, float32 [M, D], or None if the batch has no such rows.
         """
@@ -186,7 +189,7 @@ class CpuGraph:
             return hidden[: len(positions)], pooler.finish(hidden[len(positions) :])
         hidden = self.hidden(batch, last_tokens, positions)
         if self._pools:
-            # NumPy indexes without releasing the GIL. torch would release it and wait to reacquire it.
+            # NumPy indexes without releasing the GIL. torch would release it and wait to acquire it again.
             pooled = torch.from_numpy(self._pooled[rows])
             return hidden, pooled if pooler.only_scales else pooler.finish(pooled)
         return hidden, pooler(self._hidden_of_all[: len(batch.token_ids)], batch.counts, rows)
@@ -208,12 +211,12 @@ class CpuGraph:
         return self._hidden_of_all[:count]
 
     def states_of_all(self, count: int) -> Tensor:
-        """Return what a draft head reads of the last step's `count` tokens: see `states_for_draft_head`."""
+        """Return the states that a draft head reads of the last step's `count` tokens (see `states_for_draft_head`)."""
         return states_for_draft_head(self._hidden_of_all, self._tapped, count)
 
     @property
     def _pools(self) -> bool:
-        """Whether kernels pool the texts: by their mean or their first token."""
+        """Whether kernels pool the texts, by their mean or their first token."""
         return self._model.pooler.pooling.modes in (("mean",), ("cls",))
 
     def close(self) -> None:
@@ -242,12 +245,12 @@ class CpuGraph:
         self._ids, self._sound = captured_step.choose_greedy(self._launcher, self._hidden, self._head.prepared)
 
     def time(self, batch: Batch, last_tokens: Tensor) -> list[tuple[str, float]]:
-        """Compute a step kernel by kernel. Return each kernel's name and time in seconds."""
+        """Compute a step kernel by kernel. Return each kernel's name and its time in seconds."""
         _kept = self._set_inputs(batch, last_tokens, sampled_positions(batch))
         return (self._to_tokens or self._to_hidden).time(self._step)
 
     def _run(self, graph: KernelGraph, batch: Batch, last_tokens: Tensor, positions: Ints) -> None:
-        """Compute the batch, and keep the hidden states of `positions` of the flat batch."""
+        """Compute the batch, and store the hidden states at `positions` of the flat batch."""
         _kept = self._set_inputs(batch, last_tokens, positions)
         if ADAPTER not in batch.row_values:
             graph = self._without_adapters.get(graph, graph)
@@ -265,7 +268,7 @@ class CpuGraph:
         return {name: torch.zeros(size, dtype=torch.int32) for name, size in sizes.items()}
 
     def _set_inputs(self, batch: Batch, last_tokens: Tensor, positions: Ints) -> list[np.ndarray]:
-        """Write the batch's addresses into the step. Return the arrays that must stay alive while it is computed."""
+        """Write the batch's addresses into the step. The returned arrays must stay alive until the step is computed."""
         step = self._step
         for kind, buffers in self._kinds.items():
             for name, buffer in buffers.items():
@@ -278,7 +281,8 @@ class CpuGraph:
         sequences = NO_POSITIONS
         if batch.sampling is not None:
             sequences = batch.sequence_indices[batch.sampling.row_of]
-            # The last token of rows with drafts is not known before the drafts are verified. -1: store no token.
+            # The last token of rows with draft tokens is unknown until they are verified. -1 means that no token is
+            # stored.
             if batch.drafts is not None:
                 sequences[np.isin(batch.sampling.row_of, batch.drafts.rows)] = -1
         inputs = {
@@ -306,7 +310,7 @@ class CpuGraph:
         return arrays
 
     def _write_row_values(self, values: Mapping[str, Ints]) -> None:
-        """Write a step's row values into their buffers, and 0 over the values of earlier steps."""
+        """Write a step's row values into their buffers. Buffers with values of earlier steps are set to 0."""
         for name, buffer in zip(self._value_names, self._inputs.row_values, strict=True):
             if name in values:
                 buffer[: len(values[name])] = torch.from_numpy(values[name])
@@ -316,7 +320,7 @@ class CpuGraph:
 
 
 def sampled_positions(batch: Batch) -> Ints:
-    """Return the positions of the flat batch that sample a token, [N]."""
+    """Return the positions of the flat batch at which a token is sampled, [N]."""
     return batch.sampling.positions if batch.sampling is not None else NO_POSITIONS
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of decode steps: one launch instead of hundreds."""
+"""CUDA graphs of decode steps: one launch in place of hundreds."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from runtime.worker.step_inputs import Forward, kind_inputs
 
 logger = logging.getLogger("penstock.core")
 
-SPANS = "spans"  # name of the array of cache kinds that keep states (`ops.recurrence`)
+SPANS = "spans"  # name of the array that cache kinds with states have (`ops.recurrence`)
 PROFILE_ROWS = 20  # maximum number of rows in the table of --enable-profile-cuda-graph
 NOTHING_MORE = BatchReads()
-# For each of `_tables`: functions that write a step's attention plan before a replay.
+# For each element of `_tables`: functions that write a step's attention plan before a replay.
 Replans = list[dict[Hashable, Callable[[AttentionMetadata], None]]]
 
 
@@ -40,9 +40,9 @@ class Choice:
 
     logits: Callable[[Tensor], Tensor]  # hidden [R, E] -> float32 [R, V]
     choose: Callable[..., tuple[Tensor, Tensor]]
-    # Whether graphs capture `choose` for greedy rows only, because it reads the parameters of other rows on the host.
+    # Whether graphs can capture `choose` only for greedy rows, because it reads other rows' parameters on the host.
     greedy_only: bool
-    limits: frozenset[str]  # limits, for example "top_k", that a captured `choose` supports
+    limits: frozenset[str]  # limits (for example "top_k") that a captured `choose` supports
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,23 +50,25 @@ class _Captured:
     """A captured graph."""
 
     graph: Graph
-    results: tuple[Tensor, ...]  # written by each replay: hidden states; if the graph samples, ids and their validity
+    results: tuple[Tensor, ...]  # written by each replay: hidden states, or ids and their validity if the graph samples
     replans: Replans
 
 
 class CudaGraphRunner:
-    """Replays a captured forward if every row computes one token and a graph is large enough; otherwise runs `eager`.
+    """Replays a captured forward pass if every row computes one token and a graph is large enough.
+
+    Other batches are computed by `eager`, as are batches of a size whose graph is not captured yet.
 
     A graph captures `eager` (usually the model) with a batch of fixed buffers, into which a step's inputs are copied.
-    Padding rows write to the cache's scratch page and read its position 0. Batches run eagerly until the graph of their
-    size is captured. The attention must not read rows on the host during the capture, or it must register a function
-    that is called with each step's rows before the replay (`AttentionMetadata.replans`). The buffers contain all that
-    the model reads of a batch; those of row values, axes and vectors exist only if the model reads them.
+    Padding rows write to the cache's scratch page and read its position 0. During the capture, the attention must not
+    read rows on the host, or it must register a function that is called with each step's rows before the replay
+    (`AttentionMetadata.replans`). The buffers contain everything that the model reads of a batch. Buffers of row
+    values, axes and vectors exist only if the model reads them.
 
-    With a `choice`, graphs also sample tokens (`choose`). Further graphs of the same sizes end at hidden states, for
-    steps whose rows need more than tokens; they are captured after the first such step.
+    With a `choice`, graphs also sample tokens (`choose`). A second graph of each size ends at hidden states, for steps
+    whose rows need more than tokens. These graphs are captured after the first such step.
 
-    All graphs share buffers of the largest size; smaller graphs use their first rows.
+    All graphs share buffers of the largest size. Smaller graphs use the first rows.
     """
 
     def __init__(
@@ -82,15 +84,15 @@ class CudaGraphRunner:
         collect_garbage: bool = False,
         profile: bool = False,
     ) -> None:
-        """Allocate the buffers. `max_pages` is the width of their page table; batches with longer rows run eagerly.
+        """Allocate the buffers. `max_pages` is the width of the page tables; batches with longer rows run eagerly.
 
-        `reads` are the optional inputs that the model reads; a batch may have no others.
+        `reads` are the optional inputs that the model reads. A batch must not have any others.
         """
         self._eager = eager
         self._device = device
         self._buckets = buckets
         self._cache = cache
-        # Steps with other cache kinds can be captured only if these have just a page table, or just spans.
+        # Steps with other cache kinds can be captured only if each kind has just a page table, or just spans.
         self._capturable = all(
             [*KINDS[kind].scratch_arrays([], 0)] in (["page_table"], [SPANS]) for kind in cache.kinds
         )
@@ -106,17 +108,17 @@ class CudaGraphRunner:
                 ", ".join(cache.kinds),
             )
         self._graphs: dict[tuple[int, bool], _Captured] = {}
-        # Graph size -> event recorded after its last attention plan was copied to the device. The two graphs of a
-        # size, with and without sampling, share the plan's host memory.
+        # For each graph size, the event recorded after the size's last attention plan was copied to the device. The two
+        # graphs of a size (with and without sampling) share the plan's host memory.
         self._planned: dict[int, Event] = {}
         self._collect_garbage = collect_garbage
         self._profile = profile
         self._seconds = 0.0
         with torch.inference_mode(), device.forward():
             self._buffers = self._make_buffers(max(buckets.sizes, default=0), max_pages, reads)
-            self._nonzero_values: set[str] = set()  # names of row values that may not be 0 in the buffers
+            self._nonzero_values: set[str] = set()  # names of row values whose buffers may not be 0
             self._sampling = self._make_sampling(max(buckets.sizes, default=0))
-        self._num_real = 0  # number of leading rows of the buffers that may have values of an earlier step
+        self._num_real = 0  # number of leading buffer rows that may have values of an earlier step
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         replayed = self._replay(batch, None)
@@ -125,10 +127,10 @@ class CudaGraphRunner:
     def choose(
         self, batch: ForwardBatch, arrays: SamplingArrays, *, greedy: bool, limits: Collection[str] = ()
     ) -> tuple[Tensor, Tensor] | None:
-        """Sample a token for every row. Return ids and their validity, as `choose` of `ops.sampling`, or None.
+        """Sample a token for every row. Return ids and their validity, like `choose` of `ops.sampling`, or None.
 
         Returns None if no graph can sample this step. `greedy` says whether all rows are greedy. `limits` are the
-        limits (such as "top_k") that at least one row uses. The result is valid until the next call.
+        limits (for example "top_k") that at least one row uses. The result is valid until the next call.
         """
         choice = self._choice
         if choice is None or not (greedy or (not choice.greedy_only and choice.limits.issuperset(limits))):
@@ -137,19 +139,19 @@ class CudaGraphRunner:
         return None if replayed is None else (replayed[0], replayed[1])
 
     def is_waiting(self) -> bool:
-        """Whether graphs remain to be captured. May be called on any thread."""
+        """Return whether graphs remain to be captured. May be called on any thread."""
         return bool(self._waiting)
 
     @property
     def captured(self) -> frozenset[int]:
-        """The sizes whose graphs are all captured."""
+        """Sizes without a waiting graph: all their graphs are captured."""
         waiting = {size for size, _ in self._waiting}
         return frozenset(size for size, _ in self._graphs) - waiting
 
     def capture_next(self) -> bool:
-        """Capture one graph, on the thread that enqueues. Return whether more wait.
+        """Capture one graph, on the thread that enqueues. Return whether more graphs wait.
 
-        The largest size is first, then the size of the last step without a graph, then the largest that waits.
+        The order is: the largest size, then the size of the last step without a graph, then the largest waiting size.
         """
         if not self._waiting:
             return False
@@ -187,21 +189,22 @@ class CudaGraphRunner:
         return tuple(result[: batch.num_tokens] for result in captured.results)
 
     def _request_capture(self, chooses: bool) -> None:
-        """Queue the capture of graphs of all sizes, after those that wait already."""
+        """Queue the capture of graphs of all sizes, after the graphs that already wait."""
         if chooses not in self._requested:
             self._requested.add(chooses)
             self._waiting = [(size, chooses) for size in self._buckets.sizes] + self._waiting
 
     def _capture_soon(self, key: tuple[int, bool]) -> None:
-        """Capture this graph next, because a step ran without it. The first capture stays that of the largest size,
-        whose memory the others share.
+        """Capture this graph next, because a step ran without it.
+
+        The largest size is still captured first, because the other graphs share its memory.
         """
         if self._graphs and key in self._waiting:
             self._waiting.remove(key)
             self._waiting.append(key)
 
     def _fitting(self, batch: ForwardBatch) -> int | None:
-        """Return the graph size for a step with these rows, or None if no graph fits."""
+        """Return the graph size for this step, or None if no graph fits."""
         attention = batch.attention
         if batch.media_levels or attention.mutual_spans:
             return None
@@ -240,7 +243,7 @@ class CudaGraphRunner:
         self._num_real = num_rows
 
     def _optional_pairs(self, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
-        """Return pairs of buffer and input for the inputs that only some models read."""
+        """Return (buffer, input) pairs of the inputs that only some models read."""
         buffers, pairs = self._buffers, []
         for name, own in buffers.row_values.items():
             if name in batch.row_values:
@@ -261,7 +264,7 @@ class CudaGraphRunner:
         return pairs
 
     def _reset(self, first: int) -> None:
-        """Turn the rows from `first` on into padding rows."""
+        """Turn the rows from index `first` on into padding rows."""
         rows = slice(first, self._num_real)
         buffers = self._buffers
         buffers.token_ids[rows].fill_(0)
@@ -279,11 +282,14 @@ class CudaGraphRunner:
         for own, scratch_page in zip(_tables(buffers), scratch_pages, strict=True):
             own.slot_mapping[rows].fill_(scratch_page * self._cache.page_size)
             own.page_table[rows].fill_(scratch_page)
-        self._sampling.greedy[rows].fill_(True)  # the fastest way to sample
+        self._sampling.greedy[rows].fill_(True)  # greedy rows are the fastest to sample
         self._num_real = min(first, self._num_real)
 
     def _replan(self, size: int, replans: Replans, starts: Sequence[int]) -> None:
-        """Write the attention plan of a step's rows to where the captured attention reads it, after earlier replays."""
+        """Write the attention plan of a step's rows into the memory that the captured attention reads.
+
+        Waits until the device has read the previous plan.
+        """
         # The device must have read the last plan from host memory before it is overwritten.
         self._planned[size].wait()
         starts = [*starts, *[0] * (size - len(starts))]
@@ -390,7 +396,7 @@ def _first_optional(buffers: ForwardBatch, size: int) -> dict[str, Any]:
 
 
 def _all_greedy(num_rows: int) -> SamplingArrays:
-    """Return the plan of greedy rows, on the host."""
+    """Return the sampling arrays of greedy rows, on the host."""
     unread = torch.zeros(0)
     return SamplingArrays(*[unread] * len(SamplingArrays._fields))._replace(
         greedy=torch.ones(num_rows, dtype=torch.bool)
@@ -398,7 +404,7 @@ def _all_greedy(num_rows: int) -> SamplingArrays:
 
 
 def _tables(batch: ForwardBatch) -> list[AttentionMetadata]:
-    """Return the metadata of all page tables: first of paged layers, then of each other cache kind with pages."""
+    """Return the metadata of all page tables: of paged layers first, then of each other cache kind with pages."""
     return [batch.attention, *(kind.attention for kind in batch.kinds.values() if SPANS not in kind.arrays)]
 
 
@@ -410,7 +416,10 @@ def _spans(buffers: ForwardBatch) -> list[tuple[str, Tensor]]:
 def _first_kinds(
     buffers: ForwardBatch, attention: AttentionMetadata, tables: Sequence[AttentionMetadata]
 ) -> dict[str, KindInputs]:
-    """Return the inputs of the cache kinds for the rows of `attention`. `tables` has the rows of their page tables."""
+    """Return the inputs of the cache kinds for the rows of `attention`.
+
+    `tables` has these rows of their page tables.
+    """
     size, own = len(attention.counts_host), iter(tables)
     kinds = {}
     for name, kind in buffers.kinds.items():
@@ -423,7 +432,7 @@ def _first_kinds(
 
 
 def _first_rows(attention: AttentionMetadata, starts: Sequence[int]) -> AttentionMetadata:
-    """Return the first `len(starts)` rows of the buffers. `starts` is the host's copy of their starts."""
+    """Return the first `len(starts)` rows of the buffers. `starts` is the host's copy of the rows' starts."""
     size = len(starts)
     return replace(
         attention,

@@ -1,6 +1,6 @@
-"""The device of a rank beyond tensors: streams, copies, events, graphs, and a thread.
+"""The device of a rank, beyond tensors: streams, copies, events, graphs and a thread.
 
-All asynchronous work goes through a `Device`, so that a test can delay it in any order that streams allow.
+All asynchronous work goes through a `Device`, so that tests can delay it in any order that streams allow.
 `DeviceThread` is the only bridge between the device and asyncio.
 """
 
@@ -24,8 +24,8 @@ from runtime.errors import EngineClosed
 
 Result = TypeVar("Result")
 
-Read = Callable[[], Result]  # a function that waits until the result is on the host, and returns it
-Enqueue = Callable[[], Read[Result]]  # a function that enqueues work on the device
+Read = Callable[[], Result]  # waits until the result is on the host, and returns it
+Enqueue = Callable[[], Read[Result]]  # enqueues work on the device
 Stream = Literal["forward", "copy"]
 
 
@@ -33,11 +33,11 @@ class Event(Protocol):
     """A point in the device's work."""
 
     def wait(self) -> None:
-        """Block until the work before the event is done."""
+        """Block until all work before the event is done."""
         ...
 
     def is_reached(self) -> bool:
-        """Whether the work before the event is done. Returns immediately."""
+        """Return whether all work before the event is done. Does not block."""
         ...
 
 
@@ -50,17 +50,17 @@ class Graph(Protocol):
 
 
 class MemoryUse(NamedTuple):
-    """The memory that some work took, in bytes."""
+    """The memory that some work needed, in bytes."""
 
-    peak_bytes: int  # peak memory, less the memory before
+    peak_bytes: int  # peak memory minus the memory before
     kept_bytes: int  # memory that remains allocated
 
 
 class Device(Protocol):
-    """A device with the two streams of a rank: one for copies, one for the forward."""
+    """A device with the two streams of a rank: one for copies, one for forward passes."""
 
     torch_device: torch.device
-    is_host: bool  # whether the device is the host: calls are synchronous, and results need no copy
+    is_host: bool  # the device is the host: calls are synchronous, and results need no copy
 
     def forward(self) -> AbstractContextManager[None]:
         """Return a context whose calls are enqueued on the forward stream, in order."""
@@ -81,7 +81,7 @@ class Device(Protocol):
     def upload(self, host: Tensor) -> tuple[Tensor, Event]:
         """Copy pinned memory to the device, for later work on the forward stream.
 
-        `host` must not change before the event is reached. The copy overlaps with the forward of earlier steps.
+        `host` must not change before the event is reached. The copy overlaps with the forward passes of earlier steps.
         """
         ...
 
@@ -90,23 +90,23 @@ class Device(Protocol):
         ...
 
     def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Copy to the host after all earlier work on the forward stream. Read the copies after the event."""
+        """Copy to the host, after all earlier work on the forward stream. The copies may be read after the event."""
         ...
 
     def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
-        """Capture the work that `run` enqueues without running it. The result has the tensors that replays write.
+        """Capture the work that `run` enqueues, without running it. The result contains the tensors that replays write.
 
         All graphs of a device share one memory pool, so only the results of the last replay are valid. Raises the
-        exception of `run` or of the capture; the device stays usable.
+        exception of `run` or of the capture. The device stays usable.
         """
         ...
 
     def measure(self, run: Callable[[], object]) -> MemoryUse:
-        """Run a function, wait for its work and return its memory. Nothing else may use the device meanwhile."""
+        """Run a function, wait for its work and return its memory use. Nothing else may use the device meanwhile."""
         ...
 
     def free_bytes(self) -> tuple[int, int]:
-        """Return the current (free, total) memory of the device."""
+        """Return the device's free and total memory in bytes."""
         ...
 
     def release_unused(self) -> None:
@@ -168,7 +168,7 @@ class CpuDevice:
 
 
 class CudaDevice:
-    """An NVIDIA GPU. Call it on the thread that enqueues; events may be awaited on any thread.
+    """An NVIDIA GPU. Must be called on the thread that enqueues. Events may be awaited on any thread.
 
     Objects that exist at the same time have different streams.
     """
@@ -198,7 +198,7 @@ class CudaDevice:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, host: Tensor) -> tuple[Tensor, Event]:
-        # Allocated on the copy stream: a freed block of the forward stream may still be read by earlier steps.
+        # Allocated on the copy stream, because earlier steps may still read a freed block of the forward stream.
         with torch.cuda.stream(self._copies):
             on_device = host.to(self.torch_device, non_blocking=True)
             done = torch.cuda.Event()
@@ -227,7 +227,7 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._forward):
             self._forward.synchronize()
-            # Other threads wait for events and pin memory meanwhile, which must not break this capture.
+            # Other threads may wait for events and pin memory during the capture, which must not break it.
             graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
             try:
                 result = run()
@@ -260,9 +260,9 @@ class CudaDevice:
 
 @cache
 def _idle_streams(device: torch.device) -> list[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
-    """Return the list of unused stream pairs, for reuse.
+    """Return the list of unused stream pairs. They are reused.
 
-    cuBLAS keeps a workspace (32 MiB on Hopper) for every stream it has ever used, and never frees it.
+    cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever used, and never frees it.
     """
     return []
 
@@ -279,13 +279,13 @@ class _CudaEvent:
 
 
 def open_device(device: torch.device) -> Device:
-    """Return the device with its own streams."""
+    """Return a `Device` with its own streams for the torch device."""
     return CudaDevice(device) if device.type == "cuda" else CpuDevice()
 
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause Python's garbage collector, since freeing device memory would break a capture."""
+    """Pause Python's garbage collector, because freeing device memory would break a capture."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -296,11 +296,11 @@ def collector_paused() -> Iterator[None]:
 
 
 class DeviceThread:
-    """Enqueues work on a device and reads its results, in order, outside the event loop.
+    """Enqueues work on a device and reads its results, in order, outside of the event loop.
 
-    One thread enqueues: on a CPU this is the forward itself; on CUDA it launches kernels, which takes milliseconds
-    without a graph. The same thread reads results immediately or, with `separate_reads` (CUDA), a second thread waits
-    for the event of the work while the first one enqueues further work. The event loop only waits for futures.
+    One thread enqueues. On a CPU, this is the forward pass itself. On CUDA, it launches kernels, which takes
+    milliseconds without a graph. The same thread then reads the results. With `separate_reads` (CUDA), a second thread
+    waits for the results, while the first one enqueues further work. The event loop only waits for futures.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class DeviceThread:
         self._reads: queue.SimpleQueue[tuple[Read, asyncio.Future] | None] = queue.SimpleQueue()
         self._separate = separate_reads
         self._closed = False
-        # If set, wraps all submitted work, for example to time it.
+        # If set, wraps all submitted work, for example to measure its time.
         self.around: Callable[[Enqueue], Enqueue] | None = None
         targets = {"penstock-device": self._run_work}
         if separate_reads:
@@ -329,8 +329,8 @@ class DeviceThread:
     def submit(self, enqueue: Enqueue[Result], future: asyncio.Future[Result] | None = None) -> asyncio.Future[Result]:
         """Queue work and return immediately. Raises `EngineClosed` after `close`.
 
-        The future (a new one by default) gets the result or the exception. Callers must shield it: a cancelled future
-        does not cancel the work.
+        The future (a new one by default) gets the result or the exception. Callers must shield it: cancelling the
+        future does not cancel the work.
         """
         if self._closed:
             raise EngineClosed("The engine is closed.")
@@ -340,13 +340,13 @@ class DeviceThread:
         return future
 
     def new_future(self) -> asyncio.Future:
-        """Return a future of the loop. asyncio does not log its exception if nobody retrieves it."""
+        """Return a future of the loop. If its exception is never retrieved, asyncio does not log it."""
         future = self._loop.create_future()
         future.add_done_callback(retrieve)
         return future
 
     def close(self) -> None:
-        """Finish queued work and end the threads. Blocks; do not call it on the event loop."""
+        """Finish the queued work and end the threads. Blocks, so it must not be called on the event loop."""
         if not self._closed:
             self._closed = True
             self._work.put(None)
@@ -354,7 +354,7 @@ class DeviceThread:
             thread.join()
 
     def _enter_device(self) -> None:
-        # A new thread's current device is number 0, on which its calls would create a context.
+        # The current device of a new thread is number 0. Its calls would create a context there.
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.set_device(self._device)
 
@@ -407,6 +407,6 @@ def _settle(future: asyncio.Future, result: object, error: BaseException | None)
 
 
 def retrieve(future: asyncio.Future) -> None:
-    """Mark an exception as retrieved, so that it is not logged if no caller waits any more."""
+    """Mark a future's exception as retrieved, so that asyncio does not log it if no caller waits for the future."""
     if not future.cancelled():
         future.exception()

@@ -1,4 +1,4 @@
-"""Proposes tokens with a draft head, which reads the hidden states of the model (EAGLE, multi-token prediction)."""
+"""Proposes tokens with a draft head, which reads the model's hidden states (EAGLE, multi-token prediction)."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from runtime.worker.draft_model import NO_ALTERNATIVES, NO_BATCH, draft_sampling
 from runtime.worker.sampler import Sampler, chooses_greedily
 from runtime.worker.step_inputs import Staging, prepare
 
-MISSING = 62  # entries of a sequence that may be missing until it has drafts
+MISSING = 62  # maximum number of entries that a sequence may lack before it has draft tokens
 
 Longs = NDArray[np.int64]
 
 
 class HeadDrafter:
-    """Proposes tokens with a draft head, whose KV cache has the target's pages. Only for a CPU.
+    """Proposes tokens with a draft head, whose KV cache has the same pages as the target's. Only for CPUs.
 
-    *Entry* q of the head's cache comes from the target's state at position q and the token at q + 1. A step is
+    *Entry* q of the head's cache is computed from the target's state at position q and the token at q + 1. A step does
+    the following:
 
-        propose   computes the missing entries of rows with drafts from kept states, and then one entry per further
-                  draft from the head's own states
-        observe   gets the target's states of the step; computes the entries of prompts, and keeps the last states
+        propose   computes the missing entries of rows with draft tokens from stored states, and then one entry per
+                  further draft token from the head's own states
+        observe   gets the target's states of the step, computes the entries of prompts, and stores the last states
 
-    Entries from the head's own states are computed again once the target's states are known. Entries may be missing or
-    stale after a rewind or where prefixes are shared; drafts are then worse, but never wrong, since the target verifies
-    them.
+    Entries from the head's own states are computed again once the target's states are known. After a rewind or where
+    prefixes are shared, entries may be missing or stale. Draft tokens are then worse, but the output stays correct,
+    because the target verifies them.
     """
 
     def __init__(
@@ -48,22 +49,22 @@ class HeadDrafter:
         graph: CpuGraph | None = None,
         topk: int = 1,
     ) -> None:
-        """With a `topk` above 1, each proposal also has `alternatives`."""
-        self.alternatives: list[tuple[Ints, Ints]] = []  # of the last proposals (`branches.Alternatives`)
+        """With `topk` > 1, each proposal also sets `alternatives`."""
+        self.alternatives: list[tuple[Ints, Ints]] = []  # of the last proposals (see `branches.Alternatives`)
         self._topk = topk
-        self._likeliest = NO_ALTERNATIVES  # the likeliest ids of each position that the last step sampled, [N, topk]
+        self._likeliest = NO_ALTERNATIVES  # likeliest ids at each sampled position of the last step, [N, topk]
         self._head = head
         self._pool = pool
         self._sampler = sampler
         self._graph = graph
         self._staging = Staging(device)
         self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64)  # required by steps, but never read
-        # The last tokens and states of each sequence, for entries that are computed later. Those of position p are at
-        # p % `kept`.
+        # The last tokens and states of each sequence, for entries that are computed later. Position p is stored at
+        # index p % `kept`.
         self._kept = kept = MISSING + max_drafts + 2
         self._ids = np.zeros((num_sequences, kept), np.int32)
         self._states = torch.zeros(num_sequences, kept, head.hidden_size, dtype=head.dtype)
-        self._computed = np.zeros(num_sequences, np.int64)  # number of entries from the target's states
+        self._computed = np.zeros(num_sequences, np.int64)  # number of entries computed from the target's states
         self._starts = np.zeros(num_sequences, np.int64)  # first position of each sequence's newest row
         self._ends = np.zeros(num_sequences, np.int64)  # position after this row
         self._vocab_size = head.vocab_size
@@ -72,13 +73,13 @@ class HeadDrafter:
 
     @property
     def pool(self) -> KVPool:
-        """The KV pool, with the pages of the target's pool."""
+        """The KV pool. It has the same pages as the target's pool."""
         return self._pool
 
     def propose(self, batch: Batch, last_tokens: Tensor) -> Batch:
-        """Return the batch with proposals in place of `DRAFT`, and with its other tokens.
+        """Return the batch with proposed ids in place of `DRAFT`, and with the known ids in place of UNKNOWN.
 
-        `last_tokens`, int64 by sequence index, are the tokens behind UNKNOWN. The batch's starts must be exact.
+        `last_tokens`, int64 by sequence index, are the tokens for UNKNOWN. The batch's starts must be exact.
         """
         self.alternatives = []
         rows, firsts, positions = _flat(batch)
@@ -87,7 +88,8 @@ class HeadDrafter:
         ids = ids.astype(np.int32)
         batch = replace(batch, token_ids=ids)
         starts = batch.starts.astype(np.int64)
-        # A row that does not continue its sequence's newest row is another sequence's, or follows cached pages.
+        # If a row does not continue the newest row of its sequence index, it belongs to a new sequence or follows
+        # cached pages.
         drafted, counts = drafted_by_model(batch)
         is_prompt = batch.counts > 1
         if batch.drafts is not None:
@@ -121,7 +123,7 @@ class HeadDrafter:
         return batch
 
     def observe(self, batch: Batch, states: Tensor) -> None:
-        """Take the target's states of a step, [T, 3E] or [T, E]. The batch must be that of `propose`."""
+        """Take the target's states of a step, [T, 3E] or [T, E]. The batch must be the one passed to `propose`."""
         rows, firsts, positions = _flat(batch)
         indices = batch.sequence_indices
         states = self._head.project(states)
@@ -133,7 +135,7 @@ class HeadDrafter:
         [prompts] = np.nonzero(is_prompt)
         if len(prompts):
             begins = self._computed[indices[prompts]]
-            # Of positions before the row, only the ids of the last `kept` positions up to its end are known.
+            # For positions before the row, only the ids of the last `kept` positions before the row's end are known.
             oldest = np.minimum(starts[prompts] - 1, ends[prompts] - self._kept)
             begins = np.maximum(begins, np.maximum(oldest, 0))
             last = ends[prompts] - 1
@@ -155,13 +157,16 @@ class HeadDrafter:
         self._starts[indices], self._ends[indices] = starts, ends
 
     def take(self, sequence_index: int, position: int, token_id: int, state: Tensor | None) -> None:
-        """Note that the target took an alternative to the draft at this position, and the target's state there."""
+        """Note that the target took a branch's token at this position.
+
+        `state` is the target's state there, if known.
+        """
         if state is not None:
             self._ids[sequence_index, position % self._kept] = token_id
             self._states[sequence_index, position % self._kept] = self._head.project(state[None])[0]
 
     def close(self) -> None:
-        """End the threads of the CPU graph, after the last step."""
+        """End the threads of the CPU graph. Called after the last step."""
         if self._graph is not None:
             self._graph.close()
 
@@ -174,7 +179,10 @@ class HeadDrafter:
     def _propose_from(
         self, batch: Batch, rows: Longs, begins: Longs, ends: Longs, drafted: Ints
     ) -> tuple[Ints, Tensor]:
-        """Compute entries from kept states. Return the first draft of each drafted row, and the states behind it."""
+        """Compute entries from stored states.
+
+        Return each drafted row's first draft token, and the head's states there.
+        """
         source, entries = _ranges(rows, begins, ends)
         firsts = batch.counts.cumsum() - batch.counts
         step = self._step(batch, rows, begins, ends, firsts)
@@ -187,7 +195,7 @@ class HeadDrafter:
     def _step(self, batch: Batch, rows: Longs, begins: Longs, ends: Longs, firsts: NDArray[np.integer]) -> Batch:
         """Return the head's step that computes the entries from `begins` up to `ends` of these rows."""
         source, entries = _ranges(rows, begins, ends)
-        after = entries + 1  # the position of the token that an entry reads
+        after = entries + 1  # position of the token that an entry reads
         own = after >= batch.starts[source]
         ids = batch.token_ids[np.clip(firsts[source] + after - batch.starts[source], 0, None)]
         ids = np.where(own, ids, self._ids[batch.sequence_indices[source], after % self._kept])
@@ -222,7 +230,7 @@ class HeadDrafter:
         return self._chosen(hidden, step), own
 
     def _chosen(self, hidden: Tensor, step: Batch) -> Ints:
-        """Choose a token for each sampled position like the target, from hidden states [N, E]."""
+        """Choose a token for each sampled position from hidden states [N, E], in the same way as the target."""
         logits = self._head.logits(hidden)
         if self._map is not None:
             whole = logits.new_full((len(logits), self._vocab_size), -torch.inf)
@@ -243,7 +251,7 @@ def _flat(batch: Batch) -> tuple[Longs, NDArray[np.integer], Longs]:
 
 
 def _ranges(rows: Longs, begins: Longs, ends: Longs) -> tuple[Longs, Longs]:
-    """Return the row and the number of each element of the ranges `begins` .. `ends`, one after the other."""
+    """Return the row and the number of each element of the concatenated ranges `begins` .. `ends`."""
     counts = ends - begins
     offsets = np.arange(int(counts.sum())) - np.repeat(counts.cumsum() - counts, counts)
     return np.repeat(rows, counts), np.repeat(begins, counts) + offsets

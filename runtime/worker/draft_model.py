@@ -1,4 +1,4 @@
-"""Proposes tokens with a draft model, for the target to verify in the same step (arXiv 2211.17192)."""
+"""Proposes tokens with a draft model, which the target verifies in the same step (arXiv 2211.17192)."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from runtime.worker.device import Device
 from runtime.worker.sampler import Sampler, chooses_greedily
 from runtime.worker.step_inputs import Staging, prepare
 
-KEPT = 256  # last tokens of each sequence that a draft model may compute later
+KEPT = 256  # number of last tokens per sequence that a draft model can compute later
 NO_ALTERNATIVES = np.zeros((0, 0), np.int32)
-NO_BATCH: Mapping[str, Any] = {  # fields of the target's batch that a draft model does not take
+NO_BATCH: Mapping[str, Any] = {  # fields of the target's batch that the draft model ignores
     "sequences": (), "prompt_logprobs": (), "embedding_rows": None, "row_values": {}, "kinds": {}, "drafts": None,
     "position_offsets": None, "media": (), "mutual_spans": None, "copies": (), "adapters": (),
 }  # fmt: skip
 
 
 class DraftModel:
-    """A small model with a KV cache of its own in the target's pages. Only for a CPU, where all starts are known.
+    """A small model whose KV cache has the same pages as the target's. Only for CPUs, where all starts are known.
 
-    It computes each prompt that the target computes. Before the target verifies a row with drafts, it computes the
-    row's tokens up to the first draft, and proposes tokens one after the other. For a drawn sequence it draws with the
-    parameters and the random numbers of the target, because two similar distributions then mostly give the same token
-    (as in arXiv 2408.07978, with another sampler). While a sequence has no
-    drafts, its tokens are kept and computed before the next ones. If more than `KEPT` are missing, the next drafts are
-    worse, but never wrong, since the target verifies them.
+    It computes every prompt that the target computes. For a row with draft tokens, it first computes the row's tokens
+    up to the first draft token, then proposes tokens one at a time. The target verifies them afterwards. For sequences
+    that are not greedy, it draws with the target's parameters and random numbers, because two similar distributions
+    then mostly yield the same token (as in arXiv 2408.07978, with another sampler).
+
+    While a sequence has no draft tokens, its tokens are stored and computed later. If more than `KEPT` are missing, the
+    next draft tokens are worse, but the output stays correct, because the target verifies them.
     """
 
     def __init__(
@@ -49,23 +50,23 @@ class DraftModel:
         graph: CpuGraph | None = None,
         topk: int = 1,
     ) -> None:
-        """With a `topk` above 1, each proposal also has `alternatives`."""
-        self.alternatives: list[tuple[Ints, Ints]] = []  # of the last proposals (`branches.Alternatives`)
+        """With `topk` > 1, each proposal also sets `alternatives`."""
+        self.alternatives: list[tuple[Ints, Ints]] = []  # of the last proposals (see `branches.Alternatives`)
         self._topk = topk
-        self._likeliest = NO_ALTERNATIVES  # the likeliest ids of each position that the last step sampled, [N, topk]
+        self._likeliest = NO_ALTERNATIVES  # likeliest ids at each sampled position of the last step, [N, topk]
         self._model = model
         self._sampler = sampler
         self._pool = pool
         self._graph = graph
         self._staging = Staging(device)
-        self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64)  # last token of each row in own steps
+        self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64)  # last token of each sequence in own steps
         self._ids = np.zeros((num_sequences, KEPT), np.int32)  # the id of position p of a sequence is at p % KEPT
-        self._computed = np.zeros(num_sequences, np.int64)  # positions of each sequence that have KV
+        self._computed = np.zeros(num_sequences, np.int64)  # number of positions of each sequence that have KV
 
     def propose(self, batch: Batch, last_tokens: Tensor) -> Batch:
-        """Return the batch with proposals in place of `DRAFT`, and with its other tokens.
+        """Return the batch with proposed ids in place of `DRAFT`, and with the known ids in place of UNKNOWN.
 
-        `last_tokens`, int64 by sequence index, are the tokens behind UNKNOWN. The batch's starts must be exact.
+        `last_tokens`, int64 by sequence index, are the tokens for UNKNOWN. The batch's starts must be exact.
         """
         rows = np.repeat(np.arange(len(batch.counts)), batch.counts)
         indices = batch.sequence_indices[rows]
@@ -93,33 +94,33 @@ class DraftModel:
         return batch
 
     def take(self, sequence_index: int, position: int, token_id: int, state: Tensor | None) -> None:
-        """Note that the target took an alternative to the draft at this position, whose KV is to be computed again."""
+        """Note that the target took a branch's token at this position. Its KV must be computed again."""
         self._ids[sequence_index, position % KEPT] = token_id
         self._computed[sequence_index] = min(self._computed[sequence_index], position)
 
     @property
     def pool(self) -> KVPool:
-        """The KV pool, with the pages of the target's pool."""
+        """The KV pool. It has the same pages as the target's pool."""
         return self._pool
 
     def close(self) -> None:
-        """End the threads of the CPU graph, after the last step."""
+        """End the threads of the CPU graph. Called after the last step."""
         if self._graph is not None:
             self._graph.close()
 
     def _catch_up(self, batch: Batch, firsts: NDArray[np.integer]) -> Batch | None:
-        """Return the step that computes prompts, and the tokens of rows with drafts up to the first draft.
+        """Return the step that computes prompts, and the tokens of rows with draft tokens up to the first draft token.
 
-        It chooses a token for each row with drafts. Return None if there is nothing to compute.
+        The step chooses a token for each row with draft tokens. Returns None if there is nothing to compute.
         """
         computed = self._computed[batch.sequence_indices]
         missing = batch.starts - computed
         begins, counts = batch.starts.astype(np.int64), batch.counts.copy()
-        # A row of one token is a prompt if the positions before it are not those of an earlier row.
+        # A row of one token is treated as a prompt if the positions before it were not computed by earlier rows.
         taken = (counts > 1) | (missing < 0) | (missing > KEPT)
         drafted, _ = drafted_by_model(batch)
         if batch.drafts is not None:
-            known = np.setdiff1d(batch.drafts.rows, drafted)  # rows with drafts of prompt lookup
+            known = np.setdiff1d(batch.drafts.rows, drafted)  # rows with draft tokens from prompt lookup
             taken[known] &= (missing[known] < 0) | (missing[known] > KEPT - batch.counts[known])
         if len(drafted):
             behind = np.where((missing > 0) & (missing < KEPT), missing, 0)[drafted]
@@ -169,7 +170,7 @@ class DraftModel:
 
 
 def drafted_by_model(batch: Batch) -> tuple[Ints, Ints]:
-    """Return the rows whose drafts the draft model proposes, and the number of drafts of each."""
+    """Return the rows whose draft tokens the draft model proposes, and the number of draft tokens of each."""
     drafts = batch.drafts
     if drafts is None:
         return NO_POSITIONS, NO_POSITIONS
@@ -179,9 +180,9 @@ def drafted_by_model(batch: Batch) -> tuple[Ints, Ints]:
 
 
 def one_token_each(batch: Batch, rows: Ints, number: int, ids: Ints | None = None) -> Batch:
-    """Return a batch that computes the draft with this number (from 1) of each of these rows, and chooses the next.
+    """Return a batch that computes draft token `number` (from 1) of each of these rows, and chooses the next one.
 
-    `ids` are these drafts; None: the last tokens that the draft model chose.
+    `ids` are these draft tokens. If None, they are the tokens that the draft model chose last.
     """
     count = len(rows)
     own = np.arange(count, dtype=np.int32)
@@ -198,7 +199,8 @@ def one_token_each(batch: Batch, rows: Ints, number: int, ids: Ints | None = Non
 
 
 def draft_sampling(batch: Batch, rows: Ints, number: int, own_rows: Ints, positions: Ints) -> Sampling:
-    """Return how the draft with this number (from 1) of each of these rows is chosen: like the target's token there.
+    """Return the sampling parameters for draft token `number` (from 1) of these rows: those of the target's token
+    there.
 
     `own_rows` and `positions` are the rows and the sampled positions in the draft model's step.
     """

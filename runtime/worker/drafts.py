@@ -1,4 +1,4 @@
-"""Verifies drafts against the sampled tokens on their device, and computes the lengths of the sequences."""
+"""Verifies draft tokens against the sampled tokens on the device, and computes the lengths of the sequences."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from ops.sampling.native import to_device
 from runtime.batch import UNKNOWN, Batch, Drafts, Sampling, uniform_numbers
 from runtime.worker.branches import is_trunk, take_branches
 
-OF_DRAFTS = ("draft_", "branch_")  # how the names of the arrays for `settle` begin
+OF_DRAFTS = ("draft_", "branch_")  # prefixes of the names of the arrays for `settle`
 
 
 def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
-    """Return the arrays for `settle` by name. R rows of the batch sample, and D of these have up to K drafts each."""
+    """Return the arrays for `settle`, by name.
+
+    R rows of the batch sample. D of these rows have up to K draft tokens each.
+    """
     sampling, drafts = batch.sampling, batch.drafts
     if sampling is None or drafts is None:
         raise ValueError("No row of this batch has drafts.")
@@ -26,7 +29,7 @@ def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
     rows, firsts = rows[kept], firsts[kept]
     owners = np.searchsorted(rows, drafts.rows)
     offsets = np.arange(int(drafts.counts.max()))
-    # [D, K]: position in [T] of each draft, and whether it is one or padding after the row's drafts.
+    # [D, K]: the position in [T] of each draft token, and whether it is a draft token or padding.
     positions = sampling.positions[firsts[owners]][:, None] + 1 + offsets
     is_draft = offsets < drafts.counts[:, None]
     ids = batch.token_ids[np.minimum(positions, len(batch.token_ids) - 1)]
@@ -34,15 +37,15 @@ def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
         "draft_sequences": batch.sequence_indices[rows].astype(np.int64),  # [R]
         "draft_firsts": firsts.astype(np.int64),  # [R], index into [N] of each row's first sampled position
         "draft_owners": owners.astype(np.int64),  # [D], index into [R] of each row with drafts
-        "draft_ids": np.where(is_draft, ids, -1).astype(np.int64),  # [D, K]; -1 equals no token
-        "draft_lengths": batch.starts[drafts.rows] + np.int32(1),  # [D], computed tokens if no draft is accepted
+        "draft_ids": np.where(is_draft, ids, -1).astype(np.int64),  # [D, K]; -1 is never equal to a token
+        "draft_lengths": batch.starts[drafts.rows] + np.int32(1),  # [D], computed tokens if none is accepted
     }
 
 
 def drafts_before(batch: Batch, drafts: Drafts, sampling: Sampling, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Return, for these P of the sampled positions, the drafts of the same row before each, by name.
+    """Return the preceding draft tokens of the same row, for P of the sampled positions, as arrays by name.
 
-    Drafts are accepted in order, so at each position they are the output since the row began.
+    Draft tokens are accepted in order, so at each position they are the output since the row began.
     """
     row_of = sampling.row_of[rows]
     firsts = np.searchsorted(sampling.row_of, row_of)
@@ -53,17 +56,17 @@ def drafts_before(batch: Batch, drafts: Drafts, sampling: Sampling, rows: np.nda
     owners = np.searchsorted(drafts.rows, row_of)
     is_drafted = drafts.rows[np.minimum(owners, len(drafts.rows) - 1)] == row_of
     return {
-        "draft_offsets": offsets.astype(np.int64),  # [P], number of drafts before the position
-        "draft_owners": np.where(is_drafted, owners, len(drafts.rows)).astype(np.int64),  # [P]; D: no drafts
+        "draft_offsets": offsets.astype(np.int64),  # [P], number of draft tokens before the position
+        "draft_owners": np.where(is_drafted, owners, len(drafts.rows)).astype(np.int64),  # [P]; D: no draft tokens
         "drafts_before": np.where(numbers < offsets[:, None], ids, -1).astype(np.int64),  # [P, K]
     }
 
 
 def with_proposals(batch: Batch, proposed: Batch) -> Batch:
-    """Return the batch with the ids that the draft model proposes in place of `DRAFT`.
+    """Return the batch with the proposed ids of the draft model in place of `DRAFT`.
 
-    `proposed` is the draft model's batch, which has ids in place of UNKNOWN too. They stay UNKNOWN here, because a row
-    whose last token is not valid is recognised by it. Constraints get the ids, to compute the masks after them.
+    `proposed` is the draft model's batch, which also has ids in place of UNKNOWN. UNKNOWN stays in the result, because
+    it identifies rows whose last token is not valid. Constraints get the proposed ids, to compute the masks after them.
     """
     ids = np.where(batch.token_ids == UNKNOWN, np.int32(UNKNOWN), proposed.token_ids)
     sampling = batch.sampling
@@ -76,9 +79,10 @@ def with_proposals(batch: Batch, proposed: Batch) -> Batch:
 
 
 def accept_limits(batch: Batch, late: Collection[int]) -> np.ndarray | None:
-    """Return the most drafts that each row with drafts may accept, int64 [D]; None: no row has a limit.
+    """Return the maximum number of draft tokens that each row may accept, int64 [D], or None if there is no limit.
 
-    `late` are the sampled positions (of N) without host data. The last token of a row comes from a position with data.
+    `late` are the sampled positions (of N) without host data. The last token of a row must come from a position with
+    data.
     """
     sampling, drafts = batch.sampling, batch.drafts
     if sampling is None or drafts is None:
@@ -94,10 +98,10 @@ def accept_limits(batch: Batch, late: Collection[int]) -> np.ndarray | None:
 
 
 def last_choices(ids: Tensor, arrays: Mapping[str, Tensor], limits: np.ndarray | None = None) -> tuple[Tensor, Tensor]:
-    """Return the number of accepted drafts [D], and the index into [N] of each row's last output token [R].
+    """Return the number of accepted draft tokens [D], and each row's last output token [R] as an index into [N].
 
-    `ids` int64 [N] are the sampled tokens. A draft is accepted if it equals the token sampled at the position before it
-    and all earlier drafts of its row are accepted, up to `limits` [D].
+    `ids` int64 [N] are the sampled tokens. A draft token is accepted if it equals the token sampled at the position
+    before it, and if all earlier draft tokens of its row are accepted, up to `limits` [D].
     """
     firsts, owners, drafted = arrays["draft_firsts"], arrays["draft_owners"], arrays["draft_ids"]
     index = firsts[owners, None] + torch.arange(drafted.shape[1], device=ids.device)
@@ -115,13 +119,14 @@ def settle(
     lengths: Tensor,
     limits: np.ndarray | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Verify drafts with the sampled tokens `ids` int64 [N].
+    """Verify draft tokens with the sampled tokens `ids` int64 [N].
 
-    Return the number of accepted drafts of each row [D], and the branch that it takes [D] or -1; None without branches.
-    `limits` [D] are the most drafts that rows may accept; None: all.
+    Returns the number of accepted draft tokens of each row [D], and the branch that it takes [D] or -1. The second
+    result is None if the batch has no branches. `limits` [D] are the maximum numbers of draft tokens that rows may
+    accept; None: no limit.
 
-    Writes by sequence index: the last token of every row that samples to `last_tokens`, and the number of computed
-    tokens of rows with drafts to `lengths`.
+    Writes two tables, by sequence index: to `last_tokens`, the last token of every row that samples; to `lengths`, the
+    number of computed tokens of rows with draft tokens.
     """
     accepted, last = last_choices(ids, arrays, limits)
     taken = None
@@ -134,9 +139,9 @@ def settle(
 
 
 def with_exact_starts(batch: Batch, lengths: Tensor) -> Batch:
-    """Return the batch with exact starts: unknown ones are replaced by values of `lengths`.
+    """Return the batch with exact starts: unknown starts are replaced by values of `lengths`.
 
-    `lengths` is int32, in host memory, indexed by sequence index.
+    `lengths` is int32, in host memory, by sequence index.
     """
     if batch.unknown_starts is None:
         return batch

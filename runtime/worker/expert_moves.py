@@ -19,7 +19,7 @@ from runtime.worker.expert_recorder import ExpertRecorder
 
 @dataclass(slots=True)
 class RankExperts:
-    """The mixtures of a rank, the recorder of their use, and their placements."""
+    """The mixtures of a rank, their placements, and the recorder of their use."""
 
     mixtures: Mapping[int, MoE]
     sharing: ExpertSharing
@@ -28,17 +28,17 @@ class RankExperts:
 
 
 class Move(NamedTuple):
-    """A rank's new slot, and the rank and slot of the copy that fills it."""
+    """A slot of a rank that gets a new expert, and the rank and slot from which its weights are copied."""
 
-    target: int  # place among the slots of the receiving rank
+    target: int  # index among the slots of the receiving rank
     source_rank: int
-    source: int  # place among the slots of the sending rank
+    source: int  # index among the slots of the sending rank
 
 
 def moves(old: Placement, new: Placement, rank: int) -> list[Move]:
-    """Return the slots of `rank` whose expert changes, and where each comes from. All ranks compute the same.
+    """Return the slots of `rank` whose expert changes, and the source of each. All ranks compute the same result.
 
-    A copy on the rank itself comes first. Otherwise the copies take turns.
+    A copy on the rank itself is preferred. Otherwise, the copies are used in turn.
     """
     found = []
     for target, (before, expert) in enumerate(zip(old.of_rank(rank), new.of_rank(rank), strict=True)):
@@ -52,9 +52,9 @@ def moves(old: Placement, new: Placement, rank: int) -> list[Move]:
 
 
 def move_experts(mixture: MoE, layer: int, sharing: ExpertSharing, new: tuple[int, ...]) -> int:
-    """Change the placement of a layer, and return the number of experts that this rank received.
+    """Change the placement of a layer. Return the number of experts that this rank received.
 
-    All ranks call it with the same placement. Only one layer's share of moved experts is held twice at a time.
+    All ranks must call it with the same placement. At any time, only the moved experts of one layer are held twice.
     """
     axis, old = sharing.axis, sharing.placement(layer, mixture.num_experts)
     target = placed(new, mixture.num_experts, axis.size)
@@ -67,7 +67,7 @@ def move_experts(mixture: MoE, layer: int, sharing: ExpertSharing, new: tuple[in
         for rank in range(axis.size)
     ]
     inside = [move for move in plans[axis.rank] if move.source_rank == axis.rank]
-    # All that is read is copied before anything is overwritten.
+    # Everything that is read is copied before anything is overwritten.
     kept = [piece[[move.source for move in inside]] for piece in pieces]
     for piece, local in zip(pieces, kept, strict=True):
         received = _exchange(axis, piece, outgoing, [len(each) for each in incoming])
@@ -78,7 +78,7 @@ def move_experts(mixture: MoE, layer: int, sharing: ExpertSharing, new: tuple[in
 
 
 def _exchange(axis: Axis, piece: Tensor, outgoing: list[list[int]], incoming: list[int]) -> Tensor:
-    """Send lines of `piece` to each rank, and return the lines from all ranks, in their order."""
+    """Send rows of `piece` to each rank. Return the rows received from all ranks, in rank order."""
     sent = piece[[line for lines in outgoing for line in lines]]
     return axis.all_to_all(sent, [len(lines) for lines in outgoing], incoming)
 

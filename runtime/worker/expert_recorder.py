@@ -25,22 +25,22 @@ logger = logging.getLogger("penstock.core")
 
 FOLDER_VARIABLE = "SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR"  # SGLang's name, so that its tools find the files
 DEFAULT_FOLDER = "/tmp"
-LOG_STEPS = 40  # steps between two lines about the balance
+LOG_STEPS = 40  # number of steps between two log lines about the balance
 EPSILON = 1e-5
 
 
 class Counts(NamedTuple):
-    """The choices of one step."""
+    """The expert choices of one step."""
 
-    by_expert: Tensor  # int32 [L, X], number of tokens
+    by_expert: Tensor  # number of tokens, int32 [L, X]
     by_slot: Tensor  # int32 [L, P]
-    utilization: Tensor  # float32 [], mean load of the ranks divided by the largest, averaged over layers
+    utilization: Tensor  # float32 [], mean load of the ranks divided by the largest load, averaged over layers
 
 
 class ExpertRecorder:
-    """Counts the choices of a rank's mixtures. Call it on the thread that enqueues steps.
+    """Counts the expert choices of a rank's mixtures. Must be called on the thread that enqueues steps.
 
-    Ranks that share layers see the same choices, so only the first of them records. On a GPU nothing waits for the
+    Ranks that share layers see the same choices, so only the first of them records. On a GPU, nothing waits for the
     device before a record is read.
     """
 
@@ -51,29 +51,30 @@ class ExpertRecorder:
         self._mode, self._log = plan.record or "stat", plan.log_balance
         limit = None if plan.record_steps < 0 else plan.record_steps
         self._steps: deque[Counts] = deque(maxlen=limit)
-        self._records: deque[dict[str, Any]] = deque(maxlen=limit)  # of single steps, in the detailed modes
+        self._records: deque[dict[str, Any]] = deque(maxlen=limit)  # records of single steps, in the detailed modes
         self._num_experts = max(each.num_experts for each in mixtures.values())
         self._is_running = plan.log_balance
         self._number = 0  # steps since the start
-        # Set by `when_due`: the number of steps after which its future gets the loads.
+        # Set by `when_due`: the number of steps after which the future gets the loads.
         self._due: tuple[int, Future[Any]] | None = None
         self._window: deque[Counts] = deque()  # steps since the last call of `when_due`
         self._max_window = plan.balance_steps if plan.balance else 0
 
     def start(self) -> None:
-        """Forget earlier steps and record the next ones."""
+        """Discard recorded steps and record the next ones."""
         self._steps.clear()
         self._records.clear()
         self._is_running = True
 
     def stop(self) -> None:
-        """Record no further step; `dump` still returns the recorded ones."""
+        """Record no further steps. `dump` still returns the recorded ones."""
         self._is_running = False
 
     def note(self, batch: Batch, count: int, captured: Mapping[int, Tensor] | None = None) -> None:
-        """Record an enqueued step of `count` tokens, which may be more than the batch's with data-parallel attention.
+        """Record an enqueued step of `count` tokens.
 
-        `captured` has the buffers in which a graph leaves the chosen experts.
+        With data-parallel attention, `count` may exceed the number of the batch's tokens. `captured` has the buffers to
+        which a graph writes the chosen experts.
         """
         if not self._is_running and not self._max_window:
             return
@@ -108,7 +109,10 @@ class ExpertRecorder:
             )
 
     def dump(self) -> Future[dict[str, Any]]:
-        """Write the record to a file, on a thread, and forget it. The answer has its path and the sums by layer."""
+        """Write the record to a file on a thread, and discard it.
+
+        The result has the file's path and the sums by layer.
+        """
         steps, records = list(self._steps), list(self._records)
         self._steps.clear()
         self._records.clear()
@@ -146,7 +150,7 @@ class ExpertRecorder:
         return future
 
     def close(self) -> None:
-        """End the wait of `when_due` with None."""
+        """Set the result of a waiting `when_due` to None."""
         if self._due is not None:
             self._due[1].set_result(None)
             self._due = None
@@ -193,7 +197,7 @@ class ExpertRecorder:
         return self._record(topk_ids_of_layer=topk, input_ids=ids, positions=positions)
 
     def _padded(self, of_mixtures: Tensor) -> Tensor:
-        """Return values of all layers of the model: 0 for layers without experts, as SGLang writes them."""
+        """Return values for all layers of the model, with 0 for layers without experts, as SGLang writes them."""
         values = of_mixtures.new_zeros(self._num_layers, *of_mixtures.shape[1:])
         values[list(self._mixtures)] = of_mixtures
         return values

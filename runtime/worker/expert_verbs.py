@@ -1,4 +1,4 @@
-"""Verbs about experts: records of their use, and their placement."""
+"""Verbs about experts: recording of their use, and their placement."""
 
 from __future__ import annotations
 
@@ -14,34 +14,37 @@ from runtime.worker.rank_state import RankState
 
 
 def start_expert_record(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Forget earlier steps and record the next ones."""
+    """Discard recorded steps and record the next ones."""
     if (recorder := _experts(rank).recorder) is not None:
         recorder.start()
 
 
 def stop_expert_record(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Record no further step."""
+    """Record no further steps."""
     if (recorder := _experts(rank).recorder) is not None:
         recorder.stop()
 
 
 def dump_expert_record(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]] | None:
-    """Write the record to a file and forget it; see `ExpertRecorder.dump`. None on ranks that do not record."""
+    """Write the record to a file and discard it (see `ExpertRecorder.dump`).
+
+    Returns None on ranks that do not record.
+    """
     recorder = _experts(rank).recorder
     return None if recorder is None else recorder.dump()
 
 
 def await_expert_loads(rank: RankState, payload: Mapping[str, Any]) -> Future[Any] | None:
-    """Wait for the loads of the next "num_steps" steps; see `ExpertRecorder.when_due`."""
+    """Wait for the loads of the next "num_steps" steps (see `ExpertRecorder.when_due`)."""
     recorder = _experts(rank).recorder
     return None if recorder is None else recorder.when_due(payload["num_steps"])
 
 
 def place_experts(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Move experts: "layers", and "slots", the expert of each slot of each layer, int32 [layers * slots].
+    """Move the experts of "layers". "slots" has the expert of each slot of each layer, int32 [layers * slots].
 
-    Return {"moved": the number of experts that this rank received, or None}. Nothing moves, on any rank, while an
-    update of weights is in progress, whose tensors are prepared for the current placement.
+    Returns {"moved": the number of experts that this rank received, or None}. While weights are being updated, no rank
+    moves experts, because the update prepares tensors for the current placement.
     """
     experts = _experts(rank)
     device = rank.device.torch_device
@@ -50,7 +53,7 @@ def place_experts(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]
             return {"moved": None}
         count, lines = 0, payload["slots"].reshape(len(payload["layers"]), -1).tolist()
         for layer, line in zip(payload["layers"], lines, strict=True):
-            if layer in experts.mixtures:  # others are in other stages
+            if layer in experts.mixtures:  # other layers are in other stages
                 count += move_experts(experts.mixtures[layer], layer, experts.sharing, tuple(line))
         if rank.weights is not None:
             rank.weights.experts_moved()

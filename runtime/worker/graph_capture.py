@@ -1,4 +1,4 @@
-"""Graph capture in the background: one graph at a time, between steps."""
+"""Captures graphs in the background: one graph at a time, between steps."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from runtime.worker.device import DeviceThread, Read
 
 logger = logging.getLogger("penstock.core")
 
-STEPS_BETWEEN = 64  # under constant load, a graph is captured after this many steps
-QUIET_S = 0.05  # idle time before the next capture, longer than the pause of a client that replies immediately
+STEPS_BETWEEN = 64  # under constant load, a graph is captured after this number of steps
+QUIET_S = 0.05  # idle time before the next capture; longer than the pause of a client that replies immediately
 
 
 class BackgroundCapture:
-    """Calls `capture_next` on the device thread while `is_waiting`, which any step may make true again.
+    """Calls `capture_next` on the device thread while `is_waiting` is true. Any step may make it true again.
 
     The first capture starts after the first step, so that no first token waits for a capture. Later captures run while
-    no step runs, and every `steps_between` steps under constant load. After a failed capture, the error is logged and
-    no further graph is captured. Call it on the event loop.
+    no step runs; under constant load, they run every `steps_between` steps. After a failed capture, the error is logged
+    and no further graph is captured. Must be called on the event loop.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Writes the logits of every step to files: `--debug-tensor-dump-output-folder`."""
+"""Writes the logits of every step to files (`--debug-tensor-dump-output-folder`)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from runtime.errors import EngineFailure
 class LogitsDump:
     """Writes `step-N.npz` for each step that samples, with N from 0. Waits for the device, so steps become slow.
 
-    `logits` is float32 [N, V] before penalties, biases and grammars; `positions` int64 [N] is the position of each new
-    token in its sequence; `rids` [N] are the request labels. Raises `EngineFailure` if the folder cannot be created.
+    `logits` is float32 [N, V], before penalties, biases and grammars. `positions` int64 [N] has the position of each
+    new token in its sequence. `rids` [N] are the request labels. Raises `EngineFailure` if the folder cannot be
+    created.
     """
 
     def __init__(self, folder: str) -> None:
@@ -42,5 +43,5 @@ class LogitsDump:
                 positions=(batch.starts + batch.counts - ends)[rows] + sampling.positions + np.int64(1),
                 rids=np.array([batch.sequences[row].request.label for row in rows]),
             )
-        os.replace(unfinished, path)  # readers see complete files
+        os.replace(unfinished, path)  # readers see only complete files
         self._num_steps += 1

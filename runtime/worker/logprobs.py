@@ -19,7 +19,7 @@ CHUNK = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScoredRows:
-    """Scores of n positions on the device, with their parameters."""
+    """Scores of n positions on the device, and the positions' parameters."""
 
     scores: Scores  # scores of the n positions
     chosen_ids: Tensor  # int64 [n]
@@ -43,7 +43,7 @@ class ScoredRows:
 
 
 def requested_ids(params: Sequence[LogprobParams]) -> np.ndarray:
-    """Return the token ids that each of n rows requests, int64 [n, M], padded with 0."""
+    """Return the token ids that each of the n rows requests, int64 [n, M], padded with 0."""
     padded = np.zeros((len(params), max(len(p.token_ids) for p in params)), np.int64)
     for row, p in zip(padded, params):
         row[: len(p.token_ids)] = p.token_ids
@@ -60,7 +60,7 @@ def score_rows(
 ) -> ScoredRows:
     """Score n rows of `logits` [n, V] at the chosen ids [n] and at the ids that `params` request.
 
-    `requested` is `requested_ids(params)` on the device of the logits.
+    `requested` is the result of `requested_ids(params)`, on the device of the logits.
     """
     num_top = max(p.top for p in params)
     return ScoredRows(score(logits, temperature, chosen_ids, num_top, requested), chosen_ids, tuple(params))
@@ -78,7 +78,7 @@ class ScoredPrompts:
         return [tensor for chunk in self.chunks for tensor in chunk.tensors()]
 
     def read(self, host: Sequence[Tensor]) -> list[tuple[int, Logprobs]]:
-        """Return (row, logprobs of its positions) for each request, from the host copies of `tensors()`."""
+        """Return (row, log-probabilities of its positions) for each request, from the host copies of `tensors()`."""
         copies = iter(host)
         positions = (
             position for chunk in self.chunks for position in chunk.read([next(copies) for _ in chunk.tensors()])
@@ -107,8 +107,9 @@ def score_prompts(
 ) -> ScoredPrompts:
     """Score prompt tokens by the raw logits of the positions before them.
 
-    `hidden` is [T, E] of the flat batch. `logits_of` maps [n, E] and its positions in the batch [n] to float32 logits
-    [n, V]. `on_device` has the `prompt_arrays`. The logits of at most `chunk` positions are in memory at the same time.
+    `hidden` is [T, E] of the flat batch. `logits_of` maps states [n, E] and their positions in the batch [n] to float32
+    logits [n, V]. `on_device` has the arrays of `prompt_arrays`. The logits of at most `chunk` positions are in memory
+    at the same time.
     """
     params = [w.params for w in requests for _ in w.targets]
     indices, temperature = on_device["prompt_indices"], on_device["prompt_temperature"]

@@ -15,14 +15,14 @@ from runtime.kv_cache.registry import KINDS
 from runtime.kv_cache.sizing import StepMemory, largest_step_tokens
 from runtime.worker.model_runner import StepExecutor
 
-GRAPH_BYTES = 16 << 20  # estimated memory that the driver needs for each graph
+GRAPH_BYTES = 16 << 20  # estimate of the memory that the driver needs for each graph
 
 
 def profile_memory(executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] = MappingProxyType({})) -> StepMemory:
-    """Return the activation memory of the largest prefill or decode step, and an estimate for all graphs.
+    """Return the activation memory of the largest prefill or decode step, and an estimate of the memory of all graphs.
 
-    The executor's pool needs one page, and the number of units that `kinds` gives for each other cache kind. All rows
-    write there, and their results are discarded. Raises `ConfigurationError` if the memory does not suffice for a step.
+    The executor's pool needs one page, and for each other cache kind the number of units in `kinds`. All rows write
+    there, and their results are discarded. Raises `ConfigurationError` if a step does not fit into memory.
     """
     schedule, sizes = plan.scheduler, plan.graphs.sizes
     page_size, context = plan.cache.page_size, plan.model.context_length
@@ -38,7 +38,7 @@ def profile_memory(executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] 
     try:
         run([1])  # compiles and loads kernels, and allocates workspaces of libraries
         activation_bytes = max(peak(prompts), peak([1] * schedule.max_running))
-        # Two graphs of each size: one ends at tokens, the other at hidden states.
+        # There are two graphs of each size: one ends at tokens, the other at hidden states.
         graph_bytes = peak([1] * max(sizes)) + 2 * GRAPH_BYTES * len(sizes) if sizes else 0
     except OutOfMemory as error:
         raise ConfigurationError(
@@ -55,7 +55,8 @@ def profile_batch(
     kinds: Mapping[str, int] = MappingProxyType({}),
     is_embedding: bool = False,
 ) -> Batch:
-    """Return a batch of rows with these token counts. All rows use page 0 and sample in the way that needs most memory.
+    """Return a batch of rows with these token counts. All rows use page 0, and sample in the way that needs most
+    memory.
 
     With `is_embedding`, the rows compute embeddings and sample no tokens.
     """
