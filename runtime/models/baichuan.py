@@ -18,7 +18,7 @@ from runtime.modeling.layer import Layer
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Build Baichuan: multi-head attention without biases. The field `alibi` is true for 13B models."""
+    """Build Baichuan: multi-head attention without biases. 13B models have `alibi` set."""
     options: dict[str, Any] = {}
     if config.flag("alibi"):
         options = {"rope": None, "slopes": alibi_slopes(config.num_heads)}

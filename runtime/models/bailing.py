@@ -18,11 +18,11 @@ from runtime.modeling.layer import Layer
 from runtime.modeling.mixtures import grouping, top_k
 
 NAMES = ExpertNames(correction="gate.expert_bias")
-GROUP_PLACES = 2  # a group's rank is the sum of its two best experts' scores
+GROUP_PLACES = 2  # groups of experts are ranked by the sum of this many best scores
 
 
 def bailing(config: Config, build: Build) -> Decoder:
-    """Build Ling: experts are chosen by softmax. `norm_head` normalises the columns of the LM head."""
+    """Build Ling. Experts are chosen by softmax scores. `norm_head` scales the columns of the LM head to length one."""
     if config.flag("multi_gate"):
         raise CheckpointError("config.json: multi_gate is not supported.")
 
@@ -36,7 +36,7 @@ def bailing(config: Config, build: Build) -> Decoder:
 
 
 def bailing_v2(config: Config, build: Build) -> Decoder:
-    """Build Ling 2.0."""
+    """Build Ling 2.0. Experts are chosen by sigmoid scores."""
     config.choice("score_function", ["sigmoid"], default="sigmoid")
     names = NAMES if config.flag("moe_router_enable_expert_bias", default=True) else ExpertNames()
 
@@ -76,7 +76,7 @@ def dense(at: Layer) -> nn.Module:
 
 
 def experts(at: Layer, routing: Any, **options: Any) -> MoE:
-    """Return a layer's mixture of experts. Shared experts form one MLP."""
+    """Return a layer's experts. All shared experts together form one MLP."""
     config = at.config
     num_experts, size = config.integer("num_experts"), config.integer("moe_intermediate_size")
     num_shared = config.integer("num_shared_experts", low=0)

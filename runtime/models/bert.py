@@ -1,4 +1,4 @@
-"""BERT, DistilBERT, RoBERTa, XLM-R and MPNet. MPNet adds a relative position bias to scores."""
+"""BERT, DistilBERT, RoBERTa, XLM-R and MPNet. MPNet adds a relative position bias to attention scores."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.modeling.encoder import Encoder
 
 
 def decoder(config: Config, build: Build) -> Encoder:
-    """Build an encoder like BERT: absolute positions, biases, and MLPs without gates."""
+    """Build an encoder like BERT: absolute positions, biases in all layers, and MLPs without gates."""
     size = config.hidden_size
     embeddings = EncoderEmbedding(
         "embeddings",
@@ -34,7 +34,7 @@ def decoder(config: Config, build: Build) -> Encoder:
 
 
 def scores(config: Config) -> tuple[ScoreLayer, ...]:
-    """Return the classifier's layers: a dense layer, which in BERT is the pretrained pooler, and the scores."""
+    """Return the layers of a classifier's head: a dense layer (in BERT the pretrained pooler) and the score layer."""
     if not config.labels:
         return ()
     size, count = config.hidden_size, len(config.labels)

@@ -15,7 +15,10 @@ from runtime.models.gpt_neox import dense_mlp, grouped_attention
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Build Bloom, with biases in all layers. Raises CheckpointError if the residual is the normalised input."""
+    """Build Bloom, with biases in all layers.
+
+    Raises CheckpointError if residual connections start after the norm (`apply_residual_connection_post_layernorm`).
+    """
     if config.flag("apply_residual_connection_post_layernorm"):
         raise CheckpointError(
             "config.json: apply_residual_connection_post_layernorm is not supported natively: "

@@ -1,7 +1,7 @@
 """Cohere: attention and MLP in parallel, interleaved rotary embedding, scaled logits.
 
-Command R and R+ are Cohere; Command R7B, Command A and Aya since 2024 are Cohere 2, in which some layers have a window
-and rotary embedding, and the others have neither.
+Command R and R+ are Cohere; Command R7B, Command A and Aya since 2024 are Cohere 2. In Cohere 2 some layers have a
+window and rotary embedding, and the other layers have neither.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runtime.modeling.layer import Layer, norms
 
 
 def cohere(config: Config, build: Build) -> Decoder:
-    """Build Cohere. If config.json says so, q and k have norms with separate weights for each head."""
+    """Build Cohere. With `use_qk_norm`, q and k have norms with separate weights for each head."""
 
     def options(at: Layer) -> dict[str, Any]:
         return {"qk_norm": at.norms_of_heads("self_attn.{}_norm")} if config.flag("use_qk_norm") else {}

@@ -186,7 +186,7 @@ _QWEN_3_5_EXPERTS = {
 
 
 def _qwen3_5(defaults: Mapping[str, Any]) -> Entry:
-    """Entry of Qwen 3.5's text model."""
+    """Return the entry of Qwen 3.5's text model."""
     return Entry(
         "qwen3_next:qwen3_5",
         defaults,

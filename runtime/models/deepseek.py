@@ -1,7 +1,7 @@
-"""DeepSeek MoE, V2, V3 and models with V3's layers (Kimi K2, GLM-4.7-Flash): latent attention, experts in most layers.
+"""DeepSeek MoE, V2, V3 and models with V3's layers (Kimi K2, GLM-4.7-Flash). Most layers have experts.
 
-DeepSeek MoE has Llama's attention. V2 routes by softmax; large models limit routing to the best groups. V3 routes like
-GLM-4.5.
+DeepSeek MoE has Llama's attention; V2 and V3 have latent attention. V2 routes by softmax scores, and its large models
+limit routing to the best groups of experts. V3 routes like GLM-4.5.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def deepseek(config: Config, build: Build) -> Decoder:
 
 
 def first_experts(at: Layer) -> MoE:
-    """Return a layer's mixture of experts, which are chosen by softmax."""
+    """Return a layer's experts, which are chosen by softmax scores."""
     config = at.config
     num_experts = config.integer("n_routed_experts")
     config.choice("scoring_func", ["softmax"], default="softmax")
@@ -49,12 +49,12 @@ def first_experts(at: Layer) -> MoE:
 
 
 def deepseek_v2(config: Config, build: Build) -> Decoder:
-    """Most layers have experts, the others an MLP."""
+    """Build DeepSeek V2. Most layers have experts; the other layers have an MLP."""
     return latent(config, build, experts_by_softmax)
 
 
 def experts_by_softmax(at: Layer) -> MoE:
-    """Return a layer's mixture of experts (arXiv 2405.04434, section 2.2.2).
+    """Return a layer's experts (arXiv 2405.04434, section 2.2.2).
 
     Groups of experts are ranked by the score of their best expert.
     """
@@ -74,12 +74,12 @@ def experts_by_softmax(at: Layer) -> MoE:
 
 
 def deepseek_v3(config: Config, build: Build) -> Decoder:
-    """Most layers have experts, the others an MLP."""
+    """Build DeepSeek V3. Most layers have experts; the other layers have an MLP."""
     return latent(config, build, experts)
 
 
 def latent(config: Config, build: Build, sparse: Callable[[Layer], nn.Module]) -> Decoder:
-    """Return a decoder with latent attention, in which most layers have `sparse` instead of an MLP."""
+    """Return a decoder with latent attention. `sparse` builds the experts of the layers that have experts."""
 
     def layer(at: Layer) -> nn.Module:
         return at.block(latent_attention(at), sparse(at) if is_sparse(config, at.index) else at.mlp())
@@ -90,7 +90,7 @@ def latent(config: Config, build: Build, sparse: Callable[[Layer], nn.Module]) -
 def is_sparse(config: Config, index: int) -> bool:
     """Whether layer `index` has experts.
 
-    If `mlp_layer_types` is missing, all layers from `first_k_dense_replace` on have experts.
+    `mlp_layer_types` lists the layers. If it is missing, all layers from `first_k_dense_replace` on have experts.
     """
     kinds = config.values.get("mlp_layer_types")
     if kinds is None:
@@ -101,7 +101,7 @@ def is_sparse(config: Config, index: int) -> bool:
 
 
 def latent_attention(at: Layer) -> LatentAttention:
-    """Return the attention of a layer."""
+    """Return the latent attention of a layer."""
     config = at.config
     nope_dim, rope_dim = config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
     parameters = read_rope_parameters(config, rope_dim)

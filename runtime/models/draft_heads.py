@@ -1,4 +1,4 @@
-"""Table of draft heads by architecture, and of the multi-token prediction layers of models. Does not import torch."""
+"""Tables of draft heads and of models' multi-token prediction layers, by architecture. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from runtime.models.decoders import ARCHITECTURES
 
 _LLAMA = {"max_position_embeddings": 2048}
 _QWEN = {"max_position_embeddings": 32768, "attention_bias": True}
-# Embedding and LM head are the model's. Some checkpoints have copies, or a mask of the tokens in d2t.
+# Draft heads use the embedding and LM head of the model. Some checkpoints also store copies, or a mask (t2d) of the
+# tokens in d2t.
 _UNUSED = {r"(model\.)?embed_tokens\.": None, r"t2d$": None, r"model\.(?=(layers|midlayer|fc|norm)\.)": ""}
 _EAGLE = {**_UNUSED, r"(model\.)?lm_head\.": None}
 _EAGLE3 = {**_UNUSED, r"layers\.0\.": "midlayer."}
@@ -21,7 +22,8 @@ def _nextn(base: str, family: str, tensors: Mapping[str, str | None]) -> Entry:
     return replace(entry, family=family, layer_types=(), tensors=tensors, draft_head=True)
 
 
-# A layer after the model's own, with copies of the embedding and the LM head. The loader calls it layer 0.
+# A prediction layer after the model's own layers, with copies of the embedding and the LM head. `tensor_name` in the
+# loader renumbers it as layer 0.
 _AFTER_LAYERS = {r"model\.layers\.0\.(embed_tokens|shared_head\.head)\.": None}
 _MTP: Mapping[str, str | None] = {r"mtp\.": "mtp.", r"": None}
 
@@ -33,7 +35,7 @@ DRAFT_HEADS: Mapping[str, Entry] = {
     "Glm4MoeForCausalLMNextN": _nextn("Glm4MoeForCausalLM", "glm:nextn", _AFTER_LAYERS),
     "Qwen3NextForCausalLMMTP": _nextn("Qwen3NextForCausalLM", "qwen3_next:nextn", _MTP),
 }
-# Names that checkpoints of draft heads have in config.json -> the head's architecture.
+# Architecture in the config.json of an EAGLE checkpoint -> architecture of the draft head.
 EAGLE_NAMES: Mapping[str, str] = {
     "LlamaForCausalLM": "LlamaForCausalLMEagle",
     "LlamaForCausalLMEagle": "LlamaForCausalLMEagle",
@@ -47,7 +49,7 @@ EAGLE3_NAMES: Mapping[str, str] = dict.fromkeys(
     ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM", "Eagle3ForCausalLM"),
     "LlamaForCausalLMEagle3",
 )
-# Architecture of a model -> that of its multi-token prediction layers.
+# Architecture of a model -> architecture of its multi-token prediction layers.
 NEXTN: Mapping[str, str] = {
     "DeepseekV3ForCausalLM": "DeepseekV3ForCausalLMNextN",
     "Glm4MoeForCausalLM": "Glm4MoeForCausalLMNextN",

@@ -16,7 +16,7 @@ from runtime.modeling.layer import Layer, norms
 
 
 def eagle(config: Config, build: Build) -> Decoder:
-    """A projection of token and state, then usual layers, without the first and the last norm."""
+    """Build an EAGLE head: a projection of token and state, then decoder layers without the first and the last norm."""
 
     def layer(index: int) -> PreNormBlock:
         at = Layer(config, build, index, f"layers.{index}")
@@ -29,7 +29,7 @@ def eagle(config: Config, build: Build) -> Decoder:
 
 
 def eagle3(config: Config, build: Build) -> Decoder:
-    """One layer whose attention reads token and state, and an LM head for frequent tokens."""
+    """Build an EAGLE-3 head: one layer whose attention reads token and state, and an LM head for frequent tokens."""
     if config.num_layers != 1:
         raise CheckpointError(f"config.json: num_hidden_layers of an EAGLE-3 head must be 1, not {config.num_layers}.")
     at = Layer(config, build, 0, "midlayer")
@@ -72,8 +72,8 @@ def eagle3(config: Config, build: Build) -> Decoder:
 def tapped_layers(config: Config) -> tuple[int, ...]:
     """Return the layers of the model whose inputs an EAGLE-3 head reads.
 
-    `eagle_config.eagle_aux_hidden_state_layer_ids` names layers whose outputs it reads (as written by ModelOpt and read
-    by SGLang). Without it, they are the inputs of layers 2, n / 2 and n - 3, as in the authors' code.
+    `eagle_config.eagle_aux_hidden_state_layer_ids` lists layers by their outputs (as ModelOpt writes and SGLang reads
+    it). If it is missing, the head reads the inputs of layers 2, n / 2 and n - 3, as in the authors' code.
     """
     count = config.integer("target_num_layers")
     listed: Any = config.child("eagle_config").values.get("eagle_aux_hidden_state_layer_ids")

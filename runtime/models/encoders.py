@@ -14,7 +14,7 @@ _BERT = {"hidden_act": "gelu", "max_position_embeddings": 512, "rms_norm_eps": 1
 
 
 def _bert(prefix: str, *, spelling: str | None = None, scores: bool = False) -> Entry:
-    """Entry of an encoder like BERT, without the heads of its pretraining."""
+    """Return the entry of an encoder like BERT, which skips the heads of its pretraining."""
     unused = "cls|lm_head" if scores else "pooler|cls|lm_head"
     return Entry(
         "bert",
@@ -62,7 +62,7 @@ def _modernbert(*, scores: bool = False) -> Entry:
 
 
 def _distilbert(*, scores: bool = False) -> Entry:
-    """Entry of DistilBERT: BERT's layers with other names and without token types."""
+    """Return the entry of DistilBERT: BERT's layers with other names and without token types."""
     layer = r"(distilbert\.)?transformer\.(layer\.\d+)\."
     parts = {
         "attention.q_lin": "attention.self.query",

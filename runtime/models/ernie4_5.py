@@ -1,6 +1,6 @@
-"""Ernie 4.5: Llama's layer with interleaved rotary embedding, and one option for all biases.
+"""Ernie 4.5: Llama's layer with interleaved rotary embedding. The field `use_bias` sets all biases.
 
-MoE layers select experts by scores with a correction bias, and add shared experts.
+MoE layers choose experts by scores with a correction bias, and have shared experts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def ernie4_5(config: Config, build: Build) -> Decoder:
 
 
 def ernie4_5_moe(config: Config, build: Build) -> Decoder:
-    """Build Ernie 4.5 MoE, with the attention of Ernie 4.5."""
+    """Build Ernie 4.5 MoE. It has the attention of Ernie 4.5, and experts in the layers of `has_experts`."""
     bias, rope = config.flag("use_bias"), build.rope(replace(config.rope(), interleaved=True))
 
     def layer(at: Layer) -> nn.Module:
@@ -41,7 +41,10 @@ def ernie4_5_moe(config: Config, build: Build) -> Decoder:
 
 
 def has_experts(config: Config, index: int) -> bool:
-    """Whether layer `index` has experts, as every `moe_layer_interval`-th layer in a range of layers does."""
+    """Whether layer `index` has experts.
+
+    Between `moe_layer_start_index` and `moe_layer_end_index`, every `moe_layer_interval`-th layer has.
+    """
     last = config.values.get("moe_layer_end_index")
     last = config.num_layers - 1 if last in (None, -1) else config.integer("moe_layer_end_index", low=0)
     within = config.integer("moe_layer_start_index", low=0) <= index <= last
@@ -49,7 +52,7 @@ def has_experts(config: Config, index: int) -> bool:
 
 
 def experts(at: Layer, *, bias: bool) -> MoE:
-    """Return a layer's mixture of experts."""
+    """Return a layer's experts."""
     config = at.config
     num_experts = config.integer("num_experts")
     routing = Routing(top_k(config, num_experts), renormalise=True, wide=True)

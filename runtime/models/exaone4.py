@@ -1,4 +1,7 @@
-"""Exaone 4: OLMo 2's layer with q and k normalised per head. In models with windows only windowed layers rotate."""
+"""Exaone 4: OLMo 2's layer with q and k normalised per head.
+
+In models with windows, only layers with a window have rotary embedding.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from runtime.models.olmo import post_norm_block
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Build Exaone 4. `layer_types` says which layers have a window; without it, none has."""
+    """Build Exaone 4. `layer_types` says which layers have a window; if it is missing, no layer has one."""
     windows, rope = config.windows(["full_attention"] * config.num_layers), build.rope(config.rope())
     rotates_all = config.optional_integer("sliding_window") is None
 

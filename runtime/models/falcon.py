@@ -1,8 +1,8 @@
 """Falcon (arXiv 2311.16867): attention and MLP in parallel.
 
-They share one norm, or (in Falcon-40B and 180B) have one norm each. The RefinedWeb models (Falcon-RW) compute attention
-and MLP in sequence and use ALiBi (arXiv 2108.12409): its bias is added before scores are scaled. Transformers rounds
-the bias to bfloat16; this code does not.
+Attention and MLP share one norm, or (in Falcon-40B and 180B) have one norm each. The RefinedWeb models (Falcon-RW)
+compute attention and MLP in sequence and use ALiBi (arXiv 2108.12409), whose bias is added before scores are scaled.
+transformers rounds the bias to bfloat16; this code does not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from runtime.models.gpt_neox import dense_mlp, grouped_attention
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Attention is grouped-query with `new_decoder_architecture`, multi-query with `multi_query`, else multi-head."""
+    """Build Falcon.
+
+    Attention is grouped-query with `new_decoder_architecture`, multi-query with `multi_query`, else multi-head.
+    """
     bias, grouped = config.flag("bias"), config.flag("new_decoder_architecture")
     two_norms = grouped and (config.optional_integer("num_ln_in_parallel_attn") or 2) == 2
     options: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""Gemma 1 to 3; Gemma 3's text model only.
+"""Gemma 1 and 2, and the text model of Gemma 3.
 
 Gemma is Llama's layer with norms that scale by 1 + weight, and embeddings scaled by the square root of their size.
-Gemma 2 adds norms after attention and MLP, soft-capping of scores and logits, and sliding windows. Gemma 3 normalises
-q and k per head instead of capping scores, and sliding-window layers have their own rotary embedding.
+Gemma 2 adds norms after attention and MLP, soft caps on scores and logits, and sliding windows. Gemma 3 normalises q
+and k per head instead of capping scores, and its sliding-window layers have their own rotary embedding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from runtime.modeling.layer import Layer, norms
 
 
 def gemma(config: Config, build: Build) -> Decoder:
-    """All layers have full attention."""
+    """Build Gemma 1. All layers have full attention."""
     check_causal(config)
     activation, norm = config.activation, norms(config, build, RMSNorm, unit_offset=True)
     if activation == "gelu":
@@ -42,15 +42,15 @@ def check_causal(config: Config) -> None:
 
 
 def gemma2(config: Config, build: Build) -> Decoder:
-    """Every other layer has a window, starting with the first layer."""
+    """Build Gemma 2. Every other layer has a window, starting with the first layer."""
     return sandwiched(config, build, lambda at: {})
 
 
 def sandwiched(config: Config, build: Build, options: Callable[[Layer], dict[str, Any]]) -> Decoder:
     """Return a decoder with norms before and after attention and MLP.
 
-    `options` returns further arguments of a layer's `Attention`. If `layer_types` is missing, the first of each two
-    layers has a window.
+    `options` returns further arguments of a layer's `Attention`. `layer_types` says which layers have a window; if it
+    is missing, every other layer has one, starting with the first layer.
     """
     check_causal(config)
     activation = config.choice("hidden_activation", [*ACTIVATIONS], default="gelu_pytorch_tanh")
@@ -80,7 +80,7 @@ def sandwiched(config: Config, build: Build, options: Callable[[Layer], dict[str
 
 
 def gemma3(config: Config, build: Build) -> Decoder:
-    """Every sixth layer has full attention, the others have a window."""
+    """Build Gemma 3. Every sixth layer has full attention; the other layers have a window."""
     kinds = config.layer_types() or []
 
     def options(at: Layer) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """ChatGLM 2 and 3, GLM-4 of 2024 and of 2025 (0414), and GLM-4.5 to 4.7.
 
 GLM-4 of 2024 is Llama's layer with partial, interleaved rotary embedding, and gate and up in one tensor. GLM-4 of 2025
-adds norms after attention and MLP. From 4.5 on most layers have experts: sigmoid scores, group-limited routing, and a
-shared expert.
+adds norms after attention and MLP. From GLM-4.5 on, most layers have experts, with sigmoid scores, group-limited
+routing and a shared expert.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from runtime.modeling.layer import Layer
 from runtime.modeling.mixtures import grouping, top_k, with_shared_experts
 
 NAMES = ExpertNames(correction="gate.e_score_correction_bias")
-GROUP_PLACES = 2  # a group's rank is the sum of its two best experts' scores
+GROUP_PLACES = 2  # groups of experts are ranked by the sum of this many best scores
 
 
 def glm(config: Config, build: Build) -> Decoder:
@@ -35,7 +35,7 @@ def glm(config: Config, build: Build) -> Decoder:
 
 
 def chatglm(config: Config, build: Build) -> Decoder:
-    """Build ChatGLM 2 and 3, and GLM-4 of 2024 as its own code names it."""
+    """Build ChatGLM 2 or 3, or GLM-4 of 2024 from a checkpoint that uses ChatGLM's names."""
     rope = build.rope(replace(config.rope(), interleaved=config.flag("original_rope", default=True)))
     bias = config.flag("add_qkv_bias")
 
@@ -64,7 +64,7 @@ def glm4(config: Config, build: Build) -> Decoder:
 
 
 def glm4_moe(config: Config, build: Build) -> Decoder:
-    """The first `first_k_dense_replace` layers have an MLP, the others experts."""
+    """Build GLM-4.5 to 4.7. The first `first_k_dense_replace` layers have an MLP; the other layers have experts."""
     num_dense = config.integer("first_k_dense_replace", low=0)
 
     def layer(at: Layer) -> nn.Module:
@@ -77,7 +77,7 @@ def glm4_moe(config: Config, build: Build) -> Decoder:
 
 
 def experts(at: Layer) -> MoE:
-    """Return a layer's mixture of experts (arXiv 2412.19437, section 2.1.2)."""
+    """Return a layer's experts (arXiv 2412.19437, section 2.1.2)."""
     config = at.config
     num_experts = config.integer("n_routed_experts")
     routing = Routing(

@@ -31,10 +31,10 @@ def decoder(config: Config, build: Build) -> Decoder:
 
 
 def grouped_attention(at: Layer, name: str, *, bias: bool, **options: Any) -> Attention:
-    """Return attention with q, k and v in one tensor, which holds each kv head's queries, key and value together."""
+    """Return attention whose q, k and v are one tensor, ordered by kv head: its query heads, its key, its value."""
     return at.attention(name, bias=bias, fused="query_key_value", by_group=True, out_name="dense", **options)
 
 
 def dense_mlp(at: Layer, size: int, *, bias: bool = True) -> MLP:
-    """Return the MLP, which has no gate, of models that use `grouped_attention`."""
+    """Return the MLP of models that use `grouped_attention`. It has no gate."""
     return at.plain_mlp(size, names=("dense_h_to_4h", "dense_4h_to_h"), bias=bias)

@@ -1,4 +1,4 @@
-"""gpt-oss: a learned sink per head, windows in every other layer, experts with biases and a clamped gate."""
+"""gpt-oss: a learned attention sink per head, a window in every other layer, experts with biases and a clamped gate."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAMES = ExpertNames(
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Every other layer has a window, starting with the first layer."""
+    """Build gpt-oss. Every other layer has a window, starting with the first layer."""
     if config.number("swiglu_limit") != SWIGLU_LIMIT:
         raise config.wrong("swiglu_limit", f"{SWIGLU_LIMIT:g}")
     windows = config.windows(["sliding_attention", "full_attention"] * config.num_layers)

@@ -1,7 +1,7 @@
 """Granite: Llama's layer with multipliers for embeddings, scores, residual additions and logits.
 
 In models with experts, one tensor holds the weights of all experts. Granite 4 has Mamba 2 in most layers and attention
-in the others; its MLPs may have experts.
+in the other layers; each layer has a shared MLP, and experts if the model has any.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAMES = ExpertNames(
 
 
 def granite(config: Config, build: Build) -> Decoder:
-    """Build Granite. config.json says which layers have biases."""
+    """Build Granite. config.json says whether attention and MLP have biases."""
     return scaled(config, build, lambda at: at.mlp(bias=config.flag("mlp_bias")))
 
 
@@ -39,7 +39,11 @@ def scaled(
     inner: Callable[[Layer], nn.Module],
     mixer: Callable[[Layer, float], nn.Module] = lambda at, scale: at.attention(scale=scale),
 ) -> Decoder:
-    """Return Granite with `inner` as each layer's MLP and `mixer` as its attention, given the scale of scores."""
+    """Return Granite with layers that consist of a mixer and a feed-forward part.
+
+    `mixer` builds a layer's attention (or its replacement) from the layer and the scale of scores. `inner` builds its
+    MLP or experts.
+    """
     scale, multiplier = config.number("attention_multiplier"), config.number("residual_multiplier")
 
     def layer(at: Layer) -> nn.Module:
@@ -56,12 +60,15 @@ def scaled(
 
 
 def granitemoe(config: Config, build: Build) -> Decoder:
-    """All layers have experts."""
+    """Build Granite MoE. All layers have experts."""
     return scaled(config, build, lambda at: block_sparse(at, NAMES))
 
 
 def granitemoehybrid(config: Config, build: Build) -> Decoder:
-    """`layer_types` lists the layers. Attention has rotary embedding only if config.json says so."""
+    """Build Granite 4. `layer_types` says which layers have Mamba 2.
+
+    Attention has rotary embedding only if `position_embedding_type` is "rope".
+    """
     kinds = config.layer_types() or []
     options: dict[str, Any] = {} if config.values.get("position_embedding_type") == "rope" else {"rope": None}
 
@@ -72,7 +79,7 @@ def granitemoehybrid(config: Config, build: Build) -> Decoder:
 
 
 def mamba(at: Layer) -> Mamba2:
-    """Return the Mamba 2 layer."""
+    """Return the Mamba 2 mixer of a layer."""
     config = at.config
     heads, size = config.integer("mamba_n_heads"), config.hidden_size * config.integer("mamba_expand")
     if size % heads or config.values.get("mamba_d_head") not in ("auto", None, size // heads):
@@ -99,7 +106,7 @@ def mamba(at: Layer) -> Mamba2:
 
 
 def limits(config: Config) -> tuple[float, float]:
-    """Return the bounds of the time step. JSON encodes infinity as an object."""
+    """Return the lower and upper bound of the time step. config.json may state infinity as an object."""
     bounds = config.values.get("time_step_limit")
     if bounds is None:
         return 0.0, inf
@@ -112,7 +119,7 @@ def limits(config: Config) -> tuple[float, float]:
 
 
 def inner(at: Layer) -> nn.Module:
-    """Return the shared MLP of a layer, with experts if the model has any."""
+    """Return the shared MLP of a layer or, if the model has experts, the experts with this shared MLP."""
     shared = at.mlp(at.config.integer("shared_intermediate_size"), name="shared_mlp", fused="input_linear")
     if not at.config.integer("num_local_experts", low=0):
         return shared

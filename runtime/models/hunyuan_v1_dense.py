@@ -1,6 +1,6 @@
-"""Hunyuan, dense: Llama's layer with q and k normalised per head after the rotation.
+"""Dense Hunyuan models: Llama's layer with q and k normalised per head after the rotation.
 
-In its config.json the rope type "dynamic" means that `alpha` enlarges the rotary base once, for any context length.
+In their config.json the rope type "dynamic" means that `alpha` enlarges the rotary base, for every context length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from runtime.modeling.layer import Layer
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Build Hunyuan. One field of config.json sets all biases of attention."""
+    """Build Hunyuan. `attention_bias` sets the biases of q, k, v and the output projection."""
     rope = build.rope(stretched(config))
 
     def layer(at: Layer) -> nn.Module:
@@ -29,7 +29,7 @@ def decoder(config: Config, build: Build) -> Decoder:
 
 
 def stretched(config: Config) -> RopeParameters:
-    """Return the rotary embedding of all layers, with a larger base if there is an `alpha`."""
+    """Return the rope parameters of all layers, with a larger base if config.json has an `alpha`."""
     rope = config.rope()
     for name in ("rope_parameters", "rope_scaling"):
         alpha = config.child(name).optional_number("alpha")

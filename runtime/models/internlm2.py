@@ -1,4 +1,4 @@
-"""InternLM 2: Llama's layer with one tensor that holds each kv head's queries, key and value together."""
+"""InternLM 2: Llama's layer with q, k and v in one tensor, ordered by kv head: its query heads, its key, its value."""
 
 from __future__ import annotations
 

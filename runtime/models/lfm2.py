@@ -1,6 +1,6 @@
-"""LFM2: short convolutions between gates in most layers, Qwen 3's attention in the others.
+"""LFM2: gated short convolutions in most layers, Qwen 3's attention in the other layers.
 
-In LFM2 MoE, the first layers have an MLP. The other layers select experts by sigmoid scores with a correction bias.
+In LFM2 MoE, the first layers have an MLP. The other layers choose experts by sigmoid scores with a correction bias.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from runtime.modeling.spellings import LINEAR
 
 
 def lfm2(config: Config, build: Build) -> Decoder:
-    """All layers have an MLP."""
+    """Build LFM2. All layers have an MLP."""
     size = inner_size(config)
     return hybrid(config, build, lambda at: at.mlp(size, activation="silu"))
 
 
 def lfm2_moe(config: Config, build: Build) -> Decoder:
-    """The first `num_dense_layers` have an MLP, the others experts."""
+    """Build LFM2 MoE. The first `num_dense_layers` layers have an MLP; the other layers have experts."""
     num_dense = config.integer("num_dense_layers", low=0)
     return hybrid(config, build, lambda at: at.mlp() if at.index < num_dense else experts(at))
 
 
 def hybrid(config: Config, build: Build, inner: Callable[[Layer], nn.Module]) -> Decoder:
-    """Return a decoder of the layers in `layer_types`, with `inner` after attention and convolutions."""
+    """Return a decoder with convolutions and attention, as `layer_types` says. `inner` builds MLPs or experts."""
     kinds = config.layer_types() or []
 
     def layer(at: Layer) -> nn.Module:
@@ -46,7 +46,7 @@ def hybrid(config: Config, build: Build, inner: Callable[[Layer], nn.Module]) ->
 
 
 def convolution(at: Layer) -> ShortConvolution:
-    """Return the convolution of a layer, whose state is its last `conv_L_cache` - 1 inputs."""
+    """Return the convolution of a layer. Its cache holds the last `conv_L_cache` - 1 inputs."""
     kernel, bias = at.config.integer("conv_L_cache", low=2), at.config.flag("conv_bias")
     return ShortConvolution(f"{at.name}.conv", at.index, at.config.hidden_size, kernel, at.build, bias=bias)
 
@@ -66,7 +66,7 @@ def inner_size(config: Config) -> int:
 
 
 def experts(at: Layer) -> MoE:
-    """Return a layer's mixture of experts."""
+    """Return a layer's experts."""
     config = at.config
     num_experts = config.integer("num_experts")
     routing = Routing(

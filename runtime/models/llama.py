@@ -11,7 +11,7 @@ from runtime.modeling.layer import Layer
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Build Llama. config.json says which layers have biases; there is no window."""
+    """Build Llama. config.json says whether attention and MLP have biases. No layer has a window."""
 
     def layer(at: Layer) -> nn.Module:
         return at.block(at.attention(), at.mlp(bias=config.flag("mlp_bias")))

@@ -1,4 +1,8 @@
-"""Llama 4's text model: chunked attention with rotation or full attention without, and experts with weighted inputs."""
+"""Llama 4's text model.
+
+Layers have chunked attention with rotary embedding, or full attention without. Routing weights multiply the inputs of
+experts, not their outputs.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,10 @@ NAMES = ExpertNames(
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Every `interleave_moe_layer_step`-th layer has experts, unless `moe_layers` lists the layers with experts."""
+    """Build Llama 4.
+
+    The layers in `moe_layers` have experts or, if it is missing, every `interleave_moe_layer_step`-th layer.
+    """
     step, sparse = config.integer("interleave_moe_layer_step"), config.values.get("moe_layers")
     if sparse is None:
         sparse = range(step - 1, config.num_layers, step)
@@ -46,7 +53,7 @@ def decoder(config: Config, build: Build) -> Decoder:
 
 
 def chunked_attention(at: Layer, scale: QueryScale | None) -> Attention:
-    """Return the attention of a layer; `no_rope_layers` holds a 1 for each layer with rotary embedding."""
+    """Return the attention of a layer. `no_rope_layers` holds 1 for layers with rotary embedding, else 0."""
     config, index, build = at.config, at.index, at.build
     rotates, kinds = config.values.get("no_rope_layers"), config.layer_types()
     if not isinstance(rotates, list) or len(rotates) < config.num_layers or not set(rotates) <= {0, 1}:
@@ -66,7 +73,7 @@ def chunked_attention(at: Layer, scale: QueryScale | None) -> Attention:
 
 
 def feed_forward(at: Layer, sparse: bool) -> nn.Module:
-    """Return the MLP of a layer, or its experts with the shared expert."""
+    """Return the MLP of a layer or, if it is `sparse`, its experts and shared expert."""
     config = at.config
     if not sparse:
         return at.mlp(config.integer("intermediate_size_mlp"), name="feed_forward")

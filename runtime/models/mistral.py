@@ -1,4 +1,4 @@
-"""Mistral and Ministral: Llama's layer without biases, optionally with a window. Mixtral has experts as MLP."""
+"""Mistral and Ministral: Llama's layer without biases, optionally with a window. Mixtral has experts, not MLPs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ NAMES = ExpertNames(gate="experts.{}.w1.weight", up="experts.{}.w3.weight", down
 
 
 def mistral(config: Config, build: Build) -> Decoder:
-    """All layers, or the sliding layers in `layer_types`, have a window of `sliding_window` positions."""
+    """Build Mistral or Ministral.
+
+    The sliding layers in `layer_types` or, if it is missing, all layers have a window of `sliding_window` positions.
+    """
     windows, scale = config.windows(["sliding_attention"] * config.num_layers), query_scale(config, build)
 
     def layer(at: Layer) -> nn.Module:
@@ -37,7 +40,7 @@ def query_scale(config: Config, build: Build) -> QueryScale | None:
 
 
 def mixtral(config: Config, build: Build) -> Decoder:
-    """All layers have a window if config.json has `sliding_window`."""
+    """Build Mixtral. All layers have a window if config.json has `sliding_window`."""
     window = config.optional_integer("sliding_window")
 
     def layer(at: Layer) -> nn.Module:

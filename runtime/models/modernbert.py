@@ -1,4 +1,4 @@
-"""ModernBERT (arXiv 2412.13663): rotary embedding, norms before attention and MLP, a window in two of three layers."""
+"""ModernBERT (arXiv 2412.13663): rotary embedding, norms before attention and MLP, a window in most layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.modeling.spellings import FULL
 
 
 def decoder(config: Config, build: Build) -> Encoder:
-    """The first layer has no attention norm, because the embedding ends with a norm."""
+    """Build ModernBERT. The first layer has no attention norm, because the embedding ends with a norm."""
     size = config.hidden_size
     embeddings = EncoderEmbedding(
         "embeddings",
@@ -61,7 +61,7 @@ def norm(name: str, config: Config, build: Build) -> LayerNorm:
 
 
 def scores(config: Config) -> tuple[ScoreLayer, ...]:
-    """Return the classifier's layers: a dense layer with a norm, then the scores."""
+    """Return the layers of a classifier's head: a dense layer with a norm, then the score layer."""
     if not config.labels:
         return ()
     dense = ScoreLayer(

@@ -1,4 +1,4 @@
-"""MPT: GPT's layer without biases, with ALiBi (arXiv 2108.12409) instead of positions."""
+"""MPT: GPT's layer without biases, with ALiBi (arXiv 2108.12409) instead of position embeddings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.modeling.config import Config
 from runtime.modeling.decoder import Decoder, assemble
 from runtime.modeling.layer import Layer, norms
 
-# Fields of `attn_config` that change the computation, with the values that this family supports.
+# Field of `attn_config` that changes the computation -> the value that this family supports.
 SUPPORTED = {
     "alibi": True,
     "attn_type": "multihead_attention",

@@ -1,4 +1,4 @@
-"""Nemotron-4 and Minitron: layer norms scaled by 1 + weight, partial rotation, an MLP with squared ReLU."""
+"""Nemotron-4 and Minitron: layer norms that scale by 1 + weight, partial rotation, an MLP with squared ReLU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.modeling.layer import Layer, norms
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Build Nemotron. config.json says which layers have biases; there is no window."""
+    """Build Nemotron. config.json says whether attention and MLP have biases. No layer has a window."""
     norm = norms(config, build, LayerNorm, unit_offset=True)
 
     def layer(at: Layer) -> nn.Module:

@@ -1,4 +1,7 @@
-"""Llama-Nemotron (DeciLM): Llama's layers, of which a search removed some attentions and MLPs or narrowed the MLPs."""
+"""Llama-Nemotron (DeciLM): Llama's layers after an architecture search.
+
+The search removed attention or MLP from some layers, and made some MLPs narrower.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from runtime.modeling.config import ACTIVATIONS, Config
 from runtime.modeling.decoder import Decoder, assemble
 from runtime.modeling.layer import Layer
 
-MULTIPLE = 256  # sizes of MLPs that are given as a factor are rounded up to a multiple of this
+MULTIPLE = 256  # an MLP size that is stated as a factor is rounded up to a multiple of this
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """Build the decoder; `block_configs` lists what each layer has."""
+    """Build Llama-Nemotron. `block_configs` has the settings of attention and MLP for each layer."""
     blocks = config.values["block_configs"]
 
     def layer(at: Layer) -> nn.Module:
@@ -37,7 +40,7 @@ def decoder(config: Config, build: Build) -> Decoder:
 
 
 def part(block: Mapping[str, Any], name: str) -> Fields:
-    """Return the settings of a layer's attention or MLP. Raises CheckpointError if a linear layer replaces it."""
+    """Return a layer's settings for "attention" or "ffn". Raises CheckpointError if a linear layer replaces it."""
     fields = Fields(block, "config.json: block_configs: ").child(name)
     if fields.flag("replace_with_linear"):
         raise CheckpointError("config.json: block_configs: replace_with_linear is not supported.")
@@ -45,7 +48,7 @@ def part(block: Mapping[str, Any], name: str) -> Fields:
 
 
 def mlp(at: Layer, fields: Fields) -> nn.Module:
-    """Return an MLP whose inner size is given, or follows from a factor."""
+    """Return the MLP of a layer. `fields` state its inner size, or the size as a factor of the hidden size."""
     size, factor = fields.optional_integer("intermediate_size"), fields.optional_number("ffn_mult")
     if size is None and factor is None:
         raise CheckpointError("config.json: block_configs: ffn needs intermediate_size or ffn_mult.")

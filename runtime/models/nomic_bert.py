@@ -13,7 +13,7 @@ from runtime.modeling.encoder import Encoder
 
 
 def decoder(config: Config, build: Build) -> Encoder:
-    """Norms follow attention and MLP."""
+    """Build Nomic BERT. Norms follow attention and MLP."""
     size, types = config.hidden_size, config.optional_integer("type_vocab_size", low=0) or 0
     embeddings = EncoderEmbedding(
         "embeddings", config.vocab_size, 0, size, norm("emb_ln", config, build), build, num_types=types

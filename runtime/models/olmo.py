@@ -1,8 +1,8 @@
 """OLMo 1 to 3 and OLMoE.
 
-OLMo of early 2024 is Llama's layer with layer norms that have no weights. OLMo 2 has the norms after attention and MLP,
-and normalises q and k over all heads. OLMo 3 adds windows, and scales the rotary embedding only in layers without a
-window. OLMoE has OLMo 2's attention in Llama's layer, and experts instead of the MLP.
+OLMo of early 2024 is Llama's layer with layer norms that have no weights. OLMo 2 has norms after attention and MLP
+instead of before them, and normalises q and k over all heads. OLMo 3 adds windows, and scales the rotary embedding only
+in layers without a window. OLMoE is Llama's layer with OLMo 2's attention, and with experts instead of the MLP.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_unclipped(config: Config) -> None:
 
 
 def olmo2(config: Config, build: Build) -> Decoder:
-    """All layers have full attention."""
+    """Build OLMo 2. All layers have full attention."""
 
     def layer(at: Layer) -> nn.Module:
         return post_norm_block(at, wide_normed(at))
@@ -54,7 +54,7 @@ def olmo2(config: Config, build: Build) -> Decoder:
 
 
 def wide_normed(at: Layer, **options: Any) -> Attention:
-    """Return attention that normalises q and k, each over all heads."""
+    """Return attention that normalises q over all its heads, and k over all its heads."""
     config = at.config
 
     def norm(part: str, num_heads: int, axis: str) -> RMSNorm:
@@ -66,13 +66,13 @@ def wide_normed(at: Layer, **options: Any) -> Attention:
 
 
 def post_norm_block(at: Layer, attended: Attention) -> PostNormBlock:
-    """Return a layer: the given attention and an MLP, each followed by a norm."""
+    """Return a layer that consists of the given attention and an MLP, each followed by a norm."""
     after_attention, after_mlp = at.norm("post_attention_layernorm"), at.norm("post_feedforward_layernorm")
     return PostNormBlock(attended, after_attention, at.mlp(), after_mlp, at.build.kernels)
 
 
 def olmo3(config: Config, build: Build) -> Decoder:
-    """Every fourth layer has full attention, the others have a window."""
+    """Build OLMo 3. Every fourth layer has full attention; the other layers have a window."""
     kinds, windows = config.layer_types() or [], config.windows([])
 
     def layer(at: Layer) -> nn.Module:
@@ -83,7 +83,7 @@ def olmo3(config: Config, build: Build) -> Decoder:
 
 
 def olmoe(config: Config, build: Build) -> Decoder:
-    """All layers have full attention."""
+    """Build OLMoE. All layers have full attention."""
     check_unclipped(config)
     num_experts = config.integer("num_experts")
     routing = Routing(top_k(config, num_experts), config.flag("norm_topk_prob"))

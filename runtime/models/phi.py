@@ -1,7 +1,8 @@
 """Phi-1 to 4.
 
-Up to Phi-2 attention and MLP are in parallel after one norm, with biases in all layers and partial rotation. Phi-3 and
-Phi-4 are Llama's layer without biases, with q, k and v in one tensor, gate and up in another, and optionally a window.
+Phi-1 to Phi-2 compute attention and MLP in parallel after one norm, with biases in all layers and partial rotation.
+Phi-3 and Phi-4 are Llama's layer without biases, with q, k and v in one tensor, gate and up in another tensor, and
+optionally a window.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from runtime.modeling.layer import Layer, norms
 
 
 def phi(config: Config, build: Build) -> Decoder:
-    """Build Phi up to Phi-2. If config.json says so, q and k have norms with one weight for all heads."""
+    """Build Phi-1 to Phi-2. With `qk_layernorm`, q and k have norms with one weight for all heads."""
 
     norm = norms(config, build, LayerNorm)
 
@@ -31,7 +32,7 @@ def phi(config: Config, build: Build) -> Decoder:
 
 
 def phi3(config: Config, build: Build) -> Decoder:
-    """All layers have a window if config.json has `sliding_window`."""
+    """Build Phi-3 or Phi-4. All layers have a window if config.json has `sliding_window`."""
     window = config.optional_integer("sliding_window")
 
     def layer(at: Layer) -> nn.Module:

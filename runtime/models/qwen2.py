@@ -1,6 +1,6 @@
 """Qwen 1, 2 and 2.5: Llama's layer with biases on q, k and v, and optional windows in the upper layers.
 
-MoE layers have a shared expert with a gate.
+MoE layers have a shared expert, whose output is multiplied by a gate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from runtime.modeling.mixtures import top_k
 
 
 def qwen2(config: Config, build: Build) -> Decoder:
-    """Build Qwen 2. `windows` decides which layers have a window."""
+    """Build Qwen 2 or 2.5."""
     sizes = windows(config)
 
     def layer(at: Layer) -> nn.Module:
@@ -48,7 +48,7 @@ def windows(config: Config) -> list[int | None]:
 
 
 def qwen2_moe(config: Config, build: Build) -> Decoder:
-    """Build Qwen 2 MoE, with the windows of Qwen 2."""
+    """Build Qwen 2 MoE. It has the windows of Qwen 2."""
     bias, sizes = config.flag("qkv_bias", default=True), windows(config)
 
     def layer(at: Layer) -> nn.Module:
@@ -59,7 +59,7 @@ def qwen2_moe(config: Config, build: Build) -> Decoder:
 
 
 def has_experts(config: Config, index: int) -> bool:
-    """Whether layer `index` has experts: every `decoder_sparse_step`-th layer has, except for `mlp_only_layers`."""
+    """Whether layer `index` has experts. Every `decoder_sparse_step`-th layer has, except for `mlp_only_layers`."""
     dense = config.values.get("mlp_only_layers") or []
     if not isinstance(dense, list) or not all(type(each) is int for each in dense):
         raise config.wrong("mlp_only_layers", "a list of layer numbers")
@@ -67,7 +67,7 @@ def has_experts(config: Config, index: int) -> bool:
 
 
 def experts(at: Layer) -> MoE:
-    """Return a layer's mixture of experts."""
+    """Return a layer's experts and its shared expert."""
     num_experts = at.config.integer("num_experts")
     return at.experts(
         at.config.integer("moe_intermediate_size"),

@@ -1,4 +1,4 @@
-"""Qwen 3: Llama's layer with q and k normalised per head, and Qwen 2's windows. Its MoE has experts in most layers."""
+"""Qwen 3: Llama's layer with q and k normalised per head, and Qwen 2's windows. The MoE models have experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.models.qwen2 import has_experts, windows
 
 
 def qwen3(config: Config, build: Build) -> Decoder:
-    """Build Qwen 3, with the windows of Qwen 2."""
+    """Build Qwen 3. It has the windows of Qwen 2."""
     sizes = windows(config)
 
     def layer(at: Layer) -> nn.Module:
@@ -24,7 +24,7 @@ def qwen3(config: Config, build: Build) -> Decoder:
 
 
 def qwen3_moe(config: Config, build: Build) -> Decoder:
-    """All layers have the same window, if there is one."""
+    """Build Qwen 3 MoE. If config.json has a window, all layers have it."""
     window = config.optional_integer("sliding_window") if config.flag("use_sliding_window") else None
 
     def layer(at: Layer) -> nn.Module:
@@ -35,8 +35,8 @@ def qwen3_moe(config: Config, build: Build) -> Decoder:
 
 
 def experts(at: Layer) -> MoE:
-    """Return a layer's mixture of experts."""
-    # Published checkpoints use the older of the field's two names.
+    """Return a layer's experts."""
+    # The field has two names; published checkpoints use the older one, num_experts.
     num_experts = at.config.optional_integer("num_experts") or at.config.integer("num_local_experts")
     routing = Routing(top_k(at.config, num_experts), at.config.flag("norm_topk_prob"))
     return at.experts(at.config.integer("moe_intermediate_size"), num_experts, routing=routing)

@@ -1,6 +1,6 @@
-"""Qwen3-Next: gated delta nets in most layers, Qwen 3's attention with a gate in the others, Qwen 2's experts.
+"""Qwen3-Next: gated delta nets in most layers, Qwen 3's attention with a gate in the other layers, Qwen 2's experts.
 
-Qwen 3.5 stores the projections of delta nets in separate tensors, and has experts or an MLP in all layers.
+Qwen 3.5 stores the projections of delta nets in separate tensors. Its layers all have experts, or all have an MLP.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def qwen3_next(config: Config, build: Build) -> Decoder:
 
 
 def sparse(at: Layer) -> nn.Module:
-    """Return the feed-forward part of a layer: experts if `has_experts` is true for this layer, else an MLP."""
+    """Return the experts of a layer or, if `has_experts` is false for it, its MLP."""
     return experts(at) if has_experts(at.config, at.index) else at.mlp()
 
 
 def hybrid(config: Config, build: Build, projections: Projections, inner: Inner) -> Decoder:
-    """Return a decoder with gated delta nets and attention layers; `inner` builds the feed-forward part of each."""
+    """Return a decoder with gated delta nets and attention, as `layer_types` says. `inner` builds MLPs or experts."""
     kinds, norm = config.layer_types() or [], norms(config, build, RMSNorm, unit_offset=True)
 
     def layer(at: Layer) -> nn.Module:
@@ -70,7 +70,10 @@ def delta_net(at: Layer, projections: Projections) -> nn.Module:
 
 
 def by_key_head(config: Config, name: str) -> list[SubLayer]:
-    """Return a delta net's projections as parts of two tensors, which hold q, k, v and z, and b and a, by key head."""
+    """Return a delta net's projections as parts of two tensors. One holds q, k, v and z, the other b and a.
+
+    Both tensors are ordered by key head.
+    """
     heads, key = config.integer("linear_num_key_heads"), config.integer("linear_key_head_dim")
     ratio = config.integer("linear_num_value_heads") // heads
     value = ratio * config.integer("linear_value_head_dim")
@@ -85,7 +88,7 @@ def by_key_head(config: Config, name: str) -> list[SubLayer]:
 
 
 def qwen3_5(config: Config, build: Build) -> Decoder:
-    """`layer_types` lists the layers."""
+    """Build Qwen 3.5. `layer_types` says which layers have delta nets."""
     with_experts = config.optional_integer("num_experts") is not None
     return hybrid(config, build, by_part, experts if with_experts else Layer.mlp)
 
@@ -97,7 +100,7 @@ def by_part(config: Config, name: str) -> list[SubLayer]:
     value = ratio * config.integer("linear_value_head_dim")
 
     def part(tensor: str, piece: int) -> SubLayer:
-        return SubLayer(f"{name}.{tensor}", key_heads * piece, "heads", piece)  # ranks split it at key heads
+        return SubLayer(f"{name}.{tensor}", key_heads * piece, "heads", piece)  # split over ranks at key heads
 
     mixed = in_one_tensor(f"{name}.in_proj_qkv", [part("", size) for size in (key, key, value)])
     return [*mixed, part("in_proj_z", value), part("in_proj_b", ratio), part("in_proj_a", ratio)]

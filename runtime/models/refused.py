@@ -1,4 +1,4 @@
-"""Architectures that neither Penstock nor its use of transformers computes, and why. Does not import torch."""
+"""Architectures that Penstock does not support, not even with transformers' code, and why. Does not import torch."""
 
 from __future__ import annotations
 

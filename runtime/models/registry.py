@@ -1,4 +1,4 @@
-"""Registry of architectures. Does not import torch; a family is imported when its model is built."""
+"""Registry of architectures. Does not import torch: a family is imported when a model of it is built."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     BuildDecoder = Callable[[Config, Build], Decoder]
 
-# Suffix that replaces ForCausalLM -> whether the decoder has a classifier's head; if not, it has no head.
+# Suffix in place of ForCausalLM -> True if the decoder has a classifier head, False if it has no head at all.
 HEADS = {"ForSequenceClassification": True, "ForRewardModel": True, "Model": False}
 
 
 def find(architecture: str) -> Entry | None:
     """Return the entry of an architecture, or None if it is not supported.
 
-    The name may also be that of a supported decoder with a classifier's head or without a head.
+    Also finds supported decoders with a classifier head, and without a head (see HEADS).
     """
     match = ARCHITECTURES.get(architecture) or ENCODERS.get(architecture) or DRAFT_HEADS.get(architecture)
     for end, scores in HEADS.items():
@@ -40,7 +40,7 @@ def find(architecture: str) -> Entry | None:
 
 
 def entry(architecture: str) -> Entry:
-    """Return the entry of an architecture. Raises CheckpointError, with a hint, if it is not supported."""
+    """Return the entry of an architecture. Raises CheckpointError, which may suggest a name, if it is not supported."""
     match = find(architecture)
     if match is not None:
         return match
@@ -48,7 +48,7 @@ def entry(architecture: str) -> Entry:
 
 
 def architecture_of(values: Mapping[str, Any]) -> str:
-    """Return the architecture in config.json: the first supported one, if it lists several."""
+    """Return the first supported architecture that config.json lists or, if none is supported, the first one."""
     names = values.get("architectures")
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise CheckpointError("config.json: architectures must be a list with the model's class name.")
@@ -79,7 +79,7 @@ def unsupported(architecture: str) -> str:
 
 
 def _closest(architecture: str) -> str | None:
-    """Return the supported name that differs by a typo. A name with other digits is another architecture."""
+    """Return the most similar supported name with the same digits, or None. Other digits mean another architecture."""
     stem = _family(architecture)
     families = {_family(name): name for name in ARCHITECTURES if _digits(name) == _digits(architecture)}
     close = get_close_matches(stem, families, n=1, cutoff=0.85)

@@ -1,6 +1,6 @@
-"""Decoders whose checkpoints come with Python files, because transformers has no such class. Does not import torch.
+"""Table of decoders whose checkpoints come with Python files, because transformers lacks the class.
 
-Penstock does not run these files; it computes what they define.
+Penstock does not run these files; native families compute the same models. Does not import torch.
 """
 
 from __future__ import annotations

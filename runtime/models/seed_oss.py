@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama's layer with a separate field for the bias of attention's output."""
+"""Seed-OSS: Llama's layer with a separate field for the bias of the output projection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runtime.modeling.layer import Layer
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """All layers have full attention."""
+    """Build Seed-OSS. All layers have full attention."""
 
     def layer(at: Layer) -> nn.Module:
         attended = at.attention(out_bias=config.flag("attention_out_bias"))

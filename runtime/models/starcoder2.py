@@ -12,7 +12,7 @@ from runtime.modeling.layer import Layer, norms
 
 
 def decoder(config: Config, build: Build) -> Decoder:
-    """All layers have a window if config.json has `sliding_window`."""
+    """Build StarCoder 2. All layers have a window if config.json has `sliding_window`."""
     bias, window = config.flag("use_bias", default=True), config.optional_integer("sliding_window")
     norm = norms(config, build, LayerNorm)
 

@@ -1,1 +1,1 @@
-"""Models without a native family: transformers' modules with Penstock's attention, cache and batches."""
+"""Models without a native family. They run transformers' modules with Penstock's attention, cache and batches."""

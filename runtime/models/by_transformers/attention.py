@@ -1,7 +1,7 @@
 """Route the attention of transformers' modules to Penstock.
 
-All models share one attention function that is registered with transformers. It calls the module's attribute
-`penstock_attend`, so there is no global state of a step.
+All models share one attention function that is registered with transformers. It calls `penstock_attend`, an attribute
+of each module, so that a step needs no global state.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ NAME = "penstock"
 IDLE = frozenset({"dropout", "use_cache", "output_attentions", "position_ids", "cache_position", "is_causal"})
 
 
-# Attention of one model: (module, q [T, H, D], k [T, K, D], v [T, K, Dv] of all rows, options) -> [T, H, Dv].
-# Options that are None are removed.
+# Attention function of one model: (module, q [T, H, D], k [T, K, D], v [T, K, Dv], options) -> [T, H, Dv]. T counts the
+# tokens of all rows. `options` has no values of None.
 Attend = Callable[[nn.Module, Tensor, Tensor, Tensor, dict[str, Any]], Tensor]
 
 
 def causal_lm(model: Any) -> Any:
-    """Return the model, or the causal language model inside a multimodal model that has no LM head itself."""
+    """Return the causal language model inside a multimodal model that has no LM head of its own, else the model."""
     inner = getattr(model, "language_model", None)
     return inner if type(inner).__name__.endswith("ForCausalLM") else model
 
 
 def body_name(model: Any) -> str:
-    """Return the attribute of a causal language model that holds everything except its LM head."""
+    """Return the name of the attribute that holds the model without its LM head, or "" if there is none."""
     names = (model.base_model_prefix, "model", "transformer", "backbone", "decoder", "language_model")
     modules = (name for name in names if isinstance(getattr(model, name, None) if name else None, nn.Module))
     return next(modules, "")
@@ -65,12 +65,12 @@ def body(model: Any) -> Any:
 
 
 def register() -> None:
-    """Register the attention function with transformers. May be called repeatedly."""
+    """Register the attention function with transformers. Repeated calls have no effect."""
     AttentionInterface.register(NAME, _attend)
 
 
 def set_attention(model: nn.Module, attend: Attend) -> None:
-    """Let `attend` compute every attention call of `model`."""
+    """Use `attend` for every attention call of `model`."""
     for module in model.modules():
         setattr(module, "penstock_attend", attend)  # noqa: B010 - not an attribute of nn.Module
 

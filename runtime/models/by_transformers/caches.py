@@ -1,8 +1,8 @@
-"""Models of transformers that compute attention, recurrence or convolution in their own code.
+"""transformers models that compute attention, recurrence or convolution in their own code.
 
 Each sequence has its own transformers cache. The engine treats this cache like the state of a recurrent layer
-(`runtime.kv_cache.states`): it is stored in a slot, and several sequences may continue from it. Therefore each step
-copies the cache and does not change the original.
+(`runtime.kv_cache.states`): a slot stores it, and several sequences may continue from it. Therefore each step works on
+a copy and leaves the original unchanged.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ USUAL_PAST = "past_key_values"
 PAST = ("cache", USUAL_PAST, "cache_params", "state", "mems")  # names of the cache argument in transformers' models
 MEASURED = (1, 9)  # lengths in tokens of the two texts from which `measure` extrapolates the cache size
 MIN_SLOTS = 3
-ZEROS = 0
+ZEROS = 0  # slot that stands for an empty state
 GROWING = (DynamicLayer.update, DynamicSlidingWindowLayer.update)  # methods that concatenate into new tensors
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceCacheSpec:
-    """Maximum size of a sequence's cache, and the number of page-pool tokens that a slot costs."""
+    """Maximum size of a sequence's cache in bytes. One slot is added for each `tokens_per_slot` of the page pool."""
 
     num_bytes: int
     tokens_per_slot: int
@@ -40,7 +40,7 @@ class SequenceCacheSpec:
     kind: ClassVar[str] = KIND
 
     def local(self, tp_rank: int, tp_size: int) -> SequenceCacheSpec:
-        """Return self: such a model does not support tensor parallelism."""
+        """Return self, because such a model does not support tensor parallelism."""
         return self
 
     def make(self, num_slots: int, device: torch.device) -> SequenceCaches:
@@ -48,7 +48,7 @@ class SequenceCacheSpec:
 
 
 class SequenceCaches(NamedTuple):
-    """The caches of all sequences, by state slot. None: no tokens yet."""
+    """The caches of all sequences, by state slot. A cache is None if it holds no tokens yet."""
 
     slots: list[Any]
 
@@ -63,7 +63,7 @@ class CallStyle(NamedTuple):
     mask: bool  # pass an attention mask of ones for all tokens
     positions: bool  # pass the positions of the new tokens
     single: bool  # pass one token per call after the first call
-    # No cache: keep the token ids of a sequence and recompute all of them in every step.
+    # use no cache: keep the token ids of a sequence, and recompute all its tokens in every step
     whole: bool = False
 
 
@@ -87,9 +87,8 @@ class SequenceCacheDecoder(TransformersDecoder):
         self.style = CALL_STYLES[0]  # runtime/worker/transformers_check.py selects the final style
         takes = inspect.signature(body(model).forward).parameters
         self._takes = set(takes)
-        if any(
-            each.kind is each.VAR_KEYWORD for each in takes.values()
-        ):  # keyword arguments are passed on to an inner decoder
+        # Arbitrary keyword arguments are passed on to an inner decoder.
+        if any(each.kind is each.VAR_KEYWORD for each in takes.values()):
             self._takes |= {"attention_mask", USUAL_PAST}
         past = [name for name in PAST if name in takes]
         self._past = past[0] if past else USUAL_PAST
@@ -104,7 +103,7 @@ class SequenceCacheDecoder(TransformersDecoder):
         for read, written, first, count in batch.kinds[KIND].arrays["spans"].tolist():
             past = None if read == ZEROS else _copy(slots[read])
             start = int(batch.positions[first])
-            # All tokens of the calls for a row have its adapter.
+            # A call of the model computes one row only, so all its tokens have the row's adapter.
             with self.with_adapters({slot_of[first]: slice(None)} if first in slot_of else {}):
                 states, slots[written] = self._row(batch.token_ids[first : first + count], start, past)
             hidden.append(states)
@@ -146,10 +145,10 @@ class SequenceCacheDecoder(TransformersDecoder):
 
 
 def _copy(cache: Any) -> Any:
-    """Return a copy that can be changed without changing the original.
+    """Return a copy of a cache, so that the model can update it without changing the original.
 
-    The copy shares configurations, and also keys and values that grow by concatenation into new tensors. Copying
-    these keys and values would read the KV of the whole text for every new token.
+    The copy shares configurations, and keys and values that grow by concatenation into new tensors. Copying these
+    tensors would read the keys and values of the whole text for every new token.
     """
     memo: dict[int, Any] = {}
     inner = getattr(cache, "self_attention_cache", cache)  # exists in caches of encoder-decoder models
@@ -162,7 +161,7 @@ def _copy(cache: Any) -> Any:
 
 
 def _bytes(cache: Any, depth: int = 4) -> int:
-    """Return the size of all tensors in the cache."""
+    """Return the size of all tensors in the cache in bytes."""
     if isinstance(cache, Tensor):
         return cache.nbytes
     if depth == 0 or cache is None:

@@ -1,4 +1,4 @@
-"""Classifiers and encoders of transformers, which process whole texts without a cache."""
+"""Classifiers and encoders that run transformers' code. They process whole texts without a cache."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ from runtime.modeling.decoder import Decoder
 from runtime.models.by_transformers.attention import body
 
 TRIAL_TOKENS = 5  # length of the trial text
+# Model types whose masks are tested to exclude padding.
 PADDED = (
     "albert",
     "deberta",
     "deberta-v2",
     "electra",
-)  # model types whose masks are tested to exclude padding
-MAX_TOGETHER = 2**12  # maximum tokens of a padded batch
+)
+MAX_TOGETHER = 2**12  # maximum number of tokens in a padded batch
 
 logger = logging.getLogger("penstock.core")
 
 
 class TransformersEncoder(Decoder):
-    """Hidden states of whole texts, or a classifier's scores, computed by transformers.
+    """Computes hidden states of whole texts, or a classifier's scores, with transformers' modules.
 
-    Model types in `PADDED` compute texts of similar length together; other models compute them one by one. Scores are
-    returned in place of the last token's hidden state. Encoder-decoder classifiers look for an EOS token, so one is
-    appended to texts without it.
+    Model types in `PADDED` compute texts of similar length in one padded batch; other models compute texts one by one.
+    Scores are returned in place of the last token's hidden state. Encoder-decoder classifiers look for an EOS token, so
+    one is appended to texts without it.
     """
 
     def __init__(self, model: Any, num_labels: int) -> None:
@@ -91,7 +92,8 @@ class TransformersEncoder(Decoder):
     def _computed(self, texts: list[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
         """Return the hidden states [T, E] of each text.
 
-        If a group of texts fails, compute its texts one by one, so that only the failing text gets NaN."""
+        If a group of texts fails, its texts are computed one by one, so that only the failing text gets NaN.
+        """
         try:
             return [self._text(*texts[0])] if len(texts) == 1 else self._together(texts)
         except Exception as error:  # model code may raise any exception
@@ -103,7 +105,7 @@ class TransformersEncoder(Decoder):
             return [invalid.to(ids.device)]
 
     def _together(self, texts: list[tuple[Tensor, Tensor | None]]) -> list[Tensor]:
-        """Return [T, E] of each text, computed as one padded and masked batch."""
+        """Return the hidden states or scores [T, E] of each text, computed in one padded and masked batch."""
         ids = pad_sequence([text for text, _ in texts], batch_first=True, padding_value=self._fill)
         mask = pad_sequence([torch.ones_like(text) for text, _ in texts], batch_first=True)
         arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
@@ -116,13 +118,13 @@ class TransformersEncoder(Decoder):
         return [states[: len(text)] for states, (text, _) in zip(output.last_hidden_state, texts)]
 
     def _at_last(self, scores: Tensor, count: int) -> Tensor:
-        """Return [T, labels] with the scores in the last row."""
+        """Return zeros [count, labels], except for the scores in the last row."""
         rows = scores.new_zeros(count, self._num_labels)
         rows[-1] = scores.view(self._num_labels)
         return rows
 
     def _text(self, token_ids: Tensor, types: Tensor | None) -> Tensor:
-        """Return [T, E] of one text."""
+        """Return the hidden states or scores [T, E] of one text."""
         count = len(token_ids)
         if self._end is not None and not bool((token_ids == self._end).any()):
             token_ids = torch.cat([token_ids, token_ids.new_tensor([self._end])])

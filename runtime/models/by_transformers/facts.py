@@ -1,4 +1,4 @@
-"""Sizes and cache needs of a transformers model, found by running it on the meta device."""
+"""Sizes and cache requirements of a transformers model, found by running the model on the meta device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from runtime.models.registry import unsupported
 
 KNOWN_OPTIONS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
 PROMPT_LAYERS = "reference_sliding_attention"  # layers whose window depends on the length of the prompt
-# Loaded as text models: the multimodal model needs a vision library.
+# Multimodal model type -> its text model, which is loaded instead: the whole model needs a vision library.
 TEXT_ONLY = {"gemma3n": "gemma3n_text"}
 SERVED_LAYERS = frozenset({"full_attention", "sliding_attention", "attention", "global", "local"})
 TOKENS = 3  # length of the trial text
@@ -50,11 +50,11 @@ CREATING = RLock()  # held by the thread that creates a model by transformers; s
 
 
 class UnsupportedModel(CheckpointError):
-    """Raised if transformers' caches cannot serve the model either, because its window depends on the cache."""
+    """Raised for models that need a window which neither the paged cache nor a cache per sequence can provide."""
 
 
 class Call(NamedTuple):
-    """One attention call of a forward pass."""
+    """The properties of one attention call in a forward pass."""
 
     num_heads: int
     num_kv_heads: int
@@ -76,12 +76,12 @@ class ModelSizes:
     vocab_size: int
     context_length: int
     has_sinks: bool
-    recurrent: bool = False  # each sequence has a transformers cache
+    recurrent: bool = False  # whether each sequence has its own transformers cache
     windows: Sequence[int | None] = ()  # sliding window of each attention call; None: full attention
 
 
 def config_of(values: Mapping[str, Any]) -> Any:
-    """Return transformers' configuration for config.json. Raises CheckpointError if transformers has none."""
+    """Return transformers' configuration object for config.json. Raises CheckpointError if there is none."""
     kind, [name, *_] = str(values.get("model_type")), values["architectures"]
     if name == "WhisperForConditionalGeneration":
         raise CheckpointError(
@@ -116,7 +116,7 @@ def _with_infinities(value: Any) -> Any:
 
 
 def output_kind(name: str) -> str | None:
-    """Return the kind of output of the transformers class: TEXT, SCORES or VECTORS; None: unknown class."""
+    """Return the kind of output of a transformers class (TEXT, SCORES or VECTORS), or None for an unknown class."""
     if auto_class(name) is not None:
         return TEXT
     if name in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values():
@@ -127,7 +127,7 @@ def output_kind(name: str) -> str | None:
 
 
 def usual_name(name: str) -> str:
-    """Return the transformers class name that matches except for case and underscores.
+    """Return the transformers class name that equals `name` except for case and underscores, or `name` itself.
 
     For example, MPT checkpoints name `MPTForCausalLM` instead of `MptForCausalLM`.
     """
@@ -139,7 +139,7 @@ def usual_name(name: str) -> str:
 
 
 def auto_class(name: str) -> Any:
-    """Return the auto class that creates and loads a text or multimodal model; None for other models."""
+    """Return the auto class of transformers for a text or multimodal model, or None for other models."""
     if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return AutoModelForCausalLM
     if name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
@@ -156,9 +156,9 @@ def model_class(name: str) -> Any:
 
 
 def remove_padding_token(config: Any) -> None:
-    """Unset the padding token. Batches have no padding, and some models would search each batch for it.
+    """Unset the padding token, because batches have no padding and some models would search each batch for it.
 
-    Multimodal models need a padding token id as a placeholder; they get an id that no token has.
+    Multimodal models need some padding token id; they get an id that no token has.
     """
     text = config.get_text_config()
     for part in (config, text):
@@ -202,7 +202,7 @@ def _cached_sizes(encoded: str) -> ModelSizes:
 
 
 def _encoder_sizes(name: str, config: Any, text: Any) -> ModelSizes:
-    """Return the sizes of a classifier or an encoder, which needs no cache."""
+    """Return the sizes of a classifier or encoder. Sizes that describe a cache are 1, because it needs none."""
     sizes = {each: getattr(text, each, None) for each in ("hidden_size", "vocab_size")}
     if not all(isinstance(size, int) for size in sizes.values()):
         raise CheckpointError(f"config.json: {name} must have a hidden_size and a vocab_size.")
@@ -234,7 +234,7 @@ def _encoder_sizes(name: str, config: Any, text: Any) -> ModelSizes:
 
 
 def _context(text: Any) -> int | None:
-    """Return the context length, which has different field names in different models, or None."""
+    """Return the context length from the first field of CONTEXTS that the configuration has, or None."""
     values = (getattr(text, name, None) for name in CONTEXTS)
     return next((each for each in values if isinstance(each, int) and each > 0), None)
 
@@ -274,7 +274,7 @@ def _paged(name: str, config: Any, text: Any) -> ModelSizes:
 
 
 def _calls(name: str, config: Any) -> list[Call]:
-    """Return the attention calls of one pass, recorded on the meta device."""
+    """Return the attention calls of one forward pass, recorded on the meta device."""
     attention.register()
     recorder = _Recorder()
     try:
@@ -330,7 +330,7 @@ class _Recorder:
 
 
 def _window(name: str, text: Any, kinds: Sequence[str], index: int, call: Call) -> int | None:
-    """Return the window that the module passes, else the configured window if the layer is a sliding layer."""
+    """Return the window of an attention call: the one that the module passes, or that of a sliding layer, or None."""
     if call.window is not None:
         return call.window
     if index < len(kinds) and kinds[index] in ("sliding_attention", "local"):
@@ -359,11 +359,11 @@ def _refusal(name: str, feature: str) -> CheckpointError:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Create models by transformers without progress bars and warnings, in one thread at a time.
+    """Suppress transformers' progress bars and warnings while a model is created, in one thread at a time.
 
-    While it creates a model, transformers replaces functions of its classes and of torch for the whole process
-    (`tie_weights`, `torch.linspace`). A model that another thread creates meanwhile would keep tied weights on the meta
-    device. The log level is of the whole process, too.
+    While transformers creates a model, it replaces functions of its classes and of torch (`tie_weights`,
+    `torch.linspace`) for the whole process. If a second thread created a model at the same time, its tied weights would
+    stay on the meta device. The log level also applies to the whole process.
     """
     with CREATING:
         bars, level = transformers_log.is_progress_bar_enabled(), transformers_log.get_verbosity()

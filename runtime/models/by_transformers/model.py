@@ -1,4 +1,4 @@
-"""A causal language model of transformers with the interface of a decoder."""
+"""A causal language model that runs transformers' modules and has the interface of `Decoder`."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from runtime.models.by_transformers.facts import model_sizes
 
 
 def fix_rope_scaling(model: nn.Module, context_length: int) -> None:
-    """Fix RoPE scalings that depend on the text's length ("dynamic", "longrope") to the longest context.
+    """Fix RoPE scalings that depend on the text's length ("dynamic", "longrope") to those of the longest context.
 
-    Native families do the same (`runtime.layers.rope`). Otherwise the rotation of a cached key would depend on the
-    other rows in its batch.
+    Native families do the same (`runtime.layers.rope`). Without this, the rotation of a cached key would depend on the
+    other rows of its batch.
     """
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
@@ -53,13 +53,13 @@ def fix_rope_scaling(model: nn.Module, context_length: int) -> None:
 
 
 def check_inputs(batch: ForwardBatch) -> None:
-    """Raise `RuntimeError` for inputs that transformers' modules do not read. Hooks apply adapters."""
+    """Raise `RuntimeError` for inputs that transformers' modules do not read. Adapters are allowed (hooks)."""
     if not replace(batch, row_values={}).is_plain or not batch.row_values.keys() <= {ADAPTER}:
         raise RuntimeError("A model run by transformers accepts only token ids and one-axis positions.")
 
 
 class TransformersDecoder(Decoder):
-    """Decoder made of transformers' modules. It runs on one device and without CUDA graphs."""
+    """Decoder that consists of transformers' modules. It runs on one device and without CUDA graphs."""
 
     def __init__(self, model: Any, attend: PagedAttention) -> None:
         nn.Module.__init__(self)
@@ -71,9 +71,9 @@ class TransformersDecoder(Decoder):
     def _set_model(self, model: Any) -> None:
         """Split the model into its body and its LM head."""
         self.model = model
-        # Slot of an adapter -> its tokens in the running call of the model, for hooks (`worker/adapter_modules.py`).
+        # Slot of an adapter -> its tokens in the current call. For the hooks of `worker/adapter_modules.py`.
         self.adapted: dict[int, Tensor | slice] = {}
-        self.num_adapted: int | None = None  # tokens of this call; None: all tokens of any call have the adapter
+        self.num_adapted: int | None = None  # number of tokens of this call; None: every token has the adapter
         self.row_values = (ADAPTER,)
         self.embedding = self.norm = self.head = None
         self.layers = nn.ModuleList()
@@ -91,7 +91,7 @@ class TransformersDecoder(Decoder):
             raise CheckpointError("A model run by transformers does not support pipeline parallelism. Use --pp-size 1.")
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Return hidden states [T, E] after the final norm, and store the KV of all T tokens."""
+        """Return hidden states [T, E] after the final norm, and store the keys and values of all T tokens."""
         if not batch.row_values.keys() <= {ADAPTER}:
             raise RuntimeError("A model run by transformers reads no values of rows but adapters.")
         self._attend.begin(batch)
@@ -107,7 +107,7 @@ class TransformersDecoder(Decoder):
     def with_adapters(
         self, adapted: Mapping[int, Tensor] | Mapping[int, slice], num_tokens: int | None = None
     ) -> Iterator[None]:
-        """Let the hooks apply the adapters of these tokens, of `num_tokens` that every module sees."""
+        """Let hooks apply adapters inside the context: `adapted` maps slots to tokens, of `num_tokens` in total."""
         self.adapted.update(adapted)
         self.num_adapted = num_tokens
         try:
@@ -116,12 +116,12 @@ class TransformersDecoder(Decoder):
             self.adapted.clear()
 
     def accept_media(self) -> None:
-        """Let vectors replace the embeddings of tokens, and positions have three axes."""
+        """Allow vectors in place of token embeddings and, if the model uses them, positions on three axes."""
         axes = any(hasattr(module, "get_rope_index") for module in self.model.modules())
         self.reads = BatchReads(position_axes=axes, media_size=self.hidden_size)
 
     def _text_model(self, batch: ForwardBatch) -> Tensor:
-        """Call the text part of a multimodal model, with embeddings instead of ids."""
+        """Return the hidden states [T, E] of a multimodal model's text part, called with embeddings instead of ids."""
         ids, more = batch.token_ids, {}
         if batch.embeds_mask is not None:
             ids = ids.masked_fill(batch.embeds_mask, 0)  # placeholders may be beyond the vocabulary
@@ -151,7 +151,7 @@ class TransformersDecoder(Decoder):
             return head(input_ids=ids, use_cache=False).logits[0].float()
 
     def reference_logits(self, token_ids: Tensor) -> Tensor:
-        """Return float32 logits [T, V] of one text, computed by transformers alone."""
+        """Return float32 logits [T, V] of one text, computed with transformers' own attention."""
         self.model.set_attn_implementation("eager")
         try:
             return self.model(input_ids=token_ids[None], use_cache=False).logits[0].float()
@@ -160,7 +160,7 @@ class TransformersDecoder(Decoder):
 
 
 class _StoredBody(nn.Module):
-    """A stub for the model's body that returns given hidden states. All other attributes come from the real body."""
+    """A stub for the model's body that returns stored hidden states. Its other attributes are the real body's."""
 
     hidden: Tensor
 
@@ -181,7 +181,7 @@ class _StoredBody(nn.Module):
 
 
 class _Output(BaseModelOutputWithPast):
-    """Output of a body. Fields that only some models return are None."""
+    """Output of the stub. Fields that only some models return are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -189,7 +189,7 @@ class _Output(BaseModelOutputWithPast):
 
 
 class PagedAttention:
-    """Stores keys and values in the paged cache and attends to it. The n-th call of a forward pass uses cache layer n.
+    """Attention over the paged cache. The n-th attention call of a forward pass uses cache layer n.
 
     All cache layers have the same head size. Shorter keys and values are padded with zeros, which do not change scores.
     """

@@ -1,8 +1,8 @@
 """The part of a multimodal model before its language model, computed by transformers' modules.
 
-transformers' own forward merges images into the embeddings of a text and then calls the language model. Here a recorder
-stands in place of the language model and keeps what it is called with. This works for every family, whatever its
-encoder, projector and placeholders are.
+The `forward` of transformers merges images into the embeddings of a text and then calls the language model. Here a
+recorder replaces the language model and keeps the arguments of this call. This works for every family, because it does
+not depend on the family's encoder, projector or placeholders.
 """
 
 from __future__ import annotations
@@ -20,33 +20,35 @@ from torch import Tensor, nn
 from runtime.errors import CheckpointError
 from runtime.models.by_transformers.facts import quiet
 
-# Arguments of the language model that carry nothing of a single token.
+# Arguments of the language model that Penstock supplies itself or that have no effect.
 _PLAIN = frozenset(
     {"inputs_embeds", "position_ids", "attention_mask", "use_cache", "cache", "past_key_values", "cache_position",
      "return_dict", "output_attentions", "output_hidden_states", "logits_to_keep", "labels", "input_ids",
      "visual_pos_masks", "deepstack_visual_embeds", "token_type_ids", "mm_token_type_ids"}
 )  # fmt: skip
-# Results of processors that a body with arbitrary keywords passes on.
+# Results of processors that are passed to a body with arbitrary keyword arguments.
 _PASSED_ON = frozenset({"pixel_values", "pixel_values_videos", "image_sizes", "second_per_grid_ts"})
 TEXT = 0  # type of tokens of text
 
 
 class EncodedImage(NamedTuple):
-    """What the language model gets for an image."""
+    """The input of the language model for an image."""
 
-    is_media: NDArray[np.bool_]  # [T], tokens of the image's block whose embeddings are given
-    vectors: NDArray[np.float32]  # [N, W]: their embeddings, then the vectors added after the first layers
+    is_media: NDArray[np.bool_]  # [T], tokens of the image's block whose embeddings come from the image
+    # [N, W] for the N tokens that `is_media` marks: the embedding, then the vectors that are added after the first
+    # layers (DeepStack).
+    vectors: NDArray[np.float32]
 
 
 class _Recorded(Exception):
-    """Raised by the recorder: the language model would be called now."""
+    """Raised by the recorder in place of the language model's computation. Carries the arguments of the call."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
 
 
 class _Unknown(nn.Module):
-    """An embedding that is NaN for every token: tokens that images do not replace can be recognised."""
+    """An embedding that is NaN for every token, so that tokens without an image's vector can be recognised."""
 
     weight: Tensor
 
@@ -62,7 +64,7 @@ class _Unknown(nn.Module):
 
 
 class _Recorder(nn.Module):
-    """Stands in place of the language model."""
+    """Replaces the language model, and raises `_Recorded` when it is called."""
 
     def __init__(self, config: Any, embedding: nn.Module) -> None:
         super().__init__()
@@ -91,7 +93,7 @@ class _Recorder(nn.Module):
 
 
 class _Inner(nn.Module):
-    """The model inside a causal language model."""
+    """Replaces the `model` attribute of a causal language model."""
 
     def __init__(self, embedding: nn.Module) -> None:
         super().__init__()
@@ -99,12 +101,12 @@ class _Inner(nn.Module):
 
 
 class MediaTower(nn.Module):
-    """Encodes one image at a time. Use it on one thread."""
+    """Encodes one image at a time. Not thread-safe."""
 
     def __init__(self, model: Any) -> None:
-        """Take a model of transformers, from which the language model is removed.
+        """Take a transformers model, and remove its language model.
 
-        Raises CheckpointError if the model has no part that an image passes before the language model.
+        Raises CheckpointError if the language model is not a direct child of the model's body.
         """
         super().__init__()
         name = type(model).__name__
@@ -122,7 +124,7 @@ class MediaTower(nn.Module):
         setattr(body, owners[0][1], _Recorder(model.config.get_text_config(), embedding))
         self.body = body
         self.size = weight.shape[-1]
-        self.mutual = False  # whether tokens of one image attend to each other; `try_out` finds out
+        self.mutual = False  # whether tokens of one image attend to each other; `try_out` returns it
         self._takes = inspect.signature(body.forward).parameters
         self._rope_index: Any = getattr(body, "get_rope_index", None)
 
@@ -134,7 +136,7 @@ class MediaTower(nn.Module):
     def encode(self, inputs: Mapping[str, Any]) -> EncodedImage:
         """Return the vectors of one image. `inputs` is the processor's result for the image's placeholder alone.
 
-        Raises ValueError if the model's code does not accept it.
+        Raises ValueError if the model does not call its language model, or adds images to layers in an unsupported way.
         """
         arguments = self._record(inputs)
         embeds = arguments["inputs_embeds"][0]  # [T, E]
@@ -146,10 +148,10 @@ class MediaTower(nn.Module):
         return EncodedImage(is_media.cpu().numpy(), torch.cat(parts, dim=-1).float().cpu().numpy())
 
     def try_out(self, inputs: Mapping[str, Any], name: str, kind: str = "images") -> bool:
-        """Encode a trial image, video or audio between two tokens of text.
+        """Encode a trial image, video or audio between two text tokens.
 
         Return whether its tokens attend to each other. Raises CheckpointError if the language model needs more than
-        embeddings and positions. `kind` is a word for errors.
+        embeddings and positions. `kind` is the word for the input in error messages.
         """
         try:
             arguments = self._record(_between_texts(inputs))
@@ -169,7 +171,8 @@ class MediaTower(nn.Module):
     def positions(self, token_ids: NDArray[np.int64], types: NDArray[np.int64], grids: Mapping[str, Tensor]) -> Any:
         """Return the positions of a prompt on three axes, int64 [3, T].
 
-        `types` [T] says what a token belongs to (0: text), and `grids` has the sizes of all images and videos.
+        `types` [T] is the media type of each token (0: text). `grids` has the sizes of all images and videos, under
+        `grid_names`.
         """
         ids = torch.from_numpy(token_ids)[None]
         kinds = torch.from_numpy(types)[None]
@@ -180,7 +183,7 @@ class MediaTower(nn.Module):
 
     @property
     def grid_names(self) -> tuple[str, ...]:
-        """Names of the processor's results that `positions` reads."""
+        """Names of the processor's results that `positions` takes as `grids`."""
         if self._rope_index is None:
             return ()
         takes = inspect.signature(self._rope_index).parameters
@@ -204,7 +207,7 @@ class MediaTower(nn.Module):
         raise ValueError("The language model was not called.")
 
     def _attends_mutually(self, mask: Any, is_media: Tensor, name: str) -> bool:
-        """Return whether tokens of an image attend to each other, from the mask that the language model gets."""
+        """Return whether the mask [1, 1, T, T] for the language model lets tokens of an image attend to each other."""
         masks = list(mask.values()) if isinstance(mask, Mapping) else [mask]
         masks = [each[0, 0] for each in masks if isinstance(each, Tensor) and each.dim() == 4]
         if not masks:
@@ -229,7 +232,7 @@ def _is_setting(value: Any) -> bool:
 
 
 def _between_texts(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs with one token of text before and after the image's block."""
+    """Return the inputs with one text token before and one after the image's block."""
     longer = dict(inputs)
     for name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
         if isinstance(longer.get(name), Tensor):
@@ -239,9 +242,9 @@ def _between_texts(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_tower(path: str, loader: Any, config: Any, dtype: torch.dtype, device: torch.device) -> MediaTower:
-    """Read the tower of a checkpoint. Only one layer of its language model is read, and dropped.
+    """Read the tower of a checkpoint. If possible, only one layer of its language model is read, and then dropped.
 
-    Raises CheckpointError if transformers cannot load it.
+    Raises CheckpointError if transformers cannot load the checkpoint.
     """
     smaller = copy.deepcopy(config)
     text = smaller.get_text_config()
@@ -270,7 +273,7 @@ def load_tower(path: str, loader: Any, config: Any, dtype: torch.dtype, device: 
 
 
 def _with_masks(model: Any) -> Any:
-    """Return the model, whose language model makes explicit masks, so that they can be examined."""
+    """Make the language model build explicit attention masks, so that they can be examined. Return the model."""
     text = model.config.get_text_config()
     text._attn_implementation = "eager"
     return model
