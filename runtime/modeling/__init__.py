@@ -1,1 +1,1 @@
-"""Code shared by all model families: configuration, decoder and encoder."""
+"""Code that all model families share: configuration, decoder, encoder and draft head."""

@@ -1,4 +1,4 @@
-"""Model configuration for families. Does not import torch."""
+"""The configuration that model families read. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACTIVATIONS = {
 
 
 class Config(Fields):
-    """The values of config.json. Missing fields have the defaults of the architecture."""
+    """The values of config.json, with the architecture's defaults for missing fields."""
 
     def __init__(self, architecture: str, entry: Entry, values: Mapping[str, Any]) -> None:
         self.architecture = architecture
@@ -32,7 +32,7 @@ class Config(Fields):
         super().__init__(entry.values(values), "config.json: ")
 
     def check(self) -> None:
-        """Raise CheckpointError for invalid values that otherwise would be found only when the weights are loaded."""
+        """Raise CheckpointError for invalid values that otherwise would be found only when weights are loaded."""
         _ = self.optional_integer("intermediate_size"), self.norm_eps, self.activation, self.layer_types()
         _ = self.flag("tie_word_embeddings"), self.flag("attention_bias"), self.flag("mlp_bias")
         if self.num_heads % self.num_kv_heads:
@@ -94,9 +94,9 @@ class Config(Fields):
         return kinds
 
     def windows(self, kinds: Sequence[str]) -> list[int | None]:
-        """Return the window of each layer: `sliding_window` where its kind is sliding.
+        """Return the window of each layer: `sliding_window` for sliding layers, None for other layers.
 
-        `kinds` are the kinds of the layers if config.json does not list them.
+        `kinds` replaces `layer_types` if config.json does not have it.
         """
         size = self.optional_integer("sliding_window")
         return [size if kind == SLIDING else None for kind in self.layer_types() or kinds]
@@ -107,7 +107,7 @@ class Config(Fields):
         return read_labels(self.architecture, self) if self.entry.scores else ()
 
     def rope(self, layer_type: str | None = None) -> RopeParameters:
-        """Return the rotary embedding's parameters for layers of this type, or for all layers if it is None."""
+        """Return the rope parameters for layers of this type, or for all layers if `layer_type` is None."""
         return read_rope_parameters(self, self.head_dim, layer_type)
 
 

@@ -21,17 +21,17 @@ from runtime.modeling.layer import Layer, norms
 
 
 class Taps(NamedTuple):
-    """Layers whose inputs are kept, and the operation that copies them."""
+    """Layers whose inputs are kept for a draft head, and the operation that copies the inputs."""
 
     layers: tuple[int, ...]
-    join: Callable[[Tensor, Tensor], Tensor]
+    join: Callable[[Tensor, Tensor], Tensor]  # copies two tensors [T, E] into a new tensor
 
 
 class Tapped(NamedTuple):
-    """The input of a layer: two tensors [T, E], joined, and whether their sum or only the first is the input."""
+    """A copy of a layer's input, stored as two joined tensors [T, E]."""
 
     pair: Tensor  # [T, 2E]
-    is_sum: bool
+    is_sum: bool  # whether the input is the sum of both tensors; otherwise it is the first tensor
 
     def values(self, count: int) -> Tensor:
         """Return the input for the first `count` tokens, [count, E]."""
@@ -62,14 +62,14 @@ class Decoder(nn.Module):
         self.head: LMHead | None = head
         self.hidden_size = embedding.size
         self.pooler = Pooler()
-        # The cache spec of every layer of the whole model, on all stages, before tensor-parallel splits.
+        # Cache specs of all layers of the whole model (all pipeline stages), before tensor-parallel splits.
         self.cache_specs = collect_specs(self)
         self.scorer: ScoreHead | None = None  # None unless the model is a classifier
         self._taps: Taps | None = None
-        self.tapped: list[Tapped] = []  # inputs of the tapped layers in the last forward, or in the last capture
+        self.tapped: list[Tapped] = []  # inputs of the tapped layers in the last forward pass or capture
 
     def accept_media(self) -> None:
-        """Let vectors replace the embeddings of tokens. Call it before graphs are captured."""
+        """Allow vectors in place of token embeddings. Call this before graphs are captured."""
         if self.embedding is not None:
             self.embedding.takes_media = True
 
@@ -95,7 +95,7 @@ class Decoder(nn.Module):
         return next(self.parameters()).dtype
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Return hidden states [T, E] after the final norm, and store the KV of all T tokens."""
+        """Return hidden states [T, E] after the final norm, and store the keys and values of all T tokens."""
         return self.finish(*self.blocks(self.embed(batch), None, batch))
 
     def embed(self, batch: ForwardBatch) -> Tensor:
@@ -117,9 +117,9 @@ class Decoder(nn.Module):
         return x, residual
 
     def tap(self, layers: Sequence[int], join: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Keep the inputs of these layers in `tapped`, in this order; the number of layers means the last output.
+        """Keep the inputs of these layers in `tapped`, in this order, in every forward pass and capture.
 
-        `join` copies two tensors into one. Captured forwards keep the inputs too.
+        The index after the last layer means the output of the last layer. `join` copies two tensors [T, E] into one.
         """
         self._taps = Taps(tuple(layers), join)
 
@@ -128,7 +128,7 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         kept: dict[int, Tapped] = {}
         for index in range(len(self.layers) + 1):
-            if index in taps.layers:  # a copy, since layers may overwrite both
+            if index in taps.layers:  # copied, because layers may overwrite x and the residual
                 kept[index] = Tapped(taps.join(x, x if residual is None else residual).flatten(1), residual is not None)
             if index < len(self.layers):
                 x, residual = self.layers[index](x, residual, batch)
@@ -146,7 +146,7 @@ class Decoder(nn.Module):
     def logits(self, hidden: Tensor, adapted: Mapping[int, Tensor] = NOT_ADAPTED) -> Tensor:
         """Return float32 logits [R, V] of hidden states [R, E]. Only the first pipeline stage has the LM head.
 
-        `adapted` is as `ForwardBatch.adapted`, for rows.
+        `adapted` maps the slot of an adapter to its rows of `hidden`, int64 [n].
         """
         if self.head is None:
             raise RuntimeError("Only the first pipeline stage has the LM head.")
@@ -154,9 +154,10 @@ class Decoder(nn.Module):
 
 
 def states_for_draft_head(hidden: Tensor, tapped: Sequence[Tapped], count: int) -> Tensor:
-    """Return what a draft head reads of `count` tokens: inputs of the tapped layers, joined, or final hidden states.
+    """Return the states of the first `count` tokens that a draft head reads.
 
-    `hidden` [T, E] are final hidden states of at least these tokens.
+    They are the joined inputs of the tapped layers or, if no layer is tapped, the final hidden states, taken from
+    `hidden` [T, E] with T >= count.
     """
     if not tapped:
         return hidden[:count]
@@ -188,10 +189,10 @@ def assemble(
     soft_cap: float | None = None,
     unit_head: Literal["rows", "columns"] | None = None,
 ) -> Decoder:
-    """Build a decoder whose embedding, final norm and LM head have Llama's names; `layer` builds each layer.
+    """Build a decoder. `layer` builds each layer.
 
-    `norm` replaces the final RMSNorm. `soft_cap` applies to logits. `unit_head`
-    scales the rows or columns of the LM head to length one.
+    By default the embedding, final norm and LM head have Llama's names. `norm` replaces the final RMSNorm. `soft_cap`
+    applies to logits. `unit_head` scales the rows or columns of the LM head to length one.
     """
     embedding = Embedding(embedding_name, config.vocab_size, config.hidden_size, build, scale=embedding_scale)
     return Decoder(

@@ -1,8 +1,8 @@
-"""Draft heads: layers that propose tokens for a model from its hidden states (EAGLE, multi-token prediction).
+"""Draft heads: layers that propose draft tokens from the hidden states of the target model (EAGLE, NEXTN).
 
-At position q, a head reads a *state* of the model at q and the token at q + 1, and computes a hidden state from which
-the token at q + 2 is chosen. To propose further tokens, it reads its own state in place of the model's. It uses the
-embedding of the model, and the model's LM head unless the checkpoint of the draft head has one.
+At position q, a head reads the target model's *state* at q and the token at q + 1, and computes a hidden state from
+which the token at q + 2 is chosen. To propose further tokens, the head reads its own state instead of the target's. It
+uses the target's embedding, and the target's LM head unless its own checkpoint has one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from runtime.modeling.layer import Layer
 
 
 class DraftHead(Decoder):
-    """A decoder whose first layer reads a state of another model beside each token.
+    """A decoder whose first layer reads a state of the target model in addition to each token.
 
-    The first layer maps (embedded [T, E], states [T, E], batch) to the pair (x, residual). `taps` are the layers of the
-    model whose inputs are the states; (): the model's final hidden states. `projection` maps the joined inputs of these
-    layers [T, 3E] to states. After a forward, `states` has the head's own states [T, E]: the sum before the final norm
-    or, with `normed_states`, the final hidden states.
+    The first layer maps (embedded [T, E], states [T, E], batch) to the pair (x, residual). `taps` lists the target's
+    layers whose inputs are the states; if it is empty, the states are the target's final hidden states. `projection`
+    maps the joined inputs of the tapped layers, [T, 3E], to states [T, E]. After a forward pass, `states` has the
+    head's own states [T, E]: the sum before the final norm or, with `normed_states`, the states after this norm.
     """
 
     states: Tensor
@@ -68,7 +68,7 @@ class DraftHead(Decoder):
         self.cache_specs = collect_specs(self)
 
     def share(self, target: Decoder) -> None:
-        """Use the embedding and, without an own LM head, the LM head of the model. Call it once, after loading."""
+        """Use the target's embedding and, if the head has no LM head, the target's LM head. Call this after loading."""
         if target.embedding is None or target.head is None:
             raise CheckpointError("A draft head needs a model with an embedding and an LM head.")
         self.embedding, self.embedding_norm = target.embedding, target.embedding_norm
@@ -76,7 +76,7 @@ class DraftHead(Decoder):
             self.head = target.head
 
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Return hidden states [T, E] for the LM head, and set `states`. Reads `batch.states`, and may change them."""
+        """Return hidden states [T, E] for the LM head, and set `states`. May overwrite `batch.states`."""
         if batch.states is None:
             raise ValueError("A draft head needs the states of its model.")
         first, *rest = self.layers
@@ -91,14 +91,14 @@ class DraftHead(Decoder):
         return hidden
 
     def project(self, states: Tensor) -> Tensor:
-        """Return the states [T, E] of a model from the values that `taps` selects, [T, 3E] or [T, E]."""
+        """Return states [T, E] from the target's tapped inputs [T, 3E]. Without a projection, return `states`."""
         if self.projection is None:
             return states
         return self.projection.method.multiply(self.projection, states, self.projection.bias, self.kernels)
 
 
 class Joined(nn.Module):
-    """A first layer that projects the token's vector and the state, joined, to the input of a usual layer."""
+    """A first layer that joins the token's vector and the state, projects both to [T, E], and runs a usual layer."""
 
     def __init__(
         self,
@@ -115,14 +115,14 @@ class Joined(nn.Module):
         self.kernels = build.kernels
 
     def forward(self, embedded: Tensor, states: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """Map two [T, E] to the pair of the next layer."""
+        """Map `embedded` and `states`, each [T, E], to the pair (x, residual) for the next layer."""
         embedded = embedded if self.token_norm is None else self.token_norm(embedded)
         states = states if self.state_norm is None else self.state_norm(states)
         return self.layer(self.projection(self.kernels.join(embedded, states).flatten(1), batch), None, batch)
 
 
 class WideAttentionLayer(nn.Module):
-    """EAGLE-3's layer: attention reads the normed token and state, joined; the state is the residual."""
+    """EAGLE-3's layer. Attention reads the normalised token vector and state, joined; the state is the residual."""
 
     def __init__(
         self, token_norm: Norm, state_norm: Norm, attention: nn.Module, mlp_norm: Norm, mlp: nn.Module, build: Build
@@ -133,14 +133,14 @@ class WideAttentionLayer(nn.Module):
         self.kernels = build.kernels
 
     def forward(self, embedded: Tensor, states: Tensor, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-        """Map two [T, E] to the pair of the next layer."""
+        """Map `embedded` and `states`, each [T, E], to the pair (x, residual) for the next layer."""
         joined = self.kernels.join(self.token_norm(embedded), self.state_norm(states)).flatten(1)
         x, residual = self.mlp_norm.add(self.attention(joined, batch), states)
         return self.mlp(x, batch), residual
 
 
 class JoinLinear(Linear):
-    """A projection of joined vectors to one, whose bias may be missing from the checkpoint."""
+    """A projection of joined vectors to one vector. Its bias may be missing from the checkpoint, and is then zero."""
 
     def __init__(self, name: str, in_size: int, config: Config, build: Build, *, bias: bool = False) -> None:
         super().__init__(in_size, [SubLayer(name, config.hidden_size)], build, bias=bias)
@@ -151,12 +151,12 @@ class JoinLinear(Linear):
 
 
 class TokenMap(Weighted):
-    """The tokens of an LM head with a smaller vocabulary: entry i is the difference of token i's id and i ("d2t")."""
+    """The token ids of an LM head with a smaller vocabulary. The checkpoint's "d2t" has the id of entry i minus i."""
 
     def __init__(self, size: int, vocab_size: int) -> None:
         super().__init__()
         self.size, self.vocab_size = size, vocab_size
-        self.ids = torch.arange(0)  # int64 [size]
+        self.ids = torch.arange(0)  # int64 [size], set by `prepare`
         self.allocate()
 
     def allocate(self) -> None:
@@ -174,18 +174,18 @@ class TokenMap(Weighted):
 
 
 def small_head(config: Config, build: Build) -> tuple[LMHead | None, TokenMap | None]:
-    """Return the LM head of a draft head with `draft_vocab_size` tokens; (None, None) if it has the model's LM head."""
+    """Return the draft head's own LM head for `draft_vocab_size` tokens, or (None, None) if it uses the target's."""
     size = config.optional_integer("draft_vocab_size")
     if config.flag("shares_lm_head") or size is None:
         return None, None
-    # The embedding only tells the LM head its sizes.
+    # The LM head takes only its sizes from this embedding.
     sizes = Embedding("", size, config.hidden_size, build)
     head = LMHead("lm_head", sizes, build, tied=False)
     return head, TokenMap(size, config.vocab_size)
 
 
 def prediction_head(at: Layer, layer: nn.Module) -> DraftHead:
-    """Return a multi-token prediction layer in DeepSeek V3's form (arXiv 2412.19437, section 2.2)."""
+    """Return a multi-token prediction layer as in DeepSeek V3 (arXiv 2412.19437, section 2.2)."""
     config, build = at.config, at.build
     projection = JoinLinear(f"{at.name}.eh_proj", 2 * config.hidden_size, config, build)
     first = Joined(projection, layer, build, token_norm=at.norm("enorm"), state_norm=at.norm("hnorm"))

@@ -16,9 +16,9 @@ from runtime.modeling.decoder import Decoder
 
 
 class Encoder(Decoder):
-    """Embeddings, blocks, and an optional final norm.
+    """Embeddings, blocks and an optional final norm.
 
-    Has the interface of `Decoder`, except for logits and pipeline stages.
+    Has the interface of `Decoder`, but does not support logits and pipeline stages.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Encoder(Decoder):
         final_norm: Norm | None = None,
         scores: Sequence[ScoreLayer] = (),
     ) -> None:
-        """`scores` lists the layers of a classifier, which follow the pooling."""
+        """`scores` lists the layers of a classifier's head, which are applied after pooling."""
         nn.Module.__init__(self)
         self.embedding = self.head = None
         self.cache_specs = {}

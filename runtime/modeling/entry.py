@@ -1,4 +1,4 @@
-"""Registry entry of an architecture. Does not import torch; a family is imported when its model is built."""
+"""Registry entry of an architecture. Does not import torch."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class Entry:
 
     family: str  # file in runtime/models, with ":function" unless the function is `decoder`
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values of fields missing from config.json
-    renamed: Mapping[str, str] = field(default_factory=dict)  # the family's name of a field -> the usual name
+    renamed: Mapping[str, str] = field(default_factory=dict)  # name of a field in config.json -> the usual name
     sinks: bool = False  # whether attention has learned sinks
     encoder: bool = False  # whether the model processes each text in one step and generates no tokens
     scores: bool = False  # whether the model is a classifier, whose outputs are scores of labels
-    draft_head: bool = False  # whether it proposes tokens for another model, whose states it reads
-    headless: bool = False  # whether this is a decoder without an LM head, which generates no tokens
-    # For decoders: whether CUDA graphs can capture decode steps, that is, whether an attention backend that can be
-    # captured supports the model's heads. CPU graphs support every decoder.
+    draft_head: bool = False  # whether the model is a draft head
+    headless: bool = False  # whether the model is a decoder without an LM head, which generates no tokens
+    # For decoders: whether CUDA graphs can capture decode steps, that is, whether the model's heads are supported by an
+    # attention backend that can be captured. CPU graphs can capture every decoder.
     # For encoders: whether CPU graphs can capture steps.
     captured: bool = True
-    tensors: Mapping[str, str | None] = field(default_factory=dict)  # renames tensors (see `tensor_name`)
+    tensors: Mapping[str, str | None] = field(default_factory=dict)  # renamed tensors (see `tensor_name`)
     layer_types: tuple[str, ...] = ()  # kinds of layers that config.json may list; (): full and sliding attention
-    spelling: str | None = None  # function in `spellings.py` that converts other forms of config.json
+    spelling: str | None = None  # function in `spellings.py` that converts config.json to the usual form
 
     def values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of config.json under the usual names, with defaults."""
+        """Return the values of config.json under the usual names, with defaults for missing fields."""
         read = dict(values)
         if self.spelling is not None:
             read = getattr(spellings, self.spelling)(read)
@@ -41,9 +41,10 @@ class Entry:
         return {**self.defaults, **read}
 
     def tensor_name(self, stored: str) -> str | None:
-        """Return the family's name of a checkpoint tensor, or None if the family does not need the tensor.
+        """Return the family's name for a checkpoint tensor, or None if the family does not need the tensor.
 
-        `tensors` maps regular expressions of name prefixes to their replacements, or to None.
+        `tensors` maps regular expressions to replacements. The first expression that matches the start of the name is
+        used. The replacement None means that the tensor is not needed.
         """
         for pattern, replacement in self.tensors.items():
             match = re.match(pattern, stored)

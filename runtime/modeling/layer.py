@@ -1,4 +1,4 @@
-"""One decoder layer while it is built, and the parts that most families share with Llama."""
+"""Construction of one decoder layer from the parts that most families share with Llama."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ NormT = TypeVar("NormT", LayerNorm, RMSNorm)
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The place of a layer in its model. Methods make the layer's parts, whose tensors have names below `name`."""
+    """A decoder layer that is being built. Methods return the layer's parts, whose tensor names begin with `name`."""
 
     config: Config
     build: Build
     index: int
-    name: str  # "model.layers.0"
+    name: str  # for example "model.layers.0"
 
     def attention(self, name: str = "self_attn", *, bias: bool | None = None, **options: Any) -> Attention:
-        """Return attention. `options` are arguments of `Attention`; `rope` defaults to the model's.
+        """Return attention. `options` are further arguments of `Attention`; `rope` defaults to the model's.
 
-        `bias` is that of q, k and v, and the default of `out_bias`. None: `attention_bias` of config.json.
+        `bias` says whether q, k and v have biases, and is the default of `out_bias`. If it is None, config.json's
+        `attention_bias` is used.
         """
         config = self.config
         bias = config.flag("attention_bias") if bias is None else bias
@@ -89,21 +90,24 @@ class Layer:
     def experts(
         self, size: int, num_experts: int, *, name: str = "mlp", activation: str | None = None, **options: Any
     ) -> MoE:
-        """Return a mixture of experts of this inner size. `options` are arguments of `MoE`."""
+        """Return an MoE layer whose experts have the inner size `size`. `options` are arguments of `MoE`."""
         name, activation = f"{self.name}.{name}", activation or self.config.activation
         return MoE(name, self.config.hidden_size, size, num_experts, activation, self.build, **options)
 
     def norm(self, name: str, **options: Any) -> RMSNorm:
-        """Return an RMSNorm of the layer. `options` are arguments of `RMSNorm`."""
+        """Return an RMSNorm of hidden states. `options` are arguments of `RMSNorm`."""
         return norms(self.config, self.build, RMSNorm, **options)(f"{self.name}.{name}")
 
     def block(self, attention: nn.Module, mlp: nn.Module, *, norm: Callable[[str], Norm] | None = None) -> PreNormBlock:
-        """Return the layer, with a norm before attention and before the MLP. `norm` makes one; default: an RMSNorm."""
+        """Return a block with a norm before attention and a norm before the MLP.
+
+        `norm` returns a norm for a name; the default is an RMSNorm.
+        """
         norm = norm or norms(self.config, self.build, RMSNorm)
         before, between = norm(f"{self.name}.input_layernorm"), norm(f"{self.name}.post_attention_layernorm")
         return PreNormBlock(before, attention, between, mlp)
 
 
 def norms(config: Config, build: Build, kind: type[NormT], **options: Any) -> Callable[[str], NormT]:
-    """Return a function that makes a norm of the hidden states from its name. `options` are arguments of `kind`."""
+    """Return a function that maps a name to a norm of hidden states. `options` are arguments of `kind`."""
     return lambda name: kind(name, config.hidden_size, config.norm_eps, build, **options)

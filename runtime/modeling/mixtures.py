@@ -1,4 +1,4 @@
-"""Code shared by families with mixtures of experts."""
+"""Code that families with experts share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.modeling.layer import Layer
 
 
 def top_k(config: Config, num_experts: int) -> int:
-    """Return the number of experts per token. Raises CheckpointError if there are fewer experts."""
+    """Return the number of experts per token. Raises CheckpointError if the model has fewer experts."""
     count = config.integer("num_experts_per_tok")
     if count > num_experts:
         raise CheckpointError(
@@ -24,7 +24,7 @@ def top_k(config: Config, num_experts: int) -> int:
 
 
 def grouping(config: Config, num_experts: int, best_of_group: int) -> Grouping | None:
-    """Return the group-limited routing; None if there is one group.
+    """Return the settings of group-limited routing, or None if there is only one group.
 
     Groups are ranked by the sum of their `best_of_group` top scores.
     """
@@ -38,7 +38,7 @@ def grouping(config: Config, num_experts: int, best_of_group: int) -> Grouping |
 
 
 def with_shared_experts(at: Layer, num_experts: int, num_shared: int, *, bias: bool = False, **options: Any) -> MoE:
-    """Return a layer's mixture of experts, with `num_shared` shared experts fused into one MLP.
+    """Return an MoE layer in which one MLP computes all `num_shared` shared experts.
 
     `options` are further arguments of `MoE`.
     """
@@ -48,7 +48,7 @@ def with_shared_experts(at: Layer, num_experts: int, num_shared: int, *, bias: b
 
 
 def block_sparse(at: Layer, names: ExpertNames, *, shared: nn.Module | None = None) -> MoE:
-    """Return a layer's mixture of experts as in Mixtral: softmax over the chosen experts only."""
+    """Return an MoE layer as in Mixtral, with a softmax over the chosen experts only."""
     num_experts = at.config.integer("num_local_experts")
     routing = Routing(top_k(at.config, num_experts), renormalise=True)
     size, name = at.config.intermediate_size, "block_sparse_moe"

@@ -27,11 +27,11 @@ LIKE_LLAMA: Mapping[str, Mapping[str, Any]] = {
 }
 BAICHUAN_2_VOCAB = 125696
 SLIDING, FULL = "sliding_attention", "full_attention"
-LINEAR = "linear_attention"  # the kind of recurrent layers of any family
+LINEAR = "linear_attention"  # kind of the recurrent layers of every family
 
 
 def gemma3(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the text model, and set window and rotary embedding of each kind of layer."""
+    """Select the text model, and set the window and the rotary embedding of each kind of layer."""
     read = text_part(values)
     read = windows_by_pattern(read, 6)
     if read.get("rope_parameters") is None:
@@ -59,15 +59,15 @@ def gpt_oss(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llama(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the defaults of model types that have Llama's architecture."""
+    """Add the defaults of other model types that use Llama's architecture."""
     return {**LIKE_LLAMA.get(str(values.get("model_type")), {}), **values}
 
 
 def baichuan(values: Mapping[str, Any]) -> dict[str, Any]:
     """Set the fields in which Baichuan's models differ.
 
-    7B and 13B share class names. 13B uses ALiBi and has no `max_position_embeddings`. Baichuan 2 differs from
-    Baichuan 1 in its vocabulary size.
+    7B and 13B share class names. 13B is recognised by its missing `max_position_embeddings`, and uses ALiBi. Baichuan 2
+    is recognised by its vocabulary size.
     """
     read = {"unit_head": values.get("vocab_size") == BAICHUAN_2_VOCAB, **values}
     if read.get("max_position_embeddings") is None and "BaichuanForCausalLM" in read["architectures"]:
@@ -79,7 +79,7 @@ def baichuan(values: Mapping[str, Any]) -> dict[str, Any]:
 def falcon(values: Mapping[str, Any]) -> dict[str, Any]:
     """Set `num_key_value_heads` from the kind of attention.
 
-    The first files of Falcon 40B say `model_type` RefinedWeb instead of `new_decoder_architecture`.
+    The first files of Falcon 40B have the `model_type` "RefinedWeb" instead of `new_decoder_architecture`.
     """
     read = {"new_decoder_architecture": values.get("model_type") == "RefinedWeb", **values}
     renamed = {"n_embed": "hidden_size", "n_head": "num_attention_heads", "n_head_kv": "num_kv_heads"}
@@ -112,12 +112,12 @@ def mistral3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def llama4(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the text model. Layers with rotary embedding attend within chunks and are listed as sliding layers."""
+    """Select the text model. Layers with rotary embedding, which attend within chunks, become sliding layers."""
     read = text_part(values)
     count, interval = read.get("num_hidden_layers"), read.get("no_rope_layer_interval") or 4
     if not read.get("no_rope_layers") and isinstance(count, int) and isinstance(interval, int):
         read["no_rope_layers"] = [int((index + 1) % interval != 0) for index in range(count)]
-    if isinstance(read.get("attn_temperature_tuning"), int):  # the first files say 4 instead of true
+    if isinstance(read.get("attn_temperature_tuning"), int):  # the first files have 4 instead of true
         read["attn_temperature_tuning"] = bool(read["attn_temperature_tuning"])
     kinds, rotates = read.get("layer_types"), read.get("no_rope_layers")
     if kinds is None and isinstance(rotates, list):
@@ -147,7 +147,7 @@ def olmo3(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a window to all but every `sliding_window_pattern`-th layer; "LLLG" means 4."""
+    """Give a window to all but every `sliding_window_pattern`-th layer. The pattern "LLLG" means 4."""
     read = dict(values)
     pattern = read.get("sliding_window_pattern", 4)
     if isinstance(pattern, str):
@@ -160,7 +160,7 @@ def exaone4(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen3_next(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set `layer_types`: every `full_attention_interval`-th layer has attention, the others are recurrent."""
+    """Set `layer_types`: every `full_attention_interval`-th layer has attention; the other layers are recurrent."""
     read = dict(values)
     if read.get("layer_types") is None and isinstance(read.get("num_hidden_layers"), int):
         interval = read.get("full_attention_interval", 4)
@@ -187,7 +187,10 @@ def granitemoehybrid(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lfm2(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set `layer_types`. The first files list the attention layers instead; if there is no list, all have attention."""
+    """Set `layer_types`. The first files list the attention layers in `full_attn_idxs`.
+
+    If both fields are missing, all layers have attention.
+    """
     read = dict(values)
     kinds, count = read.get("layer_types"), read.get("num_hidden_layers")
     if kinds is None and isinstance(count, int):
@@ -202,7 +205,7 @@ def lfm2(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def latent(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the fields that describe latent attention to the cache: one kv head, whose keys also hold the values."""
+    """Set the size of the cache that latent attention needs: one kv head, whose keys contain the values."""
     read = {**values, "num_key_value_heads": 1}
     sizes = [read.get(name, default) for name, default in (("kv_lora_rank", 512), ("qk_rope_head_dim", 64))]
     if all(isinstance(size, int) for size in sizes):
@@ -226,9 +229,9 @@ def minicpm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen1(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the context to the trained length, and the inner size to that of each half of the MLP.
+    """Set the context length to the trained length, and halve `intermediate_size`, which counts gate and up together.
 
-    Beyond this length, Qwen 1 scales its queries and its rotary embedding, which is not supported.
+    Beyond the trained length, Qwen 1 scales its queries and its rotary embedding, which is not supported.
     """
     fields = Fields(values, "config.json: ")
     inner = fields.integer("intermediate_size") // 2
@@ -240,7 +243,10 @@ def qwen1(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chatglm(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set kv heads and the base of the angles. Refuse ChatGLM 1 and layers that no published model has."""
+    """Set `num_key_value_heads` and `rope_theta`.
+
+    Raises CheckpointError for ChatGLM 1, and for variants of the layer that no published model has.
+    """
     if "position_encoding_2d" in values or "padded_vocab_size" not in values:
         raise CheckpointError(
             "config.json: ChatGLM of the first generation has positions of two axes and a bidirectional prompt, which "
@@ -264,7 +270,7 @@ def chatglm(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nemotron_nas(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the number of kv heads, which must be the same in all layers with attention."""
+    """Set `num_key_value_heads`. Raises CheckpointError if it differs between layers with attention."""
     blocks, heads = values.get("block_configs"), values.get("num_attention_heads")
     count = Fields(values, "config.json: ").integer("num_hidden_layers")
     if not isinstance(blocks, list) or not all(isinstance(each, Mapping) for each in blocks) or len(blocks) != count:
@@ -282,7 +288,7 @@ def nemotron_nas(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text_part(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of `text_config`, completed with the outer values, or `values` if there is no `text_config`."""
+    """Return the values of `text_config`, with outer values for missing fields. Without it, return all values."""
     inner = values.get("text_config")
     if not isinstance(inner, Mapping):
         return dict(values)
@@ -291,12 +297,12 @@ def text_part(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def qwen3_vl(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the text model, whose pairs always alternate between the position axes."""
+    """Select the text model, and set `mrope_interleaved`."""
     return _with_interleaved_axes(text_part(values))
 
 
 def _with_interleaved_axes(read: dict[str, Any]) -> dict[str, Any]:
-    """Say what transformers' modules of this family do whether config.json says it or not."""
+    """Set `mrope_interleaved` in the rope parameters: transformers' modules interleave axes even if it is missing."""
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(rope := read.get(name), Mapping) and rope.get("mrope_section") is not None:
             read[name] = {**rope, "mrope_interleaved": True}
@@ -304,7 +310,10 @@ def _with_interleaved_axes(read: dict[str, Any]) -> dict[str, Any]:
 
 
 def windows_by_pattern(read: dict[str, Any], default: int, *, first: int = 1) -> dict[str, Any]:
-    """Set `layer_types`: every `pattern`-th layer has full attention. Layers are counted from `first`."""
+    """Set `layer_types` if it is missing: every n-th layer has full attention, the other layers a window.
+
+    n is `sliding_window_pattern` or, if it is missing, `default`. Layers are counted from `first`.
+    """
     if read.get("layer_types") is None and isinstance(read.get("num_hidden_layers"), int):
         pattern = read.get("sliding_window_pattern") or default
         if not isinstance(pattern, int):
@@ -315,7 +324,7 @@ def windows_by_pattern(read: dict[str, Any], default: int, *, first: int = 1) ->
 
 
 def roberta(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Skip the rows of the position table up to the padding token's id: positions count from the row after it."""
+    """Skip the first rows of the position table: positions count from the row after the padding token's id."""
     read, padding = dict(values), values.get("pad_token_id", 1)
     if isinstance(read.get("max_position_embeddings"), int) and isinstance(padding, int):
         read["skipped_positions"] = padding + 1
@@ -324,7 +333,7 @@ def roberta(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def modernbert(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a window to all but every third layer, and a rotary embedding to each kind of layer."""
+    """Give a window to all but every `global_attn_every_n_layers`-th layer (default 3), and set rope parameters."""
     read = {"sliding_window_pattern": values.get("global_attn_every_n_layers"), **values}
     read = windows_by_pattern(read, 3, first=0)
     if read.get("rope_parameters") is None:
