@@ -6,6 +6,7 @@ main model, one request at a time.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from pathlib import Path
@@ -102,11 +103,15 @@ class Transcriber:
         ended = threading.Event()
         try:
             async with self._slots.slot(Asker(client)):
-                return await anyio.to_thread.run_sync(
-                    self._run, request, ended, limiter=self._thread, abandon_on_cancel=True
-                )
+                work = asyncio.ensure_future(anyio.to_thread.run_sync(self._run, request, ended, limiter=self._thread))
+                work.add_done_callback(lambda done: done.cancelled() or done.exception())
+                try:
+                    return await asyncio.shield(work)
+                finally:
+                    ended.set()
+                    with anyio.CancelScope(shield=True):  # the slot is kept until the thread has ended
+                        await asyncio.wait([work])
         finally:
-            ended.set()
             self._num_waiting -= 1
 
     def _check(self, request: Transcription) -> None:
@@ -121,6 +126,8 @@ class Transcriber:
         import torch
 
         samples = decode_audio(request.audio, self._rate, self._max_s, "file")
+        if ended.is_set():
+            raise EngineFailure("The request has ended.")
         duration_s = len(samples) / self._rate
         is_long = duration_s > self._window_s
         inputs = self._processor(
