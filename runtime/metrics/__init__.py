@@ -1,1 +1,1 @@
-"""Metrics of the engine for Prometheus. Torch-free, without global state: each engine has its own set."""
+"""Metrics of an engine for Prometheus. There is no global state: each engine has its own metrics. Torch-free."""

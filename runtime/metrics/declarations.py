@@ -1,7 +1,8 @@
 """All metrics: name, kind, labels, meaning, and the code that observes each.
 
-Names with `sglang:` are those of SGLang's dashboards, names with `penstock:` are Penstock's own. Prometheus's client
-adds `_total` to the names of counters and `_bucket`, `_sum`, `_count` to those of histograms.
+Metrics named `sglang:` and `vllm:` have the names that dashboards of these servers use; metrics named
+`penstock:` are Penstock's own. Prometheus's client adds `_total` to the names of counters, and `_bucket`, `_sum` and
+`_count` to the names of histograms.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from typing import Literal
 Kind = Literal["gauge", "counter", "histogram"]
 
 MODEL = ("model_name",)
-# Labels of a replica's metrics. With several replicas, the label `dp_rank` is added. All ranks run the same steps, so
-# only rank 0 reports.
+# Labels of a replica's metrics. With several replicas, the label `dp_rank` is added. Only rank 0 reports, because all
+# ranks run the same steps.
 REPLICA = ("model_name", "engine_type", "tp_rank", "pp_rank")
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric. Every sample has `labels`; `--tokenizer-metrics-...` may add labels to metrics of requests."""
+    """One metric. Every sample has the `labels`. `--tokenizer-metrics-...` options add labels to request metrics."""
 
     name: str
     kind: Kind
     help: str
-    observed: str  # the code that observes it: module.name
+    observed: str  # the code that updates the metric: module.name
     labels: tuple[str, ...] = MODEL
     per_request: bool = False  # whether samples also have the labels from a request's header
 

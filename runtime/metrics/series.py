@@ -1,7 +1,7 @@
-"""Counters and histograms, written on the event loop and read at a scrape.
+"""Counters and histograms that the event loop updates and a scrape reads.
 
-An observation takes some tenths of a microsecond. With a histogram of prometheus-client it takes two microseconds,
-because that locks, which is not needed on a single thread.
+An observation takes a few tenths of a microsecond. It would take two microseconds with a histogram of
+prometheus-client, which takes a lock. A single thread needs no lock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Histogram:
         self.sum += value * times
 
     def cumulative(self) -> list[int]:
-        """For each bound, the number of values up to it, and at the end the number of all values."""
+        """Return the number of values up to each bound, followed by the number of all values."""
         return list(accumulate(self.counts))
 
 
@@ -63,7 +63,7 @@ class RequestSeries:
         self.output_lengths = Histogram(plan.output_bounds) if plan.output_bounds else None
 
     def ended(self, duration_s: float, prompt: int, output: int, cached: int, *, grammar: bool) -> None:
-        """Count a finished request with the tokens of all its choices."""
+        """Count a finished request. The numbers of tokens are sums over all its choices."""
         self.num_requests += 1
         self.num_with_grammar += grammar
         self.prompt_tokens += prompt
@@ -100,12 +100,12 @@ class ReplicaSeries:
         self.hit_rate = stats.num_cached_tokens / (stats.num_cached_tokens + stats.num_prompt_tokens)
 
     def entered(self, waited_s: float, num_cached: int) -> None:
-        """Count a sequence that is in a step for the first time."""
+        """Count a sequence that is in a step for the first time, after `waited_s` seconds in the queue."""
         self.queue_s.observe(max(waited_s, 0.0))
         self.lookups["hit" if num_cached > 0 else "miss"] += 1
 
     def applied(self, batch: Batch, duration_s: float, num_tokens: int) -> None:
-        """Count a step whose results arrived."""
+        """Count a step whose results have arrived."""
         stats = batch.stats
         kind = "decode" if not stats.num_prompt_tokens else "mixed" if stats.num_decode_rows else "prefill"
         self.num_steps += 1
@@ -129,7 +129,7 @@ class EngineMetrics:
         self.of_labels(("",) * len(plan.request_labels))
 
     def of_labels(self, values: tuple[str, ...]) -> RequestSeries:
-        """Return the series for these values of `plan.request_labels`; OTHER's series if there are too many."""
+        """Return the series for these values of `plan.request_labels`. If there are too many series, return OTHER's."""
         series = self.requests.get(values)
         if series is None:
             if len(self.requests) >= MAX_LABEL_SETS:
@@ -145,7 +145,7 @@ class EngineMetrics:
 
 
 def reason_of(error: PenstockError) -> str:
-    """Return the label `reason` of an error."""
+    """Return the value of the label `reason` for an error."""
     if isinstance(error, ContextOverflow):
         return "too_long"
     if isinstance(error, RequestError):
