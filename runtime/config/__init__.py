@@ -1,8 +1,7 @@
-"""Options and the plan.
+"""The options of an engine, and the plan that is made from them.
 
-`options/` declares each option once, in one file per subject. Flags, Python keywords and help derive from the
-declarations.
-`resolve/` makes the plan from the options, the machine and the model.
+`options/` declares each option once, in one file per subject. Flags, Python keywords and help texts derive from these
+declarations. `resolve/` makes the plan from the options, the machine and the model.
 """
 
 from runtime.config.args import Args, not_built, options, without_effect

@@ -82,7 +82,7 @@ class Args:
         return getattr(getattr(self, _OPTIONS[name].group), name)
 
     def changed(self, name: str) -> bool:
-        """Whether the option's value differs from its default."""
+        """Return whether the option's value differs from its default."""
         return self.get(name) != _OPTIONS[name].default
 
     def keywords(self) -> dict[str, Any]:
@@ -109,7 +109,10 @@ _OPTIONS = Options(Args)
 
 
 def _with_speculative_config(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values with those that --speculative-config sets. Raises `ConfigurationError` for conflicts."""
+    """Return `values` with the options that --speculative-config sets added.
+
+    Raises `ConfigurationError` if an option is also set by its own flag.
+    """
     config = values.get("speculative_config")
     named = speculative_config.as_options(config) if config else {}
     meant = {name: from_object(_OPTIONS[name], value) for name, value in named.items()}
@@ -120,7 +123,7 @@ def _with_speculative_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def options() -> tuple[Option, ...]:
-    """All options, in the order of the groups."""
+    """Return all options, in the order of the groups."""
     return tuple(_OPTIONS)
 
 

@@ -38,7 +38,7 @@ SHORT: Bounds = (  # for durations of about a millisecond
 
 
 def ascending(values: Iterable[float]) -> Bounds:
-    """Sort the values of an option and drop duplicates. Raises `ConfigurationError` if there are too many."""
+    """Return the values in ascending order without duplicates. Raises `ConfigurationError` if there are too many."""
     bounds = tuple(sorted({float(value) for value in values}))
     if len(bounds) > MAX_BOUNDS:
         raise ConfigurationError(f"a histogram has at most {MAX_BOUNDS} bounds, not {len(bounds)}.")
@@ -49,7 +49,7 @@ def token_bounds(rule: Sequence[str]) -> Bounds:
     """Return the bounds that a rule describes.
 
     A rule is `default`, `tse MIDDLE BASE COUNT` (see `two_sided_exponential`) or `customer VALUE ...`. Raises
-    `ConfigurationError`; the caller puts the option's name before its message.
+    `ConfigurationError` for an invalid rule. The caller puts the option's name before the error's message.
     """
     kind, *words = rule
     if kind == "default":

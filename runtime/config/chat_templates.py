@@ -1,7 +1,7 @@
 """Chat templates by name (`--chat-template llama-3`), and templates of fill-in-the-middle prompts.
 
-The chat templates are for checkpoints that have none. Each one writes prompts as the publisher of the model family
-describes them. Only "vicuna_v1.1" adds a system message if the messages have none.
+The chat templates are for checkpoints without a chat template. Each one writes prompts in the format that the publisher
+of the model family describes. Only "vicuna_v1.1" adds a system message if the messages have none.
 """
 
 from __future__ import annotations

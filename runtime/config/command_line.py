@@ -1,6 +1,6 @@
 """Reads option values from the words of a command line.
 
-Unlike argparse, which stops at the first mistake, it collects all mistakes and reports them together.
+Unlike argparse, which stops at the first mistake, this parser reports all mistakes together.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _NUMBER = re.compile(r"-\.?\d")
 
 
 def read(options: Options, words: Sequence[str], refusals: list[str]) -> dict[str, Any]:
-    """Return the values of the given options by name. If a flag is repeated, its last value counts.
+    """Return the values of the given options by name. If a flag is repeated, the last value is used.
 
-    An option that cannot be read is left out of the result, and a sentence about it is appended to `refusals`.
+    If an option cannot be read, it is left out of the result, and an error message is appended to `refusals`.
     """
     values: dict[str, Any] = {}
     for flag, rest in _split(words, refusals):

@@ -14,8 +14,8 @@ from runtime.errors import ConfigurationError
 def read(options: Options, path: str, refusals: list[str]) -> dict[str, Any]:
     """Return the values of the file's options by name.
 
-    Keys may use `-` or `_`, with or without leading dashes. Entries that are `null` are ignored. An entry that cannot
-    be read is left out of the result, and a sentence about it is appended to `refusals`.
+    Keys may use `-` or `_`, with or without leading dashes. Entries that are `null` are ignored. If an entry cannot be
+    read, it is left out of the result, and an error message is appended to `refusals`.
     """
     try:
         entries = _root(path)

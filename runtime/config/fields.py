@@ -10,10 +10,10 @@ from runtime.errors import CheckpointError
 
 
 class Fields:
-    """One JSON object whose fields are read and checked. A field that is null counts as missing.
+    """One JSON object whose fields are read and checked. A field with the value null counts as missing.
 
     The methods raise CheckpointError if a required field is missing, or if a value has the wrong type or is out of
-    range. The error names the field, with `path` before its name.
+    range. The error message begins with `path` and the field's name.
     """
 
     def __init__(self, values: Mapping[str, Any], path: str) -> None:

@@ -1,8 +1,9 @@
 """Reads the header of a GGUF file: the model's metadata, and the position of each tensor.
 
-The layout is little-endian, version 2 or 3: magic, version, number of tensors, number of values; the values by name;
-the tensors' names, shapes (innermost dimension first), types and offsets; then, aligned, their content.
-Source: the GGUF specification of the ggml project.
+Versions 2 and 3 in little-endian byte order are supported. A file contains, in this order: the magic bytes, the
+version, the number of tensors, the number of metadata values; the metadata values with their names; the name, shape
+(innermost dimension first), type and offset of each tensor; the tensors' content, aligned. Source: the GGUF
+specification of the ggml project.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ KINDS = {
 
 
 class GgufTensor(NamedTuple):
-    """Where a tensor is stored (bytes `begin` to `end` of `file`), its type and its shape."""
+    """Place of a tensor (bytes `begin` to `end` of `file`), its type and its shape."""
 
     file: Path
     kind: Kind
@@ -99,7 +100,7 @@ class GgufHeader:
 
     @property
     def architecture(self) -> str:
-        """The model family, by llama.cpp's name."""
+        """llama.cpp's name of the model family. Raises CheckpointError if the header has none."""
         found = self.values.get("general.architecture")
         if not isinstance(found, str):
             raise CheckpointError(f"{self.path} does not say which architecture it holds.")
@@ -107,7 +108,7 @@ class GgufHeader:
 
 
 def is_gguf(path: Path | str) -> bool:
-    """Whether a model's path names a GGUF file."""
+    """Return whether a model's path names an existing GGUF file."""
     return str(path).endswith(".gguf") and Path(path).is_file()
 
 

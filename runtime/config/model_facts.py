@@ -8,7 +8,7 @@ from typing import Any
 
 from runtime.config.pooling import Pooling
 
-# Names of the number of experts in the configurations of the families.
+# Keys under which the configurations of different model families store the number of experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -41,9 +41,8 @@ class ModelFacts:
     prompts: Mapping[str, str] = field(default_factory=dict)  # prompts that may precede a text, by name
     default_prompt: str | None = None  # the key in `prompts` that is used by default; None: no prompt
     lower_case: bool = False  # texts are lower-cased before tokenization
-    labels: tuple[
-        str, ...
-    ] = ()  # labels of a classifier, whose output vector holds one score per label; (): no classifier
+    # Labels of a classifier, whose output vector has one score per label; (): the model is no classifier.
+    labels: tuple[str, ...] = ()
     score_activation: str = ""  # function from scores to probabilities: "sigmoid", "softmax"; "": none
     config: Mapping[str, Any] = field(default_factory=dict)  # config.json with overrides
 
@@ -54,11 +53,14 @@ class ModelFacts:
 
     @property
     def num_expert_groups(self) -> int:
-        """Number of groups from which the router of a DeepSeek model chooses."""
+        """Number of expert groups of a DeepSeek model's router; 1 if the experts have no groups."""
         return self._number_of_text(("n_group",)) or 1
 
     def _number_of_text(self, names: tuple[str, ...]) -> int:
-        """Return the first of these values of the configuration, or of its text model, that is a positive integer."""
+        """Return the first value under these names that is a positive integer, or 0 if there is none.
+
+        The configuration is searched first, then the configuration of its text model.
+        """
         parts = [self.config, self.config.get("text_config")]
         values = [part.get(name) for part in parts if isinstance(part, Mapping) for name in names]
         return next((value for value in values if type(value) is int and value > 0), 0)
@@ -72,5 +74,5 @@ class ModelFacts:
 
     @property
     def needs_whole_prompts(self) -> bool:
-        """Whether a text to embed must be computed in one step, without cached prefixes."""
+        """Whether an embedding must be computed in a single step over the whole text, without cached prefixes."""
         return self.is_encoder or (self.pooling is not None and self.pooling.needs_all)

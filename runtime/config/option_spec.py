@@ -14,7 +14,7 @@ class Outcome(StrEnum):
     """What happens if a user sets an option."""
 
     WORKS = "works"
-    PLANNED = "planned"  # refused unless it keeps its default
+    PLANNED = "planned"  # any value except the default is refused
     ALWAYS = "always"  # accepted: Penstock always behaves as if the option were set
     INERT = "inert"  # accepted for compatibility without effect; help says so and the log says so once
 
@@ -23,8 +23,8 @@ class Outcome(StrEnum):
 class OptionSpec:
     """Metadata of one option. The option's type and default are those of its field in a group's dataclass.
 
-    The type determines how words of the command line are read. It is `bool`, `int`, `float`, `str` or `Json`;
-    `tuple[X, ...]` for several values; with `| None` if the option may be unset.
+    The type determines how words of the command line are read. It is `bool`, `int`, `float`, `str` or `Json`. For
+    several values it is `tuple[X, ...]`. If the option may be unset, `| None` is added.
     """
 
     help: str = field(kw_only=False)  # purpose, unit, and meaning of the default
@@ -40,11 +40,11 @@ class OptionSpec:
     empty: bool = False  # whether a list may be empty
     none_text: bool = False  # whether the words "None" and "" mean None
     secret: bool = False  # never shown or logged
-    plan: str = ""  # the plan's field with the decided value, such as "cache.page_size"; "": no field
+    plan: str = ""  # field of the plan with the decided value, such as "cache.page_size"; "": no field
     invert: bool = False  # whether the option is on exactly if the plan's field is off
-    zero_is_off: bool = False  # whether 0 in the plan's field means that the flag is off (else None or False)
-    other_unit: bool = False  # whether the plan's field has another unit than the option, so it cannot be converted
-    if_false_true: tuple[str, str] | None = None  # the option's values for a plan's field that is (false, true)
+    zero_is_off: bool = False  # whether the plan's field is 0 if the flag is off; otherwise it is None or False
+    other_unit: bool = False  # whether the plan's field has another unit, so that the value cannot be converted back
+    if_false_true: tuple[str, str] | None = None  # the option's values if the plan's field is false, and if it is true
     outcome: Outcome = Outcome.WORKS
     instead: str = ""  # alternative to an option or value that is not supported yet
     reason: str = ""  # reason for `always` and `inert`, as the end of a sentence
@@ -62,7 +62,7 @@ def option(default: Any, help: str, **spec: Any) -> Any:
 
 
 def planned(default: Any, help: str, **spec: Any) -> Any:
-    """Declare an option that is not supported yet. It is refused unless it keeps its default."""
+    """Declare an option that is not supported yet. Any value except the default is refused."""
     return option(default, help, outcome=Outcome.PLANNED, **spec)
 
 

@@ -137,7 +137,7 @@ def _option(declared: Field, hint: Any, group: str, title: str) -> Option:
 
 
 def _suggestion(wanted: str, known: Iterable[str]) -> str:
-    """Return the end of an error message: it suggests the most similar known name if one is similar enough."""
+    """Return the end of an error message, which suggests the most similar known name if one is similar enough."""
     general = ("--help", "--version") if wanted.startswith("--") else ()
     best = closest(wanted, (*general, *known))
     return f"; did you mean {best}?" if best else "."

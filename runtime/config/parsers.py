@@ -3,8 +3,8 @@
 `serve.calls.chat` implements the formats; a test checks that both lists have the same names. A format is guessed if the
 chat template contains all of its signs. The first match counts, so more specific formats come first.
 
-Formats in which outputs begin inside the reasoning block are not guessed: if a model did not reason, its whole answer
-would be taken for reasoning. `step3` is guessed nevertheless, because the chat templates of such models open the block.
+Formats whose outputs begin inside the reasoning block are not guessed: if a model did not reason, its whole answer
+would be treated as reasoning. `step3` is guessed nevertheless, because the chat templates of its models open the block.
 """
 
 from __future__ import annotations

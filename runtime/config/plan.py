@@ -37,7 +37,7 @@ class ModelPlan(Section):
     mmap: bool = True  # map the weight files into memory instead of reading them
     num_load_threads: int = 1
     shard_pattern: str | None = None  # file names of sharded_state; None: the names that `penstock shard` writes
-    # Functions that yield the tensors instead of files, named package.module.function.
+    # Functions that yield the tensors, so that no files are read; named package.module.function.
     custom_loaders: Sequence[str] = ()
     # The running server from which load format remote_instance copies the weights, and its port for each rank.
     seed_address: str | None = None
@@ -46,11 +46,11 @@ class ModelPlan(Section):
     seed_key: str | None = field(default=None, repr=False)  # admin key of the running server
     any_dtype: bool = False  # convert tensors of mixed dtypes instead of refusing them
     delete_after_loading: bool = False  # delete the checkpoint's files
-    memory_saver: bool = False  # memory of a GPU can be given back, so no graph may hold its addresses
+    memory_saver: bool = False  # GPU memory can be released while the engine runs, so no graph may hold addresses in it
     state_dtype: str = "float32"  # dtype of recurrent states
     always_absorbed: bool = False  # use absorbed latent attention for prompts too
     deterministic: bool = False  # results depend on the request alone; on a CPU it implies `always_absorbed`
-    dependence: str | None = None  # why results may depend on other requests; None: they do not
+    dependence: str | None = None  # reason why results may depend on other requests; None: they do not
     # Quantisation method that rounds the weights while they load; None: keep them.
     quantization: str | None = None
     kv_scales: str | None = None  # file with the scales of an 8-bit KV cache
@@ -101,12 +101,12 @@ class SchedulerPlan(Section):
     new_token_ratio: float  # initial share of a request's remaining output tokens for which admission reserves pages
     min_new_token_ratio: float
     new_token_ratio_decay: float  # by how much `new_token_ratio` falls per step
-    reserved_tokens: int = 0  # output tokens of each running sequence for which admission reserves pages at least
+    reserved_tokens: int = 0  # minimum output tokens of each running sequence for which admission reserves pages
     open_ended_tokens: int = 256  # initial estimate of the output of a request without `max_tokens`
     stream_interval: int
     log_interval_steps: int
     watchdog_timeout_s: float
-    crash_folder: str | None = None  # folder for a record of a hanging step
+    crash_folder: str | None = None  # folder for the record that is written if a step hangs; None: no record
     record_file: str | None = None  # file for a record of the schedule; None: no record
     max_queue_time_s: float | None = None  # longest wait of a request; None: no limit
     micro_batches: int = 1  # batches in flight with disjoint sequences: one per pipeline stage
@@ -122,16 +122,18 @@ class SchedulerPlan(Section):
     forced_share: float = 0.0
     max_drafts: int = 0  # maximum number of draft tokens per row; 0: no speculation
     max_step_drafts: int = 256  # maximum number of draft tokens per step
-    max_lookup_drafts: int = 0  # maximum from prompt lookup per row; 0: no prompt lookup
+    max_lookup_drafts: int = 0  # maximum number of draft tokens from prompt lookup per row; 0: no prompt lookup
     max_model_drafts: int = 0  # maximum from a draft model or head per row; 0: there is none
     draft_topk: int = 1  # ids that a draft model or head proposes at each draft
     max_tree_drafts: int = 0  # maximum number of drafts of a row with their alternatives
-    # Steps have drafts only if they speed up decoding (in tokens per second) by at least this factor; None: always.
+    # Minimum factor by which draft tokens must speed up decoding (in tokens per second). If they do not, steps have
+    # none. None: steps always have draft tokens.
     min_draft_gain: float | None = None
     overlap_drafts: bool = False  # whether a sequence may enter the next step while the result of its drafts is unknown
-    overlap_draws: bool = False  # whether this includes sampled sequences, whose draws depend on the output position
+    # Whether `overlap_drafts` also applies to sampled sequences, whose random numbers depend on the output position.
+    overlap_draws: bool = False
     draft_windows: tuple[int, int] = (2, 8)  # smallest and largest n-gram that prompt lookup compares
-    adapter_slots: int = 0  # LoRA adapters that may run in one batch
+    adapter_slots: int = 0  # maximum number of LoRA adapters in one batch
     adapters_fifo: bool = False  # evict adapters in FIFO order instead of the least recently used first
     target_token_ms: float | None = None  # target for the time between two tokens of a stream; None: no target
     receive_interval: int = 1  # steps between two reads of the inbox while sequences run
@@ -154,7 +156,7 @@ class KernelPlan(Section):
     fallback: Mapping[str, str] | None = None
     # Settings of the backends, by file.
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # The same choices, named as the values of the command-line options: "torch_native", "triton", ...
+    # Backends by the names that the command-line options use: "torch_native", "triton", ...
     attention_backend: str = "torch_native"
     prefill_attention_backend: str = "torch_native"  # for rows of several tokens
     decode_attention_backend: str = "torch_native"  # for rows of one token
@@ -181,10 +183,10 @@ class LoraPlan(Section):
     enabled: bool = False
     sources: tuple[AdapterSource, ...] = ()
     max_rank: int = 0
-    targets: tuple[str, ...] | None = None  # last parts of the names of layers that adapters may change; None: all
-    max_slots: int = 0  # adapters in one batch
-    max_loaded: int | None = None  # adapters in host memory; None: no limit
-    folder: str | None = None  # folder, or URL of one, with adapters that are loaded when a request names them
+    targets: tuple[str, ...] | None = None  # layers that adapters may change, by the last part of their name; None: all
+    max_slots: int = 0  # maximum number of adapters in one batch
+    max_loaded: int | None = None  # maximum number of adapters in host memory; None: no limit
+    folder: str | None = None  # folder or URL with adapters that are loaded when a request names them
     download_dir: str | None = None  # folder for copies of adapters from a store; None: the user's cache
 
 
@@ -195,8 +197,10 @@ class DraftPlan(Section):
     algorithm: str | None = None  # "STANDALONE", "EAGLE", "EAGLE3", "NEXTN"; None: no draft model
     path: str | None = None  # its folder or GGUF file; None: no draft model, or layers of the served model
     revision: str | None = None  # branch, tag or commit on the Hub
-    accept_single: float = 1.0  # least probability with which a draft of a drawn row is accepted without a draw
-    accept_divisor: float = 1.0  # divisor of the probability of other drafts of drawn rows
+    # Relaxed acceptance in sampled rows (`worker.relaxed_acceptance`). A draft token to which the served model gives
+    # the probability p is accepted if p >= `accept_single`, otherwise with probability p / `accept_divisor`.
+    accept_single: float = 1.0
+    accept_divisor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,20 +209,20 @@ class MediaPlan(Section):
 
     enabled: bool = False
     refusal: str = ""  # why images are refused; "": they are accepted
-    # most items of a request, by kind
+    # maximum number of items per request, by kind
     limits: Mapping[str, int] = field(default_factory=lambda: {"image": 64, "video": 4, "audio": 16})
-    folder: str | None = None  # files below it may be named; None: no files
+    folder: str | None = None  # folder with the files that requests may name; None: no files
     domains: tuple[str, ...] = ()  # hosts from which images are fetched; (): none
     timeout_s: float = 10.0
     max_pixels: int = 2**25
     max_bytes: int = 2**25
-    max_frames: int = 64  # of a video
-    max_video_pixels: int = 2**26  # of all frames of a video together
+    max_frames: int = 64  # frames of a video
+    max_video_pixels: int = 2**26  # pixels of all frames of a video together
     max_audio_s: float = 600.0
     transcription_model: str | None = None  # path or name of a Whisper model; None: audio is not transcribed
-    cache_bytes: int = 2**30  # host memory for vectors of images
+    cache_bytes: int = 2**30  # host memory for cached vectors of images
     num_threads: int = 2
-    fast: bool = True  # use torchvision's processors if there are any
+    fast: bool = True  # use torchvision's image processors if they are available
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +245,8 @@ class ParallelPlan(Section):
     dp_size: int = 1  # replicas, each with its own requests and cache
     dp_attention: bool = False  # whether the replicas are attention groups of one copy of the model
     head_by_group: bool = False  # whether each attention group computes the logits of its own rows
-    # Smallest share of a step's tokens in a half that is cut between rows; None: steps are not split in two halves.
+    # Two-batch overlap: a row is divided between the halves of a step if the smaller half would otherwise have less
+    # than this share of the tokens. None: steps are not split into halves.
     two_batches: float | None = None
     whole_dense: bool = False  # whether each rank has the whole dense MLPs of a mixture-of-experts model
     balance: str = "round_robin"  # load-balance method between the copies
@@ -284,15 +289,17 @@ class ExpertPlan(Section):
     """The experts of mixtures: their places on ranks, the balance of their load, and records of their use."""
 
     ep_size: int = 1  # parts among which the experts are divided; divides `parallel.tp_size`
-    exchange: str = "none"  # how results reach the ranks of their tokens: "none" (a sum), "all_to_all" for large steps
+    # How experts' results reach the ranks of their tokens: "none": partial results are summed; "all_to_all": large
+    # steps send each result to one rank.
+    exchange: str = "none"
     num_redundant: int = 0  # further copies of busy experts, over all ranks
     dispatch: str = "static"  # which copy gets a token: "static", "dynamic", "fake"
     location: str = "trivial"  # initial places: "trivial", JSON text, or a file
     balance: bool = False  # move experts to balance the load of the ranks
     balance_algorithm: str = "auto"
     balance_steps: int = 1000  # steps between two rebalances
-    balance_layers: int | None = None  # layers that change between two steps; None: all
-    balance_threshold: float = 1.0  # mean utilization of the ranks above which nothing moves
+    balance_layers: int | None = None  # maximum number of layers whose experts move between two steps; None: all
+    balance_threshold: float = 1.0  # mean utilization of the ranks above which no expert moves
     record: str | None = None  # what is recorded: "stat", "stat_approx", "per_pass", "per_token"; None: nothing
     record_steps: int = 1000  # steps that a record holds; -1: all
     log_balance: bool = False
@@ -328,7 +335,7 @@ class ServePlan(Section):
     host: str
     port: int
     api_key: str | None = field(repr=False)
-    returns_hidden: bool = False  # requests may return the hidden states of their tokens
+    returns_hidden: bool = False  # requests may ask for the hidden states of their tokens
     served_model_name: str
     log_level: str
     log_level_http: str
@@ -352,8 +359,8 @@ class ServePlan(Section):
     ssl_certfile: str | None = None  # None: no TLS
     ssl_keyfile: str | None = None
     ssl_keyfile_password: str | None = field(default=None, repr=False)
-    ssl_ca_certs: str | None = None  # authorities that sign clients' certificates
-    max_open_calls: int | None = None  # per client; None: no limit
+    ssl_ca_certs: str | None = None  # file with the authorities that sign clients' certificates
+    max_open_calls: int | None = None  # maximum number of open calls per client; None: no limit
     max_choice_tokens: int = 65_536  # limit on n * max_new_tokens of a prompt with n > 1
     max_body_bytes: int | None = None  # for all routes; None: each route's own limit
 

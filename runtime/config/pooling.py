@@ -36,14 +36,14 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pooling:
-    """How a text's hidden states become one vector. The vectors of several `modes` are concatenated."""
+    """Rule for turning a text's hidden states into one vector. The vectors of several `modes` are concatenated."""
 
     modes: tuple[str, ...] = ("last",)
     dense: tuple[Dense, ...] = ()
     normalize: bool = True  # scale to length one
 
     def size(self, hidden_size: int) -> int:
-        """Length of the resulting vector."""
+        """Return the length of the resulting vector."""
         return self.dense[-1].size if self.dense else hidden_size * len(self.modes)
 
     @property
@@ -58,7 +58,7 @@ class Pooling:
 
     @classmethod
     def decode(cls, body: Mapping[str, Any] | None) -> Pooling | None:
-        """Make the pooling from its JSON form; None stays None."""
+        """Return the pooling for its JSON form, or None for None."""
         if body is None:
             return None
         dense = tuple(Dense(**each) for each in body["dense"])
@@ -141,7 +141,7 @@ def _modules(directory: Path) -> list[tuple[str, str]]:
 
 
 def _modes(fields: Fields) -> tuple[str, ...]:
-    """Return the pooling modes. Old files have a boolean field per mode, new files name the mode or modes."""
+    """Return the pooling modes. Old files have a boolean field per mode; new files name one or several modes."""
     named = fields.values.get("pooling_mode")
     if named is None:
         return tuple(mode for switch, mode in MODES.items() if fields.flag(switch)) or ("mean",)

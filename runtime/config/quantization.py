@@ -17,12 +17,13 @@ class QuantizationEntry:
     file: str  # module in runtime/layers/quantization
     on_gpu: str | None = None  # module in ops/matmul for GPUs; None: not supported on GPUs
     matmul: str | None = None  # module in ops/matmul for CPUs; None: the module for unquantised weights
-    only_unquantized: bool = False  # a quantised checkpoint is not rounded again; its format must agree with the name
+    # Whether the method rounds unquantised checkpoints only. The format of a quantised one must agree with the name.
+    only_unquantized: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatEntry:
-    """A format of quantised checkpoints, whose configuration the function `derive` of the module `file` reads."""
+    """A format of quantised checkpoints. The function `derive` in the module `file` reads its configuration."""
 
     file: str  # module in runtime/loading/formats
     asked: tuple[str, ...] = ()  # further values of `--quantization` that this format accepts
@@ -59,7 +60,7 @@ FORMATS: Mapping[str, FormatEntry] = {
     "torchao": FormatEntry(file="torchao"),
 }
 
-# Formats whose weights in 4 bits or float8 may stay as numbers with scales on a GPU, instead of being dequantised.
+# Formats whose 4-bit or float8 weights may stay quantised on a GPU. Weights in other formats are dequantised.
 GROUPED = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gguf", "gptq", "modelopt", "quark", "torchao")
 
 # Values of `--quantization` that Penstock refuses, and why.
@@ -78,7 +79,7 @@ WRITERS: Mapping[str, str] = {
 
 
 def spellings() -> tuple[str, ...]:
-    """All supported values of `--quantization`."""
+    """Return all supported values of `--quantization`."""
     names = [*METHODS]
     for name, form in FORMATS.items():
         names += [name, *form.asked]
@@ -86,14 +87,17 @@ def spellings() -> tuple[str, ...]:
 
 
 def agrees(asked: str, stored: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a value of `--quantization` names the checkpoint's format. `settings` is its `quantization_config`."""
+    """Return whether the value `asked` of `--quantization` names the checkpoint's format `stored`.
+
+    `settings` is the checkpoint's `quantization_config`.
+    """
     if stored == "compressed-tensors" and asked in ("fp8", "w8a8_fp8") and not _has_float8(settings):
         return False
     return asked == stored or asked in FORMATS[stored].asked
 
 
 def _has_float8(settings: Mapping[str, Any]) -> bool:
-    """Whether all weights of a compressed-tensors checkpoint are 8-bit floats, as far as its settings tell."""
+    """Return whether all weights of a compressed-tensors checkpoint are 8-bit floats, according to its settings."""
     groups = settings.get("config_groups")
     stated = groups.values() if isinstance(groups, Mapping) else ()
     weights = [group.get("weights") for group in stated if isinstance(group, Mapping)]

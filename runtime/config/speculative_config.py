@@ -1,4 +1,4 @@
-"""Reads vLLM's JSON settings of speculative decoding (--speculative-config) as this engine's options."""
+"""Converts vLLM's JSON settings of speculative decoding (--speculative-config) to Penstock's options."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPTIONS = {
 
 
 def as_options(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of options by name. Raises `ConfigurationError` that names a key that cannot be used."""
+    """Return option values by name. Raises `ConfigurationError` for an unsupported key or method."""
     keys = ("method", "num_speculative_tokens", *_OPTIONS)
     unknown = [key for key in config if key not in keys]
     if unknown:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-ENOUGH = 0.7  # likeness from which on a name is suggested
-# Words of other servers for the same thing, so that meaning counts besides spelling.
+ENOUGH = 0.7  # a name is suggested if its likeness is above this number
+# Words of other servers -> Penstock's words for the same thing, so that names with similar meaning count as similar.
 _SYNONYMS = {
     "ctx": "context", "seq": "context", "seqs": "requests", "len": "length", "size": "length", "gpu": "device",
     "gpus": "tp", "quant": "quantization", "mem": "memory", "concurrency": "running", "concurrent": "running",
@@ -22,14 +22,17 @@ def closest(wanted: str, known: Iterable[str]) -> str | None:
 
 
 def _likeness(wanted: str, name: str) -> float:
-    """Return 1 for equal names. Typing errors cost less in long names; names of the same words are alike."""
+    """Return the similarity of two names; 1 for equal names.
+
+    A typing error matters less in a long name. Names with the same words are similar in any order of the words.
+    """
     whole = 1 - num_edits(wanted, name) / max(len(wanted), len(name), 1)
     beginning = 1 - num_edits(wanted, name[: len(wanted)]) / max(len(wanted), 1)
     return max(whole, 0.95 * beginning, 0.95 * _shared_words(wanted, name))
 
 
 def _shared_words(wanted: str, name: str) -> float:
-    """Return the share of the words that both names have, in any order."""
+    """Return the share of the words that both names have, or 0 if they share too few words."""
     mine, yours = (_words(each) for each in (wanted, name))
     shared = len(mine & yours)
     return shared / len(mine | yours) if shared > 1 or shared == len(mine) == len(yours) else 0
@@ -40,7 +43,7 @@ def _words(name: str) -> set[str]:
 
 
 def num_edits(one: str, other: str) -> int:
-    """Return the number of letters to insert, delete, replace or swap with their neighbour (optimal alignment)."""
+    """Return the edit distance: letters to insert, delete, replace or swap with a neighbour (optimal alignment)."""
     before, row = [], list(range(len(other) + 1))
     for i, letter in enumerate(one, start=1):
         before, last, row = row, before, [i]

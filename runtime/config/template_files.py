@@ -10,7 +10,7 @@ from runtime.errors import ConfigurationError
 
 
 def read_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return the chat templates of a tokenizer's folder by name. Template files override templates in `config`."""
+    """Return the chat templates in a tokenizer's folder, by name. Template files replace the templates in `config`."""
     found: dict[str, str] = {}
     single = path / "chat_template.jinja"
     if single.is_file():

@@ -1,7 +1,7 @@
-"""Makes the plan from Args, Machine and ModelFacts, each value with its reason.
+"""Makes the plan from Args, Machine and ModelFacts. Each value of the plan has a reason.
 
-One function makes each section of the plan. The functions have no side effects, except that a random seed is drawn if
-none is set. All refusals are raised together, before weights are loaded.
+Each section of the plan is made by one function. These functions have no side effects, except that a random seed is
+drawn if none is set. All refusals are raised together, before weights are loaded.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from runtime.errors import ConfigurationError
 
 __all__ = ["ANY_MODEL", "check", "decide", "resolve"]
 
-# Placeholder facts for a model that has not been read: they cause no refusal.
+# Placeholder facts for a model that has not been read. They cause no refusal.
 ANY_MODEL = ModelFacts(
     architecture="",
     path="",
@@ -67,7 +67,7 @@ def check(args: Args, machine: Machine, *, demo_path: str | None = None) -> str:
 def decide(
     args: Args, machine: Machine, facts: ModelFacts, *, demo_path: str | None = None
 ) -> tuple[Plan, PlanBuilder]:
-    """Like `resolve`, but do not raise. Return the plan, and the builder with all refusals."""
+    """Return the plan, and the builder with all refusals. Unlike `resolve`, do not raise them."""
     builder = PlanBuilder(args=args, refusals=not_built(args))
     where = _where(builder, demo_path)
     model = model_plan(builder, machine, facts)

@@ -18,7 +18,7 @@ E4M3_CAPABILITY = (8, 9)  # compute capability; below it Triton lacks e4m3
 
 
 def cache_plan(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts) -> CachePlan:
-    """Plan the KV cache. `gpu` is None on a CPU; `dtype` is the model's."""
+    """Plan the KV cache. `gpu` is None on a CPU; `dtype` is the model's dtype."""
     args = builder.args.cache
     for option in ("max_mamba_cache_size", "mamba_ssm_dtype"):
         if builder.args.changed(option) and facts.path and not facts.recurrent:
@@ -51,7 +51,10 @@ def _prefix_cache(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
 
 
 def _swap_space(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Decision[float]:
-    """Refuse swap space larger than host memory. Whether pages are windowed is not known yet; the replica checks."""
+    """Decide the swap space, and refuse one that is larger than host memory.
+
+    Whether the cache has a separate pool for sliding-window layers is not known yet, so the replica checks it later.
+    """
     asked, parallel = builder.args.cache.swap_space, builder.args.parallel
     copies = 1 if parallel.enable_dp_attention else parallel.dp_size
     ranks = -(-parallel.tp_size * parallel.pp_size * copies // parallel.nnodes)
@@ -101,7 +104,10 @@ def _host_layout(builder: PlanBuilder) -> Decision[str]:
 
 
 def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
-    """Return the storage of a prefill or decode server: the pages that it offers, or those of its prefill servers."""
+    """Decide the storage of a prefill or decode server.
+
+    A prefill server offers its pages to decode servers. A decode server reads the pages of its prefill servers.
+    """
     args, flag = builder.args.disaggregation, "--disaggregation-mode"
     role = args.disaggregation_mode
     _check_counterparts(builder)
@@ -130,7 +136,7 @@ def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
 
 
 def _check_counterparts(builder: PlanBuilder) -> None:
-    """Refuse sizes of the other servers that differ from those of this server."""
+    """Refuse options if they say that the other servers have other parallel sizes than this server."""
     args, parallel = builder.args.disaggregation, builder.args.parallel
     sizes = {
         "disaggregation_decode_tp": (args.disaggregation_decode_tp, parallel.tp_size, "--tp-size"),

@@ -1,4 +1,4 @@
-"""Decides who proposes tokens for speculative decoding, and how many."""
+"""Decides which method proposes draft tokens for speculative decoding, and how many."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from runtime.config.plan import DraftPlan, KernelPlan, ModelPlan, Plan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 from runtime.errors import ConfigurationError
 
-MAX_DRAFTS = 8  # of prompt lookup, for each sequence
+MAX_DRAFTS = 8  # maximum draft tokens of prompt lookup per sequence
 MODEL_DRAFTS = 4  # of a draft model, for each sequence
 STEP_DRAFTS = 256  # maximum drafts per step, because rows without drafts wait for the step
 # Maximum drafts of a model per step on a CPU. With more rows, steps take longer with each token that they verify.
 MODEL_STEP_DRAFTS = 16
-DEMO_HEAD = "draft_head"  # folder in that of the demo model
+DEMO_HEAD = "draft_head"  # folder of the draft head in the demo model's folder
 HEADS = ("EAGLE", "EAGLE3", "NEXTN")  # algorithms with layers that read the model's hidden states
 BY_MODEL = ("STANDALONE", *HEADS)
 _ALGORITHMS = {  # option -> the algorithms that read it
@@ -38,7 +38,7 @@ _NUMBERS = ("max_drafts", "max_lookup_drafts", "max_model_drafts")
 
 
 def draft_plan(builder: PlanBuilder, demo_path: str | None) -> DraftPlan:
-    """Return the plan of the draft model. Its path is as given; the demo model, at `demo_path`, brings a head."""
+    """Plan the draft model. Its path is the one that the user gave, or the head of the demo model at `demo_path`."""
     algorithm = model_method(builder)
     path = builder.follow("speculative_draft_model_path")
     is_demo = demo_path is not None and builder.args.model.model_path in (None, demo_path)
@@ -63,7 +63,7 @@ def draft_plan(builder: PlanBuilder, demo_path: str | None) -> DraftPlan:
 def draft_decisions(
     builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts, kernels: KernelPlan, *, overlap: bool
 ) -> dict[str, Decision]:
-    """Return the decisions about drafts of the scheduler's section."""
+    """Return the decisions about draft tokens for the scheduler's section of the plan."""
     by_model = model_method(builder) is not None
     for option, algorithms in _ALGORITHMS.items():
         _check_used(builder, option, algorithms)
@@ -82,7 +82,7 @@ def draft_decisions(
 
 
 def draft_model_plan(plan: Plan) -> ModelPlan:
-    """Return the plan of the draft model's weights. It has the device and the precision of the served model."""
+    """Return the plan of the draft model's weights, with the device and the precision of the served model."""
     model = plan.model
     return ModelPlan(
         path=plan.draft.path or "",
@@ -116,7 +116,7 @@ def check_draft_model(plan: Plan, facts: ModelFacts, draft: ModelFacts) -> None:
 
 
 def methods(builder: PlanBuilder) -> tuple[str, ...]:
-    """Return the draft methods in order; () without speculation."""
+    """Return the draft methods in the order of the option; () without speculation."""
     algorithm = builder.args.speculative.speculative_algorithm
     return tuple(algorithm.split(",")) if algorithm is not None else ()
 
@@ -155,7 +155,7 @@ def _max_drafts(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dic
 
 
 def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts, model: str | None) -> str | None:
-    """Return the reason why there cannot be drafts, or None."""
+    """Return the reason why there cannot be draft tokens, or None if there can be."""
     parallel = builder.args.parallel
     if facts.is_encoder:
         return f"{facts.architecture} generates no tokens"
@@ -176,9 +176,10 @@ def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts,
 
 
 def _model_drafts(builder: PlanBuilder, method: str, *, chained: bool, facts: ModelFacts) -> Decision[int]:
-    """Decide how many tokens a draft model or head proposes. As in SGLang, `num_draft_tokens` counts one more.
+    """Decide how many tokens a draft model or head proposes.
 
-    If it is `chained` with prompt lookup, `num_draft_tokens` is about prompt lookup alone.
+    As in SGLang, --speculative-num-draft-tokens also counts the token before the draft tokens. If the model is
+    `chained` with prompt lookup, this option applies to prompt lookup only.
     """
     args = builder.args.speculative
     steps, tokens = args.speculative_num_steps, None if chained else args.speculative_num_draft_tokens

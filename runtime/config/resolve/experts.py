@@ -1,4 +1,4 @@
-"""The section of the plan about experts: their places, their balance, and records of their use."""
+"""The experts' section of the plan: their placement on ranks, load balancing, and records of their use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BALANCING = (
 
 
 def expert_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan) -> ExpertPlan:
-    """Plan the experts. Refuse sizes that do not divide the ranks or the experts, and options without effect."""
+    """Plan the experts. Refuse an --ep-size that does not divide the ranks or experts, and options without effect."""
     args = builder.args.moe
     ep_size = _ep_size(builder)
     record = _record(builder)

@@ -1,4 +1,4 @@
-"""Sizes of captured decode batches, and the choice of a size for a batch. Plain numbers only."""
+"""Sizes of captured decode batches, and the choice of a size for a batch. Needs no torch and no GPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 GIB = 1 << 30
 STEP_BEYOND = 16  # distance between sizes above the largest default size
 SMALL_GPU_BYTES, SMALL_GPU_LARGEST = 35 * GIB, 8
-# (minimum GPU memory, further sizes that GPUs of this size capture)
+# (GPU memory, further sizes that a GPU with more than this memory captures)
 BY_MEMORY = (
     (0, (1, 2, 4, 8, *range(16, 161, 8))),
     (90 * GIB, range(168, 257, 8)),
     (160 * GIB, range(272, 513, 16)),
 )
-EXACT = (*range(1, 33), *range(48, 161, 16))  # sizes if padding is off
+EXACT = (*range(1, 33), *range(48, 161, 16))  # default sizes if padding is off
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,9 @@ def buckets(
 ) -> Buckets:
     """Return the sizes to capture on a GPU with this memory, for at most `max_running` rows.
 
-    `sizes` (--cuda-graph-bs) is used as it is. Otherwise the sizes are the default ones up to `largest`
-    (--cuda-graph-max-bs), in steps of 16 above them. Larger sizes than `max_running` are replaced by `max_running`.
+    `sizes` (--cuda-graph-bs) replaces the default sizes. Otherwise the default sizes up to `largest`
+    (--cuda-graph-max-bs) are used, and above the largest default size, sizes in steps of 16. Sizes larger than
+    `max_running` are replaced by `max_running`.
     """
     if sizes is None:
         wanted = _default_sizes(memory_bytes, padding)

@@ -28,8 +28,10 @@ def graph_plan(
     recurrent: bool = False,
     is_embedding: bool = False,
 ) -> GraphPlan:
-    """Plan graphs. A model `by_transformers` may read tensors on the host: no graphs. `recurrent` layers read the spans
-    of a step on the host, except in a captured step, so torch.compile cannot compile them.
+    """Plan CUDA graphs and torch.compile.
+
+    A model `by_transformers` has no graphs, because its modules may read tensors on the host. A model with `recurrent`
+    layers cannot be compiled, because these layers read the spans of a step on the host, except in captured steps.
     """
     foreign = (
         "transformers' modules compute this model, and their code may not allow a capture" if by_transformers else ""
@@ -96,7 +98,7 @@ def _none_here(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str) -> 
 
 
 def _refuse_idle(builder: PlanBuilder, reason: str) -> None:
-    """Refuse options of captures if nothing is captured."""
+    """Refuse the options of graph capture, because nothing is captured."""
     for option in _CAPTURING:
         if builder.args.changed(option):
             flag = "--" + option.replace("_", "-")
@@ -104,7 +106,7 @@ def _refuse_idle(builder: PlanBuilder, reason: str) -> None:
 
 
 def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, foreign: str) -> Decision[int]:
-    """Return the largest decode batch to compile for; 0: compile nothing."""
+    """Decide the largest decode batch for torch.compile. 0: compile nothing."""
     args, parallel = builder.args.graphs, builder.args.parallel
     if not args.enable_torch_compile:
         if builder.args.changed("torch_compile_max_bs"):
@@ -129,6 +131,6 @@ def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, foreign: 
 
 
 def within(plan: GraphPlan, max_running: int) -> Buckets:
-    """Limit the sizes to the number of sequences that the KV pool holds."""
+    """Return the planned sizes, limited to `max_running`, the number of sequences that fit into the KV pool."""
     sizes = {min(size, max_running) for size in plan.sizes}
     return Buckets(tuple(sorted(sizes)), plan.padding)

@@ -1,4 +1,4 @@
-"""The kernel section of the plan: the implementation of each operation, and why."""
+"""The kernel section of the plan: the implementation of each operation, with the reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runtime.config.plan import CachePlan, KernelPlan
 from runtime.config.quantization import GROUPED, METHODS, TORCHAO
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
-# Sets of x86 flags; oneDNN needs one whole set, otherwise it refuses the dtype or is slow.
+# dtype -> sets of x86 processor flags. Without all flags of one set, oneDNN refuses the dtype or is slow.
 ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
     "float32": (frozenset({"avx2", "fma"}),),
     "bfloat16": (frozenset({"avx512bw", "avx512dq", "avx512vl"}), frozenset({"avx_ne_convert"})),
@@ -30,16 +30,16 @@ ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
 CPP_DTYPES = ("float32", "bfloat16")
 # Processor flags without which the C++ kernels are slower than torch.
 CPP_NEEDS = frozenset({"avx2", "fma"})
-# Operations that torch.compile fuses better than hand-written kernels.
-# SGLang's defaults of options that select a setting of one backend; they are accepted with every backend.
+# SGLang's defaults of options that set a value for one backend. These values are accepted with every backend.
 ORIGINAL_DEFAULTS: Mapping[str, int] = {"triton_attention_num_kv_splits": 8}
+# Operations that torch.compile fuses better than hand-written kernels do.
 FUSED = ("activation", "norm", "rope")
 
 
 def kernel_plan(
     builder: PlanBuilder, machine: Machine, gpu: Gpu | None, dtype: str, facts: ModelFacts, cache: CachePlan
 ) -> KernelPlan:
-    """Plan the kernels. `gpu` is None on a CPU; `dtype` is the model's; `cache` has the cache's dtype."""
+    """Plan the kernels. `gpu` is None on a CPU, and `dtype` is the model's dtype."""
     attention, decode, prefill = _attention(builder, machine, gpu, _shape(dtype, facts, cache))
     sampling = _chosen(builder, "sampling_backend", SAMPLING, _unmet(SAMPLING, machine, gpu))
     choices, reasons = _small_operations(builder, machine, gpu)
@@ -116,7 +116,7 @@ def _shape(dtype: str, facts: ModelFacts, cache: CachePlan) -> AttentionShape:
 def _attention(
     builder: PlanBuilder, machine: Machine, gpu: Gpu | None, shape: AttentionShape
 ) -> tuple[Decision[str], Decision[str], Decision[str]]:
-    """Return the attention backends: the general one, the one for decode, and the one for prefill."""
+    """Return the attention backends (general, for decode, for prefill)."""
     unusable = {name: ", and it ".join(backend.lacking(shape)) for name, backend in ATTENTION.items()}
     unusable |= _unmet(ATTENTION, machine, gpu)
     attention = _chosen(builder, "attention_backend", ATTENTION, unusable)
@@ -138,7 +138,10 @@ def _attention(
 def _preferred(
     builder: PlanBuilder, machine: Machine, gpu: Gpu, unusable: Mapping[str, str], otherwise: Decision[str]
 ) -> Decision[str]:
-    """Return the attention backend that is meant for this GPU, or `otherwise` with the reason against it."""
+    """Return the first `PREFERRED` backend that is a default on this GPU and usable.
+
+    If there is none, return `otherwise`, with the reasons against the preferred backends added.
+    """
     against = []
     for name in PREFERRED:
         reason = ATTENTION[name].not_default(machine, gpu)
@@ -152,7 +155,7 @@ def _preferred(
 
 
 def _against(builder: PlanBuilder, name: str, otherwise: str) -> str:
-    """Return an option because of which a backend is not the default, or ""."""
+    """Return why the given options exclude this backend as the default, or "" if they do not."""
     if builder.args.speculative.speculative_algorithm is not None and ATTENTION[name].exact_starts:
         return "needs the exact lengths of rows on the host, so steps with drafts would not overlap"
     settings = ATTENTION[otherwise].decode_settings
@@ -218,7 +221,7 @@ def _settings(builder: PlanBuilder, decode: str) -> Decision[Mapping[str, Mappin
 
 
 def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str, *, by_transformers: bool) -> tuple[dict[str, str], str]:
-    """Return the operations that a CPU computes in C++, and the reason for having them or none."""
+    """Return (operation -> file for operations that a CPU computes in C++, reason). The mapping may be empty."""
     if not machine.has_cpp:
         return {}, "there are no compiled C++ kernels, and no C++ compiler; a step would be faster with one"
     if dtype not in CPP_DTYPES:
@@ -244,7 +247,7 @@ def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str, *, by_transforme
 
 
 def _attends_by_products(builder: PlanBuilder, machine: Machine, dtype: str) -> tuple[bool, str]:
-    """Whether attention on a CPU uses batched products, and why."""
+    """Return (whether attention on a CPU uses batched products, reason)."""
     if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
         return False, "attention: plain torch, as asked"
     if dtype != "bfloat16" or "amx_bf16" in machine.cpu_flags:
@@ -255,7 +258,7 @@ def _attends_by_products(builder: PlanBuilder, machine: Machine, dtype: str) -> 
 
 
 def _kept_on_gpu(asked: str | None, facts: ModelFacts) -> bool:
-    """Whether linear layers have, or may have, weights that the Triton kernels read: in 4 bits or float8."""
+    """Return whether linear layers may have 4-bit or float8 weights, which the Triton kernels can read."""
     stored = facts.quantization
     if asked is None or (stored is not None and asked in METHODS and METHODS[asked].only_unquantized):
         return stored in GROUPED
@@ -263,7 +266,7 @@ def _kept_on_gpu(asked: str | None, facts: ModelFacts) -> bool:
 
 
 def _matmul(machine: Machine, gpu: Gpu | None, dtype: str, *, compiled: bool) -> tuple[str, str]:
-    """Return the file that multiplies activations with weights, and the reason."""
+    """Return (file that multiplies activations with weights, reason)."""
     if gpu is not None:
         return "native", "matrix products: plain torch on a GPU"
     if compiled:

@@ -9,7 +9,7 @@ from runtime.config.plan import AdapterSource, KernelPlan, LoraPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 LEAST_MAX_RANK = 16
-# Fused layers and the sub-layers that they hold: naming one names the other.
+# Fused layers and their sub-layers. If --lora-target-modules names one, it includes the other.
 _FUSED: Mapping[str, tuple[str, ...]] = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -17,7 +17,10 @@ _FUSED: Mapping[str, tuple[str, ...]] = {
 
 
 def lora_plan(builder: PlanBuilder, kernels: KernelPlan) -> LoraPlan:
-    """Return how adapters are served. The sources' paths are as given; `max_rank` is 0 if they decide it."""
+    """Plan the LoRA adapters. Paths of sources stay as the user gave them.
+
+    `max_rank` is 0 if no option sets it; then the ranks of the adapters decide it later.
+    """
     args = builder.args.lora
     asked = bool(args.lora_paths) or args.lora_dir is not None
     enabled = asked if args.enable_lora is None else args.enable_lora
@@ -69,7 +72,7 @@ def _sources(builder: PlanBuilder) -> tuple[AdapterSource, ...]:
 
 
 def _source(text: str) -> AdapterSource | None:
-    """Parse one value of --lora-paths; None if it is wrong."""
+    """Parse one value of --lora-paths. Return None if it is invalid."""
     if not text.lstrip().startswith("{"):
         name, _, path = text.partition("=") if "=" in text else (text, "", text)
         return AdapterSource(name=name, path=path) if name and path else None
@@ -77,7 +80,7 @@ def _source(text: str) -> AdapterSource | None:
         values = json.loads(text)
     except ValueError:
         return None
-    # SGLang's names, and vLLM's for the same.
+    # SGLang's names of the fields are "lora_name" and "lora_path", vLLM's are "name" and "path".
     name, path = (values.get(f"lora_{key}", values.get(key)) for key in ("name", "path"))
     pinned = values.get("pinned", False)
     known = {"lora_name", "lora_path", "name", "path", "pinned", "base_model_name"}

@@ -15,7 +15,7 @@ KINDS = ("image", "video", "audio")
 
 
 def media_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan, parallel: ParallelPlan) -> MediaPlan:
-    """Return the plan for media. Refuses --enable-multimodal if the model or the machine cannot do it."""
+    """Plan media in requests. Refuse --enable-multimodal if the model or the machine does not support it."""
     args = builder.args.media
     obstacle = _obstacle(facts, model, parallel)
     if args.enable_multimodal and obstacle and facts.architecture:

@@ -29,7 +29,7 @@ _OTHER_DEVICES = {
 
 
 def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> ModelPlan:
-    """Plan the model. It decides the device, so it comes before all other sections."""
+    """Plan the model. This comes before all other sections, because it decides the device."""
     args = builder.args.model
     device = _device(builder, machine)
     dtype = _dtype(builder, chosen_gpu(device.value, machine), facts)
@@ -63,7 +63,10 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
 def _dependence(
     builder: PlanBuilder, machine: Machine, device: str, dtype: str, facts: ModelFacts
 ) -> Decision[str | None]:
-    """Say why results may depend on other requests, or None. Refuse to promise the opposite."""
+    """Decide the reason why results may depend on other requests, or None if they do not.
+
+    Refuse --enable-deterministic-inference if results depend on other requests.
+    """
     option = "enable_deterministic_inference"
     promised = bool(builder.args.get(option))
     reason = _batch_dependence(builder, machine, device, dtype, facts)
@@ -80,7 +83,7 @@ def _dependence(
 
 
 def _batch_dependence(builder: PlanBuilder, machine: Machine, device: str, dtype: str, facts: ModelFacts) -> str | None:
-    """Say why the model's kernels depend on the batch or on places in memory, or None."""
+    """Return why the kernels' results depend on the batch or on places in memory, or None if they do not."""
     if device != "cpu":
         return "products and attention on a GPU depend on the batch; use --device cpu"
     if facts.by_transformers:
@@ -133,7 +136,7 @@ def _load_format(builder: PlanBuilder, facts: ModelFacts) -> Decision[str]:
 
 
 def _seed_group_ports(builder: PlanBuilder, facts: ModelFacts) -> Decision[tuple[int, ...] | None]:
-    """Return the ports of a running server that sends its weights. Refuse what cannot be copied from it."""
+    """Decide the ports of the running server that sends its weights. Refuse models and options without this support."""
     model, ranks = builder.args.model, builder.args.parallel.tp_size * builder.args.parallel.pp_size
     prefix = "remote_instance_weight_loader_"
     address, port, ports = (f"{prefix}{end}" for end in _SEED_OPTIONS)
@@ -320,7 +323,7 @@ def _context_length(builder: PlanBuilder, facts: ModelFacts, memory_bytes: int) 
 
 
 def _quantization(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision[str | None]:
-    """Return the method that quantises weights while they load. Refuse an option that contradicts the checkpoint."""
+    """Decide the method that quantises weights while they load. Refuse an option that contradicts the checkpoint."""
     asked, stored = builder.args.quant.quantization, facts.quantization
     if builder.args.quant.torchao_config:
         return _torchao(builder, gpu, stored)
@@ -356,7 +359,7 @@ def _check_format(builder: PlanBuilder, asked: str, facts: ModelFacts) -> None:
 
 
 def _torchao(builder: PlanBuilder, gpu: Gpu | None, stored: str | None) -> Decision[str | None]:
-    """Return the method of `--torchao-config`."""
+    """Decide the quantisation method that `--torchao-config` selects."""
     asked, option = builder.args.quant.torchao_config, "torchao_config"
     if asked.startswith("fp8dq"):
         builder.refuse(

@@ -19,7 +19,7 @@ TAKEN_LABELS = frozenset({"model_name", "le"})
 
 
 def observe_plan(builder: PlanBuilder) -> ObservePlan:
-    """Plan metrics, logs and traces. They depend on the options only."""
+    """Plan metrics, logs and traces. They depend only on the options."""
     return builder.build(
         ObservePlan,
         ttft_bounds=_seconds(builder, "bucket_time_to_first_token", buckets.TIME_TO_FIRST_TOKEN),
@@ -59,7 +59,7 @@ def _kv_events(builder: PlanBuilder) -> Decision[KvEventsPlan | None]:
 
 
 def _is_of(value: object, kind: Any) -> bool:
-    """Whether a JSON value has the field's type: a text, null if allowed, or a number above 0."""
+    """Return whether a JSON value is valid for a field of this type: text, null if allowed, or a positive integer."""
     if kind is int:
         return type(value) is int and 0 < value < 2**31
     return isinstance(value, kind)

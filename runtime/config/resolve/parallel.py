@@ -18,7 +18,7 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"  # environment variable of processes that torch
 
 
 def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, device: str) -> ParallelPlan:
-    """Plan ranks. Refuse sizes that do not fit the model's heads and layers or the machine's devices."""
+    """Plan the ranks. Refuse sizes that do not fit the model's heads and layers or the machine's devices."""
     args = builder.args.parallel
     _check_groups(builder, facts)
     _check_heads(builder, facts)
@@ -40,7 +40,8 @@ def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, dev
 def _master_address(builder: PlanBuilder) -> Decision[tuple[str, int] | None]:
     args = builder.args.parallel
     if args.nnodes == 1:
-        # With an explicit `--nnodes 1`, scripts may set the other options too. Without --nnodes, the user forgot it.
+        # With an explicit `--nnodes 1`, a script may set the address and the port too. If --nnodes is missing, the user
+        # probably forgot it.
         idle = ("node_rank",) if "nnodes" in builder.args.explicitly_set else ACROSS_MACHINES
         for option in idle:
             if builder.args.changed(option):

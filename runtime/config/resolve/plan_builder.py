@@ -51,7 +51,7 @@ class PlanBuilder:
         """Make a section of the plan.
 
         A field without a decision takes the value of the option whose declaration names the field
-        (`OptionSpec.plan`). Raises TypeError if there is neither a decision, an option nor a default.
+        (`OptionSpec.plan`). Raises TypeError if a field has no decision, no such option and no default.
         """
         for name, option in _followed()[section].items():
             if name not in decisions:
@@ -64,7 +64,7 @@ class PlanBuilder:
 
 @cache
 def _followed() -> dict[type, dict[str, Option]]:
-    """Map the fields of each section to options, for fields that copy the value of a single option."""
+    """Return, for each section, the fields that copy the value of a single option, and this option."""
     count = Counter(option.spec.plan for option in options())
     sections = get_type_hints(Plan)
     followed: dict[type, dict[str, Option]] = {section: {} for section in sections.values()}

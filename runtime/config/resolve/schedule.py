@@ -11,12 +11,13 @@ from runtime.config.resolve.drafts import draft_decisions
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 OPEN_ENDED_TOKENS = 256  # length of a typical chat answer
-MAX_FORCED = 32  # maximum forced tokens searched for at once, because other rows wait for their masks
-QUEUE_FACTOR = 2  # waiting sequences per running one
+# Maximum number of forced tokens that are searched for at once. Other rows wait for their masks during the search.
+MAX_FORCED = 32
+QUEUE_FACTOR = 2  # maximum number of waiting sequences per running sequence
 QUEUED_TOKENS = 2**23
 MIN_QUEUE = 2048  # minimum queue length, for benchmarks that send all requests at once
 ENCODER_TOKENS = 2048  # tokens per step of an encoder on a CPU, so that activations stay in the CPU cache
-DECAY_STEPS = 600  # steps in which the reserved share of output falls to its minimum
+DECAY_STEPS = 600  # number of steps over which the reserved share of output falls to its minimum
 
 
 def schedule_plan(

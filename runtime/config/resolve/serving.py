@@ -1,4 +1,4 @@
-"""The sections of the plan about tokenizer and server."""
+"""The tokenizer's and the server's sections of the plan."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from runtime.grammar_spec import InvalidGrammar, check_whitespace
 from runtime.sampling_params import SamplingParams
 
 MIN_ENCODER_THREADS = 2
+# Grammar backend -> package that must be installed.
 GRAMMAR_PACKAGES = {
     "xgrammar": "xgrammar",
     "outlines": "outlines-core",
-}  # grammar backend -> package that must be installed
+}
 DEMO_NAME = "penstock-demo"
 
 
 def text_plan(builder: PlanBuilder, machine: Machine, model_path: str) -> TokenizerPlan:
-    """Plan the tokenizer. It reads the chat template to guess the formats of reasoning and tool calls."""
+    """Plan the tokenizer. Guess the formats of reasoning and tool calls from the chat template."""
     args = builder.args.text
     try:
         if args.chat_template is not None:
@@ -78,7 +79,7 @@ def _parser(builder: PlanBuilder, option: str, parsers: Mapping[str, Signs], tem
 
 
 def _template(builder: PlanBuilder, model_path: str) -> str:
-    """Return the text of all chat templates, or "" if there are none or they cannot be read now."""
+    """Return the text of all chat templates, or "" if there are none or they cannot be read."""
     args = builder.args.text
     if args.skip_tokenizer_init:
         return ""
