@@ -1,4 +1,4 @@
-"""Runs batches on one rank: each batch is enqueued on the device thread, and a future has its result."""
+"""Runs batches on one rank: each batch is enqueued on the device thread, and its result is set in a future."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ logger = logging.getLogger("penstock.core")
 
 
 class CommonSteps(Protocol):
-    """Rank 0's part of common steps of attention groups."""
+    """Rank 0's part of common steps of attention groups (data-parallel attention)."""
 
     def run(self, batches: Sequence[Batch | None]) -> Read[list[StepOutput | None]]:
         """Enqueue a step with one batch of each group."""
@@ -64,11 +64,11 @@ class CommonSteps(Protocol):
 
 
 class ModelRunner:
-    """Runs the steps of rank 0 on a device thread. Use it on the event loop on which it was created.
+    """Runs the steps of rank 0 on a device thread. Must be used on the event loop on which it was created.
 
-    `launch` may be called while earlier steps run: the last sampled token of each sequence stays on the device, so a
-    batch can refer to a token that the host does not know yet. With several ranks, the others must compute their part
-    of every batch in the same order.
+    `launch` may be called while earlier steps run. The last sampled token of each sequence stays on the device, so a
+    batch can refer to a token that the host does not know yet. With several ranks, all other ranks must compute their
+    part of every batch in the same order.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ModelRunner:
         loop, device = asyncio.get_running_loop(), executor.device
         self._thread = DeviceThread(loop, separate_reads=not device.is_host, device=device.torch_device)
         self._pipelined = executor.pipelined
-        # In a pipeline: steps that were begun and not ended yet.
+        # With pipeline parallelism: steps that have begun and not ended.
         self._unfinished: deque[asyncio.Future[StepOutput]] = deque()
         self._capture = None
         graphs = executor.cuda_graphs
@@ -91,7 +91,8 @@ class ModelRunner:
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
         """Enqueue the batch and return immediately. Shield the future: cancelling it does not cancel the step.
 
-        The future raises the exception of the forward, `OutOfMemory` if the device has too little memory for the step.
+        The future raises the exception of the forward pass. This is `OutOfMemory` if the device has too little memory
+        for the step.
         """
         if self._pipelined:
             return self._begin(batch)
@@ -101,27 +102,27 @@ class ModelRunner:
         return step
 
     def launch_together(self, batches: Sequence[Batch | None]) -> asyncio.Future[list[StepOutput | None]]:
-        """Enqueue a common step with a batch of each attention group. None: the group is idle."""
+        """Enqueue a common step with one batch of each attention group. The batch of an idle group is None."""
         common = self._common
         if common is None:
             raise RuntimeError("This model has no attention groups.")
         return self._thread.submit(lambda: common.run(batches))
 
     def finish_oldest(self) -> None:
-        """In a pipeline: enqueue the end of the oldest step, which waits for the other stages.
+        """With pipeline parallelism, enqueue the end of the oldest step, which waits for the other stages.
 
-        One thread begins and ends all steps. If the end of a step is enqueued late, further batches can begin before
-        it, so that the stages overlap. Without a pipeline this method does nothing.
+        One thread begins and ends all steps. If the end of a step is enqueued late, further batches can begin first, so
+        that the stages overlap. Without pipeline parallelism, this method does nothing.
         """
         if self._unfinished:
             self._thread.submit(self._executor.end, self._unfinished.popleft())
 
     async def watch(self) -> None:
-        """Never return: a runner without other processes reports failures only through its steps."""
+        """Never return. A runner without other processes reports failures only through its steps."""
         await anyio.sleep_forever()
 
     def close(self) -> None:
-        """Finish launched steps and release the weights and the cache. Blocks."""
+        """Finish launched steps, and release the weights and the cache. Blocks."""
         if self._capture is not None:
             self._capture.close()
         self._thread.close()
@@ -130,22 +131,25 @@ class ModelRunner:
 
     @property
     def capturing(self) -> bool:
-        """Whether graphs remain to be captured, which will make steps faster."""
+        """Whether graphs remain to be captured, so that steps will become faster."""
         return self._capture is not None and self._capture.is_pending
 
     def time_steps(self) -> StepTimer:
-        """Time all further steps. A second call starts a new timer."""
+        """Measure the times of all further steps. A second call starts a new timer."""
         timer = StepTimer(None if self._device.is_host else self._device.forward)
         self._thread.around = timer.around
         return timer
 
     @property
     def num_unfinished(self) -> int:
-        """In a pipeline: number of steps that were begun and not ended yet."""
+        """Number of steps that have begun and not ended (pipeline parallelism)."""
         return len(self._unfinished)
 
     def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
-        """Run a verb on the device thread; see `Runner.call`. In a pipeline, begun steps end first."""
+        """Run a verb on the device thread (see `Runner.call`).
+
+        Steps that have begun end first (pipeline parallelism).
+        """
         while self._unfinished:
             self.finish_oldest()
 
@@ -165,7 +169,10 @@ class ModelRunner:
 
 
 async def _answers(done: asyncio.Future[Any]) -> list[Any]:
-    """Return the answer of a verb in a list. If it is a `concurrent.futures.Future`, wait while steps continue."""
+    """Return the answer of a verb in a list.
+
+    If it is a `concurrent.futures.Future`, wait for it while steps continue.
+    """
     answer = await asyncio.shield(done)
     if isinstance(answer, Future):
         answer = await asyncio.shield(asyncio.wrap_future(answer))
@@ -182,26 +189,27 @@ NOTHING = torch.empty(0)
 
 
 class _Begun(NamedTuple):
-    """A begun step, before its end."""
+    """A step that has begun and not ended."""
 
     batch: Batch
     samples: SampleInputs
-    hidden: Tensor | None  # [T, E] or, of the CPU graph, [N, E]; None: the last stage sends those of `requested`
-    requested: Tensor = NOTHING  # `StepInputs.requested`, in a pipeline
+    hidden: Tensor | None  # [T, E], or [N, E] from the CPU graph; None: the last stage sends the states of `requested`
+    requested: Tensor = NOTHING  # `StepInputs.requested`, with pipeline parallelism
     chosen: Sampled | None = None  # tokens that a graph sampled
     vectors: Tensor | None = None  # vectors that the CPU graph pooled
     in_graph: bool = False  # whether the CPU graph computed the step
 
 
 class StepExecutor:
-    """One rank's part of every step: its shard of the model and of the cache.
+    """One rank's part of every step. Has the rank's shard of the model and of the cache.
 
-    Call it on the thread that enqueues. The functions that `run` and `end` return may be called on another thread.
+    Must be called on the thread that enqueues. The functions that `run` and `end` return may be called on another
+    thread.
 
-    Rank 0 has the sampler and calls `run` or, in a pipeline, `begin` and later `end`. The other ranks of its stage
-    call `begin` and `follow`, which ends a step without sampling, so that ranks cannot disagree. Ranks of later stages
-    call `relay`. All of these raise `OutOfMemory` if the device has too little memory for the step; later steps may
-    succeed.
+    Rank 0 has the sampler, and calls `run` or, with pipeline parallelism, `begin` and later `end`. The other ranks of
+    its stage call `begin` and `follow`. `follow` ends a step without sampling, so that ranks cannot disagree. Ranks of
+    later stages call `relay`. All these methods raise `OutOfMemory` if the device has too little memory for the step;
+    later steps may succeed.
     """
 
     def __init__(
@@ -223,10 +231,11 @@ class StepExecutor:
         draft_model: DraftModel | HeadDrafter | None = None,
         experts: RankExperts | None = None,
     ) -> None:
-        """Without a pipeline, `forward` computes hidden states, and `cpu_graph` computes whole steps in one call.
+        """Without pipeline parallelism, `forward` computes hidden states, and `cpu_graph` computes whole steps in one
+        call.
 
-        If `cuda_graphs` is not None, it is the same object as `forward` and may also sample tokens. `draft_model`
-        proposes tokens; its pool has the pages of `pool`.
+        If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample tokens. `draft_model`
+        proposes tokens; its pool has the same pages as `pool`.
         """
         self.device = device
         rank = mesh.rank_info.rank if mesh is not None else 0
@@ -235,7 +244,7 @@ class StepExecutor:
         self.mesh = mesh if mesh is not None and mesh.rank_info.world_size > 1 else None
         self.pipelined = mesh is not None and mesh.rank_info.pp_size > 1
         self.last_tokens = torch.zeros(num_sequences, dtype=torch.int64, device=device.torch_device)
-        # Computed tokens of each sequence after its newest row with drafts.
+        # Number of computed tokens of each sequence, after its newest row with draft tokens.
         self.lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device.torch_device)
         self._model = model
         self._pool = pool
@@ -254,7 +263,7 @@ class StepExecutor:
         self._begun: deque[_Begun] = deque()
         self._reads = batch_reads(model)
         self._logged_drafts = False
-        self._taken: Tensor | None = None  # branches that the last step took; None: it had none
+        self._taken: Tensor | None = None  # branches that the last step took; None: it had no branches
         self._search = NonFiniteSearch(model) if nan_detection and self.mesh is None else None
 
     # --- rank 0 ---
@@ -292,7 +301,7 @@ class StepExecutor:
             return lambda: output
 
     def _tell_taken(self, batch: Batch, states: Tensor | None) -> None:
-        """Tell the draft model which branches are taken. `states` are the target's states of all tokens [T, ...]."""
+        """Tell the draft model which branches were taken. `states` are the target's states of all tokens, [T, ...]."""
         drafts = batch.drafts
         if self._draft_model is None or self._taken is None or drafts is None or drafts.branches is None:
             return
@@ -304,14 +313,14 @@ class StepExecutor:
             self._draft_model.take(*place, int(batch.token_ids[first]), None if states is None else states[first])
 
     def _states(self, begun: _Begun, graph: CpuGraph | None) -> Tensor:
-        """Return what a draft head reads of all tokens of a step, [T, 3E] or [T, E]."""
+        """Return the states of a step's tokens that a draft head reads, [T, 3E] or [T, E]."""
         count = len(begun.batch.token_ids)
         if begun.in_graph and graph is not None:
             return graph.states_of_all(count)
         return states_for_draft_head(self._final_hidden(begun), self._model.tapped, count)
 
     def end(self) -> Read[StepOutput]:
-        """Enqueue the end of the oldest begun step."""
+        """Enqueue the end of the oldest step that has begun."""
         with self.profiled(self._begun[0].batch), self.enqueueing():
             return self._end(self._begun.popleft())
 
@@ -327,7 +336,7 @@ class StepExecutor:
         return lambda: None
 
     def forward(self, batch: Batch, group_tokens: tuple[int, ...]) -> tuple[StepInputs, Tensor]:
-        """Compute the hidden states [T, E] of a batch in a common step of attention groups, and its inputs."""
+        """Compute the hidden states [T, E] of a batch in a common step of attention groups. Also return its inputs."""
         self._check(batch)
         self._move(batch)
         inputs = self._prepare(self._with_starts(batch), self.last_tokens)
@@ -336,9 +345,9 @@ class StepExecutor:
         return inputs, hidden
 
     def _propose(self, batch: Batch) -> tuple[Batch, Batch]:
-        """Return the batch with the draft model's ids, and the draft model's batch (`with_proposals`).
+        """Return the batch with the draft model's ids, and the draft model's batch (see `with_proposals`).
 
-        Rank 0 proposes, and sends the ids to the ranks that embed them with it.
+        Rank 0 proposes, and sends the ids to the other ranks that embed tokens.
         """
         is_drafted = batch.drafts is not None and DRAFT in batch.token_ids
         proposed = batch
@@ -356,7 +365,7 @@ class StepExecutor:
     # --- ranks other than 0 ---
 
     def follow(self) -> None:
-        """Take part in the end of the oldest begun step."""
+        """Take part in the end of the oldest step that has begun."""
         with self.enqueueing():
             begun = self._begun.popleft()
             batch, hidden = begun.batch, self._final_hidden(begun)
@@ -372,7 +381,7 @@ class StepExecutor:
     def relay(self, batch: Batch) -> None:
         """Compute a later stage's layers, and send the result to the next stage.
 
-        The last stage sends it to the first.
+        The last stage sends it to the first one.
         """
         if self.mesh is None:
             raise RuntimeError("This rank is not in a later stage of a pipeline.")
@@ -416,7 +425,7 @@ class StepExecutor:
             self.rank.adapters.place(placement)
 
     def profiled(self, batch: Batch) -> AbstractContextManager[None]:
-        """Return the profiler's context of a step if a profile is running."""
+        """Return the profiler's context for a step, or an empty context if no profile is running."""
         profiler, graph = self.rank.profiler, self._cpu_graph
         is_running = profiler is not None and profiler.running
         if graph is not None:
@@ -426,7 +435,7 @@ class StepExecutor:
     def _check(self, batch: Batch) -> None:
         """Raise ValueError if the batch has values that no layer of the model reads.
 
-        `SECOND_START` is exempt: models that do not distinguish the two texts of a pair ignore it.
+        `SECOND_START` is exempt, because models that do not distinguish the two texts of a pair ignore it.
         """
         reads = self._reads
         unread = [name for name in batch.row_values if name not in reads.row_values and name != SECOND_START]
@@ -438,11 +447,11 @@ class StepExecutor:
             raise ValueError(f"No layer of this model reads {', '.join(unread)}.")
 
     def _by_operations(self, batch: Batch) -> bool:
-        """Whether an adapter of the batch has changes that graphs do not compute."""
+        """Return whether an adapter of the batch has changes that graphs do not compute."""
         return self.rank.adapters is not None and self.rank.adapters.by_operations(batch)
 
     def _adapted(self, batch: Batch, positions: Tensor | slice | None = None) -> Mapping[int, Tensor]:
-        """Return `ForwardBatch.adapted` of a batch, or of the positions [n] of its tokens."""
+        """Return `ForwardBatch.adapted` for a batch, or for the positions [n] of its tokens."""
         if not self._by_operations(batch) or self.rank.adapters is None:
             return NOT_ADAPTED
         return self.rank.adapters.tokens_of_slots(batch, positions)
@@ -454,7 +463,7 @@ class StepExecutor:
         )  # fmt: skip
 
     def _with_starts(self, batch: Batch) -> Batch:
-        """On a CPU, where all earlier steps are done, return the batch with exact starts.
+        """Return the batch with exact starts on a CPU, where all earlier steps are done.
 
         Otherwise return it unchanged.
         """
@@ -490,7 +499,10 @@ class StepExecutor:
         return _Begun(batch, samples, hidden, vectors=vectors, in_graph=True)
 
     def _note_experts(self, batch: Batch, graph: CpuGraph | None = None, num_tokens: int | None = None) -> None:
-        """Record the experts of an enqueued step, if a recorder is on. `num_tokens`: those of all attention groups."""
+        """Record the experts of an enqueued step, if a recorder is on.
+
+        `num_tokens` is the number of tokens of all attention groups.
+        """
         experts = self.rank.experts
         if experts is not None and experts.recorder is not None:
             count = len(batch.token_ids) if num_tokens is None else num_tokens
@@ -545,7 +557,7 @@ class StepExecutor:
         return copy_out(self.device, batch, sampled, prompts, vectors, states)
 
     def _hidden_of_rows(self, begun: _Begun) -> Tensor:
-        """Return a copy of the hidden states [n, E] of all tokens of the batch's `hidden_rows`, in float32."""
+        """Return a copy of the hidden states of all tokens of the batch's `hidden_rows`, float32 [n, E]."""
         batch, graph = begun.batch, self._cpu_graph
         if begun.in_graph and graph is not None:
             hidden = graph.hidden_of_all(len(batch.token_ids))
@@ -556,7 +568,10 @@ class StepExecutor:
         return hidden[to_device(torch.from_numpy(index), hidden.device)].float()
 
     def _final_hidden(self, begun: _Begun) -> Tensor:
-        """Return the hidden states [T, E] after the final norm. In a pipeline, only requested positions have values."""
+        """Return the hidden states [T, E] after the final norm.
+
+        With pipeline parallelism, only requested positions have values.
+        """
         if begun.hidden is not None:
             return begun.hidden
         hidden = self._empty_hidden(begun.batch)
@@ -569,13 +584,16 @@ class StepExecutor:
     def _keep(
         self, samples: SampleInputs, ids: Tensor, limits: np.ndarray | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Store the last of each row's sampled `ids` [N] as its sequence's last token, on every rank that embeds.
+        """Store each row's last sampled id as its sequence's last token, on every rank that embeds tokens.
 
-        `limits` [D] are the most drafts that rows may accept, on rank 0; None: all. Other ranks do not know them, but a
-        row with a limit has a constraint, so the batch with its next row has its last token and its exact start.
-        Return the number of accepted drafts of each row [D], or None without drafts, and the branch that each takes
-        [D] or -1, or None without branches. KV of branches that are taken goes to the pages of their sequences. Stores
-        nothing in a pipeline: there a sequence is in one step at a time, so its tokens are known.
+        `ids` [N] are the sampled ids. `limits` [D], on rank 0, are the maximum numbers of draft tokens that rows may
+        accept; None: no limit. Other ranks do not know the limits. This is safe: a row with a limit has a constraint,
+        so the batch with its next row brings its last token and its exact start.
+
+        Returns the number of accepted draft tokens of each row [D] (None without draft tokens), and the branch that
+        each row takes [D] or -1 (None without branches). The KV of taken branches is copied to the pages of their
+        sequences. With pipeline parallelism nothing is stored: a sequence is in one step at a time, so its tokens are
+        known.
         """
         if self.pipelined:
             return (None if samples.drafts is None else last_choices(ids, samples.drafts, limits)[0]), None

@@ -1,4 +1,4 @@
-"""Finds the first module whose values are not finite: `--enable-nan-detection`."""
+"""Finds the first module whose values are not finite (`--enable-nan-detection`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class NonFiniteSearch:
 
 
 def find_origin(model: Decoder, batch: ForwardBatch) -> str:
-    """Describe the first module, in the order of computation, whose output is not finite.
+    """Return a description of the first module, in the order of computation, whose output is not finite.
 
     Writes the KV of the batch again, with the same values.
     """
@@ -84,5 +84,5 @@ def _is_finite(values: Tensor) -> bool:
         return True
     try:
         return bool(torch.isfinite(values).all())
-    except (RuntimeError, NotImplementedError):  # in a packed layout that only its library can read
+    except (RuntimeError, NotImplementedError):  # a packed layout that only its library can read
         return True

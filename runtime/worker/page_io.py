@@ -1,4 +1,4 @@
-"""Moves host pages of a rank to and from a page store, on threads beside the steps."""
+"""Moves host pages of a rank to and from a page store, on threads, concurrently with the steps."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ NOT_ATTACHED = "No storage is attached to this rank."
 class PageIO:
     """The host pages of all models of a rank, and the store that is attached to them.
 
-    A page in the store is the bytes of its blocks, model after model. The caller ensures that no step copies to or
-    from a host page while a call moves it. Calls return futures; they begin after the work enqueued so far.
+    A page in the store consists of the bytes of its blocks, model after model. The caller ensures that no step copies
+    to or from a host page while a call moves it. Calls return futures. They begin after the work enqueued so far.
     """
 
     def __init__(self, blocks: Sequence[Tensor], device: Device, rank_info: RankInfo) -> None:
-        """`blocks` [num_host_pages, elements of a page] are those of each model."""
+        """`blocks` has the blocks of each model, [num_host_pages, elements per page]."""
         self._blocks = [block.view(torch.uint8).numpy() for block in blocks]
         self._rank_info = rank_info
         self._device = device
         self._store: CheckedStore | None = None
         self._threads: ThreadPoolExecutor | None = None
-        self._num_corrupt = 0  # of stores that are no longer attached
+        self._num_corrupt = 0  # pages of stores that are no longer attached
 
     @property
     def page_bytes(self) -> int:
@@ -66,14 +66,14 @@ class PageIO:
     def load(self, keys: Sequence[bytes], pages: Sequence[int]) -> Future[dict[str, int]]:
         """Read pages of the store into these host pages.
 
-        The result has "count", the number of leading pages that are there and right, and "corrupt", the number of
-        wrong pages since the start.
+        The result has "count", the number of leading pages that were present and right, and "corrupt", the number of
+        corrupt pages since the start.
         """
         store, threads, reached = self._begin()
         return threads.submit(self._load, store, list(zip(keys, pages, strict=True)), reached)
 
     def save(self, keys: Sequence[bytes], pages: Sequence[int]) -> Future[dict[str, int]]:
-        """Write these host pages to the store. The result has "failed", the number of pages that it did not take."""
+        """Write these host pages to the store. The result has "failed", the number of pages that it did not accept."""
         store, threads, reached = self._begin()
         return threads.submit(self._save, store, list(zip(keys, pages, strict=True)), reached)
 
@@ -102,7 +102,7 @@ class PageIO:
             try:
                 if not self._read(store, key, page):
                     break
-            except Exception:  # of the store, which counts as a miss
+            except Exception:  # an error of the store counts as a miss
                 break
             count += 1
         return {"count": count, "corrupt": self._num_corrupt + store.num_corrupt}
@@ -115,7 +115,7 @@ class PageIO:
                 break
             try:
                 store.set(key, self._bytes_of(page))
-            except Exception:  # of the store: a full disk, for example
+            except Exception:  # an error of the store, for example a full disk
                 failed += 1
         return {"failed": failed}
 

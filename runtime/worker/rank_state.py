@@ -24,7 +24,7 @@ class RankState:
 
     device: Device
     leads: bool  # whether this is rank 0, which has the sampler
-    rank: int = 0  # among the ranks of this copy of the model
+    rank: int = 0  # rank among all ranks of this replica
     pool: KVPool | None = None
     weights: LoadedWeights | None = None  # None: the weights cannot be replaced
     adapters: Adapters | None = None  # None: the engine serves no adapters
@@ -33,11 +33,11 @@ class RankState:
     pages: PageIO | None = None  # None: host pages are not blocks, so no storage can be attached
     groups: dict[str, TransferGroup] = field(default_factory=dict)  # process groups with trainers, by name
     experts: RankExperts | None = None  # None: experts are neither recorded nor shared
-    received: dict[str, Tensor] = field(default_factory=dict)  # tensors of a transfer that are not staged yet
+    received: dict[str, Tensor] = field(default_factory=dict)  # tensors of a transfer that are not yet staged
 
     @property
     def loaded(self) -> LoadedWeights:
-        """The handle that replaces weights. Raises InvalidRequest if they cannot be replaced."""
+        """The object that replaces weights. Raises InvalidRequest if they cannot be replaced."""
         if self.weights is None:
             raise InvalidRequest("The weights of this model cannot be replaced while it runs.")
         return self.weights

@@ -1,4 +1,4 @@
-"""Accepts more drafts of drawn rows than the model's own draws allow (`--speculative-accept-threshold-*`)."""
+"""Accepts more draft tokens of sampled rows than the model's own draws would (`--speculative-accept-threshold-*`)."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ from runtime.batch import Batch, Sampling
 
 
 class RelaxedAcceptance(NamedTuple):
-    """SGLang's thresholds. A draft of probability p is accepted if p >= `single`, else with min(1, p / `divisor`).
+    """SGLang's thresholds for accepting a draft token of probability p.
 
-    Without thresholds a draft is accepted if the model draws it, which has probability p. Thresholds add to this, so
-    outputs no longer have the model's distribution.
+    The draft token is accepted if p >= `single`, otherwise with probability min(1, p / `divisor`). Without thresholds,
+    a draft token is accepted if the model draws it, which has probability p. Thresholds accept further ones, so outputs
+    no longer have the model's distribution.
     """
 
     single: float  # in [0, 1]
     divisor: float  # in (0, 1]
 
     def choose(self, logits: Tensor, ids: Tensor, arrays: SamplingArrays, on_device: Mapping[str, Tensor]) -> Tensor:
-        """Return the drawn `ids` int64 [N], with drafts in their place where these are accepted.
+        """Return the drawn `ids` int64 [N]. Accepted draft tokens replace the drawn ids at their positions.
 
-        `logits` [N, V] are those from which `ids` were drawn. `on_device` has `relaxed_arrays`.
+        `logits` [N, V] are the logits from which `ids` were drawn. `on_device` has the arrays of `relaxed_arrays`.
         """
         rows, drafts = on_device["relaxed_rows"], on_device["relaxed_drafts"]
         own = SamplingArrays(*(field[rows] for field in arrays))
@@ -38,7 +39,10 @@ class RelaxedAcceptance(NamedTuple):
 
 
 def relaxed_arrays(batch: Batch, sampling: Sampling, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the drawn positions (of N) that a draft follows, without XTC, and these drafts, by name."""
+    """Return the sampled positions (of N) that a draft token follows, and these draft tokens, as arrays by name.
+
+    Greedy positions and positions with XTC are excluded.
+    """
     is_followed = np.zeros(len(sampling.row_of), np.bool_)
     is_followed[:-1] = sampling.row_of[:-1] == sampling.row_of[1:]
     [rows] = np.nonzero(is_followed & ~sampling.greedy & (arrays["xtc_probability"] == 0))

@@ -1,8 +1,8 @@
-"""Copies the weights of a running server to one that starts (--load-format remote_instance).
+"""Copies the weights of a running server to a server that starts (--load-format remote_instance).
 
-Each rank of the new server and the same rank of the running one form a group of two, with a port of its own. The
-running rank is rank 0. It sends a digest of its parameters' names and layouts, the new rank agrees, and then the bytes
-of all parameters follow, as the kernels read them.
+Each rank of the new server and the same rank of the running server form a process group of two, with its own port. The
+running rank is rank 0. It sends a digest of its parameters' names and layouts. If the new rank agrees, the running rank
+sends the bytes of all parameters, in the layout that the kernels read.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def send_parameters(model: nn.Module, group: TransferGroup) -> None:
         raise InvalidRequest("The new server's weights have another layout.", param="group_name")
     for storage in _storages(model):
         group.broadcast(storage.cpu(), SENDER)
-    group.broadcast(torch.zeros(1, dtype=torch.uint8), RECEIVER)  # returns when the other rank has everything
+    group.broadcast(torch.zeros(1, dtype=torch.uint8), RECEIVER)  # returns when the other rank has received everything
 
 
 def load_from_instance(model: nn.Module, plan: ModelPlan, rank_info: RankInfo) -> None:
-    """Fill a model's parameters, which `prepare` has laid out, from a running server. Raises CheckpointError."""
+    """Fill the model's parameters, which `prepare` has laid out, from a running server. Raises CheckpointError."""
     seed, ports = f"{plan.seed_address}:{plan.seed_port}", plan.seed_group_ports or ()
     name = f"remote-instance-{uuid4().hex}" if rank_info.rank == 0 else "remote-instance"
     body = {
@@ -74,7 +74,7 @@ def load_from_instance(model: nn.Module, plan: ModelPlan, rank_info: RankInfo) -
             _receive(model, group, seed)
             if asked is not None:
                 asked.result()
-        except RuntimeError as error:  # of gloo
+        except RuntimeError as error:  # an error of gloo
             raise CheckpointError(
                 f"Copying the weights of {seed} failed: it is gone, or did not answer in time."
             ) from error
@@ -99,7 +99,10 @@ def _join(plan: ModelPlan, port: int, asked: Future[None] | None, seed: str) -> 
 
 
 def _wait_for_port(address: str, port: int, asked: Future[None] | None) -> None:
-    """Wait until the running server has opened the port. Raises OSError after a time, or the error of `asked`."""
+    """Wait until the running server has opened the port.
+
+    Raises OSError after `JOIN_TIMEOUT_S`, or the error of `asked`.
+    """
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
@@ -147,7 +150,7 @@ def _post(plan: ModelPlan, route: str, body: Mapping[str, Any]) -> None:
 
 
 def _storages(model: nn.Module) -> Iterator[Tensor]:
-    """Return the memory of all parameters as bytes, uint8 [N], each storage once."""
+    """Return the memory of all parameters as bytes, uint8 [N]. Each storage occurs once."""
     for name, parameter in model.named_parameters():
         if parameter.is_mkldnn:
             raise CheckpointError(f"{name} is stored in a form of oneDNN, which cannot be copied.")
@@ -155,7 +158,7 @@ def _storages(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _digest(model: nn.Module) -> Tensor:
-    """Return a SHA-256 of the names, kinds, dtypes, shapes, strides and sizes of all parameters, uint8 [32]."""
+    """Return a SHA-256 digest of the names, kinds, dtypes, shapes, strides and sizes of all parameters, uint8 [32]."""
     layout: Sequence[Any] = [
         [
             name,

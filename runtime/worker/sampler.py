@@ -1,4 +1,4 @@
-"""Samples the tokens of a step from logits: penalties, biases, truncation, the draw, log-probabilities."""
+"""Samples the tokens of a step from its logits: penalties, biases, truncation, the draw and log-probabilities."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ from runtime.worker.step_inputs import NO_ARRAYS, NOT_STAGED, Staged, Staging
 
 logger = logging.getLogger("penstock.scheduler")
 
-# Names of the row arrays that `choose` reads (FIELDS), and of those that change the logits before (PENALTIES).
+# Names of the row arrays that `choose` reads (FIELDS), and of those that change the logits first (PENALTIES).
 FIELDS = SamplingArrays._fields
 PARAMS = tuple(name for name in FIELDS if name in ROW_ARRAYS)
-ROWS_WITH_DRAFTS = 64  # rows of drafts whose token counts are copied at once
+ROWS_WITH_DRAFTS = 64  # maximum number of rows with draft tokens whose token counts are copied at a time
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 def check_row_arrays(declared: Mapping[str, RowArray]) -> None:
-    """Raise TypeError if the sampler would ignore a declared row array, or lacks one that it needs."""
+    """Raise TypeError if the sampler would ignore a declared row array, or if it lacks a row array."""
     for name, array in declared.items():
         if name not in FIELDS and name not in PENALTIES:
             raise TypeError(f"{name} has a RowArray, but ops.sampling.SamplingArrays has no field {name}.")
@@ -55,7 +55,7 @@ check_row_arrays(ROW_ARRAYS)
 
 
 def chooses_plainly(sampling: Sampling) -> bool:
-    """Whether the step requests only tokens, which depend on nothing but the logits and `SamplingArrays`."""
+    """Return whether the step requests only tokens, and these depend only on the logits and on `SamplingArrays`."""
     return (
         sampling.bias is None
         and sampling.penalties is None
@@ -66,38 +66,41 @@ def chooses_plainly(sampling: Sampling) -> bool:
 
 
 def chooses_greedily(sampling: Sampling) -> bool:
-    """Whether only the likeliest token of each position is requested."""
+    """Return whether only the likeliest token of each position is requested."""
     return bool(sampling.greedy.all()) and chooses_plainly(sampling)
 
 
 def sampling_arrays(on_device: Mapping[str, Tensor]) -> SamplingArrays:
-    """Return the arrays with which tokens are sampled."""
+    """Return the arrays that sampling reads."""
     return SamplingArrays(*(on_device[name] for name in FIELDS))
 
 
 class HostTokens(NamedTuple):
-    """The N sampled positions on the host."""
+    """The results at the N sampled positions, on the host."""
 
-    tokens: list[list[int]]  # [N], one id for each position, or none if its host data was late
+    tokens: list[list[int]]  # [N], one id per position, or none if its host data was late
     failed: list[int]  # positions (of N) whose logits were not finite, or whose constraint failed
     logprobs: list[Logprobs | None] | None  # [N]; None: no row requested log-probabilities
-    stuck: list[int]  # those of `failed` whose constraint failed or allowed no token
-    accepted: list[int] | None = None  # [D], accepted drafts of each row with drafts
-    taken: list[int] | None = None  # [D], the branch that each takes or -1; None: no branches
+    stuck: list[int]  # positions among `failed` whose constraint failed or allowed no token
+    accepted: list[int] | None = None  # [D], number of accepted draft tokens of each row
+    taken: list[int] | None = None  # [D], the branch that each row takes or -1; None: no branches
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampled:
-    """The N sampled positions on the device. Copy `tensors()` to the host, wait, then `read` the copies."""
+    """The results at the N sampled positions, on the device.
+
+    Copy `tensors()` to the host, wait, then `read` the copies.
+    """
 
     ids: Tensor  # int64 [N], always valid ids
     sound: Tensor  # bool [N], whether the logits were finite and allowed a token
     scored: ScoredRows | None = None
     scored_rows: tuple[int, ...] = ()  # positions (of N) in `scored`
     host_data: Arrived = NO_HOST_DATA
-    accepted: Tensor | None = None  # int64 [D], accepted drafts of each row with drafts; None: no drafts
-    taken: Tensor | None = None  # int64 [D], the branch that each of these rows takes or -1; None: no branches
-    # Arrays of the step if tokens of penalised rows are counted only when the accepted drafts are known.
+    accepted: Tensor | None = None  # int64 [D], accepted draft tokens of each row; None: no draft tokens
+    taken: Tensor | None = None  # int64 [D], the branch that each row takes or -1; None: no branches
+    # The arrays of the step, if tokens of penalised rows can be counted only after draft tokens are verified.
     uncounted: Mapping[str, Tensor] | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -136,11 +139,12 @@ class Sampled:
 
 
 class Sampler:
-    """Samples the tokens of every step. Owned by the thread that runs the forward.
+    """Samples the tokens of every step. Owned by the thread that runs the forward pass.
 
-    Host arrays go to the device with the step's inputs (`arrays`), or in one copy after the forward if the step waits
-    for host data. Token counts of sequences with penalties take 5 bytes per vocabulary entry for each sequence index
-    that ever had penalties: 0.75 MB at V = 150,000. They grow by doubling, up to `num_sequences`.
+    Host arrays are copied to the device with the step's inputs (`arrays`). If the step waits for host data, they are
+    copied after the forward pass instead. Token counts of sequences with penalties take 5 bytes per vocabulary entry,
+    for each sequence index that ever had penalties: 0.75 MB at V = 150,000. The tables grow by doubling, up to
+    `num_sequences`.
     """
 
     def __init__(
@@ -171,7 +175,7 @@ class Sampler:
         return self._dump is not None
 
     def arrays(self, batch: Batch) -> Mapping[str, np.ndarray]:
-        """Return the arrays of a step that are known before the forward, by name."""
+        """Return the arrays of a step that are known before the forward pass, by name."""
         sampling = batch.sampling
         arrays = NO_ARRAYS
         if sampling is not None and not sampling.host_data:
@@ -181,10 +185,10 @@ class Sampler:
     def sample(self, logits: Tensor, batch: Batch, staged: Staged = NOT_STAGED) -> Sampled:
         """Sample a token for each row of `logits` (float32 [N, V], changed in place).
 
-        `staged` has the batch's `arrays` if they are on the device already. Waits only for the host data of
-        rows with a constraint, at most until shortly after the forward. Logprobs are those of the distribution after
-        penalties, bias, host data and temperature (1 for greedy rows), before truncation. With `raw_logprobs` they come
-        from the given `logits`, without these changes.
+        `staged` has the batch's `arrays` if they are already on the device. The method waits only for the host data of
+        rows with a constraint, at most until shortly after the forward pass. Log-probabilities belong to the
+        distribution after penalties, bias, host data and temperature (1 for greedy rows), before truncation. With
+        `raw_logprobs`, they are computed from the given `logits` without these changes.
         """
         sampling = batch.sampling
         if sampling is None:
@@ -231,11 +235,14 @@ class Sampler:
         return Sampled(ids, sound, scored, rows, arrived, uncounted=uncounted)
 
     def count(self, sampled: Sampled, accepted: Tensor) -> None:
-        """Count the tokens of penalised rows in a step with drafts, when the number of accepted drafts [D] is known."""
+        """Count the tokens of penalised rows in a step with draft tokens.
+
+        `accepted` [D] are the accepted draft tokens.
+        """
         arrays = sampled.uncounted
         if arrays is None:
             return
-        accepted = torch.cat([accepted, accepted.new_zeros(1)])  # of rows without drafts
+        accepted = torch.cat([accepted, accepted.new_zeros(1)])  # for rows without draft tokens
         used = arrays["draft_offsets"] <= accepted[arrays["draft_owners"]]
         self._seen.add_if(used, arrays["counted"], sampled.ids[arrays["penalised_rows"]])
 
@@ -246,7 +253,7 @@ class Sampler:
         requests: tuple[PromptLogprobs, ...],
         staged: Staged,
     ) -> ScoredPrompts:
-        """Score prompt tokens by the raw logits of the positions before them; see `logprobs.score_prompts`."""
+        """Score prompt tokens by the raw logits of the positions before them (see `logprobs.score_prompts`)."""
         return score_prompts(hidden, logits_of, requests, staged.on_device, self._score)
 
     def _host_arrays(self, batch: Batch, sampling: Sampling, arrived: Arrived) -> dict[str, np.ndarray]:
@@ -288,7 +295,7 @@ class Sampler:
             arrays[f"prompt {fresh.sequence_index}"] = self._seen.known(fresh.prompt_ids)
             arrays[f"output {fresh.sequence_index}"] = self._seen.known(fresh.output_ids)
         rows, sequence_indices = penalties.rows, penalties.sequence_indices
-        if without_token:  # rows without a token count none
+        if without_token:  # rows without a token count no token
             keep = np.array([row not in without_token for row in rows.tolist()], np.bool_)
             rows, sequence_indices = rows[keep], sequence_indices[keep]
         arrays["penalised_rows"], arrays["counted"] = rows, self._seen.indices_of(sequence_indices)
@@ -349,17 +356,17 @@ class SeenTokens:
         self.counts[indices, ids] = self.counts[indices, ids] + 1
 
     def add_if(self, used: Tensor, indices: Tensor, ids: Tensor) -> None:
-        """Count a generated token where `used`, bool [P], is true. Rows may repeat."""
+        """Count a generated token wherever `used`, bool [P], is true. Rows may repeat."""
         self.counts.index_put_((indices, ids), used.to(self.counts.dtype), accumulate=True)
 
     def with_drafts(self, indices: Tensor, drafts: Tensor) -> Tensor:
-        """Return the counts [P, V] of these rows after the drafts int64 [P, K]; -1 is no draft."""
+        """Return the counts [P, V] of these rows after the draft tokens int64 [P, K]. -1 is not a draft token."""
         is_draft = drafts >= 0
         counts = self.counts[indices]  # a copy
         return counts.scatter_add_(1, drafts.clamp(min=0), is_draft.to(counts.dtype))
 
     def known(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids that are in the vocabulary, int64. Placeholders of images are not."""
+        """Return the ids that are in the vocabulary, int64. Image placeholders are not."""
         if len(ids) and int(ids.min()) < 0:
             raise ValueError("A sequence can only start from known tokens.")
         return ids[ids < self.counts.shape[1]].astype(np.int64)
@@ -384,14 +391,14 @@ def _process(process: Callable[[Tensor], None], logits: Tensor) -> bool:
 
 
 def _joined_biases(bias: Bias | None, more: Mapping[int, tuple[np.ndarray, np.ndarray]]) -> Bias:
-    """Return the step's biases and those of its host data together."""
+    """Return the biases of the step and of its host data together."""
     parts = [] if bias is None else [bias]
     parts += [Bias(np.full(len(ids), row, np.int64), ids, values) for row, (ids, values) in more.items()]
     return Bias(*(np.concatenate(arrays) for arrays in zip(*parts))) if len(parts) > 1 else parts[0]
 
 
 def _row_array(sampling: Sampling, name: str) -> np.ndarray:
-    """Return a parameter of each position, [N]. Read-only."""
+    """Return a parameter at each position, [N]. The array is read-only."""
     values = sampling.params.get(name)
     return _neutral(name, len(sampling.positions)) if values is None else values
 

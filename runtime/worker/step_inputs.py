@@ -21,8 +21,8 @@ from runtime.worker.device import Device, Event
 from runtime.worker.drafts import OF_DRAFTS, draft_arrays
 from runtime.worker.logprobs import prompt_indices
 
-# Computes hidden states [T, E] after the final norm: a model, or its captured or compiled forward. The result is valid
-# until the next call.
+# Computes hidden states [T, E] after the final norm: a model, or its captured or compiled forward pass. The result is
+# valid until the next call.
 Forward = Callable[[ForwardBatch], Tensor]
 
 
@@ -40,12 +40,12 @@ NOT_STAGED = Staged(NO_ARRAYS, MappingProxyType({}))
 
 
 class SampleInputs(NamedTuple):
-    """The tensors that the end of a step needs besides hidden states. N positions are sampled."""
+    """The tensors that the end of a step needs besides the hidden states. N positions are sampled."""
 
-    index: Tensor | slice  # int64 [N], sampled positions in [T]; a slice: the hidden states are those of N positions
-    sequences: Tensor | None  # int [N], sequence indices; None: a graph has stored the tokens as last tokens
-    drafts: Mapping[str, Tensor] | None = None  # `draft_arrays`; None: no row has drafts
-    more: Staged = NOT_STAGED  # the arrays given to `prepare` as `more`
+    index: Tensor | slice  # int64 [N], sampled positions in [T]; a slice if there are only N hidden states
+    sequences: Tensor | None  # int [N], sequence indices; None: a graph has stored the last tokens
+    drafts: Mapping[str, Tensor] | None = None  # `draft_arrays`; None: no row has draft tokens
+    more: Staged = NOT_STAGED  # the arrays passed to `prepare` as `more`
 
 
 class StepInputs(NamedTuple):
@@ -53,7 +53,7 @@ class StepInputs(NamedTuple):
 
     forward: ForwardBatch
     samples: SampleInputs
-    requested: Tensor  # int64, positions in [T] of the needed hidden states: sampled, embedded, of scored prompts
+    requested: Tensor  # int64, positions in [T] whose hidden states are needed: sampled, embedded, scored
 
 
 def _host_arrays(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
@@ -105,7 +105,7 @@ def _host_arrays(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
 
 
 def _unknown_start_arrays(batch: Batch, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the further arrays for `_take_lengths`. `rows` [T] is the row of each token."""
+    """Return the additional arrays for `_take_lengths`. `rows` [T] is the row of each token."""
     if batch.unknown_starts is None:
         return {}
     return {
@@ -116,7 +116,7 @@ def _unknown_start_arrays(batch: Batch, rows: np.ndarray) -> dict[str, np.ndarra
 
 
 def _take_lengths(on_device: dict[str, Tensor], lengths: Tensor, page_size: int) -> None:
-    """Replace the upper bounds of unknown starts by `lengths` in all arrays that depend on starts."""
+    """Replace the upper bounds of unknown starts by `lengths`, in all arrays that depend on starts."""
     known = lengths[on_device["sequence_indices"]]
     starts = torch.where(on_device["unknown_starts"], known, on_device["starts"])
     rows = on_device["token_rows"]
@@ -140,7 +140,7 @@ def _media_arrays(batch: Batch) -> dict[str, np.ndarray]:
 
 
 def _media(on_device: Mapping[str, Tensor], num_tokens: int, size: int) -> dict[str, Any]:
-    """Return the fields of `ForwardBatch` for media tokens. `size` is that of an embedding."""
+    """Return the fields of `ForwardBatch` for media tokens. `size` is the size of an embedding."""
     if "media_index" not in on_device:
         return {}
     index, vectors = on_device["media_index"], on_device["media_vectors"]
@@ -167,12 +167,12 @@ def prepare(
     lengths: Tensor | None = None,
     media_size: int = 0,
 ) -> StepInputs:
-    """Compute positions and the slot mapping, and copy all arrays, with `more`, to the device at once.
+    """Compute positions and the slot mapping, and copy all arrays (including `more`) to the device at once.
 
-    UNKNOWN token ids are read from `last_tokens`, int64 by sequence index, and unknown starts from `lengths`, int32 by
-    sequence index; `starts_host` of the attention metadata then has upper bounds. `media_size` is the size of the
-    embeddings that vectors of media begin with. Raises `ValueError` if a batch with
-    unknown starts has no `lengths`.
+    UNKNOWN token ids are read from `last_tokens`, int64 by sequence index. Unknown starts are read from `lengths`,
+    int32 by sequence index; `starts_host` of the attention metadata then has upper bounds. `media_size` is the size of
+    the embedding at the beginning of each media vector. Raises `ValueError` if a batch with unknown starts has no
+    `lengths`.
     """
     more_arrays = {f"more.{name}": array for name, array in more.items()}
     on_device = staging.copy(_host_arrays(batch, cache.page_size) | more_arrays)
@@ -224,7 +224,7 @@ def prepare(
 
 
 def samples_on_host(batch: Batch) -> SampleInputs:
-    """Return a step's `SampleInputs` in host memory, for hidden states [N, E] of its sampled positions."""
+    """Return a step's `SampleInputs` in host memory, for the hidden states [N, E] of its sampled positions."""
     sampling = batch.sampling
     if sampling is None:
         return SampleInputs(slice(None), None)
@@ -237,14 +237,14 @@ def samples_on_host(batch: Batch) -> SampleInputs:
 
 
 def kind_inputs(arrays: Mapping[str, Tensor], slot_mapping: Tensor | None, attention: AttentionMetadata) -> KindInputs:
-    """Return the inputs of a cache kind: its arrays, and metadata with its own page table if it has one."""
+    """Return the inputs of a cache kind: its arrays, and metadata with the kind's page table if it has one."""
     if slot_mapping is not None:
         attention = replace(attention, page_table=arrays["page_table"], slot_mapping=slot_mapping, plan_cache={})
     return KindInputs(arrays, attention)
 
 
 def scratch_inputs(kind: str, num_units: int, num_rows: int, attention: AttentionMetadata) -> KindInputs:
-    """Return the inputs of a cache kind for padding rows of one token, which use the scratch unit."""
+    """Return the inputs of a cache kind for padding rows of one token. The rows use the scratch unit."""
     device = attention.slot_mapping.device
     arrays = {
         name: torch.from_numpy(array).to(device)
@@ -257,12 +257,12 @@ def scratch_inputs(kind: str, num_units: int, num_rows: int, attention: Attentio
 class Staging:
     """Copies host arrays to the device, with one copy per call.
 
-    If the host is the device, the arrays are used directly. Otherwise they are packed into pinned buffers, used in
-    turn; a buffer is written again only after its copy is done.
+    If the host is the device, the arrays are used directly. Otherwise they are packed into pinned buffers, which are
+    used in turn. A buffer is written again only after its copy is done.
     """
 
-    NUM_BUFFERS = 3  # one each for the running, the launched and the prepared step
-    ALIGNMENT = 16  # bytes; Triton would compile further kernels for other alignments
+    NUM_BUFFERS = 3  # one each for the running, the launched and the next step
+    ALIGNMENT = 16  # bytes; Triton would compile additional kernels for other alignments
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -295,7 +295,7 @@ class Staging:
     def _wait_until_read(self) -> None:
         event = self._read[self._turn]
         if event is not None:
-            event.wait()  # the event is three copies old and usually reached
+            event.wait()  # the event is three copies old and has usually been reached
 
     def _slices(self, arrays: dict[str, np.ndarray]) -> tuple[dict[str, slice], int]:
         """Return the byte range of each array in the buffer, and the total size."""

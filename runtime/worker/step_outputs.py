@@ -23,10 +23,10 @@ def copy_out(
     vectors: Tensor | None = None,
     states: Tensor | None = None,
 ) -> Read[StepOutput]:
-    """Start copying results to the host after the forward. The returned function waits for the copy.
+    """Start copying results to the host after the forward pass. The returned function waits for the copy.
 
-    `vectors`, float32 [M, D], are those of the batch's `embedding_rows`; `states`, float32 [n, E], those of all tokens
-    of its `hidden_rows`.
+    `vectors`, float32 [M, D], are the vectors of the batch's `embedding_rows`. `states`, float32 [n, E], are the hidden
+    states of all tokens of its `hidden_rows`.
     """
     tensors = [*sampled.tensors()] if sampled is not None else []
     if prompts is not None:
@@ -47,9 +47,9 @@ def copy_out(
 def _used_choices(
     row_of: Sequence[int], drafts: Drafts, accepted: Sequence[int], taken: Sequence[int] | None
 ) -> dict[int, int]:
-    """Return the sampled positions whose tokens become output, with the rows whose output they are.
+    """Return the sampled positions whose tokens become output, and the row to which each token belongs.
 
-    They are those of a row up to its first rejected draft, and go on in the branch that it takes.
+    A row's output ends with the token at its first rejected draft token, or continues in the branch that the row takes.
     """
     left, owners = dict.fromkeys(row_of, 1), {}
     if drafts.branches is not None:
@@ -68,7 +68,7 @@ def _used_choices(
 
 
 def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None, host: Sequence[Tensor]) -> StepOutput:
-    """Return plain values from the host copies, in the order of `copy_out`."""
+    """Return plain values from the host copies. `host` has the order of `copy_out`."""
     num_rows = len(batch.sequences)
     copies = iter(host)
     tokens: list[list[int]] = [[] for _ in range(num_rows)]
@@ -99,7 +99,7 @@ def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None
         prompt_logprobs = prompts.read(list(islice(copies, len(prompts.tensors()))))
     if batch.embedding_rows is not None:
         embeddings = [None for _ in range(num_rows)]
-        # With NumPy, because torch would release the GIL for each operation and wait to reacquire it.
+        # NumPy is used because torch would release the GIL for each operation and wait to acquire it again.
         vectors = next(copies).numpy()
         finite = np.logical_and.reduce(np.isfinite(vectors), axis=-1)
         rows = batch.embedding_rows.tolist()

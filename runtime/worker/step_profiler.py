@@ -1,4 +1,4 @@
-"""Profiles steps with torch's profiler as a Chrome trace of operations, CPU graph kernels and GPU kernels."""
+"""Profiles steps with torch's profiler: a Chrome trace of operations, CPU graph kernels and GPU kernels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger("penstock.worker")
 
 
 class StepProfiler:
-    """Profiles steps from `start` until `stop`, or until its number of steps is reached.
+    """Profiles steps from `start` until `stop`, or until the requested number of steps is reached.
 
-    Call all methods on the thread that enqueues steps, whose operations torch records. Another thread writes the trace,
-    so that steps continue.
+    All methods must be called on the thread that enqueues steps, because torch records the operations of this thread.
+    Another thread writes the trace, so that steps continue.
     """
 
     def __init__(self, options: ProfileOptions, *, on_cuda: bool) -> None:
@@ -49,7 +49,7 @@ class StepProfiler:
 
     @contextmanager
     def step(self, batch: Batch) -> Iterator[None]:
-        """Profile one step, whose name in the trace has its rows and tokens."""
+        """Profile one step. Its name in the trace contains the number of rows and tokens."""
         name = f"step {batch.number}: {len(batch.starts)} rows, {len(batch.token_ids)} tokens"
         with torch.profiler.record_function(name):
             yield

@@ -13,19 +13,19 @@ from runtime.worker.device import Enqueue, Read, Result
 
 
 class TimedStep(NamedTuple):
-    """The times of one step on the device's clock."""
+    """The times of one step on the device's clock, in seconds."""
 
     busy_s: float  # from start to end, including waits for launches
-    period_s: float  # from the start of the previous step to its start; 0 for the first
-    launch_s: float = 0.0  # enqueueing time of the device thread, on the host's clock
+    period_s: float  # from the start of the previous step to the start of this one; 0 for the first
+    launch_s: float = 0.0  # time that the device thread took to enqueue the step, on the host's clock
 
 
 class StepTimer:
-    """Times steps, on CUDA by events on the forward stream, on a CPU by the clock of the device thread.
+    """Measures the times of steps: with events on the forward stream on CUDA, with the device thread's clock on a CPU.
 
-    A step's time starts when the device reaches the step and ends when its tokens are ready. Only the thread that reads
-    results waits. `forward()` returns a context in which the forward stream is current. None: a CPU, where the
-    launching thread computes.
+    A step's time starts when the device reaches the step, and ends when its tokens are ready. Only the thread that
+    reads results waits. `forward()` returns a context in which the forward stream is current. It is None on a CPU,
+    where the launching thread computes.
     """
 
     def __init__(self, forward: Callable[[], AbstractContextManager[object]] | None) -> None:
@@ -34,7 +34,7 @@ class StepTimer:
         self._last: _TimedEvent | None = None
 
     def around(self, enqueue: Enqueue[Result]) -> Enqueue[Result]:
-        """Return a function that does the same work and times it."""
+        """Return a function that does the same work and measures its time."""
 
         def timed() -> Read[Result]:
             begin, began_s = self._now(), perf_counter()
@@ -51,7 +51,7 @@ class StepTimer:
         return timed
 
     def shares(self) -> list[float]:
-        """Return for each step the share of the time until the next step starts in which the device computed it."""
+        """Return, for each step, the share of the time until the next step's start in which the device computed it."""
         return [min(1.0, step.busy_s / after.period_s) for step, after in zip(self.steps, self.steps[1:])]
 
     def _now(self) -> _TimedEvent:
@@ -73,7 +73,7 @@ class _TimedEvent(Protocol):
     wait: Callable[[], None]  # blocks until the point is reached
 
     def since(self, earlier: Self) -> float:
-        """Return the seconds between two points that were reached."""
+        """Return the seconds between two points that have been reached."""
         ...
 
 
@@ -84,7 +84,7 @@ class HostEvent:
         self._at_s = perf_counter()
 
     def wait(self) -> None:
-        """Do nothing: the point is reached."""
+        """Do nothing: the point is already reached."""
 
     def since(self, earlier: HostEvent) -> float:
         return self._at_s - earlier._at_s

@@ -1,4 +1,4 @@
-"""Verifies a model that transformers computes: with Penstock's caches, its logits must equal those of transformers."""
+"""Verifies models computed by transformers: with Penstock's caches, their logits must equal those of transformers."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from runtime.models.by_transformers.model import TransformersDecoder
 logger = logging.getLogger("penstock.core")
 
 PAGE = 16
-FIRST, SECOND = 5, 3  # numbers of tokens of the two test texts
-SPLIT = 3  # tokens of the first text that its first step computes; a second step computes the rest
-# Maximum mean difference, relative to the mean magnitude. In 16 bits, routers may choose other experts on near ties.
+FIRST, SECOND = 5, 3  # numbers of tokens in the two test texts
+SPLIT = 3  # tokens of the first text computed in its first step; a second step computes the rest
+# Maximum mean difference, relative to the mean magnitude. With 16-bit dtypes, routers may choose other experts at near
+# ties.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 def verified(model: Decoder, facts: ModelFacts, device: torch.device, context_length: int) -> Decoder:
-    """Return the model with the caches that reproduce its logits: Penstock's if possible, else transformers'.
+    """Return the model with caches that reproduce its logits: Penstock's if possible, otherwise transformers' own.
 
-    Raises CheckpointError if neither does: then the model mixes tokens in ways that no cache stores.
+    Raises CheckpointError if neither kind of cache does. The model then mixes tokens in ways that no cache stores.
     """
     if isinstance(model, TransformersEncoder):
         return model  # uses no cache
@@ -60,8 +61,8 @@ def verified(model: Decoder, facts: ModelFacts, device: torch.device, context_le
 def _check_against_itself(model: TransformersDecoder, facts: ModelFacts, device: torch.device) -> None:
     """Compare two short texts in one batch, one of them in two steps, with transformers' results for each text.
 
-    Raises CheckpointError if the logits differ: the model mixes tokens outside attention, does not take positions, or
-    has undeclared attention options.
+    Raises CheckpointError if the logits differ. The model then mixes tokens outside attention, does not take positions,
+    or has undeclared attention options.
     """
     first, second = (
         torch.tensor([(start + 2 * index) % facts.vocab_size for index in range(count)], device=device)
@@ -93,7 +94,7 @@ def _check_against_itself(model: TransformersDecoder, facts: ModelFacts, device:
 def _in_steps(
     model: TransformersDecoder, first: Tensor, second: Tensor, facts: ModelFacts, device: torch.device
 ) -> Tensor:
-    """Return float32 logits [T, V] of both texts with Penstock's cache."""
+    """Return float32 logits [T, V] of both texts, computed with Penstock's cache."""
     if isinstance(model, SequenceCacheDecoder):
         specs: Any = model.cache_specs
         pool = KVPool(specs, 2, PAGE, model.dtype, device, kinds={KIND: 4})
@@ -114,7 +115,7 @@ def _step(
     counts: list[int],
     spans: list[list[int]],
 ) -> Tensor:
-    """Return hidden states [T, E]. Row b has page b, or the state slots of `spans` (see `runtime.kv_cache.states`)."""
+    """Return hidden states [T, E]. Row b uses page b, or the state slots of `spans` (see `runtime.kv_cache.states`)."""
     device = token_ids.device
     table = np.arange(len(starts), dtype=np.int32)[:, None]
     positions = torch.from_numpy(token_positions(starts, counts)).to(device)

@@ -1,4 +1,4 @@
-"""Verbs: functions that `Runner.call` runs on every rank between two steps, by name."""
+"""Verbs: functions that `Runner.call` runs by name, on every rank, between two steps."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from runtime.worker.rank_state import RankState
 from runtime.worker.step_profiler import StepProfiler
 from runtime.worker.weight_verbs import WEIGHT_VERBS
 
-# Runs on the thread that enqueues steps, on every rank. Raises `InvalidRequest` or `CheckpointError` only if it has
-# changed nothing. The answer may be a future of `concurrent.futures`; steps continue until it is done.
+# Runs on the thread that enqueues steps, on every rank. May raise `InvalidRequest` or `CheckpointError` only before it
+# has changed anything. The answer may be a `concurrent.futures.Future`; steps continue until it is done.
 Verb = Callable[[RankState, Mapping[str, Any]], Any]
 
 
 def run_verb(rank: RankState, verb: str, payload: Mapping[str, Any]) -> Any:
-    """Run a verb and return this rank's answer, JSON values. Raises `InvalidRequest` for an unknown verb."""
+    """Run a verb. Return this rank's answer, which consists of JSON values.
+
+    Raises `InvalidRequest` for an unknown verb.
+    """
     if verb not in VERBS:
         raise InvalidRequest(f"The verb {verb} is unknown.")
     return VERBS[verb](rank, payload)
@@ -43,7 +46,7 @@ def start_profile(rank: RankState, payload: Mapping[str, Any]) -> None:
 
 
 def stop_profile(rank: RankState, payload: Mapping[str, Any]) -> Future[Path] | None:
-    """End the profile of rank 0. Return a future of its path, or None if no profile was started."""
+    """End the profile of rank 0. Return a future of the trace's path, or None if no profile was started."""
     profiler, rank.profiler = rank.profiler, None
     if profiler is None:
         return None
@@ -53,15 +56,15 @@ def stop_profile(rank: RankState, payload: Mapping[str, Any]) -> Future[Path] | 
 
 
 def load_adapter(rank: RankState, payload: Mapping[str, Any]) -> Future[bool]:
-    """Read an adapter into the host memory of this rank, on a thread. The answer is whether it must be measured.
+    """Read an adapter into the host memory of this rank, on a thread. The result says whether it must be measured.
 
-    Raises CheckpointError if it does not fit.
+    Raises CheckpointError if the adapter does not fit.
     """
     return _adapters(rank).load(payload["id"], payload["path"])
 
 
 def measure_adapter(rank: RankState, payload: Mapping[str, Any]) -> bool:
-    """Measure one more layer of a loaded adapter. The answer is whether any is left."""
+    """Measure one more layer of a loaded adapter. Return whether any layer remains."""
     with torch.inference_mode(), rank.device.forward():
         is_left = _adapters(rank).measure(payload["id"])
         rank.device.record().wait()
@@ -76,7 +79,7 @@ def drop_adapter(rank: RankState, payload: Mapping[str, Any]) -> None:
 def copy_pages(rank: RankState, payload: Mapping[str, Any]) -> None:
     """Copy pages without a step.
 
-    "pools" lists the pools (source, target) of each copy; "from_0" and "to_0" are the pages of the first one.
+    "pools" lists the pools (source, target) of each copy. "from_0" and "to_0" are the pages of the first copy.
     """
     if rank.copier is None:
         raise InvalidRequest("This rank copies no pages.")
@@ -89,7 +92,7 @@ def copy_pages(rank: RankState, payload: Mapping[str, Any]) -> None:
 
 
 def attach_storage(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Open a page store for the host pages. Raises `InvalidRequest` if it cannot be used."""
+    """Open a page store for the host pages. Raises `InvalidRequest` if the store cannot be used."""
     _pages(rank).attach(payload["backend"], payload["name"], payload["config"])
 
 
@@ -99,12 +102,12 @@ def detach_storage(rank: RankState, payload: Mapping[str, Any]) -> None:
 
 
 def load_pages(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, int]]:
-    """Read pages of the store into host pages, on a thread; see `PageIO.load`."""
+    """Read pages of the store into host pages, on a thread (see `PageIO.load`)."""
     return _pages(rank).load(_keys(payload), payload["pages"].tolist())
 
 
 def save_pages(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, int]]:
-    """Write host pages to the store, on a thread; see `PageIO.save`."""
+    """Write host pages to the store, on a thread (see `PageIO.save`)."""
     return _pages(rank).save(_keys(payload), payload["pages"].tolist())
 
 

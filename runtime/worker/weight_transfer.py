@@ -19,13 +19,13 @@ from runtime.loading.memory_tensors import dtype_of, num_bytes, unflatten
 
 logger = logging.getLogger("penstock.core")
 T = TypeVar("T")
-SLACK = 2  # a transfer may announce this many times the float32 bytes of the model
-PACKED_BYTES = 2**30  # bytes after which vLLM's packed transfer begins a new buffer
+SLACK = 2  # maximum announced bytes, as a multiple of the model's bytes in float32
+PACKED_BYTES = 2**30  # vLLM's packed transfer begins a new buffer after this number of bytes
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}  # backend -> type of the device on which it moves tensors
 
 
 class TensorSpec(NamedTuple):
-    """An announced tensor."""
+    """A tensor that a transfer announces."""
 
     name: str
     dtype: torch.dtype
@@ -37,19 +37,19 @@ class TensorSpec(NamedTuple):
 
 
 class TransferGroup:
-    """A process group of this rank with a trainer, made as the frameworks' `init_process_group` makes theirs.
+    """A process group of this rank with a trainer. It is compatible with the frameworks' `init_process_group`.
 
-    All methods block, so they run on a thread of their own. They raise RuntimeError if a peer is gone or too slow.
+    All methods block and must run on their own thread. They raise RuntimeError if a peer is gone or too slow.
     """
 
     def __init__(self, info: Mapping[str, Any], rank: int, device: torch.device) -> None:
-        """Connect to all members: `info` has address, port, world_size, name, backend and timeout_s."""
+        """Connect to all members. `info` has address, port, world_size, name, backend and timeout_s."""
         self.device = device if info["backend"] == "nccl" else torch.device("cpu")
         timeout, name = timedelta(seconds=info["timeout_s"]), info["name"]
         store: Any = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
             info["address"], info["port"], info["world_size"], rank == 0, timeout, multi_tenant=True
         )
-        # The prefixes of torch's `_new_process_group_helper` and of the frameworks' wrapper around it.
+        # The prefixes that torch's `_new_process_group_helper` and the frameworks' wrapper around it use.
         for prefix in (name, f"{name}/", f"{self.device.type}/"):
             store = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
         self._store = store
@@ -65,9 +65,10 @@ class TransferGroup:
             self._group = dist.ProcessGroupGloo(store, rank, info["world_size"], options)
 
     def receive(self, specs: Sequence[TensorSpec], packing: str, source: int, packed_bytes: int) -> dict[str, Tensor]:
-        """Receive the announced tensors, broadcast by `source`, on the CPU for gloo and on the GPU for nccl.
+        """Receive the announced tensors, broadcast by `source`: on the CPU with gloo, on the GPU with nccl.
 
-        `packing`: "none" (one broadcast per tensor), "bucket" (one for all), "packed" (one per `packed_bytes`).
+        `packing` is "none" (one broadcast per tensor), "bucket" (one for all tensors) or "packed" (one per
+        `packed_bytes`).
         """
         if packing == "none":
             tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs}
@@ -82,7 +83,7 @@ class TransferGroup:
         return tensors
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Receive `tensor` from the rank `source`. On that rank itself, send it to all others."""
+        """Receive `tensor` from the rank `source`. On that rank itself, send it to all other ranks."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._group.broadcast([tensor], options).wait()
@@ -99,7 +100,7 @@ class TransferGroup:
 
 
 def announced(payload: Mapping[str, Any], max_bytes: int) -> list[TensorSpec]:
-    """Return the tensors that a payload with names, dtypes and shapes announces. Raises InvalidRequest."""
+    """Return the tensors announced by a payload with names, dtypes and shapes. Raises InvalidRequest."""
     names, dtypes, shapes = payload["names"], payload["dtypes"], payload["shapes"]
     if not len(names) == len(dtypes) == len(shapes):
         raise InvalidRequest("names, dtypes and shapes must have equal lengths.", param="shapes")
@@ -118,7 +119,7 @@ def announced(payload: Mapping[str, Any], max_bytes: int) -> list[TensorSpec]:
 
 
 def on_thread(name: str, work: Callable[[], T]) -> Future[dict[str, Any]]:
-    """Run `work` on a daemon thread. The future never fails: it has {"error": None or the reason}."""
+    """Run `work` on a daemon thread. The future never fails: its result is {"error": None or the reason}."""
     done: Future[dict[str, Any]] = Future()
 
     def run() -> None:

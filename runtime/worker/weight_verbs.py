@@ -1,4 +1,4 @@
-"""Verbs that replace, read, check and move the weights of a rank, and give memory back."""
+"""Verbs that replace, read, check and move the weights of a rank, and that release its memory."""
 
 from __future__ import annotations
 
@@ -33,13 +33,16 @@ def check_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
 
 
 def load_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Load the weights of a checkpoint. Return {"error": None or the reason}; after an error call `restore_weights`."""
+    """Load the weights of a checkpoint. Return {"error": None or the reason}.
+
+    After an error, `restore_weights` must be called.
+    """
     with _on_device(rank):
         return rank.loaded.load(payload["path"], payload["load_format"])
 
 
 def accept_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Keep the weights of `load_weights`: all ranks have loaded them."""
+    """Keep the weights of `load_weights`, because all ranks have loaded them."""
     rank.loaded.loaded()
 
 
@@ -53,7 +56,10 @@ def restore_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
 
 
 def open_transfer(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]]:
-    """Join a process group with a trainer, as its rank `first_rank` plus this rank. Return {"error": ...}."""
+    """Join a process group with a trainer. Return {"error": ...}.
+
+    The rank in the group is `first_rank` plus this rank.
+    """
     name, kind = payload["name"], BACKENDS.get(payload["backend"])
     if kind is None:
         raise InvalidRequest(f"backend must be one of {', '.join(BACKENDS)}.", param="backend")
@@ -87,7 +93,7 @@ def open_sending(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str
 
 
 def send_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]]:
-    """Send this rank's weights over the group of `open_sending`, while steps continue, and leave the group."""
+    """Send this rank's weights over the group of `open_sending`, while steps continue. Then leave the group."""
     name = payload["name"]
     group = rank.groups.pop(name, None)
     if group is None:
@@ -103,7 +109,7 @@ def send_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str
 
 
 def close_transfer(rank: RankState, payload: Mapping[str, Any]) -> bool:
-    """Leave a process group. Return whether there was one of this name."""
+    """Leave a process group. Return whether a group of this name existed."""
     group = rank.groups.pop(payload["name"], None)
     if group is not None:
         group.close()
@@ -111,7 +117,7 @@ def close_transfer(rank: RankState, payload: Mapping[str, Any]) -> bool:
 
 
 def receive_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]]:
-    """Receive tensors from a trainer while steps continue. Return {"error": ...}; an error ends the group."""
+    """Receive tensors from a trainer while steps continue. Return {"error": ...}. An error ends the group."""
     name = payload["name"]
     group = rank.groups.get(name)
     if group is None:
@@ -131,9 +137,9 @@ def receive_weights(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[
 
 
 def stage_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Prepare layers from tensors: "tensors" of this process, a safetensors "file", or those received before.
+    """Prepare layers from tensors: "tensors" of this process, a safetensors "file", or tensors received earlier.
 
-    Return {"error", "unknown", "waiting"}. After an error call `drop_weights`.
+    Returns {"error", "unknown", "waiting"}. After an error, `drop_weights` must be called.
     """
     try:
         with _on_device(rank):
@@ -153,14 +159,14 @@ def missing_weights(rank: RankState, payload: Mapping[str, Any]) -> list[str]:
 
 
 def commit_weights(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the staged layers in place. Call it while no step is in flight. Return {"restored"} as `resume_memory`."""
+    """Put the staged layers in place, while no step is in flight. Return {"restored"} like `resume_memory`."""
     with _on_device(rank):
         rank.loaded.commit()
     return {"restored": not rank.loaded.unset}
 
 
 def drop_weights(rank: RankState, payload: Mapping[str, Any]) -> None:
-    """Forget the staged layers and received tensors."""
+    """Drop the staged layers and received tensors."""
     rank.received = {}
     rank.loaded.staged.drop()
 
@@ -194,7 +200,7 @@ def check_sums(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def release_memory(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Give memory back: of the "weights", which `keep` keeps in files, and of the "kv_cache". Return {"bytes"}."""
+    """Release the memory of "weights" (`keep` keeps them in files) and of "kv_cache". Return {"bytes"}."""
     released = 0
     with _on_device(rank):
         if "weights" in payload["tags"]:
@@ -209,7 +215,7 @@ def release_memory(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any
 
 
 def resume_memory(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Take memory back. Return {"restored": whether the weights are the ones from before}."""
+    """Allocate released memory again. Return {"restored": whether the weights are the ones from before}."""
     restored = True
     with _on_device(rank):
         if "weights" in payload["tags"]:

@@ -60,9 +60,9 @@ from runtime.worker.two_batches import TwoBatchForward
 
 logger = logging.getLogger("penstock.core")
 
-TARGET = "target"  # name of the served model; others assist it
+TARGET = "target"  # name of the served model, which other models assist
 DRAFT = "draft"  # name of the model that proposes tokens
-MEASURED_PAGES = 64  # pages whose copy from the host is measured
+MEASURED_PAGES = 64  # number of pages whose copy from the host is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +71,8 @@ class ModelSetup:
 
     facts: ModelFacts
     plan: ModelPlan  # in a `WorkerSetup`, with the rank's device
-    takes_media: bool = False  # whether vectors may replace the embeddings of tokens
-    whole: bool = False  # whether rank 0 alone has the model, with all its layers
+    takes_media: bool = False  # whether vectors may replace token embeddings
+    whole: bool = False  # whether only rank 0 has the model, with all its layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +85,9 @@ class WorkerSetup:
     graphs: GraphPlan  # the steps that every rank captures as graphs
     lora: LoraPlan = field(default_factory=LoraPlan)
     experts: ExpertPlan = field(default_factory=ExpertPlan)
-    # Initial expert of each slot, by layer number as text; other layers start in order.
+    # Initial expert of each slot, by layer number as text. Layers without an entry start in order.
     expert_places: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    step_tokens: int = 0  # maximum number of tokens of most steps
+    step_tokens: int = 0  # maximum number of tokens in most steps
     two_batches: float | None = None  # see `TwoBatchForward`; None: steps are not split
 
     @property
@@ -104,7 +104,7 @@ class WorkerSetup:
         first_device: int,
         expert_places: Mapping[str, Sequence[int]] | None = None,
     ) -> Self:
-        """Return the setup of a rank of a replica whose devices begin at index `first_device`."""
+        """Return the setup of a rank of a replica. The replica's devices begin at index `first_device`."""
         parallel = plan.parallel
         device = plan.model.device
         if device != "cpu":
@@ -161,10 +161,10 @@ class CacheSetup:
     page_size: int
     kv_dtype: str
     num_sequences: int
-    kinds: Mapping[str, int] = field(default_factory=dict)  # units of the other cache kinds, by kind
-    num_host_pages: int = 0  # pages in host memory
+    kinds: Mapping[str, int] = field(default_factory=dict)  # number of units of each other cache kind
+    num_host_pages: int = 0  # number of pages in host memory
     host_blocks: bool = False  # whether each host page is one block of memory over all layers
-    direct_copies: bool = False  # whether a GPU copies pages by copies of the library instead of a kernel
+    direct_copies: bool = False  # whether a GPU copies pages by library copies instead of a kernel
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class ModelWorker:
         """
         self.device = torch.device(setup.device)
         self.mesh = Mesh(setup.rank_info, self.device)
-        self._alone = Mesh(RankInfo(rank=0, tp_size=1, pp_size=1), self.device)  # of whole models
+        self._alone = Mesh(RankInfo(rank=0, tp_size=1, pp_size=1), self.device)  # mesh of whole models
         self._whole = frozenset(name for name, model in setup.models.items() if model.whole)
         self.kernels = _select(setup.kernels, lifeline)
         self._graphs = setup.graphs
@@ -217,7 +217,8 @@ class ModelWorker:
         }
         self._num_layers = {name: model.facts.num_layers for name, model in setup.models.items()}
         self._cache: CacheSetup | None = None
-        # With attention groups: this rank's part of common steps, after `lead` on rank 0 and `follow` on other ranks.
+        # This rank's part of common steps, if there are attention groups. Set by `lead` on rank 0 and by `follow` on
+        # other ranks.
         self.common_leader: CommonStepLeader | None = None
         self.common_step: CommonStep | None = None
 
@@ -228,7 +229,7 @@ class ModelWorker:
         return f"{self.kernels.description}; {backends}"
 
     def local_specs(self, rank_info: RankInfo) -> Specs:
-        """Return a rank's shard of `cache_specs`."""
+        """Return the rank's shard of `cache_specs`."""
         return {
             (name, index): spec
             for name, num_layers in self._num_layers.items()
@@ -237,7 +238,7 @@ class ModelWorker:
         }
 
     def _info_of(self, name: str, rank_info: RankInfo) -> RankInfo:
-        """Return the rank's coordinates for this model: those of a single rank for a whole model."""
+        """Return the rank's coordinates for this model. For a whole model, they are those of a single rank."""
         return self._alone.rank_info if name in self._whole else rank_info
 
     def memory(self) -> dict[str, int]:
@@ -253,7 +254,7 @@ class ModelWorker:
         """Measure the memory of the largest steps by running them. Blocks for seconds. Only for a single rank.
 
         Models run one step at a time, so the result has the activation memory of the largest step, and the memory of
-        all graphs. Raises `ConfigurationError` if the memory does not suffice for a step.
+        all graphs. Raises `ConfigurationError` if a step does not fit into memory.
         """
         device = open_device(self.device)
         # Layers of kinds with pages share the single page of the profile.
@@ -298,9 +299,9 @@ class ModelWorker:
     ) -> int:
         """Join the process group of several ranks, and allocate the KV pools. Return the size of the pools in bytes.
 
-        Blocks until all ranks have joined. `address` is this machine's address if it is not the rendezvous host;
-        `listening` is rank 0's listening socket. Raises RuntimeError if ranks are missing, and torch.OutOfMemoryError
-        (on a GPU) or OSError if the pools do not fit.
+        Blocks until all ranks have joined. `address` is this machine's address, if this machine is not the rendezvous
+        host. `listening` is rank 0's listening socket. Raises RuntimeError if ranks are missing, and
+        torch.OutOfMemoryError (on a GPU) or OSError if the pools do not fit.
         """
         if rendezvous is not None:
             self.mesh.join(rendezvous, address=address, listening=listening)
@@ -311,11 +312,11 @@ class ModelWorker:
         return num_bytes
 
     def lead(self, plan: Plan, name: str) -> StepExecutor:
-        """Return rank 0's executor of a model, with CUDA graphs, a compiled forward or the CPU graph.
+        """Return rank 0's executor of a model, with CUDA graphs, a compiled forward pass or the CPU graph.
 
-        The executor then owns the model and its pool. One thread runs the steps of all models. Compilation may
-        take minutes, and so may capturing with several ranks. All other ranks must be in `follow` during this time.
-        Raises `EngineFailure` if a rank cannot capture.
+        The executor then owns the model and its pool. One thread runs the steps of all models. Compilation may take
+        minutes, and so may captures with several ranks. Meanwhile all other ranks must be in `follow`. Raises
+        `EngineFailure` if a rank cannot capture.
         """
         loaded, pool, cache = self._hand_over(name)
         model = loaded.decoder
@@ -357,7 +358,7 @@ class ModelWorker:
         return executor
 
     def follow(self, name: str) -> StepExecutor:
-        """Return the executor of a model on a rank other than 0, which then owns the model and its pool.
+        """Return the executor of a model on a rank other than 0. The executor then owns the model and its pool.
 
         With several ranks, it captures CUDA graphs together with `lead` on rank 0.
         """
@@ -445,7 +446,7 @@ class ModelWorker:
         )
 
     def _hand_over(self, name: str) -> tuple[_LoadedModel, KVPool, CacheSetup]:
-        """Return a model and its pool, and drop the references here, so that the caller controls their memory."""
+        """Return a model and its pool, and drop the references here. The caller then controls their memory."""
         if name not in self._models:
             raise RuntimeError(f"The {name} of this rank was handed over already, or never loaded.")
         model, cache = self._models[name], self._cache
@@ -457,7 +458,10 @@ class ModelWorker:
     def _loaded_weights(
         self, source: WeightSource, model: Decoder, cache: CacheSetup, name: str, *, fixed: bool
     ) -> LoadedWeights:
-        """Return the handle that replaces the model's weights; `fixed` says whether graphs have their addresses."""
+        """Return the object that replaces the model's weights.
+
+        `fixed` says whether graphs have the weights' addresses.
+        """
         scaled = getattr(torch, cache.kv_dtype).itemsize == 1
         return LoadedWeights(
             model, source, self.kernels, self.mesh, fixed=fixed, scaled_cache=scaled, experts=self._sharing_of(name)
@@ -484,7 +488,7 @@ class ModelWorker:
     def restore_s(self) -> float | None:
         """Measure the time to copy one page of all layers from the host to the device, in seconds.
 
-        Call it after `join`. Returns None without host pages.
+        Must be called after `join`. Returns None without host pages.
         """
         pools = [model.pool for model in self._models.values() if model.pool is not None]
         cache = self._cache
@@ -527,7 +531,7 @@ class ModelWorker:
     def _make_cpu_graph(
         self, setup: ModelSetup, model: Decoder, pool: KVPool, cache: CacheSetup, plan: Plan
     ) -> CpuGraph | None:
-        """Capture the CPU graph, or return None if a kernel cannot be captured."""
+        """Capture the CPU graph. Return None if a kernel cannot be captured."""
         if self.kernels.launcher is None or (plan.parallel.ranks > 1 and not setup.whole):
             return None
         max_drafts = min(plan.scheduler.max_drafts * cache.num_sequences, plan.scheduler.max_step_drafts)
@@ -549,7 +553,7 @@ class ModelWorker:
     def _make_draft_model(self, plan: Plan, device: Device, target: Decoder) -> DraftModel | HeadDrafter:
         """Return the model or head that proposes tokens. A head is connected to `target` before graphs are captured.
 
-        Raises `ConfigurationError` if it has other caches than pages.
+        Raises `ConfigurationError` if the model has caches other than pages.
         """
         loaded, pool, cache = self._hand_over(DRAFT)
         if len(pool.paged) < len(pool):
@@ -572,9 +576,9 @@ class ModelWorker:
     def _make_forward(
         self, setup: ModelSetup, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup
     ) -> Forward:
-        """Return the forward of the model: with CUDA graphs if they can be captured.
+        """Return the forward pass of the model, with CUDA graphs if they can be captured.
 
-        With several ranks, all graphs are captured here: a capture contains collectives, so all ranks must capture the
+        With several ranks, all graphs are captured here. A capture contains collectives, so all ranks must capture the
         same sizes in the same order, without steps in between.
         """
         graphs, info = self._graphs, self.mesh.rank_info
@@ -595,7 +599,7 @@ class ModelWorker:
             within(graphs, cache.num_sequences),
             max_pages=min(pool.num_pages, -(-setup.plan.context_length // pool.page_size)),
             reads=batch_reads(model),
-            # With several ranks, only rank 0 has the sampler, so graphs end at the hidden states.
+            # With several ranks, only rank 0 has the sampler, so graphs end at hidden states.
             choice=Choice(
                 model.logits,
                 self.kernels.choose,
@@ -634,7 +638,7 @@ def rank_info(plan: Plan, rank: int) -> RankInfo:
 
 
 def _relaxed(plan: Plan) -> RelaxedAcceptance | None:
-    """Return how drafts of drawn rows are accepted, or None if only the model's draws are."""
+    """Return how draft tokens of sampled rows are accepted, or None if only the model's draws count."""
     thresholds = RelaxedAcceptance(plan.draft.accept_single, plan.draft.accept_divisor)
     return thresholds if min(thresholds) < 1 else None
 
