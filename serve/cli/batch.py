@@ -19,7 +19,7 @@ from serve.calls.batch import FILE_BYTES, URLS, BatchCounts, answer_lines, max_l
 
 
 def main(words: Sequence[str]) -> int:
-    """Execute the words after `batch`; return 0 if every line was answered, else 1.
+    """Run `penstock batch` with the words after `batch`. Return 0 if every line was answered, else 1.
 
     Raises `ConfigurationError` for files that cannot be opened, and the engine's errors.
     """
@@ -45,7 +45,7 @@ def main(words: Sequence[str]) -> int:
 
 def _opened(name: str, mode: str, stack: ExitStack) -> BinaryIO:
     if name == "-":
-        # Not sys.stdin: at exit, a thread may still read and would hold the lock of sys.stdin.
+        # Not sys.stdin: at exit, a thread may still be reading and would hold the lock of sys.stdin.
         return sys.stdout.buffer if mode == "xb" else open(0, "rb", closefd=False)
     try:
         return stack.enter_context(Path(name).open(mode))  # pyright: ignore[reportReturnType]

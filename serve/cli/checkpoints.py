@@ -1,4 +1,4 @@
-"""`penstock quantize` and `penstock shard`: write a checkpoint with quantised weights, or split by rank."""
+"""`penstock quantize` and `penstock shard`: write a checkpoint with quantised weights, or with files per rank."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ METHODS = {
 
 
 def quantize(words: Sequence[str]) -> int:
-    """Execute the words after `quantize`, and return the exit status. Raises `CheckpointError` for an
-    unsuitable checkpoint.
+    """Run `penstock quantize` with the words after `quantize`, and return the exit status.
+
+    Raises `CheckpointError` for an unsuitable checkpoint.
     """
     parser = argparse.ArgumentParser(
         prog="penstock quantize",
@@ -34,8 +35,9 @@ def quantize(words: Sequence[str]) -> int:
 
 
 def shard(words: Sequence[str]) -> int:
-    """Execute the words after `shard`, and return the exit status. Raises `CheckpointError` for an unsuitable
-    checkpoint.
+    """Run `penstock shard` with the words after `shard`, and return the exit status.
+
+    Raises `CheckpointError` for an unsuitable checkpoint.
     """
     parser = argparse.ArgumentParser(
         prog="penstock shard",

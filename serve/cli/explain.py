@@ -25,7 +25,7 @@ _CELL_WIDTH = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One option: the value that was set, the resolved value, and the reason."""
+    """One option: the value that was set, the resolved value, and the reason for it."""
 
     option: str
     asked: str
@@ -34,7 +34,7 @@ class Row:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the table (or JSON) for a command line; return the exit status, 2 if any option is refused."""
+    """Print the table (or JSON) for a command line. Return the exit status: 2 if any option is refused, else 0."""
     parser = argparse.ArgumentParser(prog="penstock explain", allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--all", action="store_true", help="also show options at their defaults")
@@ -81,7 +81,7 @@ def as_json(rows: Sequence[Row], refusals: Sequence[str]) -> str:
 
 
 def _facts(args: Args, path: str) -> tuple[ModelFacts | None, list[str]]:
-    """Return the model's facts, or the messages that say why they cannot be read."""
+    """Return the model's facts, or None and the messages that say why they cannot be read."""
     from runtime.loading.checkpoint import locate, stored_as  # slow to import
     from runtime.loading.facts import read_facts
 
@@ -93,7 +93,7 @@ def _facts(args: Args, path: str) -> tuple[ModelFacts | None, list[str]]:
 
 
 def _adapter_slots(plan: Plan, facts: ModelFacts) -> Row:
-    """Return the row about the memory of the slots of LoRA adapters."""
+    """Return a row with the memory of the slots for LoRA adapters."""
     from runtime.loading.adapter_memory import largest_rank, slots_bytes  # slow to import
 
     rank = largest_rank(plan.lora)
@@ -123,21 +123,21 @@ def _rows(args: Args, plan: Plan, refusals: Mapping[str, str], everything: bool,
         if everything or asked or reason not in ("", "the default"):
             reason = reason or ("as asked" if asked else "the default")
             rows.append(Row(option=option.flag, asked=asked, done=done, reason=reason))
-    if has_model:  # a separate row, because no option sets the kernels
+    if has_model:  # a separate row, because no option sets all kernels
         kernels = ", ".join(f"{operation} {backend}" for operation, backend in plan.kernels.choices.items())
         rows.append(Row(option="(kernels)", asked="", done=kernels, reason=plan.kernels.reasons["choices"]))
     return rows
 
 
 def _done(option: Option, args: Args, plan: Plan, has_model: bool) -> tuple[str, str]:
-    """Return the resolved value and its reason.
+    """Return the resolved value as text, and its reason.
 
-    If the resolved value is not one that the option accepts, the text begins with the name of the plan's field.
+    If the option does not accept the resolved value, the text begins with the name of the plan's field.
     """
     section, _, field = option.spec.plan.partition(".")
     if not field:
         return shown(option, args.get(option.name), _CELL_WIDTH), ""
-    if not has_model and section != "kernels":  # only the section of kernels does not depend on the model
+    if not has_model and section != "kernels":  # only the plan's kernels do not depend on the model
         return "unknown without a model", ""
     value, reason = plan.decision(option.spec.plan)
     try:

@@ -11,11 +11,11 @@ from runtime.config import Args
 from runtime.errors import ConfigurationError, EngineFailure
 from serve.cli.usage import help_text
 
-# Garbage collection thresholds of a server: imported modules stay, and requests create few reference cycles.
+# Garbage collection thresholds of a server: imported modules stay alive, and requests create few reference cycles.
 GC_THRESHOLDS = 20_000, 20, 50
 REFUSED = 2  # exit status of an invalid command line
 FAILED = 1  # exit status of an engine that could not start
-COMMANDS: Mapping[str, str] = {  # commands other than serve: module and function, imported on use
+COMMANDS: Mapping[str, str] = {  # all commands except serve, as module:function, imported on use
     "explain": "serve.cli.explain:main",
     "bench": "serve.bench.__main__:main",
     "batch": "serve.cli.batch:main",
@@ -31,7 +31,7 @@ COMMANDS: Mapping[str, str] = {  # commands other than serve: module and functio
 
 
 def run(words: Sequence[str]) -> int:
-    """Execute a command line (without the program's name), and return the exit status."""
+    """Run a command line (without the program's name), and return the exit status."""
     try:
         return _execute(words)
     except ConfigurationError as error:
@@ -55,14 +55,14 @@ def _execute(words: Sequence[str]) -> int:
 
 
 def _help(words: Sequence[str]) -> int:
-    """Execute `penstock help [COMMAND or WORD]`."""
-    if words and words[0] in COMMANDS and words[0] != "explain":  # explain has the options of the server
+    """Run `penstock help [COMMAND or WORD]`."""
+    if words and words[0] in COMMANDS and words[0] != "explain":  # explain has the same options as the server
         return _execute([words[0], "--help"])
     return _serve(["--help", *words])
 
 
 def failed(error: EngineFailure) -> str:
-    """Return the message for an engine that could not start, with the first line of its cause."""
+    """Return the message for an engine that could not start, with the first line of the error's cause."""
     cause = error.__cause__
     if cause is None:
         return f"penstock: {error.message}\n"

@@ -1,4 +1,4 @@
-"""`penstock models`: every supported architecture, its implementation, and the features that it supports."""
+"""`penstock models`: every supported architecture, its implementation and its features."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXT, VECTORS, SCORES = "text, vectors", "vectors", "scores"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The features of one architecture that are known before a checkpoint is loaded."""
+    """The features of one architecture that are known without a checkpoint."""
 
     architecture: str
     computed_by: str  # a file of runtime.models, or "transformers"
@@ -35,7 +35,7 @@ class Row:
 
 
 def main(words: Sequence[str]) -> int:
-    """Print the features of the named architectures, or of all; return 1 if a name is unknown or refused, else 0."""
+    """Print the features of the named architectures, or of all. Return 1 if a name is unknown or refused, else 0."""
     parser = argparse.ArgumentParser(
         prog="penstock models", description="List the supported architectures and their features."
     )
@@ -68,9 +68,9 @@ def rows() -> list[Row]:
 
 
 def rows_of(name: str) -> list[Row]:
-    """Return the rows of an architecture, of all whose names contain this text, or of a model. Empty: none is known.
+    """Return the rows of an architecture, of all architectures whose names contain this text, or of a model.
 
-    Raises `ConfigurationError` for a model that cannot be read.
+    The list is empty if nothing matches. Raises `ConfigurationError` for a model that cannot be read.
     """
     if "/" in name or Path(name).is_dir():
         return [each for architecture in _architectures(name) if (each := row(architecture)) is not None]
@@ -90,7 +90,7 @@ def _refused(name: str) -> list[str]:
 
 
 def _architectures(model: str) -> list[str]:
-    """Return the architectures that a folder's or a Hub repository's config.json names."""
+    """Return the architectures in the config.json of a folder or a Hub repository."""
     path = Path(locate(model, None, None, weights=False)) / "config.json"
     try:
         named = orjson.loads(path.read_bytes()).get("architectures")
@@ -108,7 +108,7 @@ def row(name: str) -> Row | None:
         return _of_family(name, entry)
     from runtime.models.by_transformers.facts import output_kind, usual_name
 
-    output = output_kind(usual_name(name))  # PhiMoEForCausalLM is PhimoeForCausalLM there
+    output = output_kind(usual_name(name))  # in transformers, PhiMoEForCausalLM is PhimoeForCausalLM
     if output is None:
         return None
     return Row(

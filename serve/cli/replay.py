@@ -21,9 +21,10 @@ from serve.demo import demo_path
 
 
 def main(words: Sequence[str]) -> int:
-    """Execute the words after `replay`. Return 0 if every decision and token is equal, and 1 at the first difference.
+    """Run `penstock replay` with the words after `replay`.
 
-    Raises `ConfigurationError` if the file is not a record, or if the model cannot repeat it.
+    Return 0 if every decision and token is equal, and 1 at the first difference. Raises `ConfigurationError` if the
+    file is not a record, or if the model cannot repeat it.
     """
     parser = argparse.ArgumentParser(
         prog="penstock replay",
@@ -68,7 +69,7 @@ def _result(counts: Counts, difference: str | None, *, as_json: bool) -> str:
 
 
 async def _with_model(player: Player, args: Args) -> None:
-    """Compute every recorded step with the model, and compare its tokens with the recorded ones."""
+    """Compute every recorded step with the model, and compare its tokens with the recorded tokens."""
     from runtime.actors.assemble import prepare
     from runtime.actors.replica import start_replica
 

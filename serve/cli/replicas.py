@@ -1,7 +1,7 @@
 """`penstock ray`: serve a model with several replicas on a Ray cluster."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# (Ray is an extra.)
+# Ray is an optional dependency.
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runtime.errors import ConfigurationError
 
 
 def main(words: Sequence[str]) -> int:
-    """Execute the words after `ray`. Serves until a signal; returns 0. Raises `ConfigurationError`."""
+    """Run `penstock ray` with the words after `ray` until a signal, and return 0. Raises `ConfigurationError`."""
     parser = argparse.ArgumentParser(
         prog="penstock ray",
         description="Serve a model with several replicas on a Ray cluster, behind one address. Connects to the cluster "

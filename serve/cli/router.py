@@ -1,7 +1,8 @@
 """`penstock router`: one address for prefill and decode servers.
 
-A prompt goes to a prefill server, whose answer is one token that nobody reads. At the same time the whole request goes
-to a decode server, which fetches the KV pages of the prompt when they are computed, and streams the output.
+The router sends each prompt to a prefill server and ignores the single token of its answer. At the same time, it sends
+the whole request to a decode server. The decode server fetches the KV pages of the prompt when they are computed, and
+streams the output.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ from serve.http.access import PREFILLED
 from serve.http.forwarding import MAX_BODY_BYTES, failure, read_body, too_large
 
 KIND = "RouterError"
-MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # of all requests in progress
-BODY_S = 60.0  # time for a client to send its body
-ANSWER_S = 3600.0  # longest wait for the head of an answer, and for its next part
-# Requests with prompts. All others go to a decode server alone.
+MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # limit on the bodies of all requests in progress
+BODY_S = 60.0  # time limit for a client to send its body, in seconds
+ANSWER_S = 3600.0  # longest wait for the head of an answer, and for each further part, in seconds
+# Paths of requests with prompts. All other requests go only to a decode server.
 GENERATING = frozenset(
     ("/v1/chat/completions", "/v1/completions", "/generate", "/v1/messages", "/v1/responses", "/api/chat")
 )
 HOP_HEADERS = frozenset(("host", "content-length", "connection", "transfer-encoding", "keep-alive", PREFILLED))
-# Servers then do not take the requests of a router on their machine for local ones, for which admin routes need no key.
+# A proxy header. With it, servers on the router's machine do not treat its requests as local. Local requests may call
+# admin routes without a key.
 VIA = ("via", "1.1 penstock-router")
 METHODS = ["GET", "POST", "PUT", "DELETE"]
 
 
 def main(words: Sequence[str]) -> int:
-    """Execute the words after `router`. Serves until a signal; returns 0."""
+    """Run `penstock router` with the words after `router`. Serves until a signal, and returns 0."""
     parser = argparse.ArgumentParser(prog="penstock router", description=__doc__)
     parser.add_argument("--prefill", nargs="+", required=True, metavar="URL", help="prefill servers")
     parser.add_argument("--decode", nargs="+", required=True, metavar="URL", help="decode servers")
@@ -62,7 +64,7 @@ def main(words: Sequence[str]) -> int:
 
 
 class Pool:
-    """Servers of one role. The one with the fewest requests in progress is next."""
+    """Servers of one role. The next request goes to the server with the fewest requests in progress."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._loads = {url.rstrip("/"): 0 for url in urls}
@@ -70,7 +72,7 @@ class Pool:
 
     @asynccontextmanager
     async def server(self) -> AsyncIterator[str]:
-        """Count a request of the chosen server while the context lasts."""
+        """Choose a server, and count a request for it while the context lasts."""
         turn = next(self._turns)
         urls = list(self._loads)
         url = min(urls[turn % len(urls) :] + urls[: turn % len(urls)], key=self._loads.__getitem__)
@@ -88,18 +90,18 @@ class _Bodies:
 
 
 class _TooManyBytes(Exception):
-    """The bodies in progress are too large together."""
+    """The bodies of all requests in progress are too large together."""
 
 
 class _Held:
-    """The bytes of one request's body, which count until all its uses have ended."""
+    """The bytes of one request's body. They count until all uses of the body have ended."""
 
     def __init__(self, bodies: _Bodies) -> None:
         self._num_bytes = self._num_uses = 0
         self._bodies = bodies
 
     def add(self, num_bytes: int) -> None:
-        """Count more bytes. Raises `_TooManyBytes` if all requests together hold too many."""
+        """Count more bytes. Raises `_TooManyBytes` if all requests together hold too many bytes."""
         if self._bodies.num_bytes + num_bytes > MAX_BODIES_BYTES:
             raise _TooManyBytes
         self._num_bytes += num_bytes
@@ -107,7 +109,7 @@ class _Held:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Use the body inside the context. The last use frees it."""
+        """Use the body while the context lasts. The end of the last use frees its bytes."""
         self._num_uses += 1
         try:
             yield
@@ -118,7 +120,7 @@ class _Held:
 
 
 class Router:
-    """Forwards requests to pairs of servers."""
+    """Forwards each request to a decode server, and its prompt also to a prefill server."""
 
     def __init__(self, prefill: Sequence[str], decode: Sequence[str], client: httpx.AsyncClient) -> None:
         self._prefill, self._decode, self._client = Pool(prefill), Pool(decode), client
@@ -142,13 +144,13 @@ class Router:
             return too_large(KIND) if body is None else await self._route(request, body, held, stack)
 
     async def _route(self, request: Request, body: bytes, held: _Held, stack: AsyncExitStack) -> Response:
-        """Forward a request. When the answer is complete, `stack` is closed."""
+        """Forward a request. `stack` is closed when the answer is complete."""
         headers = [(name, value) for name, value in request.headers.items() if name not in HOP_HEADERS]
         path = request.scope["raw_path"].decode("latin-1") + (f"?{request.url.query}" if request.url.query else "")
         headers.append(VIA)
         if request.method == "POST" and request.url.path in GENERATING:
             use = ExitStack()
-            use.enter_context(held.used())  # begins now, because the task may begin after the answer
+            use.enter_context(held.used())  # counted now, because the task may start after the answer
             task = asyncio.create_task(self._prefill_prompt(path, [*headers], body))
             self._prefilling.add(task)
             task.add_done_callback(self._prefilling.discard)
@@ -167,7 +169,7 @@ class Router:
     async def _forward(
         self, request: Request, path: str, headers: Sequence[tuple[str, str]], body: bytes, stack: AsyncExitStack
     ) -> Response:
-        """Send a request to a decode server. If the client leaves before the answer begins, the request ends."""
+        """Send a request to a decode server. If the client leaves before the answer begins, cancel the request."""
         url = await stack.enter_async_context(self._decode.server())
         try:
             sent = self._client.build_request(request.method, url + path, headers=list(headers), content=body)
@@ -189,7 +191,7 @@ class Router:
 
 
 class _Forwarded(StreamingResponse):
-    """The answer of a server. Closes `stack` when it has been sent, or when the client has left."""
+    """The answer of a server. Closes `stack` when the answer has been sent or the client has left."""
 
     def __init__(self, answer: httpx.Response, stack: AsyncExitStack) -> None:
         super().__init__(answer.aiter_raw(), status_code=answer.status_code)
@@ -203,7 +205,7 @@ class _Forwarded(StreamingResponse):
 def router_app(prefill: Sequence[str], decode: Sequence[str], *, answer_s: float = ANSWER_S) -> Starlette:
     """Return the application that routes to these servers.
 
-    `answer_s` is the longest wait for the head of an answer, and for its next part.
+    `answer_s` is the longest wait, in seconds, for the head of an answer and for each further part.
     """
 
     @asynccontextmanager
@@ -222,7 +224,10 @@ def router_app(prefill: Sequence[str], decode: Sequence[str], *, answer_s: float
 
 
 async def _unless_left(request: Request, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response | None:
-    """Return the answer; None if the client leaves first. The body has been read, so only its end can arrive."""
+    """Return the answer, or None if the client leaves first.
+
+    The request's body has been read, so the next message from the client can only be its disconnect.
+    """
 
     async def leave() -> None:
         await request.receive()

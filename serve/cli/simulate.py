@@ -1,4 +1,4 @@
-"""`penstock simulate`: the scheduler on a trace over a virtual clock, to compare policies and machines."""
+"""`penstock simulate`: run the scheduler on a trace over a virtual clock, to compare policies and machines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from runtime.simulation.traces import Arrival, Measured, read_record, read_trace
 from serve.demo import demo_path
 
 POLICIES = ("fcfs", "lpm", "dfs-weight", "lof", "random")
-GPU_SHARE = 0.9  # share of a GPU's memory for weights and KV
+GPU_SHARE = 0.9  # fraction of a GPU's memory for weights and KV cache
 
 
 class Target(NamedTuple):
@@ -40,7 +40,10 @@ class Target(NamedTuple):
 
 
 def main(words: Sequence[str]) -> int:
-    """Execute the words after `simulate`; return 0. Raises `ConfigurationError` for invalid options and files."""
+    """Run `penstock simulate` with the words after `simulate`, and return 0.
+
+    Raises `ConfigurationError` for invalid options and files.
+    """
     flags, rest = _parser().parse_known_args(words)
     recorded = _record(flags.trace)
     target = _target(flags.machine, rest, recorded)
@@ -102,7 +105,7 @@ Recorded = tuple[Any, list[Arrival], Measured]
 
 
 def _record(text: str) -> Recorded | None:
-    """Return the record that the trace names, or None if it is another kind of trace."""
+    """Return the record that the trace names, or None if the trace is not a record."""
     path = Path(text)
     if not path.is_file() or not _is_record(path):
         return None
@@ -139,7 +142,7 @@ def _target(machine: str | None, options: Sequence[str], recorded: Recorded | No
 
 
 def _gpu(name: str, options: Sequence[str]) -> Target:
-    """Return a GPU with the model and the options of the server, and published step times."""
+    """Return a GPU with the model and options of the server, and step times from the GPU's data sheet."""
     from runtime.actors.assemble import prepare
 
     plan, facts = prepare(Args.parse(options), Machine.named(name), demo_path=demo_path())
@@ -172,7 +175,7 @@ def _arrivals(flags: argparse.Namespace, recorded: Recorded | None) -> Iterable[
 
 
 def _with(plan: SchedulerPlan, policy: str) -> SchedulerPlan:
-    """Return the plan with a policy and changed fields."""
+    """Return the plan with another policy and changed fields, from text such as "lpm,max_running=64"."""
     name, *changes = policy.split(",")
     if name not in POLICIES:
         raise ConfigurationError(f"--policy {name} is unknown; use {', '.join(POLICIES)}.")
@@ -190,7 +193,7 @@ def _with(plan: SchedulerPlan, policy: str) -> SchedulerPlan:
 
 
 def _recorded_values(measured: Measured, arrivals: list[Arrival], simulated: Outcome) -> dict[str, Any]:
-    """Return the measured times of the record, and how close the first policy comes to them."""
+    """Return the measured times of the record, and the relative errors of the first policy's simulated times."""
     arrived = {each.sequences[0].request.id: each.time_s for each in arrivals}
     first = np.array([measured.first_s[each] - arrived[each] for each in measured.first_s])
     several = [each for each, count in measured.num_output.items() if count > 1]

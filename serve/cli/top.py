@@ -20,17 +20,19 @@ TIMEOUT_S = 10.0
 
 
 class Scrape(NamedTuple):
-    """The samples of one scrape, summed over all replicas. `totals` has sums by name, `by_label` sums by name and by
-    the value of one label.
+    """The samples of one scrape, summed over all replicas.
+
+    `totals` has sums by name. `by_label` has sums by name and by the value of one label.
     """
 
     at_s: float
     totals: Mapping[str, float]
-    # The key is (sample, value of its label), for example ("penstock:pages", "free"); a histogram's label is the bound.
+    # Key: (sample, label value), for example ("penstock:pages", "free"). The label of a histogram is its bucket's
+    # bound.
     by_label: Mapping[tuple[str, str], float]
 
 
-LABELS = {"penstock:pages": "owner"}  # sample -> the label whose values are kept apart
+LABELS = {"penstock:pages": "owner"}  # sample -> the label whose values are summed separately
 HISTOGRAMS = {
     "first token": "sglang:time_to_first_token_seconds",
     "between tokens": "sglang:inter_token_latency_seconds",
@@ -61,9 +63,9 @@ def rate(name: str, before: Scrape, now: Scrape) -> float:
 
 
 def quantile(name: str, share: float, before: Scrape, now: Scrape) -> float | None:
-    """Return the quantile of a histogram's samples between two scrapes: the upper bound of the bucket that contains it.
+    """Return a quantile (0 to 1) of a histogram's samples between two scrapes.
 
-    Returns None if the histogram has no new samples.
+    The result is the upper bound of the bucket that contains the quantile, or None if the histogram has no new samples.
     """
     bucket = f"{name}_bucket"
     grown = sorted(
@@ -132,7 +134,10 @@ def _seconds(value: float | None) -> str:
 
 
 def main(words: Sequence[str]) -> int:
-    """Execute the words after `top`, until Ctrl-C. Raises `ConfigurationError` if the server has no metrics."""
+    """Run `penstock top` with the words after `top`, until Ctrl-C.
+
+    Raises `ConfigurationError` if the server has no metrics.
+    """
     parser = argparse.ArgumentParser(
         prog="penstock top",
         description="Show the activity of a server that was started with --enable-metrics.",

@@ -1,4 +1,4 @@
-"""Writes the text of `--help` from the declarations of the options."""
+"""Generate the text of `--help` from the declarations of the options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ usage: penstock [serve MODEL] [options]  serve a model over HTTP (also: python -
 
 Options may be abbreviated if they stay unique. Without a model, a small demo model is served.
 """
-# The options of the short help: what most servers set.
+# The options of the short help, which most servers set.
 _MAIN = (
     "model_path", "host", "port", "api_key", "served_model_name", "context_length", "dtype", "quantization", "device",
     "tp_size", "mem_fraction_static", "max_running_requests", "chat_template", "tool_call_parser", "reasoning_parser",
@@ -43,7 +43,7 @@ docs/arguments.md has the same list as a table.
 
 
 def help_text(topic: str = "") -> str:
-    """Return the text of `--help`: the main options, "all", or those that a word names or describes."""
+    """Return the text of `--help`: the main options, "all" options, or the options that match a word."""
     if topic == "all":
         return f"{_COMMANDS}\n{_full(options())}"
     if topic:
@@ -54,7 +54,7 @@ def help_text(topic: str = "") -> str:
 
 
 def _about(topic: str) -> str:
-    """Return the help of the options with this word in a flag or, if there is none, in the group or the text."""
+    """Return the help of the options with this word in a flag, or else in the group's title or the help text."""
     word = topic.strip("-").replace("_", "-").lower()
     found = [option for option in options() if any(word in flag for flag in spellings(option))]
     if not found:
@@ -63,7 +63,7 @@ def _about(topic: str) -> str:
 
 
 def _line(option: Option) -> str:
-    """Return an option's flag and the beginning of its help in one line."""
+    """Return one line with an option's flag and the beginning of its help."""
     flag = f"  {option.flag} {_METAVARS.get(option.type, '')}".rstrip()
     sentence = option.spec.help.partition(". ")[0].partition(";")[0].partition(": ")[0]
     text = f"{flag:<32}{sentence.rstrip('.')}"
@@ -71,7 +71,7 @@ def _line(option: Option) -> str:
 
 
 def _full(chosen: Iterable[Option]) -> str:
-    """Return the whole help of these options by group, and the names of unsupported ones."""
+    """Return the complete help of these options by group, and the flags of unsupported options."""
     wanted = {option.name for option in chosen}
     parts: list[str] = []
     for title, members in by_group():
@@ -107,7 +107,7 @@ def spellings(option: Option) -> list[str]:
 
 
 def values_of(option: Option, *, built_only: bool = False) -> str:
-    """Return the text after the flag: empty, N, {a,b}, ..."""
+    """Return the text after the flag, for example "", "N" or "{a,b}"."""
     if option.type is bool and option.spec.const is None:
         return ""
     choices = option.spec.choices
@@ -137,7 +137,7 @@ def outcome_note(option: Option) -> str:
 
 
 def _later(option: Option) -> str:
-    """Return a note on the values that are not supported yet."""
+    """Return a note about values that are not supported yet."""
     built, choices = option.spec.built, option.spec.choices
     if built is None:
         return ""

@@ -1,1 +1,1 @@
-"""HTTP machinery that all APIs share: reading requests and writing answers."""
+"""HTTP code that all APIs share: reading requests and writing answers."""

@@ -1,15 +1,15 @@
 """Access control: route scopes, API keys, browser origins, and caller data from headers.
 
-A route has one of three scopes. `PUBLIC` answers every client. `USER` requires a key if keys are configured.
-`ADMIN` requires an admin key; without an admin key, it answers on loopback addresses only, to clients that
-may call user routes with `--api-key` or without a key. Keys are compared in constant time.
+A route has one of three scopes. `PUBLIC` routes answer every client. `USER` routes require a key if keys are
+configured. `ADMIN` routes require an admin key. If no admin key is configured, they answer on loopback addresses only,
+to clients that may call user routes with `--api-key` or without a key. Keys are compared in constant time.
 
-A request is local if it comes straight from this machine: the server listens on a loopback address, `Host` names
-one, and no proxy has forwarded the request. Only local requests are trusted without an admin key.
+A request is local if it comes straight from this machine: the server listens on a loopback address, `Host` names a
+loopback address, and no proxy has forwarded the request. Only local requests are trusted without an admin key.
 
-A browser can send requests to our address from any page that it shows. Therefore a request without a key is
-refused if its `Origin` is neither ours nor listed, if another site's page sent it without an `Origin`, or if `Host` is
-a foreign name that resolves to a loopback address.
+A browser can send requests to this server from any page that it shows. Therefore a request without a key is refused if
+its `Origin` is neither this server's nor listed, if another site's page sent it without an `Origin`, or if `Host` is a
+foreign name that resolves to a loopback address.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 PREFILLED = "x-penstock-prefilled"  # header of a router: a prefill server computes the prompt
 MAX_LABEL_CHARS = 128
-MAX_TRACE_CHARS = 512  # longer headers are ignored; W3C requires servers to propagate at least this many characters
+MAX_TRACE_CHARS = 512  # longer headers are ignored; W3C requires servers to propagate at least 512 characters
 
 ADMIN_NAME, USER_NAME = "admin-api-key", "api-key"  # names of the keys set on the command line
 
@@ -53,7 +53,7 @@ class RouteScope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class AccessKey:
-    """A key, stored as its digest, so that all keys have one length."""
+    """A key. Only its digest is stored, so that all keys have the same length."""
 
     client: Client
     digest: bytes
@@ -137,13 +137,13 @@ class Access:
             return None
         digest = _digest(key_header)
         client: Client | None = None
-        for key in self._keys:  # compare with every key, to take constant time
+        for key in self._keys:  # compare with every key, so that the time is constant
             if hmac.compare_digest(digest, key.digest):
                 client = key.client
         return client
 
     def _is_local(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether the request comes straight from this machine, as far as its headers tell."""
+        """Whether the request comes straight from this machine, as far as its headers show."""
         host = _host_name(headers)
         return (host == self._host or _is_literal_loopback(host)) and not any(map(_is_forwarding, headers))
 
@@ -166,13 +166,13 @@ class Access:
             )
 
     def _is_own(self, origin: str, host: str) -> bool:
-        """Whether a page of this server sent the request. `_check_host` refuses foreign names of this machine."""
+        """Whether a page of this server sent the request. `_check_host` refuses foreign names for this machine."""
         return bool(host) and urlsplit(origin).netloc.lower() == host.lower()
 
     def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
         """On a loopback address, refuse a foreign name that resolves to this machine (DNS rebinding).
 
-        Browsers always send `Host`, so a request without one comes from another client.
+        Browsers always send `Host`, so a request without `Host` does not come from a browser.
         """
         host = _host_name(headers)
         if (
@@ -187,9 +187,9 @@ class Access:
 
 
 def read_key_file(path: str) -> list[AccessKey]:
-    """Return the keys of a file with lines `NAME KEY` or `NAME KEY admin`. Skips empty lines and `#` lines.
+    """Return the keys of a file with lines `NAME KEY` or `NAME KEY admin`. Empty lines and lines with `#` are skipped.
 
-    Raises `ConfigurationError` with the line's number, never the key.
+    Raises `ConfigurationError` with the number of the invalid line, never with the key.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -217,7 +217,7 @@ def read_key_file(path: str) -> list[AccessKey]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens on `host` can be reached from this machine only."""
+    """Whether a server that listens on `host` can be reached only from this machine."""
     if _is_literal(host):
         return _is_literal_loopback(host)
     try:
@@ -228,7 +228,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _host_name(headers: Mapping[bytes, bytes]) -> str:
-    """Return the name or address in `Host`, without the port; "" without a valid `Host`."""
+    """Return the name or address in `Host`, without the port, or "" if there is no valid `Host`."""
     try:
         return urlsplit("//" + headers.get(b"host", b"").decode("latin-1")).hostname or ""
     except ValueError:
@@ -276,7 +276,7 @@ def caller_of(headers: Mapping[str, str], plan: ObservePlan) -> Caller:
 
 
 def _trace(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Return the trace context of the request: its headers traceparent and tracestate (W3C)."""
+    """Return the trace context of the request: its W3C headers traceparent and tracestate."""
     headers_of_trace = ((name, headers.get(name, "")) for name in ("traceparent", "tracestate"))
     return tuple((name, value) for name, value in headers_of_trace if 0 < len(value) <= MAX_TRACE_CHARS)
 
@@ -284,7 +284,8 @@ def _trace(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
 class OpenCalls:
     """Counts the open calls of each client. A call is open from the request's head to the end of the answer.
 
-    Clients are identified by key, or by address without a key. Calls over `limit` are refused. None means no limit.
+    A client is identified by its key, or by its address if it sends no key. Calls over `limit` are refused. None means
+    no limit.
     """
 
     def __init__(self, limit: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Direct writes of streamed bodies to the connection; the server adds the writer to the request's scope."""
+"""Write streamed bodies directly to the connection. The server adds the writer to the request's scope."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ BODY_WRITER = "penstock.body_writer"  # key in the scope of every request
 
 
 class BodyWriter:
-    """Writes parts of a streamed body directly to the connection, without the coroutine per part that ASGI's `send`
-    needs.
+    """Writes parts of a streamed body directly to the connection, without ASGI's `send`, a coroutine call per part.
 
-    The scope belongs to uvicorn's request-response cycle and holds this object, so the object refers to the
+    The scope belongs to uvicorn's request-response cycle and holds this object. Therefore the object refers to the
     cycle weakly.
     """
 
@@ -35,7 +34,7 @@ class BodyWriter:
         return cycle.chunked_encoding is True and not cycle.flow.write_paused
 
     def write(self, part: bytes) -> None:
-        """Write at least one byte. Call only while `ready`."""
+        """Write `part`, which must not be empty. Call only while `ready`."""
         cycle = self._cycle()
         if cycle is not None:
             cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))

@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 
 MAX_BODY_BYTES = "penstock.max_body_bytes"  # key in the scope of every request; the value is the limit of its route
 LARGE_BODIES = "penstock.large_bodies"  # key in the scope of every request; the value is the server's `LargeBodies`
-MAX_LARGE_BYTES = 2**30  # memory of all large bodies that are being received and decoded
-LARGE_BYTES = 2**20  # smaller bodies are received whatever others do
-PLAIN_ID = re.compile(rb"[!-~]{1,128}")  # an x-request-id that is sent back
-CLIENT_GONE = 499  # status for access logs; the client has disconnected
+MAX_LARGE_BYTES = 2**30  # memory for all large bodies that are being received or decoded
+LARGE_BYTES = 2**20  # smaller bodies are received even if large bodies fill their memory
+PLAIN_ID = re.compile(rb"[!-~]{1,128}")  # pattern of an x-request-id that the answer repeats
+CLIENT_GONE = 499  # status in the access log if the client disconnected
 
 logger = logging.getLogger("penstock.http")
 Handler = Callable[[HttpRequest, "EngineCore"], Awaitable[ASGIApp]]
 T = TypeVar("T")
-BODIES: dict[Handler, tuple[type, ...]] = {}  # the bodies that a handler decodes, set by `decodes`
+BODIES: dict[Handler, tuple[type, ...]] = {}  # body classes that each handler decodes, set by `decodes`
 
 
 def decodes(*bodies: type) -> Callable[[Handler], Handler]:
-    """Declare the body that a handler decodes, for OpenAPI. Several bodies are alternatives."""
+    """Declare the body class that a handler decodes, for OpenAPI. Several classes are alternatives."""
 
     def declare(handler: Handler) -> Handler:
         BODIES[handler] = bodies
@@ -63,7 +63,7 @@ def decodes(*bodies: type) -> Callable[[Handler], Handler]:
 class RouteSpec(NamedTuple):
     """One route: its handler, the clients that may call it (`scope`), and its error format.
 
-    `takes_ids`: prompts may be token ids, so bodies may be larger than text bodies. `takes_tensors`: bodies may hold
+    `takes_ids`: prompts may be token ids, so bodies may be larger than with text. `takes_tensors`: bodies may contain
     weights.
     """
 
@@ -81,7 +81,7 @@ class ClientGoneError(Exception):
 
 
 class LargeBodies:
-    """Limits the memory of the bodies that are being received and decoded, over all calls of a server.
+    """Limits the memory of all bodies that a server is receiving and decoding.
 
     Without the limit, a few connections that each send a body of the largest size would fill the memory.
     """
@@ -91,13 +91,16 @@ class LargeBodies:
         self.num_bytes = 0
 
     def add(self, num_bytes: int, body_bytes: int) -> None:
-        """Count bytes that arrived. Raises `Overloaded` if the body has `body_bytes` so far and there is no room."""
+        """Count bytes that arrived for a body that has `body_bytes` so far.
+
+        Raises `Overloaded` if the body is large and the limit is exceeded.
+        """
         self.num_bytes += num_bytes
         if self.num_bytes > self.max_bytes and body_bytes > LARGE_BYTES:
             raise Overloaded("Too many large bodies are being received.")
 
 
-UNLIMITED = LargeBodies(2**63)  # for admin routes, whose bodies may hold weights
+UNLIMITED = LargeBodies(2**63)  # for admin routes, whose bodies may contain weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +146,8 @@ class Endpoint:
         except (ClientGoneError, ClientDisconnect):
             return Response(status_code=CLIENT_GONE)
         except RequestError as refused:
-            # The traceback's frames refer to the body in a cycle: only a garbage collection would free it.
+            # The traceback's frames refer to the body in a cycle. Without this line, only a garbage collection would
+            # free it.
             refused.__traceback__ = refused.__context__ = None
             return self.error_format.response(refused)
         except Exception as error:  # an error must not affect other requests
@@ -161,7 +165,7 @@ class Endpoint:
 
 
 def _with_request_id(scope: Scope, send: Send) -> Send:
-    """Return a `send` that adds the header x-request-id: the client's, if it is plain text, else a new one."""
+    """Return a `send` that adds the header x-request-id: the client's own id if it is valid, else a new id."""
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     request_id = given if PLAIN_ID.fullmatch(given) else uuid4().hex.encode()
 
@@ -181,9 +185,10 @@ async def read_body(
 ) -> T:
     """Return `decode(body)`. A large or slow body is decoded in a thread, so `decode` must have no side effects.
 
-    A route whose small bodies can take long passes `inline_bytes` 0 and always decodes in a thread. Raises
-    the errors of `decode`, `InvalidRequest` unless the body is declared as JSON (or `any_type`), `PayloadTooLarge` as
-    soon as the announced or received size exceeds the limit, and `Overloaded` if large bodies take too much memory.
+    If a route's small bodies can also take long, it passes `inline_bytes` 0, and bodies are always decoded in a thread.
+    Raises the errors of `decode`; `InvalidRequest` unless the body is declared as JSON (or `any_type` is true);
+    `PayloadTooLarge` as soon as the announced or received size exceeds the limit; and `Overloaded` if large bodies take
+    too much memory.
     """
     require_json(request, any_type=any_type)
     limit: int = request.scope[MAX_BODY_BYTES]
@@ -212,10 +217,9 @@ async def read_call(
     inline_bytes: int = INLINE_BYTES,
     any_type: bool = False,
 ) -> T:
-    """Read the body of a call that the engine will compute, and return `read(core, body)`. Raises the errors of
-    `read_body`.
+    """Read the body of a call that the engine will compute, and return `read(core, body)`.
 
-    Raises `Overloaded` before reading the body if the queue is full.
+    Raises the errors of `read_body`, and `Overloaded` before reading the body if the queue is full.
     """
     core.check_queue_space()
     try:
@@ -231,11 +235,11 @@ def _too_large(limit: int) -> PayloadTooLarge:
 
 
 def require_json(request: HttpRequest, *, any_type: bool = False) -> None:
-    """Raises `InvalidRequest` unless the body is declared as uncompressed JSON; with `any_type`, only if it is
-    compressed.
+    """Raise `InvalidRequest` unless the body is declared as uncompressed JSON.
 
-    Browsers let pages of other sites send other content types without a preflight request. Such requests have a foreign
-    `Origin`, so `Access` refuses them too; this check is a second barrier.
+    With `any_type`, raise only if it is compressed. Browsers let pages of other sites send other content types without
+    a preflight request. Such requests have a foreign `Origin`, so `Access` also refuses them; this check is a second
+    barrier.
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not any_type:
@@ -249,8 +253,9 @@ def require_json(request: HttpRequest, *, any_type: bool = False) -> None:
 
 
 async def read_all_or_disconnect(streams: Sequence[OutputStream], receive: Receive) -> list[list[Chunk]]:
-    """Return the chunks of every stream (`read_all`). If the client disconnects first, abort every request and raise
-    `ClientGoneError`.
+    """Return the chunks of every stream, as `read_all` does.
+
+    If the client disconnects first, abort every request and raise `ClientGoneError`.
     """
     try:
         return await or_disconnect(read_all(streams), receive)
@@ -259,8 +264,10 @@ async def read_all_or_disconnect(streams: Sequence[OutputStream], receive: Recei
 
 
 async def compute(http: HttpRequest, core: EngineCore, requests: Sequence[Request]) -> list[list[Chunk]]:
-    """Submit the client's requests, and return their complete output. Raises the engine's errors, `InvalidRequest` for
-    too many log-probabilities, and `ClientGoneError` if the client disconnects first.
+    """Submit the client's requests, and return their complete output.
+
+    Raises the engine's errors, `InvalidRequest` for too many log-probabilities, and `ClientGoneError` if the client
+    disconnects first.
     """
     return await read_all_or_disconnect(await core.submit_all(of_client(core, requests)), http.receive)
 
@@ -286,10 +293,10 @@ def json_response(value: Any, status: int = 200) -> Response:
 
 
 def list_page(http: HttpRequest, items: Sequence[Mapping[str, Any]], *, limit: int, max_limit: int) -> Response:
-    """Return a page of a list in OpenAI's format. `items` are sorted newest first, each with an `id`.
+    """Return a page of a list in OpenAI's format. `items` are sorted newest first, and each has an `id`.
 
-    Query parameters: `order` (desc or asc), `after` (the id before the page), `limit` (items per page).
-    Raises `InvalidRequest`.
+    Query parameters: `order` (desc or asc), `after` (the id of the last item before the page), `limit` (items per
+    page). Raises `InvalidRequest` for invalid parameters.
     """
     query = http.query_params
     order, num_items = query.get("order", "desc"), query.get("limit", str(limit))

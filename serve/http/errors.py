@@ -1,4 +1,4 @@
-"""Error responses: the information that a client gets about an error, and its JSON formats.
+"""Error responses: the information about an error that a client gets, and its JSON formats.
 
 OPENAI  {"object": "error", "message", "type", "param", "code"}
 NATIVE  {"error": {"message", "type", "param", "code"}} for client errors; like OPENAI for server errors
@@ -29,7 +29,7 @@ from serve.calls.errors import renamed
 
 logger = logging.getLogger("penstock.http")
 
-RETRY_CLOSED_S = 5  # Retry-After during a shutdown: estimated time until another server is ready
+RETRY_CLOSED_S = 5  # Retry-After during a shutdown: estimated seconds until another server is ready
 WORKER_GONE = "A worker process that computed this request has ended; send the request again."
 
 _KINDS = {400: InvalidRequest.kind, 401: Unauthorized.kind, 404: NotFound.kind, 405: "MethodNotAllowedError"}
@@ -46,7 +46,7 @@ class Failure(NamedTuple):
 
 
 def describe(error: Exception) -> Failure:
-    """Return the failure to report. Messages of other exceptions are logged with their traceback and not sent."""
+    """Return what the client is told. Unexpected errors are logged with their traceback, and their text is not sent."""
     if isinstance(error, RequestError):
         headers = {413: {"connection": "close"}, 401: {"www-authenticate": "Bearer"}}.get(error.status)
         return Failure(error.status, error.kind, error.message, error.param, headers)
@@ -68,7 +68,7 @@ def describe(error: Exception) -> Failure:
 
 
 def openai_body(failure: Failure) -> dict[str, Any]:
-    """Return both formats that OpenAI clients read: the fields at the top level, and again in `error`."""
+    """Return the two formats that OpenAI clients read: the fields at the top level, and again in `error`."""
     fields = _fields(failure)
     return {**fields, "error": fields}
 
@@ -91,10 +91,9 @@ def _fields(failure: Failure) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class ErrorFormat:
-    """How one route reports errors. `names` maps the engine's parameter names to the route's.
+    """How a route reports errors. `names` maps the engine's parameter names to the route's names.
 
-    `stream_event` encodes the error at the end of a started stream; by default, the event is `{"error":
-    {...}}`.
+    `stream_event` encodes the error at the end of a started stream. Without it, the event is `{"error": {...}}`.
     """
 
     body: Callable[[Failure], dict[str, Any]]
@@ -132,5 +131,5 @@ OPENAI = ErrorFormat(openai_body)
 
 
 def refusal_response(path: str, error: RequestError) -> Response:
-    """Response to a client that must not call this path: OpenAI's format below /v1, else the native one."""
+    """Return the refusal of a client that must not call this path: OpenAI's format below /v1, else the native one."""
     return (OPENAI if path.startswith("/v1/") else NATIVE).response(error)

@@ -12,9 +12,9 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 
 
 async def read_body(request: Request, note: Callable[[int], None] = lambda size: None) -> bytes | None:
-    """Return the body; None if it has more than `MAX_BODY_BYTES`. Raises `ClientDisconnect`.
+    """Return the body, or None if it has more than `MAX_BODY_BYTES`. Raises `ClientDisconnect`.
 
-    `note` gets the size of each part, and may raise an exception to end the reading.
+    `note` is called with the size of each part, and may raise an exception to stop reading.
     """
     body = bytearray()
     async for part in request.stream():
@@ -26,12 +26,12 @@ async def read_body(request: Request, note: Callable[[int], None] = lambda size:
 
 
 def failure(kind: str, status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    """Return an error in OpenAI's form, whose type is `kind`."""
+    """Return an error response in OpenAI's format, whose type is `kind`."""
     return Response(error_body(kind, message), status_code=status, media_type="application/json", headers=headers)
 
 
 def error_body(kind: str, message: str) -> bytes:
-    """Return the JSON of an error in OpenAI's form."""
+    """Return the JSON of an error in OpenAI's format."""
     return orjson.dumps({"error": {"message": message, "type": kind, "param": None, "code": None}})
 
 

@@ -1,10 +1,11 @@
 """Streamed answers: a response that relays output streams through an encoder, usually as server-sent events.
 
 The first chunk, and chunks that arrive during a send, wake this response's task, which awaits ASGI's `send`. While the
-client keeps up, a chunk is written to the connection directly, in the detokenizer's callback, without a task or a
-coroutine per chunk. A stream begins with its first chunk, so an earlier error still gets its own status. The response
-class of sse-starlette is not used, because it costs several microseconds more per token; only errors use the package's
-`ServerSentEvent` (`serve/http/errors.py`).
+client keeps up, a chunk is written to the connection directly, in the detokenizer's callback. This needs no task and no
+coroutine per chunk. A stream begins with its first chunk, so an error before it still gets its own status.
+
+The response class of sse-starlette is not used, because it costs several microseconds more per token. Only errors use
+the package's `ServerSentEvent` (`serve/http/errors.py`).
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ MAX_UNREAD_BYTES = 512 * 1024  # limit on the unread output of a stream with a s
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """What an API's streams consist of besides events: the content type, the end mark, and pings."""
+    """The parts of an API's streams other than events: the content type, the end mark and pings."""
 
     content_type: bytes = b"text/event-stream; charset=utf-8"
     done: bytes = DONE  # sent after the last event
-    ping: bytes = PING  # sent during long silences; empty: nothing is sent
+    ping: bytes = PING  # sent during long silences; empty: no pings
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         return [
@@ -58,7 +59,7 @@ class Encoder(Protocol):
     """Converts chunks to the events of one API. Each response has its own encoder, which may keep state."""
 
     def events(self, request_index: int, chunks: Sequence[Chunk]) -> bytes:
-        """Return the events for chunks of one of the response's requests; may be empty."""
+        """Return the events for chunks of one of the response's requests. The result may be empty."""
         ...
 
     def closing(self) -> bytes:
@@ -67,7 +68,7 @@ class Encoder(Protocol):
 
 
 class EventStream:
-    """An ASGI response that relays output streams until they end or the client disconnects, then closes them.
+    """An ASGI response that relays output streams until they end or the client disconnects, and then closes them.
 
     While `send` waits for a slow client, no chunks are read from the streams.
     """
@@ -107,7 +108,7 @@ class EventStream:
             await self._error_format.response(failure)(scope, receive, send)
 
     async def _ping_until_done(self, send: Send, tasks: tuple[asyncio.Task[Any], ...]) -> None:
-        """Send a comment in every long silence until one of the tasks ends: proxies close silent streams."""
+        """Send a comment in every long silence until one of the tasks ends, because proxies close silent streams."""
         wait_s = self._ping_s
         while True:
             ended, _ = await asyncio.wait(tasks, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -116,7 +117,7 @@ class EventStream:
             silence_s = time.monotonic() - self._last_write_s
             is_long = silence_s >= self._ping_s
             wait_s = self._ping_s if is_long else self._ping_s - silence_s
-            # A ping must not begin the stream, or wait behind a write to a slow client.
+            # A ping must not begin the stream, and must not wait for a write to a slow client.
             if is_long and self._started and not self._num_writing and self._framing.ping:
                 await self._write(send, self._framing.ping)
 
@@ -128,8 +129,9 @@ class EventStream:
         return failure
 
     async def _relay(self, send: Send) -> Exception | None:
-        """Relay every chunk. Returns the error that ended the stream early, which is an OSError if the client
-        disconnected; else None.
+        """Relay every chunk. Returns the error that ended the stream early, or None.
+
+        The error is an OSError if the client disconnected.
         """
 
         async def read(index: int) -> None:
@@ -158,7 +160,7 @@ class EventStream:
         return None
 
     def _push(self, index: int, chunk: Chunk) -> bool:
-        """Write a chunk's events directly. Return False if that is not possible now."""
+        """Write a chunk's events directly. Return False if this is not possible now."""
         writer = self._writer
         if writer is None or not self._started or self._num_writing or not writer.ready:
             return False
@@ -170,7 +172,7 @@ class EventStream:
         return True
 
     async def _write(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        """Send whole events, so that events of several streams and pings do not mix."""
+        """Send complete events, so that events of several streams and pings do not mix."""
         if not self._started:
             await self._start(send)
         self._last_write_s = time.monotonic()

@@ -191,9 +191,9 @@ ROUTES = (  # searched in order, so the most frequent routes come first
 
 
 def routes_for(environment: Mapping[str, str]) -> tuple[RouteSpec, ...]:
-    """Return `ROUTES`, with Vertex AI's routes at the paths that its environment variables name.
+    """Return `ROUTES`, with Vertex AI's routes at the paths in its environment variables.
 
-    Raises `ConfigurationError` for an invalid path or the path of another route.
+    Raises `ConfigurationError` if a path is invalid or belongs to another route.
     """
     predict = environment.get(vertex.PREDICT_VARIABLE) or vertex.PREDICT_ROUTE
     health = environment.get(vertex.HEALTH_VARIABLE) or "/health"
@@ -211,7 +211,7 @@ def routes_for(environment: Mapping[str, str]) -> tuple[RouteSpec, ...]:
 def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> Starlette:
     """Return the application that serves `core`: its routes, and the chat page unless it is disabled.
 
-    Raises `ConfigurationError` if the key file is invalid, or for an invalid path in `environment`.
+    Raises `ConfigurationError` if the key file or a path in `environment` is invalid.
     """
     plan = core.plan.serve
     access, open_calls = Access.of(plan), OpenCalls(plan.max_open_calls)
@@ -258,9 +258,9 @@ def build_app(core: EngineCore, environment: Mapping[str, str] = os.environ) -> 
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """Let browsers show answers to pages of these origins; without origins, only to the chat page.
+    """Let browsers show answers to pages of these origins. Without origins, only the chat page is allowed.
 
-    Credentials are not allowed: if every origin is allowed, pages must not use cookies or client certificates.
+    Credentials are not allowed, so pages must not use cookies or client certificates, even if every origin is allowed.
     """
     if not origins:
         return []

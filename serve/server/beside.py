@@ -1,4 +1,4 @@
-"""A server over an engine that Python code uses too: `server = await http_server(engine, port=8000)`."""
+"""An HTTP server for an engine that Python code also uses: `server = await http_server(engine, port=8000)`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from serve.server.shutdown import Signals
 
 
 class HttpServer:
-    """All routes of the server, on a port of this machine, beside the code that uses the engine.
+    """All routes of the server on a port of this machine, in the process that uses the engine from Python.
 
         async with http_server(engine, port=8000) as server: print(server.url)
         server = await http_server(engine)      # in a notebook; `await server.stop()` in a later cell
         with http_server(sync_engine) as server: ...
 
-    It handles no signals and changes no logging. It ends with `stop`, or with the engine. The options of the engine
-    that concern HTTP hold (`api_key`, `cors_allow_origins`, ...), except host and port.
+    With `port` 0, the system chooses a free port; `url` has the address. The server handles no signals and changes no
+    logging. It ends with `stop`, or with the engine. The engine's HTTP options apply (`api_key`, `cors_allow_origins`,
+    ...), except host and port.
     """
 
     def __init__(self, engine: Engine | SyncEngine, *, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -33,15 +34,19 @@ class HttpServer:
         self.url = ""
 
     async def start(self) -> Self:
-        """Listen, and return when requests are accepted. Raises `ConfigurationError` if the port cannot be used."""
+        """Listen, and return when requests are accepted.
+
+        Raises `ConfigurationError` if the port cannot be used, and `EngineClosed` if the engine is not running or the
+        server is already started.
+        """
         if self._task.running:
             raise EngineClosed("The server is already started.")
-        _ = self._async_engine.core  # raises if it is not running
+        _ = self._async_engine.core  # raises if the engine is not running
         await self._task.start()
         return self
 
     async def stop(self) -> None:
-        """End the server. Answers that are being sent are cut off; the engine goes on."""
+        """End the server. Answers in progress are cut off. The engine keeps running."""
         await self._task.stop()
 
     @property
@@ -52,7 +57,7 @@ class HttpServer:
         engine = self._async_engine
         with bind(self._host, self._port) as listening:
             signals = Signals()
-            signals.forced.set()  # at the end, clients that do not read are not waited for
+            signals.forced.set()  # do not wait at the end for clients that do not read
             server = Server(uvicorn_config(engine.core), signals)
             async with background_tasks(server.serve(sockets=[listening]), _ended(engine)) as (serving, ended):
                 while not server.started and not serving.done():  # noqa: ASYNC110, uvicorn has no event

@@ -1,10 +1,11 @@
 """One HTTP connection: uvicorn's protocol with limits on the size of a request's head and on time.
 
-Without the limits, a malicious client could occupy memory and connections forever: with a header that never
-ends, a body that never arrives, or an answer that it never reads.
+Without the limits, a malicious client could occupy memory and connections forever: with a header that never ends, a
+body that never arrives, or an answer that it never reads.
 
-Requests that offer to upgrade to another protocol (Java's client offers HTTP/2 to every server) are answered as if they
-did not, as RFC 9110, 7.8 allows. Clients of HTTP/1.0 get streams that end with the connection (RFC 9112, 6.1).
+Some clients offer to upgrade to another protocol (Java's client offers HTTP/2 to every server). These requests are
+answered as if they had no offer, as RFC 9110, 7.8 allows. Clients of HTTP/1.0 get streams that end with the connection
+(RFC 9112, 6.1).
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from serve.http.body_writer import BODY_WRITER, BodyWriter
 from serve.http.errors import Failure, openai_body
 
 MAX_HEAD_BYTES = 64 * 1024
-FIELD_BYTES = 4  # of a header field beside its name and value: colon, space, end of line
-HEAD_S = 10.0  # limit for a request's head to arrive, counted from the connection's start or from the head's first byte
-BODY_S = 30.0  # limit for the body to arrive; starts again after every `BODY_BYTES` received
+FIELD_BYTES = 4  # bytes of a header field in addition to its name and value: colon, space, end of line
+HEAD_S = 10.0  # time limit for a request's head, from the connection's start or from the head's first byte
+BODY_S = 30.0  # time limit for `BODY_BYTES` of the body to arrive; it then starts again
 BODY_BYTES = 1_000_000
 STALL_S = 30.0  # the connection is closed if the client reads nothing of its answer for this long
-# Limits on the rest of a body that a client still sends after its answer; exceeding one closes the connection.
+# Limits on the rest of a body that a client still sends after it got its answer. The connection closes beyond them.
 LINGER_S, LINGER_BYTES = 10.0, 32 * 1024 * 1024
 
 
 class _AnswerTransport:
-    """The transport of one request-response cycle. Its `close` calls `Connection.close_after_answer`. Refers to the
-    connection weakly.
+    """The transport of one request-response cycle. Its `close` calls `Connection.close_after_answer`.
+
+    It refers to the connection weakly.
     """
 
     __slots__ = ("_connection", "is_closing", "write")
@@ -53,8 +55,9 @@ class _AnswerTransport:
 
 
 class Connection(HttpToolsProtocol):
-    """An HTTP connection that closes itself if the head is too large, or if the client stops sending its request or
-    reading its answer.
+    """An HTTP connection that closes itself if the head is too large or the client stalls.
+
+    A client stalls if it stops sending its request or reading its answer.
     """
 
     head_s = HEAD_S
@@ -62,11 +65,11 @@ class Connection(HttpToolsProtocol):
     stall_s = STALL_S
     linger_s = LINGER_S
 
-    _plain_head = b""  # if a request offers an upgrade: its head without the offer, to be parsed again
+    _plain_head = b""  # the head of a request that offers an upgrade, without the offer, to be parsed again
     _num_unparsed = 0  # bytes since the parser last completed a head or body part
     _num_head_bytes = 0  # bytes of the request's target and fields, including those of a trailer
     _num_body_bytes = 0  # bytes of the body since its time limit last started
-    _num_lingered = -1  # bytes dropped since the last answer; -1: received bytes are not dropped
+    _num_lingered = -1  # bytes dropped after the last answer; -1: received bytes are not dropped
     _cycles: tuple[RequestResponseCycle, ...] = ()  # requests without a complete answer, including pipelined ones
     _arrival: asyncio.TimerHandle | None = None
     _stall: asyncio.TimerHandle | None = None
@@ -79,7 +82,7 @@ class Connection(HttpToolsProtocol):
         self._stop_arrival()
         self._stop_stall()
         super().connection_lost(exc)
-        for cycle in self._cycles:  # uvicorn notifies only the latest cycle of the disconnect
+        for cycle in self._cycles:  # uvicorn reports the disconnect only to the latest cycle
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
@@ -107,8 +110,9 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
 
     def _feed(self, data: memoryview) -> None:
-        """Parse `data`. The parser stops at a request that offers an upgrade; a new parser then reads the head without
-        the offer.
+        """Parse `data`.
+
+        The parser stops at a request that offers an upgrade. A new parser then reads the head without the offer.
         """
         while True:
             try:
@@ -149,7 +153,7 @@ class Connection(HttpToolsProtocol):
         self._count_head(len(name) + len(value) + FIELD_BYTES)
 
     def _count_head(self, num_bytes: int) -> None:
-        """Stop the parser by an exception if the head is too large. A large head may arrive in a single read."""
+        """Stop the parser with an exception if the head is too large. A large head may arrive in a single read."""
         self._num_head_bytes += num_bytes
         if self._num_head_bytes > MAX_HEAD_BYTES:
             raise ValueError("The head is too large.")
@@ -222,10 +226,10 @@ class Connection(HttpToolsProtocol):
     # --- the end ---
 
     def close_after_answer(self) -> None:
-        """Close the connection; if the client is still sending its body, drop the rest of the body first.
+        """Close the connection. If the client is still sending its body, drop the rest of the body first.
 
-        Closing a socket with unread bytes resets the connection, and the reset may reach the client before it
-        has read the answer, for example a 413.
+        Closing a socket with unread bytes resets the connection. The reset may reach the client before it has read the
+        answer, for example a 413.
         """
         if self.transport.is_closing():
             return
@@ -238,8 +242,9 @@ class Connection(HttpToolsProtocol):
             self.transport.write_eof()
 
     def _drop(self, data: bytes) -> None:
-        """Drop bytes that arrive after the last answer. The connection closes at the end of the request's body, or when
-        the bytes exceed `LINGER_BYTES`.
+        """Drop bytes that arrive after the last answer.
+
+        The connection closes at the end of the request's body, or when the bytes exceed `LINGER_BYTES`.
         """
         self._unset_keepalive_if_required()
         self._num_lingered += len(data)
@@ -282,7 +287,7 @@ class Connection(HttpToolsProtocol):
 
     def _stall_timed_out(self, size_before: int) -> None:
         if self.num_unsent_bytes < size_before:
-            self._watch_stall()  # the client is slow, but reads
+            self._watch_stall()  # the client reads, but slowly
         else:
             self.transport.abort()
 

@@ -19,7 +19,10 @@ MAX_ALIKE = 5  # maximum number of records with the same text per window
 
 
 class JsonFormatter(logging.Formatter):
-    """One object per line: `time` in UTC, `level`, `logger`, `message`, and `exception` for errors."""
+    """Formats a record as one JSON object per line.
+
+    Keys: `time` in UTC, `level`, `logger`, `message`, and `exception` for errors.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         entry: dict[str, Any] = {
@@ -34,7 +37,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logging(args: Args) -> None:
-    """Configure logging of the server's process. An `Engine` leaves logging to its user."""
+    """Configure the logging of the server's process. An `Engine` in Python leaves logging to its user."""
     logging.addLevelName(TRACE, "TRACE")
     level = args.observe.log_level.upper()
     level_http = (args.observe.log_level_http or args.observe.log_level).upper()
@@ -64,7 +67,7 @@ def configure_logging(args: Args) -> None:
 
 
 class PathOnly(logging.Filter):
-    """A filter that removes the query from uvicorn's access records. Clients put keys and other secrets there."""
+    """A filter that removes the query from uvicorn's access records, because it may contain keys and other secrets."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         client, method, target, *rest = cast(tuple[str, ...], record.args)
@@ -73,10 +76,10 @@ class PathOnly(logging.Filter):
 
 
 class CalmLog(logging.Filter):
-    """A filter that passes, per `WINDOW_S` seconds, at most `MAX_ALIKE` warnings or errors with the same unformatted
-    text.
+    """A filter that limits repeated warnings and errors.
 
-    The next record after the window says how many were dropped.
+    It passes at most `MAX_ALIKE` records with the same unformatted text per `WINDOW_S` seconds. The first record of the
+    next window says how many were dropped.
     """
 
     def __init__(self) -> None:

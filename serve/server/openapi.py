@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs`: the routes and their bodies, from the declarations that decode them."""
+"""`/openapi.json` and `/docs`: the routes and their bodies, from the declarations that decode the bodies."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ async def openapi(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def page(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the API's description as a page without scripts."""
+    """Return the API's description as an HTML page without scripts."""
     text = await anyio.to_thread.run_sync(lambda: as_html(document(http.app.state.declared)))
     return HTMLResponse(text, headers={"content-security-policy": _POLICY, "x-content-type-options": "nosniff"})
 
 
 def document(routes: Sequence[RouteSpec]) -> Json:
-    """Return the description of these routes, with the schemas of their bodies."""
+    """Return the OpenAPI document of these routes, with the schemas of their bodies."""
     schemas: Json = {"Error": _ERROR}
     paths: Json = {}
     for route in routes:
@@ -221,7 +221,7 @@ def _sampling(api: Api, schemas: Json) -> Json:
 
 
 def as_html(described: Json) -> str:
-    """Return a page with a table of the fields of every route."""
+    """Return an HTML page with a table of the fields of every route."""
     return "".join(_html(described))
 
 

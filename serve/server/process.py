@@ -39,7 +39,7 @@ from serve.server.tls import tls_context
 logger = logging.getLogger("penstock.server")
 
 KEEP_ALIVE_S = 75
-LAST_STALL_S = 5.0  # during shutdown, a connection is closed if its client reads nothing for this long
+LAST_STALL_S = 5.0  # seconds; during shutdown, a connection is closed if its client reads nothing for this long
 FORCED_STALL_S = 0.3  # replaces LAST_STALL_S after a second signal
 WARM_UP_TOKENS = 8
 MAX_OPEN_FILES = 65536
@@ -47,12 +47,12 @@ SWITCH_S = 0.0002
 
 
 def run(args: Args) -> int:
-    """Serve until a signal; return the exit status.
+    """Serve until a signal, and return the exit status.
 
-    The first SIGTERM, SIGINT or SIGHUP refuses new requests and lets running ones finish for `--shutdown-timeout`
-    seconds: status 0. A second signal ends them with an error within a second: 128 + its number. A failed
-    engine ends the server: 1. A signal during the start: 128 + its number. Raises `ConfigurationError` for
-    options that cannot be satisfied on this machine.
+    The first SIGTERM, SIGINT or SIGHUP refuses new requests and lets running requests finish for `--shutdown-timeout`
+    seconds. The status is then 0. A second signal ends running requests with an error within a second. The status is
+    then 128 + the number of the signal, as it is for a signal during the start. If the engine fails, the server ends
+    with status 1. Raises `ConfigurationError` for options that cannot be satisfied on this machine.
     """
     configure_logging(args)
     args = with_torchrun(args, os.environ)
@@ -66,7 +66,7 @@ def run(args: Args) -> int:
 async def _main(args: Args) -> int:
     signals = Signals()
     check_access(args)
-    # Raises for an invalid file before a model is loaded.
+    # Check this file before a model is loaded.
     read_prompt(args.debug.debug_tensor_dump_input_file)
     with signals.caught(), bind(args.http.host, args.http.port) as listening:
         try:
@@ -91,7 +91,7 @@ async def _start_and_serve(args: Args, signals: Signals, listening: socket.socke
 
 
 async def _serve(engine: Engine, signals: Signals, listening: socket.socket) -> int:
-    """Serve until a signal or the end of the engine; return the exit status."""
+    """Serve until a signal or the end of the engine, and return the exit status."""
     server = Server(uvicorn_config(engine.core), signals)
     work = (server.serve(sockets=[listening]), signals.requested.wait(), engine.wait())
     async with background_tasks(*work) as (serving, requested, engine_ended):
@@ -113,8 +113,10 @@ async def _serve(engine: Engine, signals: Signals, listening: socket.socket) -> 
 
 
 async def _drain(core: EngineCore, signals: Signals, engine_ended: asyncio.Task[None]) -> None:
-    """Refuse new requests. Returns when all running ones have ended, when the timeout has passed, when a second signal
-    arrives, or when the engine ends.
+    """Refuse new requests, and wait for the running requests.
+
+    Returns when all requests have ended, when the timeout has passed, when a second signal arrives, or when the engine
+    ends.
     """
     timeout_s = core.plan.serve.shutdown_timeout_s
     logger.info(
@@ -129,8 +131,9 @@ async def _drain(core: EngineCore, signals: Signals, engine_ended: asyncio.Task[
 
 
 class Server(uvicorn.Server):
-    """A uvicorn server that logs its address when it is ready, leaves signals to `Signals`, and closes connections in
-    bounded time.
+    """A uvicorn server that closes its connections in bounded time.
+
+    It logs its address when it is ready, and leaves signals to `Signals`.
     """
 
     def __init__(self, config: uvicorn.Config, signals: Signals) -> None:
@@ -150,7 +153,7 @@ class Server(uvicorn.Server):
             logger.info("The server is fired up and ready to roll!")
 
     def close_idle(self) -> None:
-        """Close connections that have no complete request. The others will close after their answer."""
+        """Close connections without a complete request. The other connections close after their answer."""
         for connection in list(self._connections):
             connection.shutdown()
 
@@ -159,8 +162,9 @@ class Server(uvicorn.Server):
         return cast(set[Connection], self.server_state.connections)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close idle connections immediately. Other connections close when their clients have read the
-        answers or stall.
+        """Close idle connections immediately.
+
+        Other connections close when their clients have read the answers or stall.
         """
         for server in self.servers:
             server.close()
@@ -177,13 +181,13 @@ class Server(uvicorn.Server):
 
 
 class Linger:
-    """Tracks how long each client has read nothing of its answer."""
+    """Tracks for how long each client has read nothing of its answer."""
 
     def __init__(self) -> None:
         self._seen: dict[Connection, tuple[int, float]] = {}
 
     def stalled_for(self, connection: Connection) -> float:
-        """Return for how many seconds the client has read nothing, as far as earlier calls have observed."""
+        """Return for how many seconds the client has read nothing, as far as earlier calls have observed it."""
         unsent, now_s = connection.num_unsent_bytes, time.monotonic()
         before, since_s = self._seen.get(connection, (unsent + 1, now_s))
         if unsent < before:
@@ -193,7 +197,7 @@ class Linger:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the address, before a model is loaded. Raises `ConfigurationError` if that fails."""
+    """Return a socket bound to the address. Raises `ConfigurationError` if this fails."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -211,7 +215,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def check_access(args: Args) -> None:
-    """Raises `ConfigurationError` for invalid key and certificate files, before a model is loaded."""
+    """Raise `ConfigurationError` for invalid key and certificate files. Runs before a model is loaded."""
     http = args.http
     tls_context(http)
     if http.api_key_file is not None:
@@ -224,7 +228,7 @@ def check_access(args: Args) -> None:
 
 
 def read_prompt(path: str | None) -> tuple[int, ...] | None:
-    """Return the token ids of a NumPy file; None without a file. Raises `ConfigurationError` for an invalid file."""
+    """Return the token ids in a NumPy file, or None without a path. Raises `ConfigurationError` for an invalid file."""
     if path is None:
         return None
     try:
@@ -281,19 +285,19 @@ def _loop_factory() -> Any:
 
 
 def tune_interpreter() -> None:
-    """Prevent Python's own work from delaying tokens. Only for the server's process.
+    """Prevent Python's own work from delaying tokens. Call it only in the server's process.
 
-    Objects alive now live as long as the process, so the garbage collector stops tracking them. The few hundred
-    unreachable objects are kept, because collecting them would take 0.1 s. A thread that computes in Python (a body, a
-    template) releases the interpreter lock to the event loop within 0.2 ms instead of 5 ms; the loop needs it again
-    after each system call.
+    Objects that exist now live as long as the process, so the garbage collector stops tracking them. This includes a
+    few hundred unreachable objects, because collecting them would take 0.1 s. A thread that computes in Python (for
+    example to decode a body) releases the interpreter lock to the event loop within 0.2 ms instead of 5 ms. The loop
+    needs the lock again after each system call.
     """
     gc.freeze()
     sys.setswitchinterval(SWITCH_S)
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit on file descriptors: each connection needs one, and the usual limit is 1,024."""
+    """Raise the limit on file descriptors. Each connection needs a descriptor, and the usual limit is 1,024."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 

@@ -1,4 +1,4 @@
-"""Signals to the server's process: the first one requests a graceful end, the second one an immediate end."""
+"""Signals to the server's process: the first signal requests a graceful end, the second an immediate end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from collections.abc import Iterator
 logger = logging.getLogger("penstock.server")
 
 NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-FORCED_S = 1.0  # time from a second signal to the end of the process, even if work still runs
+FORCED_S = 1.0  # seconds from the second signal to the end of the process, even if work still runs
 
 
 class Signals:
-    """The signals received so far. If the first signal arrives during the start, it cancels the start."""
+    """The signals received so far. A first signal during the start cancels the start."""
 
     def __init__(self) -> None:
         self.requested = asyncio.Event()  # set by the first signal; running requests may finish
@@ -27,7 +27,7 @@ class Signals:
         self._starting = asyncio.current_task()
 
     def started(self) -> None:
-        """From now on, a first signal only sets `requested`."""
+        """Mark the start as complete: from now on, a first signal only sets `requested`."""
         self._starting = None
 
     @contextlib.contextmanager
@@ -59,7 +59,7 @@ class Signals:
 
 
 def _is_ignored_hangup(number: signal.Signals) -> bool:
-    """Whether the server was started to outlive its terminal, for example with nohup."""
+    """Whether the server was started to survive its terminal, for example with nohup."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 

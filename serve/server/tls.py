@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def tls_context(plan: HttpArgs | ServePlan) -> ssl.SSLContext | None:
     """Return the TLS context, or None for unencrypted connections.
 
-    Raises `ConfigurationError` for invalid files. Never prompts for a password on the terminal.
+    Raises `ConfigurationError` for invalid files. Never asks for a password on the terminal.
     """
     if plan.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_keyfile_password"):

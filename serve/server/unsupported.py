@@ -1,4 +1,4 @@
-"""Routes of other servers that are not supported yet: they answer 501 and name the missing feature."""
+"""Routes of other servers that are not supported yet. They answer 501 and name the missing feature."""
 
 from __future__ import annotations
 
