@@ -1,6 +1,6 @@
 """Answers of /v1/messages, complete or as events.
 
-A stream has these events: message_start; the start, the deltas and the stop of each block; message_delta; message_stop.
+A stream has these events: message_start; for each block its start, deltas and stop; message_delta; message_stop.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from serve.calls.errors import ended
 from serve.http.errors import describe
 from serve.http.sse import Framing
 
-SIGNATURE = "penstock"  # clients send a thinking block back only if it has a signature
+SIGNATURE = "penstock"  # Constant signature of thinking blocks, without which clients do not send the blocks back.
 FRAMING = Framing(done=b"", ping=event("ping", {"type": "ping"}))
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -54,7 +54,7 @@ def _opening(prepared: PreparedChat, model: str) -> dict[str, Any]:
 
 
 def _block(part: Part) -> dict[str, Any] | None:
-    """Return a complete part as a block, or None for a call with truncated arguments."""
+    """Return a complete part as a content block, or None for a call with truncated arguments."""
     if part.kind == "text":
         return {"type": "text", "text": part.text, "citations": None}
     if part.kind == "reasoning":
@@ -79,8 +79,9 @@ def _stop_sequence(finish: Finish) -> str | None:
 
 
 def _usage(usage: Usage, num_reasoning: int) -> dict[str, Any]:
-    """Return token counts. `input_tokens` are the prompt tokens that were computed; cached prompt tokens are counted
-    separately.
+    """Return the token counts. `input_tokens` are the prompt tokens that were computed.
+
+    Cached prompt tokens are counted separately.
     """
     return {
         "input_tokens": usage.prompt - usage.cached,

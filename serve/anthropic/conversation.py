@@ -1,4 +1,4 @@
-"""Convert a body of /v1/messages to a chat: blocks of turns become messages, tools become functions."""
+"""Convert a body of /v1/messages to a chat: content blocks become messages, and tools become functions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Message = dict[str, Any]
 
 
 def chat_of(body: CountBody, *, label: str) -> ChatRequest:
-    """Return the chat of a body. Raises `InvalidRequest` with the name of the wrong field."""
+    """Return the chat of a body. Raises `InvalidRequest`, whose `param` is the invalid field."""
     messages = _system(body.system)
     for index, turn in enumerate(body.messages):
         messages += _turn(turn, f"messages.{index}")
@@ -59,9 +59,9 @@ def chat_of(body: CountBody, *, label: str) -> ChatRequest:
 
 
 def _service(body: CountBody) -> Service:
-    """Return the service of a body: if it has a `cache_control`, the prompt is pinned.
+    """Return the service of a body. A `cache_control` anywhere in the body pins the prompt.
 
-    All turns of a conversation have the same name, so that a longer prompt replaces the pin of a shorter one.
+    All turns of a conversation get the same pin name, so that a longer prompt replaces the pin of a shorter one.
     """
     marked: list[Any] = [body, *body.tools, *(body.system if isinstance(body.system, list) else ())]
     for turn in body.messages:
@@ -178,7 +178,7 @@ def _image(block: ImageBlock, path: str) -> MediaSource:
 
 
 def _content(parts: Sequence[str | MediaSource]) -> str | list[dict[str, Any]]:
-    """Return texts joined as one text or, with images, parts in order, of which adjacent texts are joined."""
+    """Return the joined texts. With images, return a list of parts in order, in which adjacent texts are joined."""
     content: list[dict[str, Any]] = []
     for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
         if is_text:
@@ -214,7 +214,7 @@ def _text(blocks: Sequence[Block], path: str) -> str:
 
 
 def _document(document: DocumentBlock, path: str) -> str:
-    """Return a document's title, context and text."""
+    """Return a document's title, context and text as one text."""
     if document.citations is not None and document.citations.enabled:
         raise InvalidRequest(f"{path}.citations is not supported yet; leave it out.", param=f"{path}.citations")
     return _joined([part for part in (document.title, document.context, document.source.data) if part])

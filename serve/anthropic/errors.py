@@ -1,4 +1,4 @@
-"""Errors in Anthropic's format: `{"type": "error", "error": {"type", "message"}}`, also in a stream."""
+"""Errors in Anthropic's format: `{"type": "error", "error": {"type", "message"}}`. A stream ends with such an event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TYPES: Mapping[int, str] = {
 
 
 def messages_error_body(failure: Failure) -> dict[str, Any]:
-    """Return the failure as a body of this API."""
+    """Return the failure as an error body of this API."""
     kind = _TYPES.get(failure.status, "invalid_request_error" if failure.status < 500 else "api_error")
     error: dict[str, Any] = {"type": kind, "message": failure.message}
     if failure.param == "thread":

@@ -1,10 +1,10 @@
 """Bodies of /v1/messages and /v1/messages/count_tokens.
 
-Unknown fields of the body are refused; unknown fields of nested objects are logged (--refuse-unknown-fields:
-refused). Accepted without effect: `metadata` (an identifier for abuse reports, which this server does not
-write), `service_tier` (there is one), `signature` of thinking
-blocks (a constant of this server), `citations` of the assistant's text, `caller` of its calls (always the
-model), and `eager_input_streaming` of tools (arguments are always streamed).
+Unknown fields of the body are refused. Unknown fields of nested objects are logged, or refused with
+--refuse-unknown-fields. Accepted without effect: `metadata` (an identifier for abuse reports, which this server does
+not write), `service_tier` (this server has only one), `signature` of thinking blocks (a constant of this server),
+`citations` of the assistant's text, `caller` of its calls (always the model), and `eager_input_streaming` of tools
+(arguments are always streamed).
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class UrlImage:
 
 @dataclass(slots=True, kw_only=True)
 class ImageBlock:
-    """An image; images of the files API are refused."""
+    """An image. References to Anthropic's files API are refused."""
 
     type: Literal["image"]
     source: Base64Image | UrlImage
@@ -93,7 +93,7 @@ class Citations:
 
 @dataclass(slots=True, kw_only=True)
 class DocumentBlock:
-    """A document with a text source; files and URLs are refused."""
+    """A document with a text source. Files and URLs are refused."""
 
     type: Literal["document"]
     source: PlainText
@@ -116,12 +116,12 @@ class Turn:
 
 @dataclass(slots=True, kw_only=True)
 class Tool:
-    """A function of the client. Tools that would run in the server are refused by their `type`."""
+    """A function that the client runs. Tools that the server would run are refused because of their `type`."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"eager_input_streaming"})
 
     name: Annotated[str, Length(1, 256)]
-    # Required for functions; None for tools of other types, which are refused.
+    # Required for functions. None for tools of other types, which are refused.
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool = False
@@ -157,7 +157,7 @@ class OutputConfig:
 
 @dataclass(slots=True, kw_only=True)
 class ContextEdit:
-    """An edit that keeps the reasoning of all earlier turns. Other edits, which change the messages, are refused."""
+    """An edit that keeps the reasoning of all earlier turns. Edits that would change the messages are refused."""
 
     type: Literal["clear_thinking_20251015"]
     keep: Literal["all"]
@@ -204,5 +204,5 @@ class MessagesBody(CountBody):
     container: NotBuilt = None
     diagnostics: NotBuilt = None
     inference_geo: NotBuilt = None
-    # Refused, as in Anthropic's API; the tool runners of clients then continue without this field.
+    # Refused, as in Anthropic's API. The tool runners of clients then continue without this field.
     thread: NotBuilt = None

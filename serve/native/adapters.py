@@ -34,7 +34,7 @@ Body = TypeVar("Body")
 async def load(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Load a LoRA adapter from a folder on the server's machine.
 
-    Answers when all ranks have it. Answers 400, with the reason as `error_message`, if it could not be loaded.
+    Answers when all ranks have loaded it. Answers 400, with the reason as `error_message`, if it could not be loaded.
     """
     try:
         body = await _body(http, LoadAdapterBody)
@@ -46,7 +46,7 @@ async def load(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(LoadAdapterFromTensorsBody)
 async def load_tensors(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Load a LoRA adapter whose tensors are in the body, in the safetensors format and base64. Pickle is refused."""
+    """Load a LoRA adapter whose tensors are in the body, as safetensors data in base64. Pickle is refused."""
     try:
         body, tensors = await read_body(http, lambda raw: tensors_of(parse_object(raw)))
         await load_adapter_from_tensors(core, body.lora_name, body.config_dict, tensors, pinned=body.pinned)
@@ -57,7 +57,7 @@ async def load_tensors(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(UnloadAdapterBody)
 async def unload(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Take a LoRA adapter's name away. Its requests finish; the answer waits for them for at most a minute."""
+    """Unload a LoRA adapter. Its requests finish; the answer waits for them for at most a minute."""
     try:
         body = await _body(http, UnloadAdapterBody)
         await core.adapters.unload(body.lora_name)
@@ -68,7 +68,7 @@ async def unload(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(LoadAdapterInPlaceBody)
 async def load_in_place(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Load a LoRA adapter from a folder on the server's machine, as in vLLM; `load_inplace` replaces the named one."""
+    """Load a LoRA adapter from a folder on the server's machine, as in vLLM. `load_inplace` replaces an adapter."""
     body = await _body(http, LoadAdapterInPlaceBody)
     await load_adapter(core, body.lora_name, body.lora_path, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -76,7 +76,7 @@ async def load_in_place(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(UnloadAdapterBody)
 async def unload_named(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Take a LoRA adapter's name away, as in vLLM. Its requests finish."""
+    """Unload a LoRA adapter, as in vLLM. Its requests finish."""
     body = await _body(http, UnloadAdapterBody)
     await core.adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 HEALTH_TIMEOUT_S = 20.0
-DEFAULT_LEVEL = 2  # that of --log-requests-level
+DEFAULT_LEVEL = 2  # the default of --log-requests-level
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -45,7 +45,7 @@ class AbortBody:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class LoggingBody:
-    """The body of `/configure_logging`. Fields that are left out or null keep their values."""
+    """The body of `/configure_logging`. Fields that are absent or null keep their values."""
 
     log_requests: bool | None = None
     log_requests_level: Annotated[int, Range(0, 3)] | None = None
@@ -53,7 +53,7 @@ class LoggingBody:
 
 @decodes(LoggingBody)
 async def configure_logging(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Turn the log of requests on or off, or change its level. Answers with the values that hold now."""
+    """Turn the request log on or off, or change its level. Answers with the values that are in effect now."""
     body = await read_body(http, lambda raw: decode(LoggingBody, parse_object(raw)))
     before = core.request_log_level
     on = body.log_requests if body.log_requests is not None else before is not None
@@ -73,7 +73,7 @@ async def health(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def ready(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Answer 200 if a request would be accepted now, else 503 with Retry-After; includes the estimated wait."""
+    """Answer 200 if a request would be accepted now, else 503 with Retry-After. Has the estimated wait in seconds."""
     status = core.status()
     is_ready = status.state == "ready" and not status.hangs and status.queue_space > 0
     body = {
@@ -91,7 +91,7 @@ async def ready(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Answer 200 if the model generates one token in time, is too busy to accept the probe, or rests on request."""
+    """Answer 200 if the model generates a token in time. Also 200 if it is too busy for this probe, or paused."""
     if core.pause.paused or core.weights.released:
         return Response(status_code=200)
     is_embedding = core.plan.model.is_embedding
@@ -141,7 +141,8 @@ async def model_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def server_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Return the whole plan, flattened, and the state of the engine, without secrets.
 
-    With `config_format` (json or text, as of vLLM), `vllm_config` has the parts that vLLM's clients read.
+    With the query parameter `config_format` (json or text, as in vLLM), `vllm_config` has the parts that vLLM's clients
+    read.
     """
     info = info_of(core, serve.__version__)
     form = http.query_params.get("config_format")
@@ -159,12 +160,12 @@ async def version(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def weight_version(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the text of --weight-version."""
+    """Return the version label of the weights (--weight-version)."""
     return json_response({"weight_version": core.plan.serve.weight_version})
 
 
 async def load(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the number of tokens in use."""
+    """Return the number of KV cache tokens in use."""
     return json_response({"load": core.status().num_used_tokens})
 
 
@@ -195,8 +196,8 @@ async def flush_cache(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def abort_request(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Abort the requests whose rid starts with the given one, or all requests. Answers 200 even if none matches.
 
-    An admin may abort all clients' requests. The holder of a key may abort the requests of this key. Other clients must
-    give the complete rid, so that they cannot abort foreign requests by guessing.
+    An admin can abort all clients' requests. The holder of a key can abort the requests of this key. Other clients must
+    give the complete rid, so that they cannot abort other clients' requests by guessing.
     """
     body = await read_body(http, lambda raw: decode(AbortBody, parse_object(raw)))
     if not body.abort_all and not body.rid:
@@ -226,23 +227,23 @@ async def start_profile(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def stop_profile(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """End the profile, and answer with its path on the server when it is written."""
+    """End the profile. Answers with the path of the trace on the server when the trace is written."""
     return PlainTextResponse(f"Stop profiling. The profile is in {await core.stop_profile()}\n")
 
 
 async def start_expert_record(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Forget recorded steps, and record the experts of the next ones."""
+    """Clear the record of experts, and record which experts the next steps use."""
     await core.start_expert_record()
     return PlainTextResponse("Start recording expert distribution.\n")
 
 
 async def stop_expert_record(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Record no further step."""
+    """Stop recording which experts the steps use."""
     await core.stop_expert_record()
     return PlainTextResponse("Stop recording expert distribution.\n")
 
 
 async def dump_expert_record(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Write the record of the experts to a file, forget it, and answer with the path on the server."""
+    """Write the record of experts to files, clear it, and answer with the paths on the server."""
     paths = ", ".join(record["path"] for record in await core.dump_expert_record())
     return PlainTextResponse(f"Dump expert distribution record. The record is in {paths}\n")

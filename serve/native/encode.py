@@ -1,4 +1,4 @@
-"""The handler of `/encode`: vectors of prompts."""
+"""The handler of `/encode`: embeddings of prompts."""
 
 from __future__ import annotations
 

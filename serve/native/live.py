@@ -1,4 +1,4 @@
-"""`/live_state`, the data of the page at /live: queue, batch, pages, prefix tree, request times; and `/v1/loads`."""
+"""`/live_state` (data for the page /live: queue, batch, pages, prefix tree, request times), and `/v1/loads`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def live_state(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def loads(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the load of each replica and of all together, in the form of SGLang's route."""
+    """Return the load of each replica and of all replicas together, in SGLang's format."""
     actors = core.schedulers
     replicas = [_load(rank, actor, core.plan.cache.page_size) for rank, actor in enumerate(actors)]
     running, waiting = (sum(each[name] for each in replicas) for name in ("num_running_reqs", "num_waiting_reqs"))

@@ -1,4 +1,4 @@
-"""SGLang's routes that pause generation, give memory back and slow steps down."""
+"""SGLang's routes that pause generation, release memory, and slow steps down."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Body = TypeVar("Body")
 
 @decodes(MemoryBody)
 async def release_memory(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Give the memory of weights and KV cache back to the system. Requests wait until all of it is resumed."""
+    """Release the memory of weights and KV cache. Requests wait until all of it is resumed."""
     body = await read_optional(http, MemoryBody)
     await core.weights.release(tags_of(body.tags))
     return json_response(None)
@@ -30,7 +30,7 @@ async def release_memory(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(MemoryBody)
 async def resume_memory(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Take memory back. The weights are the ones from before."""
+    """Allocate released memory again, and restore the weights."""
     body = await read_optional(http, MemoryBody)
     await core.weights.resume(tags_of(body.tags))
     return json_response(None)
@@ -38,7 +38,7 @@ async def resume_memory(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(PauseBody)
 async def pause_generation(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Stop between two steps: abort all requests, retract them (their memory is free), or keep them in place."""
+    """Pause between two steps: abort all requests, retract them (which frees their memory), or keep them in place."""
     body = await read_optional(http, PauseBody)
     await pause(core, mode_of(body.mode))
     return json_response({"message": "Generation paused successfully.", "status": "ok"})
@@ -46,7 +46,7 @@ async def pause_generation(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(ContinueBody)
 async def continue_generation(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Let generation continue. Answers 400, and continues, if an update left layers without all their tensors."""
+    """Resume generation. Answers 400, and resumes, if an update left layers without all their tensors."""
     await read_optional(http, ContinueBody)
     try:
         await resume(core)
@@ -57,7 +57,7 @@ async def continue_generation(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(SlowDownBody)
 async def slow_down(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Wait this many seconds before each step, to test how clients behave; null ends it."""
+    """Wait this many seconds before each step, to test how clients behave. Null ends the delay."""
     body = await read_optional(http, SlowDownBody)
     for scheduler in core.schedulers:
         scheduler.delay_s = body.forward_sleep_time or 0.0
@@ -65,7 +65,7 @@ async def slow_down(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def read_optional(http: HttpRequest, cls: type[Body]) -> Body:
-    """Return the decoded body, or the defaults if there is none."""
+    """Return the decoded body, or the defaults if the request has no body."""
     if http.headers.get("content-length", "0") == "0" and "transfer-encoding" not in http.headers:
         return cls()
     return await read_body(http, lambda raw: decode(cls, parse_object(raw)))

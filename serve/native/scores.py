@@ -35,7 +35,7 @@ SCORE_ERRORS = ErrorFormat(openai_body, {"text": "items", "input_ids": "items", 
 
 @decodes(ClassifyBody)
 async def classify(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the labels' scores, the most likely label and probabilities, per prompt."""
+    """Return the labels' scores, the most likely label and the probabilities, per prompt."""
     is_batch, requests = await read_call(http, core, _read_classify)
     answers = await compute(http, core, requests)
     return await anyio.to_thread.run_sync(_classified, core, requests, answers, is_batch)
@@ -144,8 +144,9 @@ def _read_score(core: EngineCore, raw: bytes) -> tuple[ScoreBody, str, list[Requ
 
 
 def usage_of(answers: Answers) -> dict[str, int]:
-    """Return the `usage` of the prompts. Output tokens are not counted, because they are generated only for their
-    log-probabilities.
+    """Return the `usage` of the prompts.
+
+    Output tokens are not counted, because they are generated only for their log-probabilities.
     """
     prompt = sum(chunk.usage.prompt for chunks in answers for chunk in chunks)
     return {"prompt_tokens": prompt, "total_tokens": prompt}

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @decodes(OpenSessionBody)
 async def open_session(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Open a session and answer with its id. Only the client that opened it can use it."""
+    """Open a session, and answer with its id. Only the client that opened it can use it."""
     body = await read_body(http, lambda raw: decode(OpenSessionBody, parse_object(raw)))
     return json_response(core.sessions.open(body.capacity_of_str_len, body.session_id, CLIENT.get().name))
 
 
 @decodes(CloseSessionBody)
 async def close_session(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Close a session and forget its tokens. Its running requests continue."""
+    """Close a session and delete its tokens. Its running requests continue."""
     body = await read_body(http, lambda raw: decode(CloseSessionBody, parse_object(raw)))
     core.sessions.close(body.session_id, CLIENT.get().name)
     return Response(status_code=200)

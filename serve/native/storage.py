@@ -1,4 +1,4 @@
-"""Handlers for the storage behind the host tier: look, attach, detach and clear while the server runs."""
+"""Handlers for the storage backend of the KV cache: show, attach, detach and clear it while the server runs."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class StorageBody:
 
     hicache_storage_backend: str
     hicache_storage_backend_extra_config_json: str | None = None  # settings as the text of a JSON object
-    hicache_storage_backend_extra_config: dict[str, Any] | None = None  # the same as an object
+    hicache_storage_backend_extra_config: dict[str, Any] | None = None  # the same settings as an object
 
 
 async def clear_storage(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Remove all pages of this model from the storage. Pages on the device and in host memory stay."""
+    """Remove all pages of this model from the storage backend. Pages on the device and in host memory stay."""
     await core.clear_storage()
     return PlainTextResponse("Hierarchical cache storage backend cleared.\n")
 
 
 async def show(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the attached storage, and the counters of host tier and storage in pages."""
+    """Return the attached storage backend, and counts of pages in the host tier and in the storage."""
     attachment, status = core.attachment, core.status()
     return json_response(
         {
@@ -50,7 +50,7 @@ async def show(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(StorageBody)
 async def attach(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Attach a storage. A folder or a class other than those of the command line is refused."""
+    """Attach a storage backend. Refused for a folder or a class that the command line does not name."""
     body = await read_body(http, lambda raw: decode(StorageBody, parse_object(raw)))
     config = dict(body.hicache_storage_backend_extra_config or {})
     if body.hicache_storage_backend_extra_config_json:
@@ -68,6 +68,6 @@ async def attach(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def detach(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Detach the storage, whose pages stay. Answers 200 if there is none."""
+    """Detach the storage backend, and keep its pages. Answers 200 even if none is attached."""
     await core.detach_storage()
     return json_response({"hicache_storage_backend": None})

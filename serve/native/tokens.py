@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from runtime.tokenizer.tokenizer import Tokenizer
 
 
-MIN_DETOKENIZED = 131_072  # a call with at most this many tokens is accepted, even if the context is small
+MIN_DETOKENIZED = 131_072  # a call with at most this many tokens is accepted even if the context is small
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class DetokenizeBody:
 
 @decodes(TokenizeBody, TokenizeChatBody)
 async def tokenize(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the token ids of `prompt` (text or list), or of `messages` in the chat template."""
+    """Return the token ids of `prompt` (a text or a list), or of `messages` rendered with the chat template."""
     answer = await read_body(http, partial(_tokenize, core))
     if isinstance(answer, _CountedChat):
         ids = await answer.prompt.ids(core)
@@ -61,7 +61,7 @@ async def tokenize(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(DetokenizeBody)
 async def detokenize(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the text of `tokens`, or the texts of a list of them."""
+    """Return the text of `tokens`, or a list of texts for a list of lists."""
     return json_response(await read_body(http, partial(_detokenize, core)))
 
 
@@ -84,7 +84,7 @@ def _tokenizer_info(core: EngineCore) -> dict[str, Any]:
 
 
 class _CountedChat(NamedTuple):
-    """A chat with images, whose tokens are counted after the images are read."""
+    """A chat with media. Its tokens are counted after the media are loaded."""
 
     prompt: CountedPrompt
     strings: bool
@@ -139,7 +139,7 @@ def _detokenize(core: EngineCore, raw: bytes) -> dict[str, Any]:
 
 
 def _check_length(core: EngineCore, tokens: Any) -> None:
-    """Raises `InvalidRequest` if there are too many tokens, because decoding them would block the interpreter."""
+    """Raise `InvalidRequest` if there are too many tokens, because decoding them would block the interpreter."""
     most = max(MIN_DETOKENIZED, MAX_CONTEXTS * core.plan.model.context_length)
     lists = tokens if isinstance(tokens, list) else []
     num_tokens = sum(len(each) if isinstance(each, list) else 1 for each in lists)

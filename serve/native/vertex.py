@@ -22,15 +22,16 @@ from serve.native.generate import ERROR_FORMAT
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
-PREDICT_ROUTE = "/vertex_generate"  # default; the environment can name another route
+PREDICT_ROUTE = "/vertex_generate"  # default path, which an environment variable can change
 PREDICT_VARIABLE, HEALTH_VARIABLE = "AIP_PREDICT_ROUTE", "AIP_HEALTH_ROUTE"
 PROMPTS = ("text", "input_ids", "input_embeds")
 
 
 @dataclass(slots=True, kw_only=True)
 class PredictBody:
-    """`instances` are prompts, all with `text` or all with `input_ids`; `parameters` are fields of
-    `/generate`.
+    """The body of Vertex AI's prediction route.
+
+    `instances` are prompts, all with `text` or all with `input_ids`. `parameters` are fields of `/generate`.
     """
 
     instances: Annotated[list[dict[str, Any]], Length(0, MAX_PROMPTS)]

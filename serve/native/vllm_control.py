@@ -1,4 +1,4 @@
-"""vLLM's routes for trainers: weight updates in three calls, pause and resume, sleep and wake."""
+"""vLLM's routes for trainers: weight updates in three calls, pause and resume, sleep and wake up."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_PACKED_BYTES = 2**34
 
 @dataclass(slots=True, kw_only=True)
 class InitInfo:
-    """How to join the trainer's group."""
+    """Address and rank numbers to join the trainer's process group."""
 
     master_address: Annotated[str, Length(1, 255)]
     master_port: calls.Port
@@ -55,9 +55,9 @@ class UpdateInfo:
     names: calls.Names
     dtype_names: Annotated[list[Annotated[str, Length(1, 64)]], Length(1, 100_000)]
     shapes: Annotated[list[list[int]], Length(1, 100_000)]
-    packed: bool = False  # tensors arrive in buffers of bytes
+    packed: bool = False  # whether tensors arrive packed in byte buffers
     packed_buffer_size_bytes: Annotated[int, Range(1, MAX_PACKED_BYTES)] = 2**30
-    packed_num_buffers: int = 2  # of the sender only
+    packed_num_buffers: int = 2  # used only by the sender
     group_name: calls.Name = GROUP
     is_checkpoint_format: Literal[True] = True
     ipc_handles: NotBuilt = None
@@ -89,11 +89,11 @@ class CheckerBody:
     """The body of `/weight_checker`."""
 
     action: Literal["checksum", "reset", "compare"]
-    baseline: dict[str, Any] = field(default_factory=dict)  # for compare: checksums of an earlier answer
+    baseline: dict[str, Any] = field(default_factory=dict)  # for "compare": the checksums of an earlier answer
 
 
 async def world_size(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the number of ranks that join a group: tensor times pipeline parallel, times the copies of the model."""
+    """Return the number of ranks that join a group: tensor x pipeline parallel size, times the model's copies."""
     parallel = core.plan.parallel
     copies = parallel.copies if flag(http, "include_dp", default=True) else 1
     return json_response({"world_size": parallel.ranks * copies})
@@ -101,7 +101,7 @@ async def world_size(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(InitBody)
 async def init_engine(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Join the trainer's process group. A group of the same name is left first."""
+    """Join the trainer's process group. If this server is in a group of the same name, it leaves that group first."""
     body = await read_body(http, lambda raw: decode(InitBody, parse_object(raw)))
     info = body.init_info
     backend = info.backend
@@ -121,7 +121,7 @@ async def init_engine(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(StartBody)
 async def start_update(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Open an update. Its tensors are put in place together by `/finish_weight_update`."""
+    """Begin a weight update. `/finish_weight_update` applies all its tensors together."""
     await read_optional(http, StartBody)
     await core.weights.begin()
     return json_response({"message": "Weight update started"})
@@ -129,7 +129,7 @@ async def start_update(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(UpdateBody)
 async def update(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Receive tensors over the group. Without an open update they are put in place at once."""
+    """Receive tensors over the process group. Without a begun update, they are applied at once."""
     body = await read_body(http, lambda raw: decode(UpdateBody, parse_object(raw)))
     info = body.update_info
     packing = "packed" if info.packed else "none"
@@ -145,7 +145,7 @@ async def update(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(FinishBody)
 async def finish_update(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Put all tensors of the open update in place. Answers 400 if a layer lacks tensors; the old weights then stay."""
+    """Apply all tensors of the update. Answers 400 if a layer lacks tensors; the old weights then stay."""
     body = await read_optional(http, FinishBody)
     try:
         await core.weights.finish(version=body.weight_version)
@@ -155,13 +155,13 @@ async def finish_update(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def weight_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the label of the weights."""
+    """Return the version label of the weights."""
     return json_response({"weight_version": core.plan.serve.weight_version})
 
 
 @decodes(CheckerBody)
 async def checker(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return checksums of the weights, compare them with earlier ones, or fill the weights with random bytes."""
+    """Return checksums of the weights, compare them with given ones, or fill the weights with random bytes."""
     body = await read_body(http, lambda raw: decode(CheckerBody, parse_object(raw)))
     if body.action == "reset":
         await core.weights.check("reset_tensors")
@@ -194,7 +194,7 @@ async def pause_requests(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def resume_requests(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Let requests continue."""
+    """Resume requests after a pause."""
     try:
         await resume(core)
     except CheckpointError as error:
@@ -208,7 +208,7 @@ async def is_paused(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def sleep(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Give the memory of weights and KV cache back. `level=1` keeps the weights in files, `level=2` discards them."""
+    """Release the memory of weights and KV cache. `level=1` keeps the weights in files; `level=2` discards them."""
     level, mode = http.query_params.get("level", "1"), http.query_params.get("mode", "abort")
     if level not in ("1", "2"):
         raise InvalidRequest("level must be 1 or 2.", param="level")
@@ -217,24 +217,24 @@ async def sleep(http: HttpRequest, core: EngineCore) -> ASGIApp:
     try:
         await core.weights.release(tags_of(None), keep=level == "1")
     finally:
-        if not was_paused:  # the released memory holds the requests from here on
+        if not was_paused:  # from here on, requests wait because the memory is released
             await core.pause.end()
     return Response(status_code=200)
 
 
 async def wake_up(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Take memory back: of `tags=weights`, `tags=kv_cache`, or all. Requests continue when all of it is back."""
+    """Allocate released memory again: `tags=weights`, `tags=kv_cache`, or all. Requests resume when all is back."""
     await core.weights.resume(tags_of(http.query_params.getlist("tags")))
     return Response(status_code=200)
 
 
 async def is_sleeping(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return whether memory is given back."""
+    """Return whether memory is released."""
     return json_response({"is_sleeping": bool(core.weights.released)})
 
 
 def flag(http: HttpRequest, name: str, *, default: bool) -> bool:
-    """Return a query parameter as a bool. Raises `InvalidRequest`."""
+    """Return a query parameter as a bool. Raises `InvalidRequest` if it is neither true, false, 1 nor 0."""
     value = http.query_params.get(name, "true" if default else "false").lower()
     if value not in ("true", "false", "1", "0"):
         raise InvalidRequest(f"{name} must be true or false.", param=name)

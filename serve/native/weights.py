@@ -1,4 +1,4 @@
-"""SGLang's routes for weights: from disk, from a trainer's process, in the body; versions, reads and checks."""
+"""SGLang's routes for weights: updates from disk, a trainer's process or the body; versions, reads and checks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @decodes(calls.WeightsFromDiskBody)
 async def update_from_disk(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Replace the weights by those of a checkpoint in a folder on the server's machine.
+    """Replace the weights with those of a checkpoint in a folder on the server's machine.
 
     Answers when all ranks have the new weights. Answers 400, with the reason as `message`, if the weights could not be
-    replaced; the old ones then stay.
+    replaced. The old weights then stay.
     """
     body = await read_body(http, lambda raw: decode(calls.WeightsFromDiskBody, parse_object(raw)))
     try:
@@ -35,7 +35,7 @@ async def update_from_disk(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(calls.UpdateGroupBody)
 async def init_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Join a process group with a trainer, over which weights arrive. Answers when all members have joined."""
+    """Join a process group with a trainer, over which weights will arrive. Answers when all members have joined."""
     body = await read_body(http, lambda raw: decode(calls.UpdateGroupBody, parse_object(raw)))
     return json_response(await calls.open_group(core, body))
 
@@ -63,7 +63,7 @@ async def send(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(calls.WeightsFromGroupBody)
 async def update_from_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Receive tensors that rank 0 of a group broadcasts, and put them in place, or answer 400 and keep the old ones."""
+    """Replace weights with tensors that rank 0 of a group broadcasts, or answer 400 and keep the old weights."""
     body = await read_body(http, lambda raw: decode(calls.WeightsFromGroupBody, parse_object(raw)))
     try:
         return json_response(await calls.update_weights_from_group(core, body))
@@ -73,7 +73,7 @@ async def update_from_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(calls.WeightsFromTensorBody)
 async def update_from_tensor(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Put the tensors in the body in place, or answer 400 and keep the old ones. Pickles are refused."""
+    """Replace weights with tensors in the body, or answer 400 and keep the old weights. Pickles are refused."""
     body = await read_body(http, lambda raw: decode(calls.WeightsFromTensorBody, parse_object(raw)))
     try:
         return json_response(await calls.update_weights_from_bytes(core, body))
@@ -83,7 +83,7 @@ async def update_from_tensor(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(calls.WeightVersionBody)
 async def update_version(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Set the label of the weights, which every answer has."""
+    """Set the version label of the weights, which every answer has."""
     body = await read_body(http, lambda raw: decode(calls.WeightVersionBody, parse_object(raw)))
     return json_response(await calls.update_weight_version(core, body))
 

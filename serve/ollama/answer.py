@@ -1,4 +1,4 @@
-"""Answers of /api/chat and /api/generate: one JSON object, or one per line of a stream."""
+"""Answers of /api/chat and /api/generate: one JSON object, or one JSON object per line of a stream."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ def in_message(text: str, thinking: str | None, calls: list[dict[str, Any]] | No
 
 
 def in_response(text: str, thinking: str | None, calls: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """Return the answer in the format of /api/generate, with a `response`; it has no calls."""
+    """Return the answer in the format of /api/generate, with a `response`. This format has no calls."""
     return {"response": text, "thinking": thinking} if thinking else {"response": text}
 
 
 class Answer:
-    """One answer, complete or as lines (see serve.http.sse.Encoder).
+    """One answer, complete or as lines of a stream (see serve.http.sse.Encoder).
 
-    `wrap` puts text, reasoning and calls into the route's format. `parse` reads the output. The answer has two
-    durations in nanoseconds: until the first token, and from the first token on.
+    `wrap` puts text, reasoning and calls into the route's format. `parse` converts the output to events. The answer
+    reports two durations in nanoseconds: until the first token, and from the first token on.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Answer:
     # --- complete answers ---
 
     async def whole(self, stream: OutputStream) -> dict[str, Any]:
-        """Return the answer as one object. Reads the output as it arrives, to time the first token."""
+        """Return the answer as one object. The output is read as it arrives, to time the first token."""
         logprobs: list[dict[str, Any]] = []
         async with aclosing(stream.chunks()) as arrivals:
             async for chunks in arrivals:
@@ -141,12 +141,12 @@ class Answer:
 
 
 def now() -> str:
-    """Return the time in RFC 3339 format."""
+    """Return the current time in RFC 3339 format."""
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 def _lines(wrap: Wrap, events: Sequence[PartEvent]) -> list[dict[str, Any]]:
-    """Return the lines of these events: text and reasoning as they arrive, calls when they are complete."""
+    """Return the lines for these events: text and reasoning as they arrive, and calls when they are complete."""
     lines: list[dict[str, Any]] = []
     for event in events:
         match event:

@@ -15,13 +15,13 @@ from serve.ollama.schema import ChatBody, GenerateBody, Message, OllamaBody
 
 
 def chat_of(body: ChatBody) -> ChatRequest:
-    """Return the chat of a body. Raises `InvalidRequest` with the name of the wrong field."""
+    """Return the chat of a body. Raises `InvalidRequest`, whose `param` is the invalid field."""
     messages = [_message(message, f"messages.{index}") for index, message in enumerate(body.messages)]
     return _chat(body, messages, tools=body.tools or None)
 
 
 def chat_of_prompt(body: GenerateBody) -> ChatRequest:
-    """Return a prompt of /api/generate as a chat of one turn."""
+    """Return the prompt of /api/generate as a chat with one turn."""
     system = [{"role": "system", "content": body.system}] if body.system else []
     return _chat(body, [*system, {"role": "user", "content": _content(body.prompt, body.images, "images")}])
 
@@ -56,7 +56,7 @@ def _chat(
 
 
 def _content(text: str, images: Sequence[str] | None, path: str) -> str | list[dict[str, Any]]:
-    """Return the text or, with images, a list of parts: Ollama puts the images before the text."""
+    """Return the text. With images, return a list of parts with the images before the text, as Ollama does."""
     if not images:
         return text
     sources = [MediaSource("base64", image, f"{path}.{index}") for index, image in enumerate(images)]

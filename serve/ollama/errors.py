@@ -1,4 +1,4 @@
-"""Errors in Ollama's format: `{"error": message}`, also as a line of a stream."""
+"""Errors in Ollama's format: `{"error": message}`. A stream ends with such a line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve.http.errors import ErrorFormat, Failure
 
 
 def ollama_error_body(failure: Failure) -> dict[str, Any]:
-    """Return the failure as a body of this API."""
+    """Return the failure as an error body of this API."""
     return {"error": failure.message}
 
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _Call(NamedTuple):
-    """A call whose body is decoded and checked. If it has no request, the client only asks to load the model."""
+    """A call whose body is decoded and checked. It has no request if the client only asks to load the model."""
 
     model: str
     stream: bool
@@ -52,14 +52,14 @@ class _Call(NamedTuple):
 
 @decodes(ChatBody)
 async def chat(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Answer a chat with a message; streamed unless `stream` is false."""
+    """Answer a chat with a message, streamed unless `stream` is false."""
     call = await read_body(http, partial(_read_chat, core), any_type=True)
     return await _answer(http, core, call, Answer(call.model, in_message, call.parse, core.tokenizer))
 
 
 @decodes(GenerateBody)
 async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Generate text from a prompt; streamed unless `stream` is false."""
+    """Generate text from a prompt, streamed unless `stream` is false."""
     call = await read_body(http, partial(_read_generate, core), any_type=True)
     return await _answer(http, core, call, Answer(call.model, in_response, call.parse, core.tokenizer))
 
@@ -97,7 +97,7 @@ def _read_generate(core: EngineCore, raw: bytes) -> _Call:
 
 
 def _raw_request(core: EngineCore, body: GenerateBody, adapter: str | None) -> Request:
-    """Return the prompt without the chat template."""
+    """Return a request whose prompt is used without the chat template."""
     for name, value in (("system", body.system), ("think", body.think), ("images", body.images)):
         if value:
             raise InvalidRequest(f"{name} requires the chat template, which raw disables.", param=name)
@@ -119,7 +119,7 @@ def _raw_request(core: EngineCore, body: GenerateBody, adapter: str | None) -> R
 
 @decodes(EmbedBody)
 async def embed(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return a vector per text."""
+    """Return the embedding of each text."""
     begun = time.perf_counter_ns()
     body, model, requests = await read_call(http, core, _read_embed, any_type=True)
     chunks = await compute(http, core, requests)
@@ -135,7 +135,7 @@ async def embed(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(EmbeddingsBody)
 async def embeddings(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the vector of one text, in the format of the older API."""
+    """Return the embedding of one text, in the format of Ollama's older API."""
     requests = await read_call(http, core, _read_embeddings, any_type=True)
     [[chunk]] = await compute(http, core, requests)
     return json_response({"embedding": vector_of(chunk, None)})

@@ -21,9 +21,9 @@ from serve.ollama.schema import ShowBody
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
-API_VERSION = "0.13.0"  # the version of Ollama whose API this is; clients refuse older versions
+API_VERSION = "0.13.0"  # the Ollama version whose API this is; clients refuse older versions
 LATEST = ":latest"
-NEVER = "2318-01-01T00:00:00Z"  # the time at which the model leaves memory, in the distant future
+NEVER = "2318-01-01T00:00:00Z"  # the time at which the model will be unloaded: never
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -43,13 +43,13 @@ async def version(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def tags(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the list of models: the served one and its adapters."""
+    """Return the list of models: the served model and its adapters."""
     names = [each.name for each in core.adapters.adapters]
     return json_response({"models": [_card(core), *(_card(core, name) for name in names)]})
 
 
 async def running(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the list of models in memory: the served one."""
+    """Return the list of models in memory: the served model."""
     on_gpu = core.plan.model.device != "cpu"
     card = {
         **_card(core),
@@ -132,7 +132,7 @@ def _family(core: EngineCore) -> str:
 
 
 def _num_parameters(core: EngineCore) -> int:
-    """Estimate the number of parameters from the bytes on disk."""
+    """Estimate the number of parameters from the size of the weights on disk."""
     return core.facts.weight_bytes // _BYTES.get(core.facts.dtype, 2)
 
 

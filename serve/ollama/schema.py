@@ -1,8 +1,8 @@
 """Bodies of Ollama's routes.
 
-As in Ollama, unknown fields and options are ignored; they are logged (--refuse-unknown-fields: refused).
-Accepted without effect: `keep_alive` (the model stays loaded), and options about loading the model
-(`num_ctx`, `num_gpu`, ...), for which this server has its own options.
+As in Ollama, unknown fields and options are ignored. They are logged, or refused with --refuse-unknown-fields. Accepted
+without effect: `keep_alive` (the model stays loaded), and options for loading the model (`num_ctx`, `num_gpu`, ...),
+for which this server has its own options.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Think = bool | Literal["low", "medium", "high", "max"]
 
 @dataclass(slots=True, kw_only=True)
 class Options:
-    """Sampling parameters with Ollama's names. None: not set."""
+    """Sampling parameters under Ollama's names. None means "not set"."""
 
     num_predict: Annotated[int, Range(-2)] | None = None
     temperature: float | None = None
@@ -41,7 +41,7 @@ class Options:
     mirostat_tau: float | None = None  # used by mirostat, which is refused
     mirostat_eta: float | None = None
     penalize_newline: bool = True
-    numa: Any = None  # this and all further options are about loading the model
+    numa: Any = None  # this option and the options below concern the loading of the model
     num_ctx: int | None = None
     num_keep: int | None = None
     num_batch: int | None = None
@@ -57,7 +57,7 @@ class Options:
     embedding_only: bool | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """Return the sampling parameters that are set, by their names in `SamplingParams`."""
+        """Return the sampling parameters that are set, under their names in `SamplingParams`."""
         self._refuse_foreign()
         params = {
             "max_new_tokens": self.num_predict if self.num_predict and self.num_predict > 0 else None,
@@ -75,7 +75,7 @@ class Options:
         return {name: value for name, value in params.items() if value is not None}
 
     def _refuse_foreign(self) -> None:
-        """Raises `InvalidRequest` for options that need another sampler."""
+        """Raise `InvalidRequest` for options that only Ollama's sampler supports."""
         penalty = self.repeat_penalty not in (None, 1.0)
         wrong = {
             "num_predict": (self.num_predict == 0, "must be at least 1, or -1 for no limit"),
@@ -106,7 +106,7 @@ class OllamaBody:
     top_logprobs: Annotated[int, Range(0, MAX_TOP_LOGPROBS)] = 0
 
     def response_format(self) -> Mapping[str, Any] | None:
-        """Return `format` as OpenAI's response_format."""
+        """Return `format` as OpenAI's response_format, or None if any text is allowed."""
         if isinstance(self.format, dict):
             return {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
         if self.format in (None, ""):
@@ -171,7 +171,7 @@ class GenerateBody(OllamaBody):
 
 @dataclass(slots=True, kw_only=True)
 class EmbedBody:
-    """The body of /api/embed. Texts that are too long are cut unless `truncate` is false."""
+    """The body of /api/embed. Texts that are too long are cut, unless `truncate` is false."""
 
     model: Annotated[str, Length(1, 1024)]
     input: Texts
@@ -183,7 +183,7 @@ class EmbedBody:
 
 @dataclass(slots=True, kw_only=True)
 class EmbeddingsBody:
-    """The body of /api/embeddings, the older route for the vector of one text."""
+    """The body of /api/embeddings, the older route for the embedding of one text."""
 
     model: Annotated[str, Length(1, 1024)]
     prompt: str

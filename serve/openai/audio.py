@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Task = Literal["transcribe", "translate"]
 FORMATS = ("json", "text", "srt", "verbose_json", "vtt")
-FORM_BYTES = 65_536  # of the form besides the file
+FORM_BYTES = 65_536  # bytes of the form in addition to the file
 FIELDS = frozenset(
     {"file", "model", "language", "prompt", "response_format", "temperature", "timestamp_granularities[]", "stream",
      "chunking_strategy"}
@@ -37,12 +37,12 @@ class _Form(NamedTuple):
 
 
 async def transcribe(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return what is said in a file of audio."""
+    """Return a transcript of an audio file."""
     return await _answer(http, core, "transcribe")
 
 
 async def translate(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return in English what is said in a file of audio."""
+    """Return an English transcript of an audio file."""
     return await _answer(http, core, "translate")
 
 
@@ -113,7 +113,7 @@ def _temperature(text: str) -> float:
 
 
 def _shown(transcript: Transcript, form: _Form) -> ASGIApp:
-    """Return the answer in the format that was asked for."""
+    """Return the answer in the requested format."""
     if form.format == "text":
         return PlainTextResponse(transcript.text + "\n")
     if form.format == "srt":
@@ -148,7 +148,7 @@ def _vtt(segment: Segment) -> str:
 
 
 def _line(text: str) -> str:
-    """Return the text without what would end a cue or begin another."""
+    """Return the text on one line and without arrows, because these would end a cue or begin another."""
     return " ".join(text.split()).replace("-->", "->")
 
 

@@ -1,4 +1,4 @@
-"""`/v1/batches`: answer files of requests along with the server's other work."""
+"""`/v1/batches`: answer files of requests in the background."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MAX_RUNNING = 16  # maximum number of running batches per client
 MAX_REMEMBERED = 1024
 MAX_LINES = 50_000
 MAX_OUTPUT_BYTES = 1024**3
-ROOM_BYTES = 16 * 1024**2  # a batch checks the free space of the folder each time it has written this much
+ROOM_BYTES = 16 * 1024**2  # bytes that a batch may write between two checks of the folder's free space
 MAX_KEY = 64  # maximum number of characters per metadata key
 MAX_LISTED = 100
 MAX_AT_ONCE = 32  # maximum number of running requests per batch, to leave capacity for other clients
@@ -57,14 +57,14 @@ class BatchBody:
     output_expires_after: NotBuilt = None
 
     def __post_init__(self) -> None:
-        """Raises `InvalidRequest` if a key of `metadata` is too long."""
+        """Raise `InvalidRequest` if a key of `metadata` is too long."""
         if any(len(key) > MAX_KEY for key in self.metadata or ()):
             raise InvalidRequest(f"Keys of metadata may have at most {MAX_KEY} characters.", param="metadata")
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """One batch. `shown` is the API's object, without the counts of lines."""
+    """One batch. `shown` is the API's object, without the request counts."""
 
     owner: str
     shown: dict[str, Any]
@@ -80,7 +80,7 @@ class Batch:
         return self.shown | {"request_counts": counts}
 
     def become(self, status: str) -> None:
-        """Set the state, and record the time at which it began."""
+        """Set the status, and record the time at which it began."""
         self.shown["status"] = status
         self.shown[f"{status}_at"] = int(time.time())
 
@@ -93,7 +93,7 @@ class Limits(NamedTuple):
 
 
 class BatchStore:
-    """The batches of this process, newest last. Their files survive a restart; the batches do not."""
+    """The batches of this process, oldest first. Their files survive a restart; the batches do not."""
 
     def __init__(self) -> None:
         self._batches: dict[str, Batch] = {}
@@ -123,7 +123,7 @@ class BatchStore:
 
 @decodes(BatchBody)
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Start to answer the lines of a file."""
+    """Start a batch that answers the lines of a file."""
     body = await read_body(http, lambda raw: decode(BatchBody, parse_object(raw)))
     files, owner = FileStore.of(http), CLIENT.get().name
     source = await anyio.to_thread.run_sync(files.get, body.input_file_id, owner)
@@ -165,14 +165,14 @@ async def list_batches(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def retrieve(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the progress of a batch, and the files with its answers."""
+    """Return the state of a batch, and the ids of the files with its answers."""
     FileStore.of(http)
     batch = http.app.state.batches.get(http.path_params["batch_id"], CLIENT.get().name)
     return json_response(batch.as_json())
 
 
 async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Cancel a batch; the answers so far are kept."""
+    """Cancel a batch. The answers so far are kept."""
     FileStore.of(http)
     batch: Batch = http.app.state.batches.get(http.path_params["batch_id"], CLIENT.get().name)
     if batch.shown["status"] in ENDED:
@@ -185,7 +185,7 @@ async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def _run(batch: Batch, files: FileStore, app: ASGIApp, headers: Mapping[str, str], limits: Limits) -> None:
-    """Answer all lines, and always set the batch's final state."""
+    """Answer all lines. The batch's final status is set in any case."""
     state = "failed"
     written: dict[str, FileObject] = {}
     try:
@@ -255,7 +255,7 @@ def _source(files: FileStore, batch: Batch) -> Path:
 
 
 def _num_lines(files: FileStore, batch: Batch, limits: Limits) -> int:
-    """Return the number of lines that are not blank. Raises `InvalidRequest`."""
+    """Return the number of lines that are not blank. Raises `InvalidRequest` if there are none or too many."""
     with _source(files, batch).open("rb") as source:
         num_lines = sum(bool(line.strip()) for line in read_lines(source, limits.line_bytes))
     if not num_lines:
@@ -266,7 +266,7 @@ def _num_lines(files: FileStore, batch: Batch, limits: Limits) -> int:
 
 
 def _fail(batch: Batch, error: Exception) -> None:
-    """Record the reason why a batch failed."""
+    """Record the error that ended a batch."""
     first = first_error(error)
     code, message = "server_error", "The batch failed."
     if isinstance(first, RequestError):
@@ -278,7 +278,7 @@ def _fail(batch: Batch, error: Exception) -> None:
 
 
 def _keep(batch: Batch, files: FileStore, written: Mapping[str, FileObject]) -> None:
-    """Publish the files with answers, and delete empty ones."""
+    """Publish the files with answers, and delete empty files."""
     for name, file in written.items():
         path = files.path(file.id)
         if path.is_file() and path.stat().st_size:

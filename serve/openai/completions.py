@@ -1,4 +1,4 @@
-"""`/v1/completions`: the handler, and the answer, complete or streamed."""
+"""The handler and the answer of `/v1/completions`, complete or streamed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Call:
 
 @decodes(CompletionBody)
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Complete one or several prompts, complete or streamed."""
+    """Complete one or several prompts, in one answer or streamed."""
     call = await read_call(http, core, _read)
     body = call.body
     label = body.rid if isinstance(body.rid, str) else call.requests[0].label
@@ -126,7 +126,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
 
 
 def _echo(core: EngineCore, tokenizer: Tokenizer, prompt: str | list[int]) -> str:
-    """Return the prompt's text. Raises `InvalidRequest` for ids outside the vocabulary."""
+    """Return the prompt's text. Raises `InvalidRequest` for token ids outside the vocabulary."""
     if isinstance(prompt, str):
         return prompt
     size = core.facts.vocab_size
@@ -151,8 +151,9 @@ def _prompts(body: CompletionBody) -> tuple[Sequence[str | list[int]], bool]:
 
 
 def _fill_in_the_middle(core: EngineCore, body: CompletionBody, prompts: Sequence[str | list[int]]) -> list[str]:
-    """Return prompts in the model's fill-in-the-middle format. They ask for the text between each given prompt and the
-    body's suffix.
+    """Return prompts in the model's fill-in-the-middle format.
+
+    Each asks for the text between one of the given prompts and the body's suffix.
     """
     template = core.plan.tokenizer.middle
     if template is None and core.tokenizer is not None:
@@ -189,7 +190,7 @@ class CompletionAnswers:
     """Builds the answer of one call. Choices are numbered over all prompts: request_index * n + index.
 
     `echoes` are the texts of the prompts if the answer repeats them, else None. `top_logprobs` and `prompt_logprobs`
-    are the numbers of alternatives per token in the answer; None: it shows no log-probabilities.
+    are the numbers of alternatives per token in the answer. None means that the answer has no log-probabilities.
     """
 
     def __init__(
@@ -259,15 +260,16 @@ class CompletionAnswers:
         return b"".join(parts)
 
     def closing(self) -> bytes:
-        """Return the last events. Called after all text is sent. Raises `Aborted` or `EngineFailure` if an answer is
-        incomplete.
+        """Return the last events, after all text has been sent.
+
+        Raises `Aborted` or `EngineFailure` if an answer is incomplete.
         """
         for finish in self._finishes:
             ended(finish)
         return self._start + event_end(self._usage.total()) if self._options.include_usage else b""
 
     def _rest(self, request_index: int, number: int, chunk: Chunk, text: str) -> bytes:
-        """Return the JSON of a choice that follows its text."""
+        """Return the JSON of a choice after its text."""
         if chunk.finish is None and chunk.logprobs is None and not self._requests[request_index].returns_ids:
             return b',"logprobs":null,"finish_reason":null,"matched_stop":null}'
         finish = chunk.finish
@@ -296,7 +298,7 @@ class CompletionAnswers:
         return self._echoes[request_index] if self._echoes is not None else ""
 
     def _more(self, request_index: int, chunk: Chunk) -> dict[str, Any]:
-        """Return the fields of a choice with ids and the prompt's log-probabilities, if they are requested."""
+        """Return the requested additional fields of a choice: hidden states, token ids, prompt log-probabilities."""
         fields: dict[str, Any] = {}
         if self._requests[request_index].returns_hidden:
             fields["hidden_states"] = last_hidden(chunk)

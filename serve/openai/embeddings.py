@@ -40,8 +40,8 @@ ERROR_FORMAT = ErrorFormat(openai_body, {"text": "input", "input_ids": "input"})
 class EmbeddingBody:
     """The body of /v1/embeddings. `user` is accepted without effect.
 
-    `prompt_name` selects one of the checkpoint's prompts, which is put before each input. `truncate` cuts
-    inputs that are too long instead of refusing them.
+    `prompt_name` selects one of the checkpoint's prompts, which is put before each input. With `truncate`, inputs that
+    are too long are cut instead of refused.
     """
 
     input: Texts | Ids | None = None
@@ -54,14 +54,14 @@ class EmbeddingBody:
     rid: Label | list[Label] | None = None
     lora_path: AdapterName | list[AdapterName | None] | None = None
     add_special_tokens: bool = True
-    truncate_prompt_tokens: Annotated[int, Range(-1, MAX_INT32)] | None = None  # vLLM's; only -1, which is `truncate`
+    truncate_prompt_tokens: Annotated[int, Range(-1, MAX_INT32)] | None = None  # vLLM's name of `truncate`; only -1
     embed_dtype: Literal["float32"] = (
-        "float32"  # this and the next three are vLLM's; only the default behaviour is accepted
+        "float32"  # this and the next three fields are vLLM's; only their default behaviour is supported
     )
     endianness: Literal["native", "little"] = "native"
     normalize: Literal[True] = True
     use_activation: Literal[True] = True
-    input_type: NotBuilt = None  # fields of other servers and services that would change the vectors
+    input_type: NotBuilt = None  # fields of other servers that would change the embeddings
     task: NotBuilt = None
     late_chunking: NotBuilt = None
     instruction: NotBuilt = None
@@ -71,7 +71,7 @@ class EmbeddingBody:
 
 @decodes(EmbeddingBody)
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the vector of each prompt. If `dimensions` is set, the vector is shortened to this many numbers."""
+    """Return the embedding of each prompt, shortened to `dimensions` numbers if this is set."""
     body, model, requests = await read_call(http, core, _read)
     chunks = await compute(http, core, requests)
     return await anyio.to_thread.run_sync(_response, body, model, chunks)

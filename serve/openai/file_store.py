@@ -1,4 +1,4 @@
-"""Files of `/v1/files` in one local folder, each with a JSON file that describes it."""
+"""Files of `/v1/files` in one local folder. A JSON file describes each of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("penstock.http")
 
 MAX_FILES = 4096
 MAX_FOLDER_BYTES = 8 * 1024**3
-# Content without a description is deleted at this age; younger content may still be in the process of writing.
+# Content without a description is deleted at this age, in seconds. Younger content may still be being written.
 ORPHAN_S = 48 * 3600
 
 _ID = re.compile(r"file-[0-9a-f]{32}")
@@ -54,7 +54,7 @@ class FileStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._adding = Lock()  # held from the check for free space to the end of the write
+        self._adding = Lock()  # held from the check of the free space to the end of the write
 
     @staticmethod
     def of(http: HttpRequest) -> FileStore:
@@ -64,12 +64,11 @@ class FileStore:
         return http.app.state.files
 
     def path(self, file_id: str) -> Path:
-        """Return the path of a file's content. `file_id` must have been checked: it becomes part of the path."""
+        """Return the path of a file's content. Check `file_id` before, because it becomes part of the path."""
         return self.folder / file_id
 
     def room(self) -> int:
-        """Return the number of bytes that may still be written. Raises `PayloadTooLarge` if the folder is
-        full.
+        """Return the number of bytes that may still be written. Raises `PayloadTooLarge` if the folder is full.
 
         Every stored file counts, with or without a description. Old content without a description, which a killed
         server left behind, is deleted.
@@ -113,7 +112,7 @@ class FileStore:
                 raise
 
     def new(self, filename: str, purpose: str, owner: str) -> FileObject:
-        """Return a file object whose content is still to be written."""
+        """Return a new file object. The caller writes its content."""
         self.folder.mkdir(parents=True, exist_ok=True)
         return FileObject(
             id=f"file-{uuid4().hex}",
@@ -152,7 +151,7 @@ class FileStore:
         self.path(file_id).unlink(missing_ok=True)
 
     def all_files(self) -> list[FileObject]:
-        """Return all clients' files, oldest first. Skips unreadable descriptions."""
+        """Return the files of all clients, oldest first. Files with an unreadable description are skipped."""
         files = [self._read(path) for path in self.folder.glob("file-*.json")]
         return sorted((each for each in files if each), key=lambda each: (each.created_at, each.id))
 

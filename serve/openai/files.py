@@ -1,4 +1,4 @@
-"""`/v1/files`: files of batches in one local folder (--file-storage-path)."""
+"""`/v1/files`: files for batches in one local folder (--file-storage-path)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
 MAX_FILE_BYTES = 100 * 1024 * 1024
-# Limit on the bytes of all running uploads together. An upload stays in memory until it is complete.
+# Limit on the bytes of all running uploads. An upload stays in memory until it is complete.
 MAX_ARRIVING_BYTES = 256 * 1024 * 1024
 MAX_LISTED = 10_000
 MAX_CONTENT_TYPE = 1024  # maximum number of characters
@@ -30,12 +30,12 @@ MAX_BOUNDARY = 70  # maximum number of characters, as in RFC 2046
 MAX_PARTS = 16
 MAX_HEAD_BYTES = 8192  # limit on the head of each part
 
-# `; name=value` or `; name="value"`. Matched from the end of the last match, so the time is linear.
+# `; name=value` or `; name="value"`. Matched where the last match ended, so the time is linear.
 _PARAMETER = re.compile(r';\s*([\w*-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*+)"|([^\s;"]*))\s*', re.ASCII | re.DOTALL)
 
 
 class Uploads:
-    """Number of bytes of all running uploads."""
+    """The number of bytes of all running uploads."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -52,7 +52,7 @@ class Uploads:
     def grow(self, body: bytearray, part: bytes) -> None:
         """Extend the buffer.
 
-        Raises `PayloadTooLarge` if this upload is too large, and `Overloaded` if the sum of all running uploads is too
+        Raises `PayloadTooLarge` if this upload is too large, and `Overloaded` if all running uploads together are too
         large.
         """
         check_size(len(body) + len(part))
@@ -63,7 +63,7 @@ class Uploads:
 
 
 def check_size(num_bytes: int) -> None:
-    """Raises `PayloadTooLarge` if a file has too many bytes."""
+    """Raise `PayloadTooLarge` if a file has too many bytes."""
     if num_bytes > MAX_FILE_BYTES:
         raise PayloadTooLarge(f"A file may have at most {MAX_FILE_BYTES} bytes.")
 
@@ -108,7 +108,7 @@ def boundary_of(content_type: str) -> bytes:
 
 
 def form_fields(body: bytes | bytearray, boundary: bytes) -> dict[str, tuple[str, memoryview]]:
-    """Map the names of a form's parts to (file's name, content). Raises `InvalidRequest` for an invalid form."""
+    """Map the names of a form's parts to (filename, content). Raises `InvalidRequest` for an invalid form."""
     delimiter = b"\r\n--" + boundary
     fields: dict[str, tuple[str, memoryview]] = {}
     whole = memoryview(body)
@@ -138,7 +138,7 @@ def _disposition(head: bytes) -> dict[str, str]:
 
 
 def _parameters(header: str) -> dict[str, str]:
-    """Parse the parameters of a header's value, `form-data; name="file"`. Stops at an ill-formed one."""
+    """Parse the parameters of a header's value, for example `form-data; name="file"`. Stops at an invalid parameter."""
     parameters: dict[str, str] = {}
     at = header.find(";")
     while at >= 0 and (match := _PARAMETER.match(header, at)):
@@ -149,7 +149,7 @@ def _parameters(header: str) -> dict[str, str]:
 
 
 async def list_files(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the client's files, newest first unless `order=asc`, optionally with one `purpose`."""
+    """Return the client's files, newest first unless `order=asc`. The query parameter `purpose` selects files."""
     files = await anyio.to_thread.run_sync(FileStore.of(http).all_files)
     owner, purpose = CLIENT.get().name, http.query_params.get("purpose")
     shown = [

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 async def list_models(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the served model and its adapters, in Anthropic's format to its clients."""
+    """Return the served model and its adapters. Anthropic's clients get Anthropic's format."""
     cards = _cards(core)
     if _is_anthropic_client(http):
         page = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"], "has_more": False}
@@ -25,9 +25,9 @@ async def list_models(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def retrieve_model(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return the description of the named model, or 404 for other names.
+    """Return the description of the named model, or 404 for an unknown name.
 
-    Without a name (a trailing slash), returns the list of models.
+    Without a name (a trailing slash), return the list of models.
     """
     model = http.path_params["model"]
     if not model:
@@ -64,7 +64,7 @@ def _model_info(core: EngineCore, name: str) -> dict[str, Any]:
 
 
 def _cards(core: EngineCore) -> list[dict[str, Any]]:
-    """Return the base model's description, then those of its adapters."""
+    """Return the description of the base model, followed by those of its adapters."""
     base = core.plan.serve.served_model_name
     models = [(base, base, None), *((each.name, each.path, base) for each in core.adapters.adapters)]
     return [

@@ -1,4 +1,4 @@
-"""The `response` object and its events, numbered and in the API's order."""
+"""The `response` object and its events, which are numbered and in the API's order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ABORTED = {"code": "server_error", "message": "The request was aborted."}
 
 
 class Response:
-    """One response while its output arrives. `head` holds the fields that do not change."""
+    """One response, whose output is arriving. `head` has the fields that do not change."""
 
     def __init__(
         self,
@@ -44,14 +44,15 @@ class Response:
         self._parser = prepared.new_parser()
         self._assembler = PartAssembler()
         self._ids: list[str] = []
-        # Log-probabilities of each text part, by the index of the part.
+        # Index of a text part -> log-probabilities of the part.
         self._logprobs: dict[int, list[dict[str, Any]]] = {}
         self._finish: Finish | None = None
         self._usage: Usage | None = None
 
     def feed(self, chunk: Chunk) -> list[tuple[PartEvent, list[dict[str, Any]]]]:
-        """Return the part events of a chunk, each with the log-probabilities of its text. Other events have an empty
-        list.
+        """Return the part events of a chunk, each with the log-probabilities of its text.
+
+        The list is empty for events without text.
         """
         self._usage = chunk.usage
         self._finish = chunk.finish or self._finish
@@ -85,11 +86,11 @@ class Response:
 
     @property
     def summarizes(self) -> bool:
-        """Whether the request asked for a summary of the reasoning. It gets the whole reasoning."""
+        """Whether the request asked for a summary of the reasoning. The summary is then the complete reasoning."""
         return self._head["reasoning"]["summary"] is not None
 
     def _logprobs_of(self, chunk: Chunk, events: Sequence[PartEvent]) -> list[dict[str, Any]]:
-        """Return the log-probabilities of the answer's text; reasoning and calls have none in this API."""
+        """Return the log-probabilities of the answer's text. Reasoning and calls have none in this API."""
         if chunk.logprobs is None or self._tokenizer is None:
             return []
         if any(event.part.kind != "text" for event in events):
@@ -99,11 +100,11 @@ class Response:
     # --- as JSON ---
 
     def begun(self) -> dict[str, Any]:
-        """Return the response as JSON before its first item."""
+        """Return the response as JSON, before its first item."""
         return self._object("in_progress", [], None)
 
     def ended(self, *, cancelled: bool = False) -> dict[str, Any]:
-        """Return the response as JSON after its last item."""
+        """Return the response as JSON, after its last item."""
         finish = self._finish or Finish("abort")
         if finish.kind == "abort":
             status = "cancelled" if cancelled else "failed"
@@ -122,14 +123,14 @@ class Response:
         return {**self._object(status, items, self._usage), **changes}
 
     def failed(self, failure: Failure) -> dict[str, Any]:
-        """Return the response that an error ended."""
+        """Return the response as JSON, ended by an error."""
         code = "server_error" if failure.status >= 500 else "invalid_prompt"
         items = [{**self.item(part), "status": "incomplete"} for part in self.parts]
         error = {"code": code, "message": failure.message}
         return {**self._object("failed", items, self._usage), "error": error}
 
     def message(self) -> dict[str, Any]:
-        """Return the answer as a message of the conversation, without truncated calls."""
+        """Return the answer as a message of the conversation. Truncated calls are left out."""
         message: dict[str, Any] = {"role": "assistant", "content": self._joined("text")}
         if reasoning := self._joined("reasoning"):
             message["reasoning_content"] = reasoning
@@ -177,7 +178,7 @@ class Response:
                 return {**common, "type": "function_call", **named}
 
     def content(self, part: Part, *, empty: bool = False) -> dict[str, Any]:
-        """Return the only content part of text or reasoning."""
+        """Return the only content part of a text or reasoning item."""
         text = "" if empty else part.text
         if part.kind == "reasoning":
             return {"type": "reasoning_text", "text": text}
@@ -185,7 +186,7 @@ class Response:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
     def location(self, part: Part) -> dict[str, Any]:
-        """Return the fields that say to which item an event belongs."""
+        """Return the fields that identify the item to which an event belongs."""
         return {"item_id": self._ids[part.index], "output_index": part.index}
 
 
@@ -297,12 +298,12 @@ class ResponseEvents:
 
 
 def summary_of(part: Part) -> dict[str, Any]:
-    """Return the reasoning as the only part of its summary."""
+    """Return the complete reasoning as the only part of its summary."""
     return {"type": "summary_text", "text": part.text}
 
 
 def input_of(part: Part) -> str:
-    """Return the input of a custom tool's call. If the call was truncated, this is its JSON so far."""
+    """Return the input of a custom tool's call. If the call was truncated, return its JSON text so far."""
     value = (part.arguments or {}).get("input")
     return value if isinstance(value, str) else part.text
 

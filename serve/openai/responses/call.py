@@ -1,4 +1,4 @@
-"""Convert a body of /v1/responses to a chat that can be submitted, and to the constant fields of the response."""
+"""Convert a body of /v1/responses to a prepared chat, and to the constant fields of the response."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ class ResponseCall:
 
     body: ResponsesBody
     prepared: PreparedChat
-    head: Mapping[str, Any]  # the fields of the response that do not change
+    head: Mapping[str, Any]  # fields of the response that do not change
     input_items: Sequence[Item]
     conversation: Sequence[Mapping[str, Any]]  # messages before the answer, without instructions
-    num_bytes: int  # estimated memory of the call, which limits the store
+    num_bytes: int  # estimated memory of the call in bytes, which counts towards the store's limit
     custom_tools: frozenset[str] = frozenset()  # names of the tools whose input is free text
     # Names by which the model calls functions of namespaces -> (namespace, name).
     namespaces: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -60,7 +60,7 @@ def call_of(
     previous: StoredResponse | None,
     find_item: Callable[[str], Item | None],
 ) -> ResponseCall:
-    """Return the call. Raises `InvalidRequest` with the name of the wrong field."""
+    """Return the call for a body. Raises `InvalidRequest`, whose `param` is the invalid field."""
     parts = _read_prompt(core, body, previous, find_item, "/v1/responses")
     chat = replace(
         parts.chat,
@@ -88,8 +88,10 @@ def input_prompt(
     previous: StoredResponse | None,
     find_item: Callable[[str], Item | None],
 ) -> CountedPrompt:
-    """Return the prompt of a body, to count its tokens. Raises `InvalidRequest` for wrong fields like `call_of`, and
-    for prompts many times longer than the context.
+    """Return the prompt of a body, to count its tokens.
+
+    Raises `InvalidRequest` for invalid fields like `call_of`, and for prompts that are many times longer than the
+    context.
     """
     parts = _read_prompt(core, body, previous, find_item, "/v1/responses/input_tokens")
     chat = fitted(core, parts.chat, parts.num_kept, 1) if body.truncation == "auto" else parts.chat
@@ -97,14 +99,14 @@ def input_prompt(
 
 
 class _PromptParts(NamedTuple):
-    """The parts of a body that form the prompt."""
+    """The prompt of a body, and what it was made from."""
 
     model: ServedModel
     items: Sequence[Item]
     conversation: Sequence[Mapping[str, Any]]
     tools: Sequence[Tool]
     chat: ChatRequest  # the system message and the conversation
-    num_kept: int  # leading messages that are never removed
+    num_kept: int  # number of leading messages that are never removed
 
 
 def _read_prompt(
@@ -149,10 +151,10 @@ def _template_kwargs(body: InputBody) -> dict[str, Any]:
 
 
 def fitted(core: EngineCore, chat: ChatRequest, num_kept: int, num_output: int) -> ChatRequest:
-    """Remove the oldest turns until the prompt and `num_output` more tokens fit into the context; return the shorter
-    chat.
+    """Remove the oldest turns until the prompt and `num_output` more tokens fit into the context.
 
-    The first `num_kept` messages and the last turn are never removed. A turn begins with a user message.
+    Returns the shortened chat. The first `num_kept` messages and the last turn are never removed. A turn begins with a
+    user message.
     """
     messages = chat.messages
     if media_of(messages):
@@ -172,8 +174,9 @@ def fitted(core: EngineCore, chat: ChatRequest, num_kept: int, num_output: int) 
 
 
 def _fits(core: EngineCore, chat: ChatRequest, max_tokens: int) -> bool:
-    """Whether the prompt has at most `max_tokens` tokens. If it is much too long, this is decided without joining or
-    encoding its text.
+    """Whether the prompt has at most `max_tokens` tokens.
+
+    For a prompt that is much too long, this is decided without joining or encoding its text.
     """
     if core.tokenizer is None:
         return True

@@ -29,7 +29,7 @@ from serve.openai.responses.store import ResponseStore, StoredResponse
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
 
-MAX_BACKGROUND = 256  # maximum number of responses that are computed in the background
+MAX_BACKGROUND = 256  # maximum number of responses that are being computed in the background
 MAX_LISTED = 100
 
 ERROR_FORMAT = ErrorFormat(
@@ -48,7 +48,7 @@ ERROR_FORMAT = ErrorFormat(
 
 @dataclass(frozen=True, slots=True)
 class _Keeper:
-    """Stores a response, if the request asks for it."""
+    """Stores a response if the request asks for it."""
 
     store: ResponseStore
     call: ResponseCall
@@ -65,12 +65,12 @@ class _Keeper:
 
 @decodes(ResponsesBody)
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Answer a conversation: complete, streamed, or in the background."""
+    """Answer a conversation, in one answer, streamed, or in the background."""
     store, owner = _store(http), CLIENT.get().name
     body = await read_body(http, partial(read_responses_body, core))
     previous = _previous(store, owner, body)
     make = partial(call_of, core, body, previous, partial(store.find_item, owner=owner))
-    # Use a thread if there is an earlier conversation or truncation, which may take long.
+    # Use a thread for an earlier conversation or truncation, because these may take long.
     small = previous is None and body.truncation == "disabled" and len(body.input) < MAX_LISTED
     call = await off_loop(make, small=small)
     response = Response(call.head, call.prepared, core.tokenizer, call.custom_tools, call.namespaces)
@@ -101,7 +101,7 @@ async def count_input_tokens(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 def _previous(store: ResponseStore, owner: str, body: InputBody) -> StoredResponse | None:
-    """Return the stored response that `previous_response_id` names, or None if the body names none.
+    """Return the stored response that `previous_response_id` names, or None if the field is not set.
 
     Raises `InvalidRequest` if that response does not exist or is not completed yet.
     """
@@ -121,8 +121,9 @@ def _previous(store: ResponseStore, owner: str, body: InputBody) -> StoredRespon
 
 
 async def _begin(core: EngineCore, keeper: _Keeper, response: Response) -> dict[str, Any]:
-    """Start to compute a response in the background, and return it with the status in_progress. Raises `Overloaded` if
-    too many background responses are running.
+    """Start to compute a response in the background, and return it with the status in_progress.
+
+    Raises `Overloaded` if too many background responses are running.
     """
     store = keeper.store
     if store.num_running >= MAX_BACKGROUND:
@@ -165,14 +166,14 @@ async def retrieve(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def delete(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Delete a stored response. If it is still computed in the background, cancel it."""
+    """Delete a stored response. If it is still being computed in the background, cancel it."""
     stored = _find(http)
     _store(http).delete(stored.id, stored.owner)
     return json_response({"id": stored.id, "object": "response", "deleted": True})
 
 
 async def cancel(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Cancel a background response; a response that has ended stays unchanged."""
+    """Cancel a background response. A response that has ended stays unchanged."""
     stored = _find(http)
     if not stored.response["background"]:
         raise InvalidRequest("Only background responses can be cancelled.", param="response_id")

@@ -1,8 +1,8 @@
 """Bodies of /v1/responses and /v1/responses/input_tokens.
 
-Unknown fields of the body are refused; unknown fields of nested objects are logged (--refuse-unknown-fields:
-refused). Accepted without effect: `user`, `safety_identifier`, `prompt_cache_retention` and
-`client_metadata` (nothing is reported, all prefixes are cached), `max_tool_calls` (this server does not run tools),
+Unknown fields of the body are refused. Unknown fields of nested objects are logged, or refused with
+--refuse-unknown-fields. Accepted without effect: `user`, `safety_identifier` and `client_metadata` (nothing is
+reported), `prompt_cache_retention` (all prefixes are cached), `max_tool_calls` (this server does not run tools),
 `text.verbosity`, and values of `include` that this server never has.
 """
 
@@ -60,7 +60,7 @@ class TextOptions:
 class ReasoningOptions:
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None  # the older name
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None  # the older name of summary
 
     @property
     def asked_summary(self) -> str | None:
@@ -83,7 +83,7 @@ class FunctionTool:
 
 @dataclass(slots=True, kw_only=True)
 class CustomFormat:
-    """The format of a custom tool's input. The input is one string."""
+    """The format of a custom tool's input, which is one string."""
 
     type: Literal["text", "grammar"] = "text"
     syntax: Literal["lark", "regex"] | None = None
@@ -100,7 +100,7 @@ class CustomTool:
     format: CustomFormat | None = None
 
     def as_function(self) -> FunctionTool:
-        """Return the function with the only parameter `input` that the model calls instead."""
+        """Return a function for the model to call instead. Its only parameter is `input`."""
         text: dict[str, Any] = {"type": "string", "description": "The tool's whole input, as text."}
         if self.format is not None and self.format.definition is not None:
             text["pattern"] = f"^(?:{self.format.definition})$"
@@ -112,7 +112,7 @@ class CustomTool:
 
 @dataclass(slots=True, kw_only=True)
 class NamespaceTool:
-    """Functions under a common name. A call names its namespace beside the function."""
+    """Functions under a common name. A call names the namespace and the function."""
 
     type: Literal["namespace"]
     name: Annotated[str, Length(1, 64)]
@@ -156,10 +156,10 @@ class ResponsesBody(InputBody):
     safety_identifier: str | None = None
     prompt_cache_key: CacheKey | None = None  # the prompt's pages stay cached under this key
     prompt_cache_retention: str | None = None
-    client_metadata: dict[str, Any] | None = None  # of Codex; reported to nobody
-    service_tier: Tier | None = None  # stands for a priority (--service-tier-priorities)
+    client_metadata: dict[str, Any] | None = None  # sent by Codex; without effect
+    service_tier: Tier | None = None  # selects a priority (--service-tier-priorities)
     max_tool_calls: int | None = None
-    cache_salt: Salt | None = None  # fields of /v1/chat/completions, from here on
+    cache_salt: Salt | None = None  # the fields from here on are those of /v1/chat/completions
     extra_key: Salt | None = None
     priority: Priority | None = None
     timeout_s: Timeout | None = None
@@ -172,7 +172,7 @@ class ResponsesBody(InputBody):
     sampling: dict[str, Any] = field(init=False, default_factory=dict)
 
     def check(self) -> None:
-        """Raises `InvalidRequest` for combinations that make no sense."""
+        """Raise `InvalidRequest` for fields that contradict each other."""
         if self.background and not self.store:
             raise InvalidRequest("background requires store to be true.", param="background")
         if self.background and self.stream:
@@ -192,7 +192,7 @@ class ResponsesBody(InputBody):
 _INCLUDES = frozenset(
     {
         LOGPROBS,
-        "reasoning.encrypted_content",  # has no effect: reasoning is sent unencrypted
+        "reasoning.encrypted_content",  # without effect, because reasoning is sent unencrypted
         "file_search_call.results",
         "web_search_call.results",
         "web_search_call.action.sources",
@@ -204,12 +204,12 @@ _INCLUDES = frozenset(
 
 
 def read_input_body(core: EngineCore, raw: bytes) -> InputBody:
-    """Decode the body of /v1/responses/input_tokens. Raises `InvalidRequest` with the name of the wrong field."""
+    """Decode the body of /v1/responses/input_tokens. Raises `InvalidRequest`, whose `param` is the invalid field."""
     return decode_open(InputBody, parse_object(raw), core, "/v1/responses/input_tokens")
 
 
 def read_responses_body(core: EngineCore, raw: bytes) -> ResponsesBody:
-    """Decode the body of /v1/responses. Raises `InvalidRequest` with the name of the wrong field."""
+    """Decode the body of /v1/responses. Raises `InvalidRequest`, whose `param` is the invalid field."""
     json = parse_object(raw)
     if "max_tokens" in json:
         raise InvalidRequest("max_tokens is called max_output_tokens in this API.", param="max_output_tokens")

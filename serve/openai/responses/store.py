@@ -1,4 +1,4 @@
-"""Stored responses that clients may continue, in bounded memory: the oldest are removed first."""
+"""Stored responses that clients can continue. Memory is bounded: the oldest responses are removed first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class StoredResponse:
     input_items: Sequence[Mapping[str, Any]]  # items of this request, without the earlier conversation
     messages: Sequence[Mapping[str, Any]]  # the whole conversation including the answer, but without instructions
     num_bytes_before: int = 0  # size in bytes without the answer
-    task: asyncio.Task[None] | None = None  # the task that computes a background response; None for others
+    task: asyncio.Task[None] | None = None  # the task that computes a background response; else None
     num_bytes: int = field(init=False, default=0)
 
     @property
@@ -35,13 +35,14 @@ class StoredResponse:
     def measure(self) -> int:
         """Return the approximate size in bytes.
 
-        Messages that several conversations share are counted for each, because any of these may stay the longest.
+        Messages that several conversations share are counted for each of them, because any of these may stay the
+        longest.
         """
         return self.num_bytes_before + 2 * len(orjson.dumps(self.response["output"]))
 
 
 class ResponseStore:
-    """Responses with `store: true`. A client sees the responses stored with its own key."""
+    """Responses with `store: true`. A client sees only the responses stored with its own key."""
 
     def __init__(self, *, max_responses: int = MAX_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
         self._max_responses = max_responses
@@ -57,7 +58,7 @@ class ResponseStore:
         return self._num_bytes
 
     def put(self, stored: StoredResponse) -> None:
-        """Store a response or its new state. The oldest finished ones are removed if the store is full."""
+        """Store a response or its new state. If the store is full, the oldest finished responses are removed."""
         self._forget(stored.id)
         stored.num_bytes = stored.measure()
         self._stored[stored.id] = stored
@@ -90,7 +91,7 @@ class ResponseStore:
         return stored
 
     def find_item(self, item_id: str, owner: str) -> Mapping[str, Any] | None:
-        """Return an input or output item of a stored response by id."""
+        """Return an input or output item of a stored response by its id, or None if there is none."""
         for stored in reversed(self._stored.values()):
             if stored.owner != owner:
                 continue
@@ -100,7 +101,7 @@ class ResponseStore:
         return None
 
     def delete(self, response_id: str, owner: str) -> None:
-        """Delete a response. Raises `NotFound`."""
+        """Delete a response, and cancel it if it is running. Raises `NotFound`."""
         stored = self.get(response_id, owner)
         self._forget(response_id)
         if stored.task is not None:
