@@ -1,7 +1,7 @@
-"""The contract between scheduler and worker: the batch of a step as host arrays, and its output.
+"""The interface between scheduler and worker: the batch of a step as host arrays, and its output.
 
-`Scheduler.fill` builds a batch, which is then immutable. The runner reads it, in this or a worker process. A batch
-refers to no device, and the runner never reads a Sequence.
+`Scheduler.fill` builds a batch, which is immutable afterwards. The runner reads it, in this process or in a worker
+process. A batch refers to no device, and the runner never reads a Sequence.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ Ints = NDArray[np.int32]
 Longs = NDArray[np.int64]
 Floats = NDArray[np.float32]
 
-SECOND_START = "second_start"  # a row value: position where the second text of a pair begins
-ADAPTER = "adapter"  # a row value: slot of the row's LoRA adapter
-UNKNOWN = -1  # in Batch.token_ids: the last sampled token of the sequence, known only on the device
+SECOND_START = "second_start"  # row value: position where the second text of a pair begins
+ADAPTER = "adapter"  # row value: slot of the row's LoRA adapter
+UNKNOWN = -1  # in Batch.token_ids: the sequence's last sampled token, whose id only the device knows
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -38,8 +38,8 @@ _SHIFTS = tuple(np.uint64(shift) for shift in (30, 27, 31, 40))
 def uniform_numbers(seeds: NDArray[np.uint64], positions: Longs) -> Floats:
     """Return a number in [0, 1) for each (seed, output position), independent of the batch.
 
-    Applies the SplitMix64 finaliser (Steele, Lea and Flood, 2014) to seed + (position + 1) * golden gamma. The upper
-    24 bits fit into a float32 exactly.
+    Applies the SplitMix64 finaliser (Steele, Lea and Flood, 2014) to seed + (position + 1) * golden gamma. A float32
+    represents the upper 24 bits exactly.
     """
     one, two, three, top = _SHIFTS
     x = seeds + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
@@ -53,7 +53,8 @@ class MediaSpan(NamedTuple):
     """Tokens of a step whose embeddings are given, for example by an image encoder. No layer reads their ids."""
 
     offset: int  # index of the first token in [T]
-    # [N, W]: embeddings [N, E] and, for models that add vectors after their first layers, those of each such layer.
+    # [N, W]: embeddings [N, E]. If the model adds vectors after its first layers, the vectors of each of these layers
+    # follow.
     vectors: Floats
 
 
@@ -74,111 +75,116 @@ NO_STATS = StepStats()
 class Batch:
     """B rows with T tokens in total. Row b computes positions starts[b] .. starts[b] + counts[b] - 1.
 
-    Each layer stores the KV of all rows before any row attends, so rows may share pages that this step writes.
+    Each layer stores the KV of all rows before any row attends. Rows may therefore share pages that this step writes.
     """
 
     number: int
     sequences: tuple[Sequence, ...]  # [B], only for the scheduler
     starts: Ints  # [B]
     counts: Ints  # [B], each >= 1
-    sequence_indices: Ints  # [B], row of each sequence in device state, which keeps its last token
-    # [T], row after row. UNKNOWN: only the device knows the id. `speculative.model_drafts.DRAFT`: an id that the draft
-    # model proposes before the model verifies it in the same step.
+    sequence_indices: Ints  # [B], row of each sequence in the device state, for example of its last token
+    # [T], row after row. UNKNOWN: only the device knows the id. `speculative.model_drafts.DRAFT`: the draft model
+    # proposes the id, and the model verifies it in the same step.
     token_ids: Ints
-    page_table: Ints  # [B, pages of the longest row], padded with 0 after a row's pages
+    page_table: Ints  # [B, number of pages of the longest row], padded with 0
     sampling: Sampling | None  # None: no row yields a token
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-    # Rows that compute an embedding instead of a token; None: no such rows.
+    # Rows that compute an embedding in place of a token. None: no such rows.
     embedding_rows: Ints | None = None
     hidden_rows: tuple[int, ...] = ()  # rows that return the hidden states of their tokens, ascending
-    # Row values that layers read, by name, [B] each; 0 is the default. A batch has only names that the model's layers
-    # declare (`runtime.layers.batch_reads`).
+    # Row values that layers read, by name, [B] each. 0 is the default. A batch contains only names that the model's
+    # layers declare (`runtime.layers.batch_reads`).
     row_values: Mapping[str, Ints] = field(default_factory=dict)
     # Arrays of cache kinds other than pages (`CacheKind.step_arrays`), by kind and name.
     kinds: Mapping[str, Mapping[str, Ints]] = field(default_factory=dict)
-    drafts: Drafts | None = None  # None: no row proposes ids
-    # bool [B], rows that follow drafts in flight. Their `starts` are upper bounds, and exact only if all drafts
-    # are accepted. The device takes the exact starts from its own array of lengths. None: all starts are exact.
+    drafts: Drafts | None = None  # None: no row has draft tokens
+    # bool [B], rows that follow draft tokens in flight. Their `starts` are upper bounds, which are exact only if all
+    # draft tokens are accepted. The device takes the exact starts from its own array of lengths. None: all starts are
+    # exact.
     unknown_starts: NDArray[np.bool_] | None = None
-    # [3, T], offset of each token's position on each axis (time, height, width) from its position in the row; None: all
-    # are 0. After an image, the three axes of a row have equal offsets.
+    # [3, T], offset of each token's position from its position in the row, on each axis (time, height, width). After an
+    # image, the three axes of a row have equal offsets. None: all offsets are 0.
     position_offsets: Ints | None = None
     media: tuple[MediaSpan, ...] = ()  # tokens whose embeddings are given as vectors
-    # [M, 3], (row, first position, end) of spans whose tokens attend to each other, also to later ones. A row that
-    # computes the first token of a span computes all of it. None: all attention is causal.
+    # [M, 3], (row, first position, end) of each span whose tokens all attend to each other, including later ones. A row
+    # that computes the first token of a span computes the whole span. None: all attention is causal.
     mutual_spans: Ints | None = None
-    # Page copies, performed in this order after all earlier steps and before this step's forward.
+    # Page copies, performed in this order after all earlier steps and before this step's forward pass.
     copies: tuple[PageCopy, ...] = ()
-    adapters: tuple[AdapterPlacement, ...] = ()  # placed in this order before this step's forward
+    adapters: tuple[AdapterPlacement, ...] = ()  # placed in this order before this step's forward pass
     stats: StepStats = NO_STATS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Drafts:
-    """The D rows that end with proposed ids, each after the row's last token and the proposed ids before it.
+    """The D rows with draft tokens. In each row, they follow the sequence's last token.
 
-    A row with k proposed ids computes 1 + k positions and samples at each of them. An id is accepted if it equals the
-    token that the model samples at the position before it and all ids before it are accepted. Random numbers depend
-    only on the seed and the output position, so the accepted ids and the token after them are exactly the tokens of
-    decoding without drafts, also with random sampling.
+    A row with k draft tokens computes 1 + k positions, and samples at each of them. A draft token is accepted if it
+    equals the token that the model samples at the position before it, and if all earlier draft tokens are accepted.
+    Random numbers depend only on the seed and the output position. The accepted tokens and the token after them are
+    therefore exactly the tokens of decoding without draft tokens, also with random sampling.
 
-    `branches` are further rows with alternatives, so that the drafts are a tree.
+    `branches` are additional rows with alternatives, so that the draft tokens form a tree.
     """
 
     rows: Ints  # [D], row indices, ascending
-    counts: Ints  # [D], number of proposed ids of each row, >= 1
+    counts: Ints  # [D], number of draft tokens in each row, >= 1
     branches: Branches | None = None
 
 
 class Branches(NamedTuple):
-    """The M rows with alternatives to drafts (`scheduler/branches.py`). They have no tokens of their own in the output.
+    """The M rows with alternatives to draft tokens (`scheduler/branches.py`). They add no output of their own.
 
-    Row rows[i] begins at the position of the draft with number depths[i] of row owners[i], whose ids it replaces, and
-    samples at each of its positions. It has pages of its own from this position on. If all drafts before are accepted
-    and the model samples the row's first id in place of the draft, the row's ids are the drafts that go on.
+    Row rows[i] begins at the position of draft token depths[i] of row owners[i]. Its ids replace the draft tokens from
+    there on, and it samples at each of its positions. It has its own pages from this position on. If all earlier draft
+    tokens are accepted, and the model samples the row's first id in place of the draft token, verification continues
+    with the row's ids.
     """
 
     rows: Ints  # [M], row indices, ascending
-    owners: Ints  # [M], row indices of rows with drafts
-    depths: Ints  # [M], from 1 on
+    owners: Ints  # [M], indices of the rows with draft tokens
+    depths: Ints  # [M], counted from 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sampling:
     """The N sampled positions of a step and their parameters. Stateless except for penalties.
 
-    A row samples at its last position; a row with drafts samples at each of its positions.
+    A row samples at its last position. A row with draft tokens samples at each of its positions.
 
-    Order of operations: penalties, bias (-inf for forbidden tokens), host data (custom processor, grammar mask) and
-    temperature on the logits, then top-k, top-p and min-p on the probabilities, then the position's uniform number
-    selects a token by the inverse cumulative distribution.
+    Order of operations:
+    1. On the logits: penalties, bias (-inf for forbidden tokens), host data (custom processor, grammar mask) and
+       temperature.
+    2. On the probabilities: top-k, top-p and min-p.
+    3. The position's uniform number selects a token by the inverse cumulative distribution.
     """
 
     positions: Ints  # [N], index into the flat batch [T], ascending
     row_of: Ints  # [N], the row of each position
     greedy: NDArray[np.bool_]  # [N]
-    uniform: Floats  # [N] in [0, 1), from (sequence seed, output position): independent of the batch
-    # Arrays of `sampling_params.ROW_ARRAYS`, [N] each, by name. Arrays with only neutral values are omitted.
+    uniform: Floats  # [N] in [0, 1), computed from (sequence seed, output position)
+    # Arrays of `sampling_params.ROW_ARRAYS` by name, [N] each. Arrays with only neutral values are omitted.
     params: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     bias: Bias | None = None
     penalties: Penalties | None = None
     logprobs: tuple[LogprobParams | None, ...] | None = None  # [N]; None: no row requested log-probabilities
     # Host data of positions with a constraint, by index into [N], ascending. Sampling waits for it.
     host_data: Mapping[int, HostData] = field(default_factory=dict)
-    # The host data after drafts, by row; `host_data` has it too. The worker sets the ids that a draft model proposes.
+    # Host data after draft tokens, by row; `host_data` contains it too. The worker sets the ids that a draft model
+    # proposes.
     draft_data: Mapping[int, DraftData] = field(default_factory=dict)
-    draws: Draws | None = None  # for rows with unknown starts, whose `uniform` is not final. None: all are final
+    draws: Draws | None = None  # for rows with unknown starts, whose `uniform` is not final; None: all are final
 
 
 class Draws(NamedTuple):
-    """What `uniform` is computed from, for rows with unknown starts."""
+    """The inputs from which `uniform` is computed, for rows with unknown starts."""
 
     seeds: NDArray[np.uint64]  # [N]
-    output_positions: Longs  # [N], an upper bound like the row's start
+    output_positions: Longs  # [N], an upper bound, like the row's start
 
 
 class Bias(NamedTuple):
-    """M values to add to single logits; -inf forbids a token."""
+    """M values that are added to single logits. -inf forbids a token."""
 
     rows: Longs  # [M], index into the N sampled positions
     token_ids: Longs  # [M]
@@ -194,7 +200,7 @@ class Penalties(NamedTuple):
 
 
 class FreshSequence(NamedTuple):
-    """A sequence with penalties, and the tokens from which its token counts on the device are initialised."""
+    """A sequence with penalties, and the tokens that initialise its token counts on the device."""
 
     sequence_index: int
     prompt_ids: Ints
@@ -202,7 +208,7 @@ class FreshSequence(NamedTuple):
 
 
 class PageCopy(NamedTuple):
-    """Copy pages of all layers between pools or within one pool: `source_pages[i]` to `target_pages[i]`.
+    """Copies of `source_pages[i]` to `target_pages[i]`, for all layers, between two pools or within one pool.
 
     Pools are "device" (the pages of `Batch.page_table`) and "host". Every rank copies its shard of each page.
     """
@@ -210,18 +216,18 @@ class PageCopy(NamedTuple):
     source: str
     target: str
     source_pages: Ints  # [N]
-    target_pages: Ints  # [N], distinct; within one pool, none of them is also a source
+    target_pages: Ints  # [N], distinct; within one pool, no target is also a source
 
 
 class AdapterPlacement(NamedTuple):
-    """Copy a loaded adapter from host memory into a slot. Rows refer to the slot by their row value "adapter"."""
+    """A copy of a loaded adapter from host memory into a slot. Rows refer to the slot by the row value "adapter"."""
 
-    slot: int  # from 1 on
+    slot: int  # counted from 1
     adapter_id: int
 
 
 class PromptLogprobs(NamedTuple):
-    """Requested logprobs of prompt tokens: position `offset + i` of the flat batch predicts `targets[i]`."""
+    """Requested log-probabilities of prompt tokens: position `offset + i` of the flat batch predicts `targets[i]`."""
 
     row: int
     offset: int  # index into [T]
@@ -230,16 +236,16 @@ class PromptLogprobs(NamedTuple):
 
 
 class StepShare(NamedTuple):
-    """Numbers of positions of a batch that other attention groups must know in a common step."""
+    """The numbers of positions in a batch that other attention groups must know in a common step."""
 
     tokens: int = 0
     sampled: int = 0
     embedded: int = 0  # rows
-    scored: int = 0  # positions of prompts whose log-probabilities are computed
+    scored: int = 0  # prompt positions whose log-probabilities are computed
 
     @classmethod
     def of(cls, batch: Batch | None) -> StepShare:
-        """Return the share of a batch; zeros for None."""
+        """Return the share of a batch. It is zero for None."""
         if batch is None:
             return cls()
         return cls(
@@ -253,8 +259,8 @@ class StepShare(NamedTuple):
 class StepOutput(NamedTuple):
     """The results of a step on the host, for the B rows of its batch."""
 
-    # [B], new ids of each row: one, or the accepted drafts and one more. Empty if the row samples no token or waits
-    # for host data.
+    # [B], new ids of each row: one, or the accepted draft tokens and one more. Empty if the row samples no token or
+    # waits for host data.
     tokens: list[list[int]]
     failed: list[int]  # rows whose logits were not finite, or whose constraint failed
     logprobs: list[Logprobs | None] | None = None  # [B], of the new ids; None: not requested
@@ -265,7 +271,7 @@ class StepOutput(NamedTuple):
 
 
 class Runner(Protocol):
-    """Computes batches in order, outside the event loop. The scheduler actor owns, watches and closes it."""
+    """Computes batches in order, outside of the event loop. The scheduler actor owns, watches and closes it."""
 
     @property
     def kernels_description(self) -> str:
@@ -273,27 +279,31 @@ class Runner(Protocol):
         ...
 
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Enqueue the batch and return immediately. The future raises the exception of the forward.
+        """Enqueue the batch and return immediately. The future raises the exception of the forward pass.
 
-        Callers must shield the future while they wait: a cancelled wait must not cancel the step.
+        Callers must shield the future while they wait, because a cancelled wait must not cancel the step.
         """
         ...
 
     def finish_oldest(self) -> None:
-        """Called when the caller is about to wait for the oldest step. A pipeline enqueues the end of this step."""
+        """Called before the caller waits for the oldest step.
+
+        With pipeline parallelism, enqueues the end of this step.
+        """
         ...
 
     def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
         """Run a verb of `runtime/worker/verbs.py` on every rank, after the steps launched so far and before later ones.
 
-        The result holds the answer of each rank, rank 0 first. `payload` holds JSON values and int32 arrays by name.
-        The future raises `InvalidRequest` or `CheckpointError` if a rank refused the call; that rank is unchanged, and
-        steps continue. Any other failure ends a runner of several ranks, like a failed step. Shield the future.
+        The result has the answer of each rank, rank 0 first. `payload` has JSON values and int32 arrays, by name. The
+        future raises `InvalidRequest` or `CheckpointError` if a rank refuses the call. This rank is then unchanged, and
+        steps continue. Any other failure ends a runner of several ranks, like a failed step. Callers must shield the
+        future.
         """
         ...
 
     async def watch(self) -> None:
-        """Never return; raise `WorkerFailed` when a process that the runner needs has ended."""
+        """Never return. Raise `WorkerFailed` when a process that the runner needs has ended."""
         ...
 
     def close(self) -> None:

@@ -1,16 +1,18 @@
-"""Constraints on the tokens of a request, with data that the host computes while the forward runs.
+"""Constraints on the tokens of a request, with data that the host computes during the forward pass.
 
-Grammars and custom logits processors use this interface. A step's forward is enqueued first. The data that sampling
-needs from the host (a grammar's mask depends on the previous token) may arrive until the forward is done. A row whose
-data is late yields no token in that step and is computed again once the data is there. Other rows do not wait.
+Grammars and custom logits processors use this interface. A step's forward pass is enqueued first. The data that
+sampling needs from the host (a grammar's mask depends on the previous token) may arrive until the forward pass is done.
+A row whose data is late yields no token in this step, and is computed again after its data has arrived. Other rows do
+not wait for it.
 
-    scheduler: fills batch n+1             -> an empty HostData per row, for the token after a still unknown one
+    scheduler: fills batch n+1             -> an empty HostData per row, for the token after the unknown one
                gets the result of step n   -> Constraint.host_data_after(its tokens); any thread fills the data
-    sampler:   enqueued forward n+1        -> waits for the data until the forward is done, and a moment longer
+    sampler:   enqueued forward n+1        -> waits for the data until shortly after the forward pass
                applies the data            -> a token; without data: no token, and the scheduler rewinds by one
 
-A row with drafts needs data after each draft too (`DraftData`). It is computed when both the output before the row and
-the drafts are known, and is dropped with the row: the constraint advances only by tokens of the output.
+A row with draft tokens needs data after each draft token too (`DraftData`). This data is computed when the output
+before the row and the draft tokens are known. It is dropped with the row, because the constraint advances only by
+output tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.scheduler")
 
-FEW_ROWS = 4  # up to this many masks are searched faster as Python integers than as arrays
+FEW_ROWS = 4  # up to this number of masks, searching Python integers is faster than searching arrays
 
 
 # The message of `Finish` if an output ends because of its constraint.
@@ -36,25 +38,25 @@ NOTHING_ALLOWED = "The output cannot go on: the constraint of this request allow
 class HostData:
     """Changes to one row's logits before its token is chosen: `biases`, then `process`, then `bitmask`.
 
-    It starts empty, and any thread fills it once. It needs no lock: the fields are written before `is_there`, in the
-    order that the GIL preserves, and are valid only after it is set.
+    The object starts empty, and any thread fills it once. It needs no lock: all fields are written before `is_there`,
+    in the order that the GIL preserves, and are valid only after `is_there` is set.
     """
 
     is_there = False
     failed = False  # the constraint failed or allows no token; the choice ends with an error
-    skipped = False  # after a draft: no token is chosen with this data
-    # Changes the row's logits (float32 [V]) in place; it must not wait for a device. May be set before `is_there`.
+    skipped = False  # only after a draft token: no token is chosen with this data
+    # Changes the row's logits (float32 [V]) in place. Must not wait for a device. May be set before `is_there`.
     process: Callable[[Any], None] | None = None
-    # (int64 [n], float32 [n]): token ids, and what is added to their logits. Set before `is_there`.
+    # (token ids int64 [n], values float32 [n]) to add to the logits. Set before `is_there`.
     biases: tuple[NDArray[np.int64], NDArray[np.float32]] | None = None
-    # int32 [at least ceil(V / 32)]: bit i % 32 (from the lowest) of word i // 32 is 1 if token i is
-    # allowed. None: all tokens are allowed.
+    # int32 [at least ceil(V / 32)]: token i is allowed if bit i % 32 (from the lowest) of word i // 32 is 1. None: all
+    # tokens are allowed.
     bitmask: NDArray[np.int32] | None = None
-    # The only token that `bitmask` allows, and the forced tokens after it; (): several tokens are allowed.
-    # Set before the other fields if an earlier token already determined it.
+    # The only token that `bitmask` allows, and the forced tokens after it. (): several tokens are allowed. Set before
+    # the other fields if an earlier token already determined it.
     forced: tuple[int, ...] = ()
 
-    # Each row of each step creates an object, so fields are class attributes until they are set.
+    # Fields are class attributes until they are set, because each row of each step creates an object.
     def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
 
@@ -64,7 +66,7 @@ class HostData:
         forced: tuple[int, ...] = (),
         process: Callable[[Any], None] | None = None,
     ) -> None:
-        """Set the data, unless it is set already. With a logits processor no token is forced."""
+        """Set the data, unless it is already set. With a logits processor, no token is forced."""
         if not self.is_there:
             self.bitmask, self.process = bitmask, process or self.process
             self.forced = forced if self.process is None else ()
@@ -77,7 +79,7 @@ class HostData:
             self._tell()
 
     def skip(self) -> None:
-        """Let no token be chosen with this data. Only for data after drafts."""
+        """Mark the data as skipped: no token is chosen with it. Only for data after draft tokens."""
         if not self.is_there:
             self.skipped = True
             self._tell()
@@ -95,20 +97,20 @@ class HostData:
 
 
 class DraftData:
-    """The host data of the tokens after each draft of a row, computed as if the drafts before it were accepted.
+    """The host data after each draft token of a row, computed as if all earlier draft tokens were accepted.
 
-    Drafts are accepted only as far as their data has arrived, so late data costs drafts and no token. The ids are set
-    once, by the scheduler or on the device thread.
+    Draft tokens are accepted only up to the first one whose data is late. Late data thus costs draft tokens, but no
+    output token. The ids are set once, by the scheduler or on the device thread.
     """
 
     def __init__(self, count: int) -> None:
-        self.after = tuple(HostData() for _ in range(count))  # [i]: data of the token after draft i
+        self.after = tuple(HostData() for _ in range(count))  # [i]: data for the token after draft token i
         self.ids: tuple[int, ...] | None = None  # None: not proposed yet
         self._calls: list[Callable[[], object]] = []
         self._lock = Lock()
 
     def propose(self, ids: Iterable[int]) -> None:
-        """Set the ids of the drafts, on any thread."""
+        """Set the ids of the draft tokens. May be called on any thread."""
         with self._lock:
             self.ids = tuple(ids)
             calls, self._calls = self._calls, []
@@ -124,7 +126,7 @@ class DraftData:
         call()
 
     def skip_from(self, index: int) -> None:
-        """Let the row end before the token after draft `index`, unless an earlier draft is rejected."""
+        """End the row before the token after draft token `index`, unless an earlier draft token is rejected."""
         for data in self.after[index:]:
             data.skip()
 
@@ -135,7 +137,7 @@ class DraftData:
 
 
 def allow(bitmask: NDArray[np.int32], token_ids: Iterable[int]) -> None:
-    """Set the bits of these tokens in place, in the int32 [words] of `HostData`."""
+    """Set the bits of these tokens in place. `bitmask` is int32 [words], as in `HostData`."""
     import numpy as np
 
     words, bits = places_of(token_ids)
@@ -143,7 +145,7 @@ def allow(bitmask: NDArray[np.int32], token_ids: Iterable[int]) -> None:
 
 
 def forbid(bitmask: NDArray[np.int32], token_ids: Iterable[int]) -> None:
-    """Clear the bits of these tokens in place, in the int32 [words] of `HostData`."""
+    """Clear the bits of these tokens in place. `bitmask` is int32 [words], as in `HostData`."""
     import numpy as np
 
     words, bits = places_of(token_ids)
@@ -151,19 +153,22 @@ def forbid(bitmask: NDArray[np.int32], token_ids: Iterable[int]) -> None:
 
 
 def allows(bitmask: NDArray[np.int32], token_id: int) -> bool:
-    """Whether the bit of this token is set."""
+    """Return whether the bit of this token is set."""
     return bool(int(bitmask[token_id // 32]) >> token_id % 32 & 1)
 
 
 def rows_that_allow(bitmasks: NDArray[np.int32], places: Places) -> set[int]:
-    """Return the rows of bitmasks [n, words] that allow a token with these `places_of`."""
+    """Return the rows of bitmasks [n, words] that allow a token.
+
+    `places` is the result of `places_of` for the tokens.
+    """
     words, bits = places
     rows, _ = (bitmasks.view(bits.dtype)[:, words] & bits).nonzero()
     return set(rows.tolist())
 
 
 def only_tokens(bitmasks: NDArray[np.int32]) -> dict[int, int]:
-    """Map each row of bitmasks [n, words] that allows a single token to this token."""
+    """Return the allowed token of each row that allows exactly one, by row of the bitmasks [n, words]."""
     import numpy as np
 
     found: dict[int, int] = {}
@@ -174,7 +179,7 @@ def only_tokens(bitmasks: NDArray[np.int32]) -> dict[int, int]:
                 found[row] = bits.bit_length() - 1
         return found
     together = np.bitwise_or.reduce(bitmasks.view(np.uint32), axis=1)
-    for row in np.flatnonzero(together & (together - 1) == 0).tolist():  # other rows have at least two bits
+    for row in np.flatnonzero(together & (together - 1) == 0).tolist():  # all other rows have at least two bits
         words = np.flatnonzero(bitmasks[row])
         if len(words) == 1:
             found[row] = 32 * int(words[0]) + int(together[row]).bit_length() - 1
@@ -182,7 +187,7 @@ def only_tokens(bitmasks: NDArray[np.int32]) -> dict[int, int]:
 
 
 def allowing_only(token_ids: Iterable[int], num_words: int) -> NDArray[np.int32]:
-    """Return int32 [num_words] with only the bits of these tokens."""
+    """Return a bitmask, int32 [num_words], with only the bits of these tokens."""
     import numpy as np
 
     bitmask = np.zeros(num_words, np.int32)
@@ -191,7 +196,7 @@ def allowing_only(token_ids: Iterable[int], num_words: int) -> NDArray[np.int32]
 
 
 def allowing_all_but(token_ids: Iterable[int], num_words: int) -> NDArray[np.int32]:
-    """Return int32 [num_words] with all bits except those of these tokens."""
+    """Return a bitmask, int32 [num_words], with all bits except those of these tokens."""
     import numpy as np
 
     bitmask = np.full(num_words, -1, np.int32)
@@ -200,7 +205,7 @@ def allowing_all_but(token_ids: Iterable[int], num_words: int) -> NDArray[np.int
 
 
 def places_of(token_ids: Iterable[int]) -> Places:
-    """Return for each token the index of the word with its bit, and a word in which only this bit is set."""
+    """Return, for each token, the index of the word with its bit, and a word with only this bit."""
     import numpy as np
 
     ids = np.fromiter(token_ids, np.int64)
@@ -211,13 +216,13 @@ Places: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.uint32]]"
 
 
 class Output(NamedTuple):
-    """The known tokens of a choice. A constraint gets them to compute the data for the next token."""
+    """The known tokens of a choice, from which a constraint computes the data for the next token."""
 
     ids: list[int]  # prompt and output; the list grows when later tokens arrive
     num_prompt: int
     num_before: int  # output tokens at the previous call; 0 at the first call and after a restart
     num_output: int
-    # Whether forced tokens will be appended; if not, the constraint need not find them.
+    # Whether forced tokens will be appended. If not, the constraint need not find them.
     wants_forced: bool = True
 
     @property
@@ -227,7 +232,7 @@ class Output(NamedTuple):
 
     @property
     def output_ids(self) -> tuple[int, ...]:
-        """All output tokens; copies the list."""
+        """All output tokens, as a copy."""
         return tuple(self.ids[self.num_prompt : self.num_prompt + self.num_output])
 
 
@@ -237,7 +242,7 @@ class Constraint(Protocol):
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
         """Fill `data` for the token after this output of the choice.
 
-        The event loop calls it once per step of the choice, so it must return at once and compute elsewhere. A failure
+        The event loop calls it once per step of the choice. It must return immediately and compute elsewhere. A failure
         or an exception ends the choice with an error.
         """
         ...
@@ -245,18 +250,22 @@ class Constraint(Protocol):
 
 @runtime_checkable
 class DraftedConstraint(Constraint, Protocol):
-    """A constraint that also computes the data of tokens after drafts. Outputs of other constraints have no drafts."""
+    """A constraint that also computes the data after draft tokens.
+
+    Outputs of other constraints have no draft tokens.
+    """
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether outputs may have drafts; constraints around others ask them."""
+        """Whether outputs may have draft tokens. A constraint that wraps another one asks the inner constraint."""
         ...
 
     def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
-        """Fill `drafts` for a row that continues this output of the choice with drafts.
+        """Fill `drafts` for a row that continues this output of the choice with draft tokens.
 
         The event loop calls it after `host_data_after` with the same output, whose data is `first`. The ids of the
-        drafts may be set later. The data after a draft that its mask forbids is not read, and may be skipped.
+        draft tokens may be set later. If a draft token is forbidden by its mask, the data after it is not read and may
+        be skipped.
         """
         ...
 
@@ -264,7 +273,7 @@ class DraftedConstraint(Constraint, Protocol):
 class SequenceConstraint:
     """The constraint of one sequence, with the host data of its next tokens.
 
-    The scheduler owns it. It may hand out host data before the tokens that the data depends on are known.
+    Owned by the scheduler. It may return host data before the tokens on which the data depends are known.
     """
 
     __slots__ = ("_choice", "_constraint", "_drafts", "_later", "_num_told", "next")
@@ -272,22 +281,22 @@ class SequenceConstraint:
     def __init__(self, constraint: Constraint, choice: int) -> None:
         self._constraint = constraint
         self._choice = choice
-        self._num_told = -1  # output length at the last call of the constraint; -1 before the first
+        self._num_told = -1  # output length at the last call of the constraint; -1 before the first call
         self.next = HostData()  # data for the token after the output of the last call
-        # Data for tokens after longer outputs, not all of whose tokens are known.
+        # Data for tokens after longer outputs, by output length. Some tokens of these outputs are unknown.
         self._later: dict[int, HostData] = {}
-        # The newest drafts, and the output length before them.
+        # The newest draft tokens' data, and the output length before them.
         self._drafts: tuple[int, DraftData] | None = None
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether rows of the sequence may have drafts."""
+        """Whether rows of the sequence may have draft tokens."""
         return isinstance(self._constraint, DraftedConstraint) and self._constraint.takes_drafts
 
     def data_after(self, num_output: int, ids: list[int], num_prompt: int) -> HostData:
         """Return the host data for the token after `num_output` output tokens.
 
-        `ids` are the prompt and the known output.
+        `ids` contains the prompt and the known output.
         """
         if num_prompt + num_output == len(ids):
             self.advance(ids, num_prompt)
@@ -299,9 +308,9 @@ class SequenceConstraint:
         return data
 
     def drafts_after(self, num_output: int, ids: list[int], num_prompt: int, count: int) -> DraftData:
-        """Return the data for a row with `count` drafts after `num_output` output tokens.
+        """Return the data for a row with `count` draft tokens after `num_output` output tokens.
 
-        A sequence has at most one such row in flight. Not all of the output need be known.
+        A sequence has at most one such row in flight. Some output tokens may be unknown.
         """
         drafts = DraftData(count)
         self.data_after(num_output, ids, num_prompt)
@@ -311,7 +320,7 @@ class SequenceConstraint:
         return drafts
 
     def _begin_drafts(self, output: Output) -> None:
-        """Ask the constraint for the data of the drafts that follow this output, if there are such drafts."""
+        """Request the data of the draft tokens that follow this output, if there are any."""
         if self._drafts is None or self._drafts[0] != output.num_output:
             return
         drafts = self._drafts[1]
@@ -327,11 +336,11 @@ class SequenceConstraint:
         return self.next.forced[num_output - self._num_told :]
 
     def force(self, num_output: int, ids: tuple[int, ...]) -> None:
-        """Set the forced tokens after `num_output` output tokens. Replays set the tokens of a record."""
+        """Set the forced tokens after `num_output` output tokens. Replays set the tokens of a record in this way."""
         self.next.forced = (0,) * (num_output - self._num_told) + ids
 
     def advance(self, ids: list[int], num_prompt: int, wants_forced: bool = True) -> None:
-        """Ask the constraint for the data of the token after `ids` (prompt and known output), unless already asked.
+        """Request the data of the token after `ids` (prompt and known output), unless it was already requested.
 
         `wants_forced` tells the constraint whether forced tokens will be appended.
         """
@@ -347,7 +356,7 @@ class SequenceConstraint:
         try:
             output = Output(ids, num_prompt, num_before, num_output, wants_forced)
             self._constraint.host_data_after(self._choice, output, data)
-        except Exception as error:  # user code: a failure ends its own request only
+        except Exception as error:  # user code: a failure ends only its own request
             logger.error("a constraint failed", exc_info=error)
             data.fail()
         self._begin_drafts(Output(ids, num_prompt, num_output, num_output))
@@ -361,7 +370,7 @@ class SequenceConstraint:
 
 
 class AllowedTokens:
-    """A `Constraint` that allows the same token ids, all below `vocab_size`, at every position of an output."""
+    """A `Constraint` that allows the same token ids at every position of an output. All ids are below `vocab_size`."""
 
     def __init__(self, token_ids: Collection[int], vocab_size: int) -> None:
         self._bitmask = allowing_only(token_ids, -(-vocab_size // 32))
@@ -372,7 +381,7 @@ class AllowedTokens:
 
     @property
     def takes_drafts(self) -> bool:
-        """True: the mask is known for every token."""
+        """True, because the mask of every token is known."""
         return True
 
     def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
@@ -382,11 +391,11 @@ class AllowedTokens:
 
 
 class LogitsHook:
-    """A `Constraint` that calls a function of the user with each row's logits, after the inner constraint's data.
+    """A `Constraint` that calls a user's function with each row's logits, after the inner constraint's data is applied.
 
-    The function gets the ids of prompt and output, and the logits (float32 [V], on the device). It changes them in
-    place, or returns others. It runs on the device thread between forward and sampling, so the step waits for it. If it
-    raises, its request ends with an error.
+    The function gets the ids of prompt and output, and the logits (float32 [V], on the device). It changes the logits
+    in place, or returns other logits. It runs on the device thread between forward pass and sampling, so the step waits
+    for it. If it raises an exception, its request ends with an error.
     """
 
     def __init__(self, function: Callable[[list[int], Any], Any], inner: Constraint | None) -> None:

@@ -35,16 +35,16 @@ class PenstockError(Exception):
 
 
 class _BriefError(PenstockError):
-    """An error whose message says everything. IPython shows it as one line; `sys.last_value` has the traceback."""
+    """An error whose message is sufficient. IPython shows it as one line; `sys.last_value` has the traceback."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
 class ConfigurationError(_BriefError):
-    """This machine cannot do what the options ask for.
+    """The options ask for something that this machine cannot do.
 
-    All refusals are collected before weights are loaded; `refusals` has one sentence per refusal.
+    All refusals are collected before weights are loaded. `refusals` has one sentence per refusal.
     """
 
     def __init__(self, *refusals: str) -> None:
@@ -57,7 +57,7 @@ class CheckpointError(ConfigurationError):
 
 
 class RequestError(_BriefError):
-    """A request is invalid; other requests are not affected. `param` is the dotted path of the parameter."""
+    """A request is invalid. Other requests are not affected. `param` is the dotted path of the parameter."""
 
     status = 400
     kind = "BadRequestError"
@@ -73,15 +73,15 @@ class InvalidRequest(RequestError):
 
 
 class TakesLong(InvalidRequest):
-    """Preparing a chat would block the event loop too long: prepare it again in a thread."""
+    """Preparing a chat would block the event loop for too long. The caller must prepare it on a thread."""
 
 
 class ContextOverflow(InvalidRequest):
-    """The prompt with its output is longer than the model's context or the KV pool."""
+    """The prompt and its output are longer than the model's context or the KV pool."""
 
     @classmethod
     def of_input(cls, num_tokens: int, context_length: int, param: str) -> ContextOverflow:
-        """Make the error for a prompt that does not fit or leaves no room for output."""
+        """Return the error for a prompt that does not fit or leaves no room for output."""
         trouble = "is longer than" if num_tokens > context_length else "leaves no room for output in"
         return cls(
             f"The input ({num_tokens} tokens) {trouble} the model's context length ({context_length} tokens).",
@@ -97,7 +97,7 @@ class Unauthorized(RequestError):
 
 
 class Forbidden(RequestError):
-    """The sender may not do this with its key, or is a web page of another origin."""
+    """The sender's key does not allow this, or the sender is a web page of another origin."""
 
     status = 403
     kind = "PermissionDeniedError"
@@ -151,7 +151,7 @@ class TooManyRequests(Overloaded):
 
 
 class WrongEventLoop(_BriefError):
-    """An `Engine` was called from another event loop than its own, where the call would never return."""
+    """An `Engine` was called from another event loop than its own. The call would never return."""
 
 
 class EngineFailure(PenstockError):
@@ -166,7 +166,7 @@ class EngineFailure(PenstockError):
 
 
 class StepFailed(EngineFailure):
-    """The forward pass fails for this request, even without other requests in the batch."""
+    """The forward pass fails for this request, even if it is alone in the batch."""
 
 
 class NotFinite(StepFailed):
@@ -174,7 +174,7 @@ class NotFinite(StepFailed):
 
 
 class OutOfMemory(StepFailed):
-    """The device had too little memory for a step; the newest request was given up."""
+    """The device had too little memory for a step. The newest request was ended."""
 
 
 class WorkerFailed(EngineFailure):
@@ -193,7 +193,7 @@ def first_error(error: Exception) -> Exception: ...
 @overload
 def first_error(error: BaseException) -> BaseException: ...
 def first_error(error: BaseException) -> BaseException:
-    """Return the first leaf of nested exception groups, or the error itself."""
+    """Return the first leaf of nested exception groups, or the error itself if it is no group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

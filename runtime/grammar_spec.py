@@ -1,4 +1,4 @@
-"""The grammar of a request's output, as handlers describe it."""
+"""The grammar of a request's output, as route handlers describe it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Literal
 
 
 class InvalidGrammar(ValueError):
-    """The grammar is invalid, too large or cannot be enforced; the message says what and where."""
+    """The grammar is invalid, too large or not enforceable. The message says what is wrong and where."""
 
 
 MAX_WHITESPACE = 256
-# As much white space as serializers write. More would let a model write blanks without end.
+# As much white space as serializers write. With more, a model could write blanks without end.
 WHITESPACE = r"(?: |\r?\n[ \t]{0,40})"
 # Allowed parts of a whitespace pattern: blanks, classes of blanks, groups and repetitions.
 _BLANK_PATTERN = re.compile(
@@ -25,7 +25,7 @@ Kind = Literal["json_object", "json_schema", "regex", "ebnf", "structural_tag", 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """A grammar that an output must match, from its first token to its end.
+    """A grammar that an output must match from its first token to its end.
 
     `source` is the text of a JSON schema, a regular expression, an EBNF grammar, a structural tag (JSON), a JSON list
     of choices, or a grammar in llguidance's dialect of Lark. It is empty for a json_object.
@@ -33,25 +33,25 @@ class Grammar:
 
     kind: Kind
     source: str = ""
-    # Regular expression of the white space between JSON tokens; None: the server's default.
+    # Regular expression of the white space between JSON tokens. None: the server's default.
     whitespace: str | None = None
-    # The grammar begins after this text, which ends the free part; None: it begins with the first token.
+    # The grammar begins after this text, which ends a free part of the output. None: it begins with the first token.
     begins_after: str | None = None
-    # With `begins_after`: the output has a free part only if it begins with this token. None: it always has one.
+    # With `begins_after`: the output has a free part only if its first token is this one. None: it always has one.
     opened_by: int | None = None
-    must_begin: bool = True  # with `begins_after`: whether the output must reach this text before it may end
-    # The client's name of the grammar, for errors; None: its kind.
+    must_begin: bool = True  # with `begins_after`: whether the output must contain this text before it may end
+    # The client's name of the grammar, for errors. None: the grammar's kind.
     param: str | None = field(default=None, compare=False)
-    # For Lark that Penstock wrote: rule -> the client's name of its schema, for errors.
+    # For Lark grammars that Penstock wrote: rule -> the client's name of its schema, for errors.
     places: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class ThinkingLimit:
-    """A limit on reasoning: after it, the block is closed by force."""
+    """A limit on reasoning. When it is reached, the reasoning block is closed by force."""
 
     max_tokens: int  # maximum number of tokens in the block, before its closing mark
-    open: str | None  # mark that may open the block at the start of the output; None: the output begins within it
+    open: str | None  # mark that may open the block at the output's start; None: the output begins inside
     close: str
     param: str = "max_thinking_tokens"
     reopens: bool = False  # whether further blocks may follow, whose tokens count too

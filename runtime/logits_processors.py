@@ -1,4 +1,4 @@
-"""Logits processors: functions of this machine that requests name (--logits-processors).
+"""Logits processors: functions on this machine that requests select by name (--logits-processors).
 
     def ban_digits(logits, output_ids, params):  # logits: float32 [V], changed in place
         logits[params["digits"]] = -float("inf")
@@ -21,9 +21,9 @@ Processor = Callable[[Any, list[int], Mapping[str, Any]], object]
 
 
 def load_processors(paths: Sequence[str]) -> dict[str, Processor]:
-    """Return the functions by the names that requests use. Each of `paths` is package.module.function or NAME=PATH.
+    """Return the functions by the names that requests use. Each path is package.module.function or NAME=PATH.
 
-    Raises `ConfigurationError` if a function cannot be imported or two have the same name.
+    Raises `ConfigurationError` if a function cannot be imported, or if two functions have the same name.
     """
     found: dict[str, Processor] = {}
     for each in paths:
@@ -44,13 +44,13 @@ def load_processors(paths: Sequence[str]) -> dict[str, Processor]:
 
 
 def name_of(path: str) -> str:
-    """Return the name by which requests call the function of NAME=package.module.function, or of its path alone."""
+    """Return the name by which requests select a function. `path` is NAME=package.module.function or the path alone."""
     name, _, function = path.rpartition("=")
     return name or function.rpartition(".")[2]
 
 
 def check_name(name: str, known: Collection[str]) -> None:
-    """Raise `InvalidRequest` unless the server has a function of this name."""
+    """Raise `InvalidRequest` unless the server has a function with this name."""
     if name not in known:
         shown = ", ".join(known) or "none; start it with --logits-processors"
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Images, videos and audio of a request: where they come from, and what the scheduler needs to know of them."""
+"""Images, videos and audio of a request: their sources, and what the scheduler must know about them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NO_OPTIONS: Mapping[str, Any] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MediaSource:
-    """An image, a video or audio as the client named it, not read yet.
+    """An image, video or audio as the client specified it, before it is read.
 
-    `content` is a URL of http or https, a path, base64 text, the bytes of a file, or (from Python only) an object:
-    an image of Pillow, an array, frames or samples.
+    `content` is an http or https URL, a path, base64 text, the bytes of a file, or (from Python only) an object: a
+    Pillow image, an array, frames or samples.
     """
 
     form: Form
@@ -36,7 +36,7 @@ class MediaSource:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the client sent for it."""
+        """Number of bytes that the client sent for the content."""
         return len(self.content) if isinstance(self.content, str | bytes) else 0
 
 
@@ -44,7 +44,7 @@ class PlacedMedia(NamedTuple):
     """Consecutive tokens of a prompt whose embeddings are given."""
 
     start: int  # position of the first token
-    vectors: NDArray[np.float32]  # [N, W]: embeddings, and vectors that are added after the first layers, if any
+    vectors: NDArray[np.float32]  # [N, W]: embeddings, and vectors added after the first layers, if any
 
     @property
     def end(self) -> int:
@@ -53,25 +53,25 @@ class PlacedMedia(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptMedia:
-    """The images, videos and audio of a prompt of P tokens, after the encoder."""
+    """The encoded images, videos and audio of a prompt of P tokens."""
 
     spans: tuple[PlacedMedia, ...]  # ascending, disjoint
-    # [P], what the prefix tree compares: token ids and, for tokens of images, numbers above 2**31 that are derived
+    # [P], the values that the prefix tree compares: token ids. For image tokens, they are numbers above 2**31, derived
     # from the pixels, the processor's parameters and the token's place in the image.
     keys: list[int]
-    num_items: int  # images, videos and audio
-    # [3, P], offset of each token's position on each axis from its index; None: positions have one axis.
+    num_items: int  # number of images, videos and audio inputs
+    # [3, P], offset of each token's position on each axis from its index. None: positions have one axis.
     offsets: NDArray[np.int32] | None = None
     delta: int = 0  # the offset of all tokens after the prompt
-    mutual: bool = False  # whether tokens of one span attend to each other, so that a step must compute a whole span
+    mutual: bool = False  # whether the tokens of a span attend to each other, so that a step must compute whole spans
 
     def span_around(self, position: int) -> PlacedMedia | None:
-        """Return the span with tokens on both sides of the border before `position`, or None."""
+        """Return the span that has tokens both before and at `position`, or None."""
         return next((span for span in self.spans if span.start < position < span.end), None)
 
 
 def check_counts(sources: Sequence[MediaSource], limits: Mapping[str, int]) -> None:
-    """Raise `InvalidRequest` if a request has more items of a kind than `limits` allows."""
+    """Raise `InvalidRequest` if a request has more items of any kind than `limits` allows."""
     for kind in KINDS:
         params = [source.param for source in sources if source.kind == kind]
         if len(params) > limits[kind]:
@@ -83,9 +83,9 @@ def check_counts(sources: Sequence[MediaSource], limits: Mapping[str, int]) -> N
 
 
 def source_of(text: str, param: str, kind: Kind = "image") -> MediaSource:
-    """Return the source that a string names: data, http, https or file URL, else base64 text.
+    """Return the source that a string specifies: a data, http, https or file URL, otherwise base64 text.
 
-    Raises `InvalidRequest` for other schemes.
+    Raises `InvalidRequest` for other URL schemes.
     """
     head, _, rest = text[:16].partition(":")
     scheme = head.lower() if rest or text[:16].endswith(":") else ""

@@ -1,4 +1,4 @@
-"""Options of a profile of running steps, and its file."""
+"""The options of a profile of running steps, and the path of its file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FOLDER_VARIABLES = ("PENSTOCK_PROFILE_DIR", "SGLANG_TORCH_PROFILER_DIR", "VLLM_T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileOptions:
-    """One profile. It ends by itself after `num_steps` steps."""
+    """One profile. It ends automatically after `num_steps` steps."""
 
-    path: Path  # path of the trace, which must not exist
+    path: Path  # path of the trace; must not exist yet
     num_steps: int = MAX_STEPS
     cpu: bool = True
     gpu: bool = True  # record GPU kernels, if there is a GPU
@@ -32,7 +32,7 @@ class ProfileOptions:
 def profile_path(output_dir: str | None, prefix: str | None, environment: Mapping[str, str] = os.environ) -> Path:
     """Return a new path in the server's folder of profiles, or in its subfolder `output_dir`.
 
-    It creates the folder. Raises `InvalidRequest` for a folder elsewhere, or if the profiles take too much disk space.
+    Creates the folder. Raises `InvalidRequest` for a folder elsewhere, or if the profiles take too much disk space.
     """
     named = next((environment[name] for name in FOLDER_VARIABLES if environment.get(name)), None)
     base = Path(named or Path(tempfile.gettempdir()) / "penstock-profiles").resolve()

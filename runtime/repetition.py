@@ -1,9 +1,9 @@
 """DRY ("don't repeat yourself"): penalises tokens that would continue a repetition of earlier text.
 
-If the last tokens of a sequence occurred before, the token that followed them there would extend the repetition. It
-loses `multiplier * base ** (length - allowed_length)` of its logit, where `length` is the number of repeated tokens. A
-sequence breaker (a line break, a quotation mark, ...) ends repetitions, so that formats may repeat.
-(https://github.com/oobabooga/text-generation-webui/pull/5677)
+If the last tokens of a sequence occurred before, the token that followed the earlier occurrence would extend the
+repetition. `multiplier * base ** (length - allowed_length)` is subtracted from its logit, where `length` is the number
+of repeated tokens. A sequence breaker (a line break, a quotation mark, ...) ends repetitions, so that formats may
+repeat. (https://github.com/oobabooga/text-generation-webui/pull/5677)
 """
 
 from __future__ import annotations
@@ -23,21 +23,24 @@ if TYPE_CHECKING:
 
 MAX_PENALTY = 1e6  # larger powers would make every logit -inf
 MAX_CACHED = 64
-SEPARATOR = b"\xff\xfe"  # stands in no UTF-8 text, so no sequence breaker spans two tokens
+SEPARATOR = b"\xff\xfe"  # occurs in no UTF-8 text, so no sequence breaker spans two tokens
 
 
 class Breakers:
-    """Finds the tokens that end repetitions, and caches them by their texts. Any thread may call it."""
+    """Finds the tokens that end repetitions, and caches them by their texts. May be called on any thread."""
 
     def __init__(self, bytes_of: Mapping[int, bytes], vocab_size: int, encode: Callable[[str], Sequence[int]]) -> None:
         self._bytes_of, self._vocab_size, self._encode = bytes_of, vocab_size, encode
         self._lock = threading.Lock()
         self._joined = b""
-        self._starts: list[int] = []  # of each token in `_joined`
+        self._starts: list[int] = []  # start of each token in `_joined`
         self._cached: OrderedDict[tuple[str, ...], frozenset[int]] = OrderedDict()
 
     def ids(self, texts: tuple[str, ...]) -> frozenset[int]:
-        """Return the tokens that contain one of the texts, and the last token of each text. Takes 0.1 s at first."""
+        """Return the tokens that contain one of the texts, and the last token of each text.
+
+        The first call takes 0.1 s.
+        """
         with self._lock:
             if texts not in self._cached:
                 self._cached[texts] = frozenset(token_id for text in texts for token_id in self._found(text))
@@ -67,9 +70,10 @@ class Breakers:
 
 
 class DryPenalties:
-    """A `Constraint` that adds DRY's penalties to the data of the inner constraint. It runs on the event loop.
+    """A `Constraint` that adds DRY's penalties to the data of the inner constraint. Runs on the event loop.
 
-    For a window of 8,192 tokens it takes 40 us per token (110 us if all are the same), and 5 ms for the first token.
+    With a window of 8,192 tokens, it takes 5 ms for the first token and 40 us for each further token (110 us if all
+    tokens are equal).
     """
 
     def __init__(self, params: SamplingParams, breaker_ids: frozenset[int], inner: Constraint | None) -> None:
@@ -99,7 +103,7 @@ class DryPenalties:
 
 
 class _Repeats:
-    """For each position of the window, how many tokens before and at it equal the last tokens of the sequence."""
+    """For each position of the window: how many tokens up to and including it equal the last tokens of the sequence."""
 
     def __init__(self, ids: Sequence[int], window: int, breaker_ids: frozenset[int]) -> None:
         import numpy as np
@@ -132,7 +136,7 @@ class _Repeats:
         import numpy as np
 
         begin = max(0, self._count - self._window)
-        # A repetition within the window is no longer than its distance to the window's start.
+        # A repetition within the window is not longer than its distance to the window's start.
         positions = np.arange(begin, self._count - 1)
         lengths = np.minimum(self._lengths[begin : self._count - 1], positions - begin + 1)
         repeated = np.flatnonzero(lengths >= params.dry_allowed_length)
@@ -153,9 +157,9 @@ class _Repeats:
 
 
 def _common_suffixes(ids: Sequence[int], breaker_ids: frozenset[int]) -> list[int]:
-    """Return for each position the length of the longest common suffix of ids[: position + 1] and `ids`.
+    """Return, for each position, the length of the longest common suffix of ids[: position + 1] and `ids`.
 
-    Suffixes end before a breaker. The last position has 0. This is the Z function of the reversed ids.
+    A suffix ends before a breaker. The value of the last position is 0. This is the Z function of the reversed ids.
     """
     backwards, count = ids[::-1], len(ids)
     limit = next((index for index, token_id in enumerate(backwards) if token_id in breaker_ids), count)

@@ -1,4 +1,4 @@
-"""Requests and their results: frozen values that all parts of the engine read."""
+"""Requests and their results: immutable values that all parts of the engine read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runtime.sampling_params import MAX_BIASES, SamplingParams, grammars_of
 
 Floats = NDArray[np.float32]
 MAX_TOP_LOGPROBS = 128
-LOWEST_LOGPROB = -3.4028234663852886e38  # lowest float32; stands for minus infinity, which JSON lacks
+LOWEST_LOGPROB = -3.4028234663852886e38  # lowest float32; stands for minus infinity, which JSON cannot represent
 
 _request_ids = count(1)
 
@@ -29,9 +29,9 @@ class LogprobParams:
     """The log-probabilities to return with the tokens."""
 
     start: int = -1  # first prompt position to score; -1: score the output only
-    top: int = 0  # alternatives per position
-    token_ids: tuple[int, ...] = ()  # return the log-probabilities of these ids at every position
-    text: bool = False  # return the tokens' text too (OpenAI APIs: text instead of ids)
+    top: int = 0  # number of alternatives per position
+    token_ids: tuple[int, ...] = ()  # ids whose log-probabilities are returned at every position
+    text: bool = False  # whether to return the tokens' text (OpenAI APIs: text in place of ids)
 
     def __post_init__(self) -> None:
         if not 0 <= self.top <= MAX_TOP_LOGPROBS:
@@ -46,31 +46,31 @@ class LogprobParams:
 
 
 class Caller(NamedTuple):
-    """Facts about the sender of a request."""
+    """What is known about the sender of a request."""
 
     labels: tuple[str, ...] = ()  # values of `ObservePlan.request_labels` from a header
     trace: tuple[tuple[str, str], ...] = ()  # W3C trace-context headers, if requests are traced
-    prefilled: bool = False  # whether a prefill server computes the prompt; its pages are worth waiting for
+    prefilled: bool = False  # whether a prefill server computes the prompt; its pages are awaited
 
 
 NOBODY = Caller()
 
 
 class Adapter(NamedTuple):
-    """A LoRA adapter that the engine serves. An adapter that is loaded again under its name gets another id."""
+    """A LoRA adapter that the engine serves. An adapter that is loaded again under the same name gets another id."""
 
     id: int  # unique in the process
     name: str
     path: str  # folder on this machine
-    pinned: bool = False  # whether it keeps its slot on the device and its place in host memory
+    pinned: bool = False  # whether it keeps its device slot and its place in host memory
 
 
 class Service(NamedTuple):
-    """How soon a client wants its answer, and what should stay cached for its next request."""
+    """How soon a client needs its answer, and what should stay cached for its next request."""
 
-    timeout_s: float | None = None  # seconds after which the answer is worthless; None: no limit
-    tier: str | None = None  # OpenAI's service tier; with priorities, it stands for a priority
-    pin: str | None = None  # the prompt's pages are pinned under this name; None: they are not pinned
+    timeout_s: float | None = None  # seconds after which the answer is useless; None: no limit
+    tier: str | None = None  # OpenAI's service tier; with priorities, it implies a priority
+    pin: str | None = None  # name under which the prompt's pages are pinned; None: they are not pinned
 
 
 USUAL = Service()
@@ -80,20 +80,20 @@ class SessionParams(NamedTuple):
     """The session of a request, and the earlier request whose tokens it continues."""
 
     id: str
-    rid: str | None = None  # label of the request to continue; None: begin anew
-    offset: int = 0  # number of its tokens to keep, or to cut from its end if negative; 0: keep all
-    replace: bool = False  # forget the requests after `rid`, or all requests without it
-    drop_previous_output: bool = False  # continue its prompt only
+    rid: str | None = None  # label of the request to continue; None: start without earlier tokens
+    offset: int = 0  # number of its tokens to keep; if negative, number to cut from the end; 0: keep all
+    replace: bool = False  # forget the session's requests after `rid`, or all requests if `rid` is None
+    drop_previous_output: bool = False  # continue only the prompt of the earlier request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One prompt with its parameters. `ids` is None until the tokenizer sets it.
 
-    With `wants_embedding` the engine generates no token and returns the pooled vector or a classifier's scores
-    (`runtime/layers/pooler.py`). `id` is Penstock's and unique in the process. `label` is the client's name of the
-    request (`rid`); two running requests of one owner have different labels. `owner` names the client, which may end
-    its own requests by their labels.
+    With `wants_embedding`, the engine generates no token, and returns the pooled vector or a classifier's scores
+    (`runtime/layers/pooler.py`). `id` is assigned by Penstock and unique in the process. `label` is the client's name
+    for the request (`rid`). Two running requests of one owner have different labels. `owner` names the client, which
+    may end its own requests by their labels.
     """
 
     text: str | None = None
@@ -102,32 +102,32 @@ class Request:
     second_start: int | None = None  # index in `ids` of the second text's first token, if the tokenizer marks it
     sampling: SamplingParams = field(default_factory=SamplingParams)
     logprobs: LogprobParams | None = None
-    returns_ids: bool = False  # whether the first chunk of each choice has the ids of the prompt
-    add_special_tokens: bool = True  # False for chats, whose template writes special tokens
-    truncate: bool = False  # cut a prompt that is too long instead of refusing it
-    cut_output: bool = False  # lower `max_new_tokens` to what fits instead of refusing
-    # Keep only this many tokens at the end of the prompt; -1: as many as leave room for the output; None: keep all.
+    returns_ids: bool = False  # whether the first chunk of each choice contains the prompt's ids
+    add_special_tokens: bool = True  # False for chats, whose template writes special tokens itself
+    truncate: bool = False  # cut a prompt that is too long in place of refusing it
+    cut_output: bool = False  # lower `max_new_tokens` to what fits in place of refusing
+    # Keep this number of tokens at the end of the prompt; -1: as many as leave room for the output; None: keep all.
     keep_last: int | None = None
     wants_embedding: bool = False
-    returns_hidden: bool = False  # whether the last chunk of each choice has the hidden states of its tokens
-    grammar: Grammar | None = None  # grammar of the output; the engine makes the constraint from it
-    # `cache_salt` and `extra_key`; requests share prefixes within one namespace.
+    returns_hidden: bool = False  # whether the last chunk of each choice contains the hidden states of its tokens
+    grammar: Grammar | None = None  # grammar of the output, from which the engine creates the constraint
+    # (`cache_salt`, `extra_key`). Requests share cached prefixes only within one namespace.
     namespace: tuple[str | None, str | None] | None = None
-    # Integers by name that layers read for the request's rows, for example the index of an adapter. Default: 0.
+    # Integers by name that layers read for the request's rows, for example an adapter's index. Default: 0.
     row_values: Mapping[str, int] = field(default_factory=dict)
     lora: str | None = None  # name of an adapter
-    adapter: Adapter | None = None  # the adapter with this name; the engine sets it
-    priority: int | None = None  # None: that of the service tier, else after all requests with a priority
+    adapter: Adapter | None = None  # the adapter with this name, set by the engine
+    priority: int | None = None  # None: the priority of the service tier, or after all requests with a priority
     service: Service = USUAL
     session: SessionParams | None = None
-    follows: bool = False  # another prompt of the same call was admitted, so the queue admits this one even if full
+    follows: bool = False  # an earlier prompt of the same call was admitted; a full queue admits this one
     shown_special_ids: frozenset[int] = frozenset()  # special tokens that `skip_special_tokens` keeps
-    thinking: ThinkingLimit | None = None  # limit of the reasoning block; the constraint enforces it
-    # Images in the order of their placeholders in the text; () once `prompt_media` holds what the encoder made of them.
+    thinking: ThinkingLimit | None = None  # limit of the reasoning block, enforced by the constraint
+    # Images in the order of their placeholders in the text. Becomes () when `prompt_media` holds the encoded images.
     media: tuple[MediaSource, ...] = ()
     prompt_media: PromptMedia | None = None
-    constraint: Constraint | None = None  # made from a grammar, or by Penstock itself
-    on_logits: Callable[[list[int], Any], Any] | None = None  # see `LogitsHook`; only callers in this process set it
+    constraint: Constraint | None = None  # created from a grammar, or by Penstock itself
+    on_logits: Callable[[list[int], Any], Any] | None = None  # see `LogitsHook`; set only by callers in this process
     counted: bool = True  # whether request metrics count it; False for health checks
     label: str = field(default_factory=lambda: uuid4().hex)
     owner: str = ""
@@ -141,9 +141,9 @@ class Request:
 
 
 def with_grammar(request: Request) -> Request:
-    """Return the request with the grammar that its sampling parameters name, if any.
+    """Return the request with the grammar that its sampling parameters specify, if any.
 
-    Raises `InvalidRequest` if there is more than one grammar.
+    Raises `InvalidRequest` if more than one grammar is specified.
     """
     named = grammars_of(request.sampling)
     if request.grammar is not None:
@@ -166,12 +166,12 @@ class Finish(NamedTuple):
 
 
 class DraftCounts(NamedTuple):
-    """How many drafts were verified and accepted. A row with drafts is verified in one step."""
+    """How many draft tokens were verified and accepted. A row with draft tokens is verified in one step."""
 
-    verified: int = 0  # rows with drafts
+    verified: int = 0  # rows with draft tokens
     proposed: int = 0
     accepted: int = 0
-    histogram: tuple[int, ...] = ()  # rows by their number of accepted drafts, 0 first
+    histogram: tuple[int, ...] = ()  # number of rows by number of accepted draft tokens, starting at 0
 
     def plus(self, num_proposed: int, num_accepted: int) -> DraftCounts:
         """Return the counts with one more verified row."""
@@ -183,16 +183,16 @@ class DraftCounts(NamedTuple):
 
     @property
     def accept_length(self) -> float:
-        """Average number of tokens from a row with drafts: the accepted drafts and one more. 0 without such rows."""
+        """Average number of tokens from a row with draft tokens (accepted ones and one more); 0 without such rows."""
         return 1 + self.accepted / self.verified if self.verified else 0.0
 
     @property
     def accept_rate(self) -> float:
-        """Share of the proposed drafts that were accepted. 0 if none was proposed."""
+        """Share of the proposed draft tokens that were accepted. 0 if none was proposed."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
     def as_meta(self) -> dict[str, Any]:
-        """Return the fields of `meta_info` with the names of SGLang."""
+        """Return the fields of `meta_info`, with the names of SGLang."""
         return {
             "spec_verify_ct": self.verified,
             "spec_accept_length": self.accept_length,
@@ -209,11 +209,11 @@ class Usage(NamedTuple):
     prompt: int
     output: int
     cached: int
-    drafts: DraftCounts | None = None  # None: no drafts were verified
+    drafts: DraftCounts | None = None  # None: no draft tokens were verified
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of N consecutive tokens. Pairs are (logprob, token id)."""
+    """Log-probabilities of N consecutive tokens. Pairs are (log-probability, token id)."""
 
     chosen: list[tuple[float | None, int]]  # [N]; None for the first token of a text
     top: list[list[tuple[float, int]] | None]  # [N], or empty if not requested
@@ -221,14 +221,14 @@ class Logprobs(NamedTuple):
 
 
 def joined(first: Logprobs | None, second: Logprobs | None) -> Logprobs | None:
-    """Return the log-probabilities of the tokens of both, in order. None: there are no tokens."""
+    """Return the log-probabilities of both parts, in order. None: there are no tokens."""
     if first is None or second is None:
         return first or second
     return Logprobs(first.chosen + second.chosen, first.top + second.top, first.requested + second.requested)
 
 
 class Delta(NamedTuple):
-    """The output that one step added to one choice, from the scheduler to the detokenizer."""
+    """The output that one step added to one choice. The scheduler sends it to the detokenizer."""
 
     request_id: int
     index: int
@@ -238,11 +238,11 @@ class Delta(NamedTuple):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
-    hidden: Floats | None = None  # [N, E], of all computed tokens, with the finish, if the request returns them
+    hidden: Floats | None = None  # [N, E], of all computed tokens; with the finish, if requested
 
 
 class Chunk(NamedTuple):
-    """A piece of one choice's output, as it leaves the detokenizer."""
+    """A piece of one choice's output, produced by the detokenizer."""
 
     index: int  # index of the choice
     text: str  # new text since the last chunk of this choice
@@ -253,4 +253,4 @@ class Chunk(NamedTuple):
     prompt_logprobs: Logprobs | None = None  # only in the first chunk
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
     prompt_ids: tuple[int, ...] | None = None  # only in the first chunk, if the request returns ids
-    hidden: Floats | None = None  # [N, E], as in `Delta`; at a stop string, N may exceed the tokens
+    hidden: Floats | None = None  # [N, E], as in `Delta`; after a stop string, N may exceed the number of tokens

@@ -17,22 +17,22 @@ from runtime.speculative.ngram import NgramDrafter
 
 
 class HiddenParts:
-    """The hidden states of a sequence's tokens, in parts as steps compute them."""
+    """The hidden states of a sequence's tokens, in the parts that steps computed."""
 
     __slots__ = ("_parts", "end")
 
     def __init__(self) -> None:
         self._parts: list[tuple[int, Floats]] = []
-        self.end = 0  # number of leading tokens with states
+        self.end = 0  # number of leading tokens that have states
 
     def add(self, start: int, states: Floats) -> None:
-        """Add the states [N, E] of the tokens from `start` on. They replace earlier ones."""
+        """Add the states [N, E] of the tokens from index `start` on. They replace earlier states of these tokens."""
         self._parts.append((start, states))
         if start <= self.end:
             self.end = max(self.end, start + len(states))
 
     def joined(self, count: int) -> Floats | None:
-        """Return the states [count, E] of the first tokens, or None if some are missing."""
+        """Return the states [count, E] of the first `count` tokens, or None if some are missing."""
         if not 0 < count <= self.end:
             return None
         width = self._parts[0][1].shape[1]
@@ -43,13 +43,13 @@ class HiddenParts:
 
 
 class Sequence:
-    """The known tokens of a choice, its counts of pending and computed tokens, and its pages.
+    """One choice of a request: its known tokens, its counts of pending and computed tokens, and its pages.
 
     `ids` has the prompt and every output token known to the host. `num_pending` counts the tokens that steps in flight
     will sample; they have a position but no id yet. `num_computed` counts the tokens whose KV is in `pages` after the
-    launched steps. A step computes positions [num_computed, len(ids) + num_pending) or a part of them: one rule for
-    prefill, decode and recomputation. While a row with drafts is in flight, both counts are upper bounds, which are
-    exact if all drafts are accepted.
+    launched steps. A step computes positions [num_computed, len(ids) + num_pending), or a part of them. This one rule
+    covers prefill, decode and recomputation. While a row with draft tokens is in flight, both counts are upper bounds,
+    which are exact if all draft tokens are accepted.
     """
 
     __slots__ = (
@@ -105,7 +105,7 @@ class Sequence:
         self.ids: list[int] = list(ids)
         self.num_prompt = len(self.ids)
         self.media = request.prompt_media  # images of the prompt, or None
-        self.max_tokens = max_tokens  # maximum length of prompt and output together, at most the context length
+        self.max_tokens = max_tokens  # maximum length of prompt and output together; at most the context length
         self.banned_ids = banned_ids  # never sampled
         self.stop_ids = stop_ids  # sampling one of them ends the sequence; empty with ignore_eos
         self.seed = seed  # 64 bits; seed and output position determine every random number
@@ -113,30 +113,30 @@ class Sequence:
         self.constraint = None if constraint is None else SequenceConstraint(constraint, index)
         self.num_computed = 0
         self.num_pending = 0
-        self.num_drafted = 0  # proposed ids in flight, included in the pending tokens
+        self.num_drafted = 0  # draft tokens in flight, which are part of the pending tokens
         self.drafter: NgramDrafter | ModelDrafter | ChainDrafter | None = (
-            None  # None: rows of this sequence have no drafts
+            None  # None: rows of this sequence have no draft tokens
         )
-        self.draft_counts: DraftCounts | None = None  # None: no row with drafts was verified
-        self.num_superseded = 0  # number of results to ignore (the oldest in flight): their tokens were forced
-        self.num_undelivered = 0  # number of forced tokens at the end of `ids` that no Delta has yet
+        self.draft_counts: DraftCounts | None = None  # None: no row with draft tokens was verified
+        self.num_superseded = 0  # number of the oldest results in flight to ignore, because their tokens were forced
+        self.num_undelivered = 0  # number of forced tokens at the end of `ids` that no Delta contains yet
         self.num_cached = -1  # cached prompt tokens at the first admission; -1 before it
-        self.num_retracted = 0  # computed tokens at the last retraction; 0 once the sequence runs again
-        self.num_shared = 0  # leading tokens whose pages the prefix tree owns
+        self.num_retracted = 0  # computed tokens at the last retraction; 0 after the sequence runs again
+        self.num_shared = 0  # number of leading tokens whose pages the prefix tree owns
         self.pages: list[int] = []
-        self.page_keys: list[bytes] = []  # keys of its first full pages, as far as they were needed (`page_keys.py`)
+        self.page_keys: list[bytes] = []  # keys of its first full pages, computed on demand (`page_keys.py`)
         self.locked_node: Any = None  # node of the prefix tree where the shared pages end
         self.sequence_index = -1  # row in the request tables and in device state while running
         self.finish: Finish | None = None
         self.namespace = namespace  # sequences of different namespaces never share pages
         self.urgency = urgency  # with priorities, a higher urgency runs first
         start = request.logprobs.start if request.logprobs is not None else -1
-        self.next_logprob = start if start >= 0 else self.num_prompt  # next position to request logprobs for
+        self.next_logprob = start if start >= 0 else self.num_prompt  # next prompt position to score
         self.prompt_logprobs: Logprobs | None = None  # collected until the first output
         self.hidden = HiddenParts() if request.returns_hidden else None
 
     def restarted(self) -> Sequence:
-        """Return a copy with only the prompt, for another scheduler."""
+        """Return a copy that has only the prompt, for another scheduler."""
         return Sequence(
             self.request,
             self.index,
@@ -151,7 +151,7 @@ class Sequence:
 
     @property
     def keys(self) -> list[int]:
-        """What the prefix tree compares: the known tokens, with keys of images in place of their tokens."""
+        """The values that the prefix tree compares: the known tokens, with image keys in place of image tokens."""
         return self.ids if self.media is None else self.media.keys + self.ids[self.num_prompt :]
 
     @property
