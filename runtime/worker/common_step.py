@@ -20,7 +20,7 @@ from runtime.kv_cache.registry import KINDS
 from runtime.mesh.mesh import Mesh
 from runtime.modeling.decoder import Decoder
 from runtime.worker.device import Read
-from runtime.worker.drafts import settle, with_exact_starts
+from runtime.worker.drafts import accept_limits, settle, with_exact_starts
 from runtime.worker.logprobs import CHUNK, ScoredPrompts
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.sampler import Sampled, Sampler
@@ -106,7 +106,9 @@ class CommonStep:
         """Return the sampled ids [N] of all groups, which rank 0 sends to every rank."""
         return self._stage.broadcast(ids)
 
-    def keep(self, samples: SampleInputs | None, ids: Tensor, shares: Sequence[StepShare]) -> Tensor | None:
+    def keep(
+        self, samples: SampleInputs | None, ids: Tensor, shares: Sequence[StepShare], limits: np.ndarray | None = None
+    ) -> Tensor | None:
         """Store the last tokens of this group's sequences. `ids` [N] are the sampled ids of all groups.
 
         Returns the number of accepted draft tokens of each row with draft tokens, or None without draft tokens.
@@ -114,7 +116,7 @@ class CommonStep:
         own = ids.split([share.sampled for share in shares])[self._group]
         if samples is None or not len(own):
             return None
-        return _keep(samples, own, self._executor.last_tokens, self._executor.lengths)
+        return _keep(samples, own, self._executor.last_tokens, self._executor.lengths, limits)
 
 
 class CommonStepLeader:
@@ -159,12 +161,15 @@ class CommonStepLeader:
         shares: Sequence[StepShare],
     ) -> None:
         """Send the sampled tokens to all ranks, and verify draft tokens."""
-        chosen = torch.cat([each.ids for each in sampled if each is not None])
-        own = self._step.keep(samples, self._step.share_tokens(chosen), shares)
+        chosen = self._step.share_tokens(torch.cat([each.ids for each in sampled if each is not None]))
         for group, (end, batch, each) in enumerate(zip(self._ends, batches, sampled, strict=True)):
             if each is None or batch is None:
                 continue
-            accepted = own if not group else end.keep(batch, each.ids)
+            limits = accept_limits(batch, each.host_data.without_token)
+            if group:
+                accepted = end.keep(batch, each.ids, limits)
+            else:
+                accepted = self._step.keep(samples, chosen, shares, limits)
             sampled[group] = each = replace(each, accepted=accepted)
             if each.uncounted is not None and accepted is not None:
                 end.sampler.count(each, accepted)
@@ -214,7 +219,7 @@ class _GroupEnd:
             return None
         return self.sampler.sample(logits, batch, self._staged)
 
-    def keep(self, batch: Batch, ids: Tensor) -> Tensor | None:
+    def keep(self, batch: Batch, ids: Tensor, limits: np.ndarray | None) -> Tensor | None:
         """Store the last tokens (see `CommonStep.keep`)."""
         samples, arrays = samples_on_host(batch), {}
         if samples.sequences is not None:
@@ -223,7 +228,7 @@ class _GroupEnd:
         on_device = self._staging.copy(arrays)
         drafts = None if samples.drafts is None else {name: on_device[name] for name in samples.drafts}
         samples = samples._replace(sequences=on_device.get("sequences"), drafts=drafts)
-        return _keep(samples, ids, self._last_tokens, self._lengths)
+        return _keep(samples, ids, self._last_tokens, self._lengths, limits)
 
     def score_prompts(self, batch: Batch | None, logits: Iterator[Tensor | None]) -> ScoredPrompts | None:
         """Score the batch's prompts. `logits` yields the logits in the order of the positions."""
@@ -240,9 +245,11 @@ class _GroupEnd:
         return self.sampler.score_prompts(nothing, next_logits, batch.prompt_logprobs, self._staged)
 
 
-def _keep(samples: SampleInputs, ids: Tensor, last_tokens: Tensor, lengths: Tensor) -> Tensor | None:
+def _keep(
+    samples: SampleInputs, ids: Tensor, last_tokens: Tensor, lengths: Tensor, limits: np.ndarray | None
+) -> Tensor | None:
     if samples.drafts is not None:
-        return settle(ids, samples.drafts, last_tokens, lengths)[0]
+        return settle(ids, samples.drafts, last_tokens, lengths, limits)[0]
     if samples.sequences is not None:
         last_tokens[samples.sequences] = ids
     return None

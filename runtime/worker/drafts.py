@@ -85,7 +85,7 @@ def accept_limits(batch: Batch, late: Collection[int]) -> np.ndarray | None:
     data.
     """
     sampling, drafts = batch.sampling, batch.drafts
-    if sampling is None or drafts is None:
+    if not late or sampling is None or drafts is None:
         return None
     limits = drafts.counts.astype(np.int64)
     firsts = np.searchsorted(sampling.row_of, drafts.rows)

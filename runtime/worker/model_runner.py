@@ -537,8 +537,7 @@ class StepExecutor:
             logits = self._model.logits(hidden[samples.index], self._adapted(batch, samples.index))
             sampled = self._sampler.sample(logits, batch, samples.more)
         if sampled is not None:
-            late = sampled.host_data.without_token
-            limits = accept_limits(batch, late) if late else None
+            limits = accept_limits(batch, sampled.host_data.without_token)
             accepted, taken = self._keep(samples, sampled.ids, limits)
             sampled = replace(sampled, accepted=accepted, taken=taken)
             self._taken = taken
