@@ -60,7 +60,7 @@ def _of_file(content: bytes, choose: Choose, limits: VideoLimits, param: str) ->
         container.seek(0, stream=stream)
         stream.codec_context.thread_count = 1
         stream.codec_context.options = {"max_pixels": str(limits.frame_pixels)}
-        frames = _decoded(container, stream, chosen, deadline)
+        frames = _decoded(container, stream, chosen, limits.pixels, deadline)
     if not frames:
         raise InvalidRequest(f"{param}: the video is broken and cannot be decoded.", param=param)
     return Video(np.stack(frames), tuple(chosen[: len(frames)]), total, fps)
@@ -88,8 +88,13 @@ def _limited(indices: Sequence[int], most: int) -> list[int]:
     return [int(indices[index]) for index in kept]
 
 
-def _decoded(container: Any, stream: Any, chosen: Sequence[int], deadline: Deadline) -> list[NDArray[np.uint8]]:
-    """Return the frames with these ascending indices, up to the end of the file."""
+def _decoded(
+    container: Any, stream: Any, chosen: Sequence[int], max_pixels: int, deadline: Deadline
+) -> list[NDArray[np.uint8]]:
+    """Return the frames with these ascending indices, up to the end of the file.
+
+    Raises ValueError if they have different sizes, or more pixels together than the size in the header implies.
+    """
     frames: list[NDArray[np.uint8]] = []
     for index, frame in enumerate(container.decode(stream)):
         deadline.check()
@@ -98,6 +103,8 @@ def _decoded(container: Any, stream: Any, chosen: Sequence[int], deadline: Deadl
             turned = np.rot90(pixels, k=(getattr(frame, "rotation", 0) // 90) % 4)
             if frames and turned.shape != frames[0].shape:
                 raise ValueError("The size of the frames changes.")
+            if frames and (len(frames) + 1) * turned.size > 3 * max_pixels:
+                raise ValueError("The frames are larger than the header says.")
             frames.append(np.ascontiguousarray(turned))
         if len(frames) == len(chosen):
             break
