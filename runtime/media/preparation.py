@@ -17,7 +17,7 @@ import numpy as np
 
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import MediaPlan, Plan
-from runtime.errors import CheckpointError, EngineFailure, InvalidRequest, Overloaded
+from runtime.errors import CheckpointError, ContextOverflow, EngineFailure, InvalidRequest, Overloaded
 from runtime.media.encoder_cache import EncodedBlock, EncoderCache
 from runtime.media.fair_slots import Asker, FairSlots
 from runtime.media.fetch import Fetcher
@@ -46,8 +46,11 @@ class MediaPreparer:
     hashed.
     """
 
-    def __init__(self, plan: MediaPlan, facts: ModelFacts, processors: Processors, tower: MediaTower) -> None:
+    def __init__(
+        self, plan: MediaPlan, facts: ModelFacts, processors: Processors, tower: MediaTower, context_length: int
+    ) -> None:
         self.plan = plan
+        self._context_length = context_length
         self.cache = EncoderCache(plan.cache_bytes)
         self.num_images = 0  # images, videos and audio of admitted requests
         self.encode_s = 0.0  # time in the encoder
@@ -112,7 +115,7 @@ class MediaPreparer:
             sum(each.nbytes for each in tower.parameters()) / 2**30,
             ", whose images are not split between steps" if tower.mutual else "",
         )
-        return cls(media, facts, processors, tower)
+        return cls(media, facts, processors, tower, plan.model.context_length)
 
     @property
     def placeholders(self) -> Mapping[Kind, str]:
@@ -278,6 +281,9 @@ class MediaPreparer:
         tower = self._tower
         process = self._processors.process
         processed = await self._thread(process, source.kind, image, source.options, source.param)
+        num_tokens = processed.inputs["input_ids"].shape[1]
+        if num_tokens > self._context_length:  # the encoder would work for nothing
+            raise ContextOverflow.of_input(num_tokens, self._context_length, source.param)
         began = time.monotonic()
         try:
             encoded = await anyio.to_thread.run_sync(tower.encode, processed.inputs, limiter=self._encoder)
@@ -313,9 +319,11 @@ class MediaPreparer:
         param, options = source.param, source.options
         if source.kind == "image":
             item: Any = decode_image(content, self.plan.max_pixels, param)
+            _check_enlarged(options, 1, self.plan.max_pixels)
         elif source.kind == "video":
             choose = partial(self._processors.frames, options=options)
             item = decode_video(content, choose, self._video_limits, param)
+            _check_enlarged(options, len(item.frames), self.plan.max_video_pixels)
         else:
             item = decode_audio(content, self._processors.sampling_rate, self._audio_s, param)
         return item, self._processors.digest(source.kind, item, options)
@@ -328,6 +336,13 @@ class MediaPreparer:
 
         joined = {name: torch.cat([torch.as_tensor(part) for part in parts]) for name, parts in grids.items()}
         return self._tower.positions(ids, types, joined)
+
+
+def _check_enlarged(options: Mapping[str, Any], num_frames: int, most: int) -> None:
+    """Raise `InvalidRequest` if the processor would enlarge an item to more pixels than are accepted."""
+    if options.get("min_pixels", 0) * num_frames > most:
+        param = "mm_processor_kwargs.min_pixels"
+        raise InvalidRequest(f"{param}: it would be enlarged to more than {most} pixels.", param=param)
 
 
 def _first(failures: BaseExceptionGroup) -> BaseException:

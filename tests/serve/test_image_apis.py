@@ -274,6 +274,13 @@ async def test_options_of_the_processor() -> None:
         ):
             with pytest.raises(InvalidRequest, match=reason):
                 await engine.chat(messages, mm_processor_kwargs=options, **GREEDY)
+    async with Engine(path, max_image_pixels=64 * 64, context_length=12, **PLAIN) as engine:
+        assert engine.core.media is not None
+        for least, reason in ((64 * 64 + 1, "enlarged to more than 4096 pixels"), (64 * 64, "context length")):
+            options = {"min_pixels": least, "max_pixels": 2**14}
+            with pytest.raises(InvalidRequest, match=reason):
+                await engine.chat(messages, mm_processor_kwargs=options, **GREEDY)
+        assert engine.core.media.encode_s == 0, "what cannot be served is not encoded"
     async with Engine(tiny_seeing.cached("llava"), **PLAIN) as engine:
         with pytest.raises(InvalidRequest, match="no such option"):
             await engine.chat(messages, mm_processor_kwargs={"max_pixels": 64}, **GREEDY)

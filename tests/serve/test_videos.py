@@ -172,6 +172,8 @@ async def test_files_through_the_apis(tmp_path: Any) -> None:
         sampling = {"temperature": 0.0, "max_new_tokens": NUM_NEW}
         assert (await engine.generate(chat, sampling, video_data=file))["text"] == wanted
         less = await engine.chat(messages, max_tokens=NUM_NEW, temperature=0, mm_processor_kwargs={"num_frames": 4})
+        with pytest.raises(InvalidRequest, match="enlarged to more than"):
+            await engine.chat(messages, max_tokens=1, mm_processor_kwargs={"num_frames": 40, "min_pixels": 2**21})
         frames = [picture(32, 32, seed) for seed in range(4)]
         with_frames = [{"role": "user", "content": [{"type": "video", "video": frames}, {"type": "text", "text": "?"}]}]
         assert (await engine.chat(with_frames, max_tokens=2)).usage.completion_tokens == 2
