@@ -1,7 +1,8 @@
 """Background tasks and event loops that end completely when their owner stops them.
 
-`Engine` runs in a `BackgroundTask`: the task that enters a task group must also leave it, but notebook cells, fixtures
-and web frameworks enter in one task and leave in another. `SyncEngine` runs in an `event_loop_thread`.
+`Engine` runs in a `BackgroundTask`. The reason: the task that enters a task group must also leave it, but notebook
+cells, fixtures and web frameworks enter it in one task and leave it in another. `SyncEngine` runs in an
+`event_loop_thread`.
 """
 
 from __future__ import annotations
@@ -37,8 +38,9 @@ class BackgroundTask:
         return self._task is not None and not self._task.done()
 
     async def start(self) -> None:
-        """Start `main`, and return when it is ready. Raises the exception of `main`. A cancelled `start` ends `main`
-        first.
+        """Start `main`, and return when it is ready. Raises the exception of `main`.
+
+        If `start` is cancelled, it first ends `main`.
         """
         up = asyncio.get_running_loop().create_future()
         self._task = asyncio.create_task(self._run(up), name="penstock-engine")
@@ -59,7 +61,7 @@ class BackgroundTask:
         await self._main(started)
 
     async def wait(self) -> None:
-        """Wait until `main` ends, and raise its exception, if any."""
+        """Wait until `main` ends. Raises its exception, if any."""
         if self._task is not None:
             await asyncio.shield(self._task)
 
@@ -73,7 +75,7 @@ class BackgroundTask:
     async def stop(self) -> None:
         """Cancel `main`, and return when it has ended. Does not raise the exception of `main`.
 
-        A cancelled `stop`, even if it is cancelled repeatedly, still waits until `main` has ended, and then raises
+        If `stop` is cancelled, even repeatedly, it still waits until `main` has ended, and then raises
         `CancelledError`.
         """
         if (task := self._task) is None:
@@ -89,10 +91,10 @@ class BackgroundTask:
 async def background_tasks(
     *coroutines: Coroutine[Any, Any, Any],
 ) -> AsyncIterator[tuple[asyncio.Task[Any], ...]]:
-    """Run coroutines as tasks while the block runs. When the block ends, the tasks that still run are cancelled.
+    """Run coroutines as tasks while the block runs. When the block ends, the remaining tasks are cancelled.
 
-    Every HTTP request uses this instead of an anyio task group: a group and its scopes cost as much as reading the
-    request, and each task that they cancel leaves a reference cycle that retains the request's memory.
+    Every HTTP request uses this instead of an anyio task group. A group and its scopes cost as much as reading the
+    request, and each task that they cancel leaves a reference cycle that keeps the request's memory.
     """
     tasks = tuple(asyncio.create_task(coroutine) for coroutine in coroutines)
     try:
@@ -121,15 +123,15 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
     finally:
         for task in tasks:
             if task.done() and not task.cancelled():
-                task.exception()  # otherwise asyncio logs the exception as never retrieved
+                task.exception()  # retrieve the exception; otherwise asyncio logs that it was never retrieved
 
 
 @contextmanager
 def event_loop_thread(name: str) -> Iterator[BlockingPortal]:
     """Run a new event loop in a new thread, and yield a portal for calls into it.
 
-    Leaving the context ends the loop and the thread. Unlike the thread of anyio's own portals, the thread is
-    a daemon, so the interpreter can exit while the context is still open.
+    Leaving the context ends the loop and the thread. Unlike the thread of anyio's own portals, this thread is a daemon:
+    the interpreter can exit while the context is still open.
     """
     opened: Future[BlockingPortal] = Future()
     thread = Thread(target=anyio.run, args=(_run_loop, opened), name=name, daemon=True)
@@ -151,8 +153,8 @@ async def _run_loop(opened: Future[BlockingPortal]) -> None:
 async def run_in_daemon(work: Callable[[], T]) -> T:
     """Return `work()`, called in a daemon thread.
 
-    If the caller is cancelled, the thread is abandoned; it does not delay the end of the process. Use this for calls
-    that may block forever, for example reading the next line of a terminal.
+    If the caller is cancelled, the thread is abandoned and does not delay the end of the process. Use this for calls
+    that may block forever, for example reading the next line from a terminal.
     """
     outcome: Future[T] = Future()
 

@@ -1,1 +1,1 @@
-"""How the demo model is made: corpus, tokenizer, training and evaluation. The server never imports this package."""
+"""The making of the demo model: corpus, tokenizer, training and evaluation. The server never imports this package."""

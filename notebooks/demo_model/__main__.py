@@ -23,7 +23,7 @@ from demo_model.network import Shape
 from demo_model.training import Schedule, Trainer
 from serve.demo import WEIGHTS
 
-SHARES = {  # each skill's share of the training tokens
+SHARES = {  # each skill's fraction of the training tokens
     "arguments": 0.12,
     "arithmetic": 0.26,
     "tools": 0.16,
@@ -36,7 +36,7 @@ SHARES = {  # each skill's share of the training tokens
     "stories": 0.01,
     "refusal": 0.01,
 }
-COUNTS = {  # number of documents, which suffices for one or a few passes
+COUNTS = {  # number of documents per skill, enough for one or a few passes
     "arguments": 120_000,
     "arithmetic": 110_000,
     "tools": 30_000,
@@ -51,12 +51,12 @@ COUNTS = {  # number of documents, which suffices for one or a few passes
 }
 SEED = 1
 LONGEST = 768
-TOKENIZER_SAMPLE = 5000  # documents of each skill for the tokenizer's training
-EVERY = 200  # steps between checkpoints
+TOKENIZER_SAMPLE = 5000  # documents per skill to train the tokenizer
+EVERY = 200  # number of steps between checkpoints
 
 
 def make_corpus(options: argparse.Namespace) -> None:
-    """Train the tokenizer on a sample and write every skill as token arrays."""
+    """Train the tokenizer on a sample, and write the documents of every skill as token arrays."""
     options.work.mkdir(parents=True, exist_ok=True)
     sample = (
         "".join(text for text, _ in render(document))
@@ -88,7 +88,7 @@ def _shares(text: str) -> dict[str, float]:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train from scratch, from the last checkpoint, or from its weights with a new schedule."""
+    """Train from scratch, from the last checkpoint, or from another checkpoint's weights with a new schedule."""
     torch.manual_seed(options.seed)
     given = {field.name: getattr(options, field.name) for field in fields(Schedule)}
     schedule = replace(Schedule(), **{name: value for name, value in given.items() if value is not None})
@@ -140,7 +140,7 @@ def evaluate(options: argparse.Namespace) -> None:
 
 
 def train_draft_head(options: argparse.Namespace) -> None:
-    """Train a draft head for the exported model, and write it into a folder beside the weights."""
+    """Train a draft head for the exported model, and write it to a subfolder of the model's folder."""
     torch.manual_seed(options.seed)
     target = draft_head.Target(options.folder, options.device)
     head = draft_head.Head(target.shape).to(options.device)
@@ -152,7 +152,7 @@ def train_draft_head(options: argparse.Namespace) -> None:
     draft_head.write(head, options.folder / "draft_head", tokenizer)
 
 
-# in the order in which they run
+# the stages, in the order in which they run
 STAGES = {"corpus": make_corpus, "train": train, "export": write, "draft": train_draft_head, "evaluate": evaluate}
 
 

@@ -1,7 +1,7 @@
 """Conversations as text for the model, in exactly the format of the chat template.
 
 The template itself is `chat_template.jinja`. `render` writes the same text faster, and marks the parts that the model
-has to produce. A test compares both. A question is a conversation without its last answer.
+must learn to produce. A test compares both. A question is a conversation without its last answer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Prose:
-    """Plain text without a chat. `pieces` marks the parts to learn, if the model does not learn the whole text."""
+    """Plain text without a chat. `pieces` marks the parts to learn; empty if the model learns the whole text."""
 
     text: str
     pieces: tuple[tuple[str, bool], ...] = ()
@@ -86,7 +86,7 @@ def _answer(message: Message) -> Iterator[tuple[str, bool]]:
 
 
 def render(document: Document) -> Iterator[tuple[str, bool]]:
-    """Return pieces of text, each with whether the model must learn to write it."""
+    """Yield pieces of text, each with whether the model must learn to write it."""
     if isinstance(document, Prose):
         yield from document.pieces or ((document.text, True),)
         yield "<|endoftext|>", True

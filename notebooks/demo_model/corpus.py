@@ -1,4 +1,4 @@
-"""The corpus: documents of every skill by seed, as token arrays, and training steps that are drawn from them.
+"""The corpus: documents of every skill by seed, as token arrays, and the training steps drawn from them.
 
 A step is a flat batch of groups. The documents of a group are padded to the same length.
 """
@@ -46,7 +46,7 @@ SKILLS: dict[str, Any] = {
 
 
 def documents(skill: str, seed: int, count: int, split: Split = "train") -> Iterator[Document]:
-    """Return `count` documents of one skill. The same seed gives the same documents."""
+    """Yield `count` documents of one skill. The same seed gives the same documents."""
     rng = Random(f"{skill}/{split}/{seed}")
     for _ in range(count):
         document = SKILLS[skill].document(rng, split)
@@ -79,7 +79,10 @@ class Encoded:
 
 
 def encode(tokenizer: Tokenizer, source: Iterator[Document], longest: int) -> Encoded:
-    """Tokenize each piece separately, so that parts to learn begin at a token. Longer documents are left out."""
+    """Tokenize each piece separately, so that the parts to learn begin with a token.
+
+    Documents longer than `longest` tokens are left out.
+    """
     tokens: list[np.ndarray] = []
     learnt: list[np.ndarray] = []
     for chunk in batched(source, 1000):
@@ -101,8 +104,9 @@ def batched(source: Iterator[Document], size: int) -> Iterator[list[Document]]:
 
 
 def _joined(pieces: Iterator[tuple[str, bool]]) -> list[tuple[str, bool]]:
-    """Merge neighbouring pieces of the same kind, because the tokenizer also sees them as one text when the model is
-    served.
+    """Merge adjacent pieces of the same kind.
+
+    When the model is served, the tokenizer also sees them as one text.
     """
     joined: list[tuple[str, bool]] = []
     for text, wanted in pieces:
@@ -118,11 +122,11 @@ GRAIN = 16  # lengths are padded to a multiple of this
 
 @dataclass(frozen=True)
 class Layout:
-    """One step as host arrays of fixed size. The shapes do not depend on the documents that were drawn."""
+    """One step as host arrays of fixed size. The shapes do not depend on the drawn documents."""
 
     tokens: np.ndarray  # [T]
     positions: np.ndarray  # [T]
-    learnt_index: np.ndarray  # [N], flat positions after which the next token is learnt
+    learnt_index: np.ndarray  # [N], flat positions whose next token is learnt
     targets: np.ndarray  # [N], -100 at positions without a token to learn
     groups: tuple[tuple[int, int], ...]  # (rows, length)
 
@@ -145,7 +149,7 @@ class Mixture:
         return self.skills[name].document(self.next_document[name])
 
     def step(self, size: int, most_learnt: int) -> Layout:
-        """Return documents with at most `size` padded tokens in total."""
+        """Return documents with at most `size` tokens in total, including padding."""
         by_length: defaultdict[int, list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
         room = size
         while True:

@@ -1,9 +1,9 @@
 """Train a draft head for the demo model: one layer that proposes tokens for the model to verify (EAGLE-3).
 
-Y. Li et al., 2025, arXiv 2503.01840. At position q the head reads the model's states at q (the sums before three of its
-layers, joined and projected) and the token at q + 1, and predicts the token at q + 2. When it proposes several tokens,
-its own output takes the place of the model's states. Training unrolls `UNROLLED` such steps over whole documents:
-in step j, position q attends to the keys of step 1 up to q - j + 1, and to those of each later step i at q - j + i.
+Y. Li et al., 2025, arXiv 2503.01840. At position q, the head reads the model's states at q (the outputs of three of its
+layers, concatenated and projected) and the token at q + 1, and predicts the token at q + 2. When it proposes several
+tokens, its own output replaces the model's states. Training unrolls `UNROLLED` such steps over whole documents: in step
+j, position q attends to the keys of step 1 up to q - j + 1, and to the key of each later step i at q - j + i.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from demo_model.corpus import Layout, Mixture
 from demo_model.training import Muon, Schedule
 
 UNROLLED = 3
-LATER = 0.85  # weight of a step's loss, relative to the step before
+LATER = 0.85  # weight of a step's loss, relative to the previous step
 OUTPUTS_OF = (1, 3, 5)  # layers whose outputs the head reads
 MLP = 512
 SCHEDULE = Schedule(steps=300, learnt_per_step=4096)
 
 
 class Shape(NamedTuple):
-    """Sizes of a head. Width, heads and rotary base are those of its model."""
+    """Sizes of a draft head. Width, heads and rotary base are those of its model."""
 
     width: int
     heads: int
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
 
 
 class Norm(nn.Module):
-    """RMS norm."""
+    """RMS norm with a learned scale."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -58,7 +58,10 @@ class Norm(nn.Module):
 
 
 class Head(nn.Module):
-    """The head without embedding and LM head, which are the model's. Names are those of published checkpoints."""
+    """The head without embedding and LM head, which it shares with the model.
+
+    Parameter names are those of published checkpoints.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -94,9 +97,9 @@ class Head(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def unrolled(self, states: Tensor, embedded: Tensor, steps: int) -> list[Tensor]:
-        """Return the normed output [B, L, E] of each step.
+        """Return the normalised output [B, L, E] of each step.
 
-        `states` [B, L, 3E] are the model's; `embedded` [B, L, E] has the vector of token q + 1 at position q.
+        `states` [B, L, 3E] are the model's. `embedded` [B, L, E] has the embedding of token q + 1 at position q.
         """
         layer: Any = self.midlayer
         attention = layer["self_attn"]
@@ -116,7 +119,7 @@ class Head(nn.Module):
         return outputs
 
     def _heads(self, x: Tensor, turned: bool) -> Tensor:
-        """Return [B, H, L, D], with rotary positions, each kv head repeated."""
+        """Return [B, H, L, D], with each KV head repeated. With `turned`, apply the rotary embedding."""
         x = x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
         if turned:
             half = self.shape.head_dim // 2
@@ -144,7 +147,7 @@ class Head(nn.Module):
 
 
 def _moved(x: Tensor, count: int) -> Tensor:
-    """Move [B, H, L, D] by `count` positions to the right."""
+    """Move [B, H, L, D] by `count` positions to the right, with zeros on the left."""
     return F.pad(x, (0, 0, count, 0))[:, :, : x.shape[2]]
 
 
@@ -175,7 +178,7 @@ class Target:
         return torch.cat([self.seen[index] for index in OUTPUTS_OF], -1), self.embed(tokens), hidden
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the token vectors."""
+        """Return the token embeddings."""
         return self.model.model.embed_tokens(tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -190,7 +193,7 @@ class Target:
 
 
 def step_loss(head: Head, target: Target, layout: Layout, device: str) -> tuple[Tensor, list[float]]:
-    """Return the loss of one step's documents, and the share of right first choices of each unrolled step."""
+    """Return the loss of one step's documents, and the fraction of correct first choices of each unrolled step."""
     tokens = torch.from_numpy(layout.tokens).to(device)
     wanted = torch.zeros(len(tokens), dtype=torch.bool)
     wanted[torch.from_numpy(layout.learnt_index[layout.targets >= 0])] = True
@@ -206,7 +209,7 @@ def step_loss(head: Head, target: Target, layout: Layout, device: str) -> tuple[
         states, embedded, hidden = target.read(ids)
         outputs = head.unrolled(states[:, :-1], embedded[:, 1:], UNROLLED)
         for number, output in enumerate(outputs):
-            # Position q predicts like the model does at q + 1, where the next token is to be learnt.
+            # Position q must predict what the model predicts at q + 1, if the token after that is to be learnt.
             mask = learnt[:, 1:].clone()
             mask[:, :number] = False
             if not mask.any():

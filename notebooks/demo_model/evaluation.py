@@ -120,12 +120,12 @@ class Server:
         return without_thought(f"{message.get('content') or ''}{written}")
 
 
-SEED = 20_000  # seed of the questions, which no training document has
+SEED = 20_000  # seed of the questions; no training document has it
 
 
 @dataclass(frozen=True)
 class Exam:
-    """One line of the table."""
+    """One line of the table. `goal` is the required fraction of correct answers, if any."""
 
     name: str
     questions: Callable[[Random], list[Question]]
@@ -176,8 +176,9 @@ def take(exam: Exam, backend: Backend, most: int = 0) -> Score:
 
 
 def last_answers(backend: Backend, asked: list[Conversation], thinking: bool) -> list[str]:
-    """Return the answers to the last user messages. A message that follows another user message waits for the answer
-    to it.
+    """Return the answers to the last user messages.
+
+    If a user message follows another one directly, the model first answers the earlier message.
     """
     pauses = [_pause(conversation.messages) for conversation in asked]
     places = [place for place, pause in enumerate(pauses) if pause]
@@ -194,7 +195,7 @@ def last_answers(backend: Backend, asked: list[Conversation], thinking: bool) ->
 
 
 def _pause(messages: tuple[Message, ...]) -> int:
-    """Return the position between two user messages where the first answer is missing; 0 if no answer is missing."""
+    """Return the position between two user messages where an answer is missing, or 0 if none is missing."""
     for place, (first, second) in enumerate(pairwise(messages), start=1):
         if first.role == second.role == "user":
             return place

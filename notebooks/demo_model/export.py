@@ -1,4 +1,4 @@
-"""Write a training checkpoint as a folder that transformers and Penstock load."""
+"""Write a training checkpoint as a folder that transformers and Penstock can load."""
 
 from __future__ import annotations
 

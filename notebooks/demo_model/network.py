@@ -1,7 +1,7 @@
 """A Qwen3 decoder in plain torch, with only what training needs.
 
-Parameter names are those of published checkpoints, so that exporting copies a dictionary. The documents of a step are a
-flat batch. Only attention knows where each document begins, so no separator tokens are needed.
+Parameter names are those of published checkpoints, so exporting only copies a dictionary. The documents of a step form
+a flat batch. Only attention uses the document boundaries, so no separator tokens are needed.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Group:
-    """Documents of one padded length inside the flat batch: `rows` documents of `length` tokens each."""
+    """Documents of one padded length in the flat batch: `rows` documents of `length` tokens each."""
 
     rows: int
     length: int
 
 
 class Norm(nn.Module):
-    """Root-mean-square normalisation with a learned scale."""
+    """RMS norm with a learned scale."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Norm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding over halves of the head; x is [T, H, D], cos and sin are [T, 1, D / 2]."""
+    """Apply the rotary embedding to halves of each head. x is [T, H, D]; cos and sin are [T, 1, D / 2]."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, groups: list[Group]) -> Tensor:
-    """Causal attention inside each document; q, k, v are [T, heads, D], the result is [T, heads * D]."""
+    """Return causal attention within each document. q, k, v are [T, heads, D]; the result is [T, heads * D]."""
     share = q.shape[1] // k.shape[1]
     outputs, start = [], 0
     for group in groups:
@@ -109,7 +109,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder layer, divided into parts that depend on document boundaries (attention) and parts that do not."""
+    """One decoder layer, divided into parts before and after attention, which alone depends on document boundaries."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Embedding, blocks and final norm. The output matrix is the embedding."""
+    """Embedding, layers and final norm. The LM head is the embedding matrix."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -158,5 +158,5 @@ class Network(nn.Module):
         return self.norm(x)
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean cross-entropy of the given rows only: [N, E] against [N]."""
+        """Return the mean cross-entropy of the given rows: hidden states [N, E] and targets [N]."""
         return F.cross_entropy(F.linear(hidden, self.embed_tokens.weight).float(), targets)

@@ -1,4 +1,4 @@
-"""Phrasings of questions, and word lists. Phrasings of the evaluation never occur in training texts.
+"""Phrasings of questions, and word lists. The phrasings of the evaluation never occur in training texts.
 
 Every skill has two lists of question patterns. `train` patterns are varied (greetings, missing punctuation, lower
 case). `held` patterns are used only by the evaluation, without variation.
@@ -57,7 +57,7 @@ SYSTEMS = (
 
 @dataclass(frozen=True)
 class Patterns:
-    """Question patterns with one meaning, with named placeholders in braces."""
+    """Question patterns with the same meaning. Placeholders are names in braces."""
 
     train: tuple[str, ...]
     held: tuple[str, ...]
@@ -84,7 +84,7 @@ def decorate(rng: Random, question: str) -> str:
 
 
 def maybe_system(rng: Random) -> str:
-    """Return a system prompt, in a part of the cases."""
+    """Return a system prompt in 15 % of the cases, else an empty string."""
     return rng.choice(SYSTEMS) if rng.random() < 0.15 else ""
 
 

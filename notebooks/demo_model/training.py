@@ -1,10 +1,8 @@
-"""The training loop in plain torch, for CPU and GPU, resumable at any step.
+"""The training loop in plain torch, for CPU and GPU. It can resume from a checkpoint.
 
-Matrices are trained with Muon, other parameters with AdamW.
-
-Muon: K. Jordan et al., 2024, "Muon: an optimizer for hidden layers in neural networks". It replaces the momentum of a
-matrix by the nearest orthogonal matrix, which a quintic Newton-Schulz iteration computes. Matrices of the same shape
-are processed together.
+Matrices are trained with Muon, other parameters with AdamW. Muon: K. Jordan et al., 2024, "Muon: an optimizer for
+hidden layers in neural networks". It replaces the momentum of a matrix with the nearest orthogonal matrix, which a
+quintic Newton-Schulz iteration computes. Matrices of the same shape are processed together.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from demo_model.corpus import Layout, Mixture
 from demo_model.network import Group, Network, Shape
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the paper's quintic: slope large at zero, values kept near one
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # the paper's quintic: steep at zero, with values kept near one
 
 
 def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
@@ -38,7 +36,7 @@ def orthogonalise(matrices: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon: momentum, orthogonalised per matrix. The step is scaled to the size of an AdamW step."""
+    """Muon: momentum, orthogonalised per matrix. The update is scaled to the size of an AdamW update."""
 
     def __init__(self, params: Iterable[nn.Parameter], lr: float, momentum: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
@@ -51,14 +49,14 @@ class Muon(torch.optim.Optimizer):
                 if weight.grad is not None:
                     by_shape[weight.shape].append((weight, self._looked_ahead(weight, weight.grad, group)))
             for shape, pairs in by_shape.items():
-                scale = 0.2 * max(shape) ** 0.5  # makes the root mean square of the step equal to that of AdamW
+                scale = 0.2 * max(shape) ** 0.5  # gives the update the same root mean square as an AdamW update
                 steps = orthogonalise(torch.stack([update for _, update in pairs]))
                 for (weight, _), update in zip(pairs, steps, strict=True):
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                     weight.add_(update.to(weight.dtype), alpha=-group["lr"] * scale)
 
     def _looked_ahead(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, float]) -> Tensor:
-        """Return the Nesterov momentum: the gradient moved towards its running mean."""
+        """Return the Nesterov momentum: the gradient, moved towards its running mean."""
         velocity = self.state[weight].setdefault("velocity", torch.zeros_like(weight))
         velocity.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(velocity, group["momentum"])
@@ -66,7 +64,7 @@ class Muon(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length and learning rate of a run. Training ends at `steps`, or after `minutes` (0: no limit)."""
+    """Length and learning rate of a run. Training ends at `steps`, or after `minutes` (0: no time limit)."""
 
     steps: int = 5000
     minutes: float = 0.0
@@ -75,11 +73,11 @@ class Schedule:
     matrix_lr: float = 3e-3
     other_lr: float = 3e-3
     weight_decay: float = 0.05
-    warm_up: float = 0.02  # share of the run with a rising rate
-    decay: float = 0.45  # share of the run, at its end, in which the rate falls to 0
+    warm_up: float = 0.02  # fraction of the run in which the rate rises
+    decay: float = 0.45  # fraction of the run, at its end, in which the rate falls to 0
 
     def rate(self, progress: float) -> float:
-        """Return the factor of the learning rates at a progress between 0 and 1: rising, constant, falling to 0."""
+        """Return the factor of the learning rates at a progress from 0 to 1: rising, constant, then falling to 0."""
         if progress < self.warm_up:
             return (progress + 1e-3) / (self.warm_up + 1e-3)
         return min(1.0, max(0.0, (1 - progress) / self.decay))
@@ -106,7 +104,7 @@ class Trainer:
 
     @property
     def progress(self) -> float:
-        """Share of the run that is complete, by steps or by time, whichever is larger."""
+        """Fraction of the run that is complete, by steps or by time, whichever is larger."""
         by_clock = self.seconds / (self.schedule.minutes * 60) if self.schedule.minutes else 0.0
         return max(self.step / self.schedule.steps, by_clock)
 
@@ -159,7 +157,7 @@ class Trainer:
         path.with_suffix(".new").replace(path)
 
     def restore(self, path: Path, fresh_clock: bool = False) -> None:
-        """Continue from a file, or only from its weights and momenta with a new schedule."""
+        """Continue from a checkpoint. With `fresh_clock`, keep only weights and momenta, for a new schedule."""
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.network.load_state_dict(state["network"])
         self.muon.load_state_dict(state["muon"])

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE that is trained on the corpus. Every digit is a token."""
+"""The tokenizer: byte-level BPE, trained on the corpus. Every digit is one token."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A small HTTP/1.1 client that costs a few microseconds per streamed event.
 
-The client must not dominate the measurement. Each event costs one clock reading and one `append`; the bytes
-are parsed only when the response seems to have ended. httptools, which the server uses too, handles the
-framing (chunks, lengths, keep-alive).
+The client must not dominate the measurement. Each event costs one clock reading and one `append`. The bytes are parsed
+only when the response seems to have ended. httptools, which the server also uses, handles the framing (chunks, lengths,
+keep-alive).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from runtime.errors import ConfigurationError
 
 
 class ExchangeError(Exception):
-    """No complete response arrived: the connection was refused or closed early, or the server does not speak
-    HTTP.
+    """No complete response arrived.
+
+    The connection was refused or closed early, or the server does not speak HTTP.
     """
 
 
@@ -36,10 +37,10 @@ class Received(NamedTuple):
 
 @dataclass(slots=True)
 class Response:
-    """A complete response; `received` is the body in order of arrival."""
+    """A complete response. `received` is the body in order of arrival."""
 
     status: int = 0
-    headers: dict[str, str] = field(default_factory=dict)  # header names are in lower case
+    headers: dict[str, str] = field(default_factory=dict)  # names in lower case
     received: list[Received] = field(default_factory=list)
     ended_s: float = 0.0
 
@@ -49,7 +50,7 @@ class Response:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one exchange at a time."""
+    """One connection, for one exchange at a time."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
@@ -65,7 +66,7 @@ class Connection(asyncio.Protocol):
     async def exchange(self, request: bytes) -> Response:
         """Send `request` (a head with its body), and return the response when its last byte has arrived.
 
-        Cancellation closes the connection. Raises `ExchangeError`.
+        Raises `ExchangeError`. Cancellation closes the connection.
         """
         if self._transport is None or self.closed:
             raise ExchangeError("the connection was closed")
@@ -91,7 +92,7 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    # Callbacks of asyncio.
+    # Callbacks that asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -101,8 +102,9 @@ class Connection(asyncio.Protocol):
             self.close()  # the server sent bytes although no request is open
             return
         self._reads.append((perf_counter(), data))
-        # Parse a chunked body only if it may be complete: it ends with an empty line, and a short read may be the rest
-        # of this line.
+        # Parse a chunked body only if it may be complete. It ends with an empty line, and a short read may be the rest
+        # of
+        # this line.
         if not self._in_chunks or data.endswith(b"\r\n\r\n") or len(data) < 4:
             self._parse(self._parser)
 
@@ -128,7 +130,7 @@ class Connection(asyncio.Protocol):
         else:
             self._fail("the server closed the connection in the middle of its answer")
 
-    # Callbacks of httptools.
+    # Callbacks that httptools calls.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._response.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -152,7 +154,7 @@ class Connection(asyncio.Protocol):
 
 
 class Client:
-    """Requests to one base URL over connections that are kept for reuse. An async context manager."""
+    """Sends requests to one base URL over reused connections. An async context manager."""
 
     def __init__(self, base_url: str, headers: Mapping[str, str] | None = None) -> None:
         url = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
@@ -189,7 +191,7 @@ class Client:
         return await self._exchange(self._head("GET", path, "") + b"\r\n")
 
     async def post(self, path: str, body: bytes) -> Response:
-        """POST JSON. Raises `ExchangeError` if no complete response arrives; any status is a response."""
+        """POST JSON. Raises `ExchangeError` if no complete response arrives. A response with any status is returned."""
         extra = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         return await self._exchange(self._head("POST", path, extra) + b"\r\n" + body)
 
@@ -202,7 +204,7 @@ class Client:
             try:
                 return await self._use(connection, request)
             except ExchangeError:
-                # Try again if no part of a response has arrived: the server may have closed an idle connection.
+                # Try again if no part of a response has arrived, because the server may have closed an idle connection.
                 if not connection.untouched:
                     raise
         return await self._use(await self._connect(), request)

@@ -1,5 +1,6 @@
-"""`latency`: measures one batch that runs alone in the engine: the prefill time of its prompts, and the decode time per
-token.
+"""`latency`: measure one batch alone in the engine.
+
+The results are the prefill time of its prompts, and the decode time per token.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 class Repetition(NamedTuple):
     """Times of one run of the batch."""
 
-    prefill_s: float  # time until every sequence has its first token
-    decode_s: float  # time from then until every output is complete
-    decode_token_s: float  # decode time per token of one sequence
+    prefill_s: float  # seconds until every sequence has its first token
+    decode_s: float  # seconds from then until every output is complete
+    decode_token_s: float  # seconds per token of one sequence while decoding
     prompt_tokens: int  # prompt tokens of the whole batch
     output_tokens: int
 
@@ -80,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def draw_batches(options: argparse.Namespace, vocabulary: Vocabulary) -> list[list[Prompt]]:
-    """Return one warm-up batch and one batch per repetition, all different, so that no prefix is cached."""
+    """Return one warm-up batch and one batch per repetition. All prompts differ, so that no prefix is cached."""
     size = options.batch_size
     shape = SharedPrefixes(
         groups=size * (options.repetitions + 1),
@@ -94,7 +95,7 @@ def draw_batches(options: argparse.Namespace, vocabulary: Vocabulary) -> list[li
 
 
 async def time_batch(engine: Engine, batch: Sequence[Prompt]) -> Repetition:
-    """Run one batch. Raises the engine's errors."""
+    """Run one batch, and return its times. Raises the engine's errors."""
     start_s = perf_counter()
     first_s, last_s, num_prompt, num_output = start_s, start_s, 0, 0
 

@@ -1,4 +1,4 @@
-"""Send a workload and show its progress; start the engine in this process for `offline` and `latency`."""
+"""Send a workload and show its progress. Run the engine in this process for `offline` and `latency`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERY_S = 0.1
 
 
 class Progress:
-    """A progress bar that counts up to `total`. A context manager; the final line stays on the screen."""
+    """A progress bar that counts up to `total`. A context manager; the last state stays on the screen."""
 
     def __init__(self, total: int, what: str, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream
@@ -74,11 +74,11 @@ async def drive(
     max_concurrency: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Result], float]:
-    """Send all prompts at their times. Return the results in the order of the prompts, and the seconds from the start
-    until the last result.
+    """Send all prompts at their arrival times.
 
-    `send(prompt, start_s)` must not raise for errors of the server. If `max_concurrency` prompts are running, a prompt
-    that is due waits until one ends; its latency counts from when it is sent.
+    Returns the results in the order of the prompts, and the seconds from the start until the last result. `send(prompt,
+    start_s)` must not raise for errors of the server. While `max_concurrency` prompts are running, further prompts
+    wait. The latency of a prompt counts from the moment when it is sent.
     """
     outcomes: list[Result | None] = [None] * len(prompts)
     slots = anyio.Semaphore(max_concurrency) if max_concurrency else None
@@ -105,9 +105,9 @@ Answer = Mapping[str, Any]  # text, output_ids, meta_info, as in the native API
 
 
 def parse(parser: ArgumentParser, argv: Sequence[str]) -> tuple[Namespace, Args]:
-    """Split a command line into the benchmark's options and the engine's. Both reject invalid options.
+    """Split a command line into the benchmark's options and the engine's options. Both parsers reject invalid options.
 
-    If both have an option (for example --seed), it sets only the benchmark's.
+    An option that both have (for example --seed) sets only the benchmark's.
     """
     from runtime.config import Args
 
@@ -131,8 +131,9 @@ def run_with_engine(args: Args, work: Callable[[Engine], Awaitable[Result]]) -> 
 
 
 def generate_arguments(prompt: Prompt, *, ignore_eos: bool = True) -> dict[str, Any]:
-    """Return keyword arguments of `generate` and `stream` for one prompt: greedy sampling of at most the prompt's
-    output length (exactly, if `ignore_eos`).
+    """Return keyword arguments of `generate` and `stream` for one prompt, with greedy sampling.
+
+    The output has at most the prompt's output length, or exactly this length if `ignore_eos` is true.
     """
     if prompt.messages is not None:
         raise ConfigurationError("The engine in this process accepts texts and token ids, not messages.")
@@ -142,7 +143,7 @@ def generate_arguments(prompt: Prompt, *, ignore_eos: bool = True) -> dict[str, 
 
 
 def model_vocabulary(path: str | None) -> Vocabulary | None:
-    """Return the token ids of a local checkpoint, from its config.json, or None for other models."""
+    """Return the vocabulary of a local checkpoint from its config.json, or None for other models."""
     config = Path(path or "") / "config.json"
     if path is None or not config.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Statistics of a run: percentiles, latencies, throughput and goodput. Pure functions."""
+"""Statistics of a run: percentiles, latencies, throughput and goodput. All functions are pure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from runtime.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Observations of one request. Times are in seconds. If `error` is set, only the first three fields are valid."""
+    """Observations of one request, with times in seconds. If `error` is set, only the first three fields are valid."""
 
-    started_s: float  # time of sending, since the start of the run
-    e2e_s: float  # time from sending to the last byte
+    started_s: float  # when the request was sent, counted from the start of the run
+    e2e_s: float  # from sending to the last byte
     prompt_tokens: int
-    ttft_s: float = 0.0  # time from sending to the first output
-    decode_s: float = 0.0  # time from the first output to the last
+    ttft_s: float = 0.0  # from sending to the first output
+    decode_s: float = 0.0  # from the first output to the last
     itl_s: tuple[float, ...] = ()
     output_tokens: int = 0
     cached_tokens: int | None = None
@@ -46,7 +46,7 @@ class Summary(NamedTuple):
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Return the value below which `percent` of an ascending sequence lies, interpolated linearly."""
+    """Return the percentile of an ascending sequence, with linear interpolation. Raises `ValueError` if it is empty."""
     if not ordered:
         raise ValueError("An empty sequence has no percentiles.")
     position = (len(ordered) - 1) * percent / 100
@@ -55,7 +55,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def summarize(values: Iterable[float], scale: float = 1.0) -> Summary | None:
-    """Return statistics of `values`, each multiplied by `scale`. Returns None if there are no values."""
+    """Return statistics of `values`, each multiplied by `scale`, or None if there are no values."""
     ordered = sorted(value * scale for value in values)
     if not ordered:
         return None
@@ -72,7 +72,7 @@ def summarize(values: Iterable[float], scale: float = 1.0) -> Summary | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """The results of one run. Rates are per second; only tokens of successful requests count."""
+    """The results of one run. Rates are per second. Only tokens of successful requests count."""
 
     duration_s: float
     completed: int
@@ -95,7 +95,7 @@ class Results:
 
 
 def measure(outcomes: Sequence[Outcome], duration_s: float, objectives: Mapping[str, float] | None = None) -> Results:
-    """Compute the results of a run of `duration_s` seconds. `objectives`: see `parse_objectives`."""
+    """Compute the results of a run of `duration_s` seconds. `objectives` are those of `parse_objectives`."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     prompt_tokens = sum(outcome.prompt_tokens for outcome in good)
     output_tokens = sum(outcome.output_tokens for outcome in good)
@@ -139,7 +139,7 @@ _OBJECTIVES = ("ttft", "tpot", "e2e")
 
 
 def parse_objectives(pairs: Iterable[str]) -> dict[str, float]:
-    """Convert `["ttft:500", "tpot:50"]` to seconds by metric. Raises `ConfigurationError` for other texts."""
+    """Convert `["ttft:500", "tpot:50"]` to seconds by metric. Raises `ConfigurationError` for invalid text."""
     objectives: dict[str, float] = {}
     for pair in pairs:
         name, _, value = pair.partition(":")
@@ -157,7 +157,7 @@ def parse_objectives(pairs: Iterable[str]) -> dict[str, float]:
 
 
 def meets(outcome: Outcome, objectives: Mapping[str, float]) -> bool:
-    """Whether a request succeeded and met every objective. A request with one output token meets any TPOT objective."""
+    """Whether a request succeeded and met every objective. An output of one token meets any TPOT objective."""
     if outcome.error is not None:
         return False
     seen = {"ttft": outcome.ttft_s, "tpot": outcome.tpot_s or 0.0, "e2e": outcome.e2e_s}

@@ -24,7 +24,7 @@ WARMUP_SEED = 10_007
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults in the help, except empty ones."""
+    """Shows defaults in the help, except empty defaults."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default in (None, False, [], argparse.SUPPRESS):
@@ -112,8 +112,9 @@ def build_warmup(
     *,
     as_text: bool,
 ) -> Sequence[Prompt]:
-    """Return warm-up prompts of the same kind, which are not measured: drawn with another seed, or the first prompts of
-    a file.
+    """Return warm-up prompts of the same kind, which are not measured.
+
+    They are drawn with another seed. With the file dataset, they are the first prompts of the file.
     """
     if number < 1:
         return []

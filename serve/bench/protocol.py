@@ -1,4 +1,4 @@
-"""The requests of each kind of server, and how to read token times, token counts and errors from its stream events."""
+"""The request bodies of each kind of server, and the times, token counts and errors in its stream events."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ class RequestDefaults:
 
     model: str | None
     ignore_eos: bool = True
-    extra: Mapping[str, Any] = field(default_factory=dict)  # fields that are added to each body and override its own
+    extra: Mapping[str, Any] = field(default_factory=dict)  # fields that are added to each body, or replace its own
 
 
 class Event(NamedTuple):
-    """The content of one streamed event. Token counts are totals of the request so far; None if the event has no such
-    count.
-    """
+    """The content of one streamed event. Token counts are totals of the request so far, or None if not reported."""
 
-    text: str = ""  # new text, or all text so far if the protocol is cumulative
+    text: str = ""  # new text, or the whole text so far if the protocol is cumulative
     produced: bool = False  # whether the event carries output
     output_tokens: int | None = None
     prompt_tokens: int | None = None
@@ -39,18 +37,19 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A kind of server: its route, request bodies and events."""
+    """A kind of server: its route, its request bodies and its events."""
 
     path: str
     takes_ids: bool
     takes_messages: bool
-    cumulative: bool  # whether each event repeats all text so far
+    cumulative: bool  # whether each event repeats the whole text so far
     body: Callable[[Prompt, RequestDefaults], dict[str, Any]]
     read: Callable[[Mapping[str, Any]], Event]
 
     def request_body(self, prompt: Prompt, defaults: RequestDefaults) -> dict[str, Any]:
-        """Return the JSON body for `prompt`. Raises `ConfigurationError` if this kind of server cannot accept
-        it.
+        """Return the JSON body for `prompt`.
+
+        Raises `ConfigurationError` if this kind of server cannot accept it.
         """
         if prompt.ids is not None and not self.takes_ids:
             raise ConfigurationError(f"{self.path} does not accept token ids; use another --backend.")
@@ -68,7 +67,7 @@ def _openai_body(prompt: Prompt, defaults: RequestDefaults) -> dict[str, Any]:
         "stream_options": {"include_usage": True},
     }
     if defaults.ignore_eos:
-        body["ignore_eos"] = True  # an extension of OpenAI's API; see --disable-ignore-eos
+        body["ignore_eos"] = True  # an extension of OpenAI's API; --disable-ignore-eos leaves it out
     return body
 
 
@@ -176,9 +175,9 @@ class Stamped(NamedTuple):
 
 
 def split_events(received: Iterable[Received]) -> list[Stamped]:
-    """Split a body into server-sent events, independently of network packets. Skips fields other than `data`.
+    """Split a body into server-sent events, independently of network packets. Fields other than `data` are skipped.
 
-    An event that the stream's end truncates is dropped, as the specification of the format requires.
+    If the stream ends within an event, the event is dropped, as the specification of the format requires.
     """
     events: list[Stamped] = []
     data: list[bytes] = []
@@ -198,8 +197,8 @@ def split_events(received: Iterable[Received]) -> list[Stamped]:
 class Timeline:
     """Token times of one request, from its events in order.
 
-    The gap before an event with k tokens counts as k inter-token latencies of gap / k each. k is computed from the
-    server's running total of tokens. If an event has no total, k is 1.
+    The gap before an event with k tokens counts as k inter-token latencies of gap / k each. k is the increase of the
+    token total that the server reports. If an event has no total, k is 1.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -209,7 +208,7 @@ class Timeline:
         self.gaps_s: list[float] = []
         self.text = ""
         self.seen_tokens = 0  # number of tokens added so far
-        self.output_tokens: int | None = None  # latest total of the server; None: not reported
+        self.output_tokens: int | None = None  # latest total that the server reported, or None
         self.prompt_tokens: int | None = None
         self.cached_tokens: int | None = None
         self.finished = False
@@ -248,11 +247,10 @@ def observe(
     start_s: float,
     count: Callable[[str], int] | None = None,
 ) -> Outcome:
-    """Return the outcome of one request. Errors of the server become the outcome's `error`; they are not
-    raised.
+    """Return the outcome of one request. A server error becomes the outcome's `error` and is not raised.
 
-    `sent_s` and `start_s` (the run's start) are `time.perf_counter` values. The number of output tokens is the server's
-    count. Without it, it is `count(text)`; without `count`, it is the number of events.
+    `sent_s` and `start_s` (the start of the run) are `time.perf_counter` values. The number of output tokens is the
+    server's count. If the server reports none, it is `count(text)`, or the number of events if `count` is None.
     """
     timeline = Timeline(backend)
     try:

@@ -1,4 +1,4 @@
-"""Results as a table and as JSON, with the hardware and versions of the run."""
+"""Results as a table and as JSON, with the hardware and the versions of the run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def table(
 ) -> str:
     """Return the text of a table.
 
-    It has one line per name and value, then one per distribution with the statistics named in `heads`.
+    It has one line per name and value, followed by one line per distribution with the statistics named in `heads`.
     """
     width = max([len(name) for name, _ in rows] + [len(name) for name in distributions or {}] + [24]) + 2
     lines = [f"== {title} ".ljust(width + 66, "=")]
@@ -82,7 +82,7 @@ def document(
     *,
     program: str = PROGRAM,
 ) -> dict[str, Any]:
-    """Return the content of the result file: enough to repeat the run and compare it with others."""
+    """Return the content of the result file, which is enough to repeat the run and to compare it with other runs."""
     machine = Machine.probe()
     content = {
         "schema_version": SCHEMA_VERSION,
@@ -98,7 +98,7 @@ def document(
 
 
 def _public(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings without secrets (keys and headers), also without those among the engine's options."""
+    """Return the settings without secrets (keys and headers), also among the engine's options."""
     return {
         name: _public(value) if isinstance(value, Mapping) else value
         for name, value in settings.items()
@@ -107,7 +107,7 @@ def _public(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_secrets(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with the values of keys and headers masked."""
+    """Return the arguments, with the values of keys and headers masked."""
     shown: list[str] = []
     for argument in argv:
         name, equals, _ = argument.partition("=")
@@ -121,18 +121,18 @@ def without_secrets(argv: Sequence[str]) -> list[str]:
 
 
 def write(path: str, content: Mapping[str, Any]) -> None:
-    """Write the result file; numbers that JSON cannot express become null."""
+    """Write the result file. Numbers that JSON cannot express become null."""
     Path(path).write_bytes(orjson.dumps(content, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
 
 
 def say(text: str) -> None:
-    """Write to stdout: the report is the command's output."""
+    """Write to stdout, because the report is the command's output."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def plain(value: Any) -> Any:
-    """Convert nested named tuples and dataclasses to objects by field name."""
+    """Convert nested named tuples and dataclasses to dicts by field name."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return {name: plain(getattr(value, name)) for name in value._fields}  # pyright: ignore
     if is_dataclass(value):
@@ -174,7 +174,7 @@ def describe_versions(machine: Machine | None = None) -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the processor's model name, or the architecture."""
+    """Return the processor's model name, or the architecture if it is not known."""
     try:
         cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

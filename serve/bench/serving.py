@@ -1,4 +1,4 @@
-"""`serving`: latency and throughput of a server over HTTP, measured by its clients."""
+"""`serving`: measure latency and throughput of a server over HTTP, as its clients see them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from serve.bench.options import (
 from serve.bench.protocol import BACKENDS, RequestDefaults, failed, observe
 from serve.bench.workload import Prompt, Vocabulary, arrival_times
 
-BUSY_CLIENT = 0.8  # if the client uses a larger share of a core, it may be the bottleneck
+BUSY_CLIENT = 0.8  # if the client uses a larger fraction of a core, it may be the bottleneck
 NUM_SHOWN_ERRORS = 3
 ASK_TIMEOUT_S = 10.0
 MAX_INFO_BYTES = 2**20
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark; return 1 if no request succeeded."""
+    """Run the benchmark. Return 0, or 1 if no request succeeded."""
     options = parser().parse_args(argv)
     run = ServingRun(options)
     uvloop = {"use_uvloop": sys.platform != "win32"}
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class ServingRun:
-    """One run: the workload, built before the clock starts, and the sending of each prompt."""
+    """One run: its workload, which is built before the clock starts, and the code that sends each prompt."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -103,11 +103,11 @@ class ServingRun:
             ignore_eos=not options.disable_ignore_eos,
             extra=_json_object("--extra-request-body", options.extra_request_body),
         )
-        for prompt in self.prompts:  # raises errors of invalid prompts before anything is sent
+        for prompt in self.prompts:  # finds invalid prompts before anything is sent
             self.backend.request_body(prompt, self.defaults)
 
     async def measure(self) -> tuple[list[Outcome], float, float]:
-        """Return outcomes, seconds, and the share of a core that this client used."""
+        """Return the outcomes, the duration in seconds, and the fraction of a core that this client used."""
         async with Client(self.options.base_url, self.headers) as client:
             await self._prepare(client)
 
@@ -156,8 +156,9 @@ class ServingRun:
 
 
 def _sends_text(send: str, takes_ids: bool, vocabulary: Vocabulary | None) -> bool:
-    """Whether generated prompts are sent as text. Ids are preferred if the server accepts them (nothing is
-    tokenized).
+    """Whether generated prompts are sent as text.
+
+    Token ids are preferred if the server accepts them, because the server then tokenizes nothing.
     """
     if send == "ids" and not takes_ids:
         raise ConfigurationError("--backend openai-chat accepts messages, not token ids: use --send text.")
@@ -169,7 +170,7 @@ def _sends_text(send: str, takes_ids: bool, vocabulary: Vocabulary | None) -> bo
 
 
 def served_vocabulary(base_url: str, headers: Mapping[str, str]) -> Vocabulary | None:
-    """Return the vocabulary of the server's tokenizer, if /get_model_info names a folder or file of this machine."""
+    """Return the vocabulary of the server's tokenizer if /get_model_info names a local folder or file, else None."""
     if not base_url.startswith(("http://", "https://")):
         return None
     request = Request(f"{base_url.rstrip('/')}/get_model_info", headers=dict(headers))

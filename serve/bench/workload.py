@@ -20,7 +20,7 @@ MAX_FITS = 12  # maximum number of attempts to find a text with the right number
 
 
 class Vocabulary:
-    """The ordinary (not special) token ids of a model. With a tokenizer, it also converts between ids and texts."""
+    """The ordinary (not special) token ids of a model. With a tokenizer, it also converts between ids and text."""
 
     def __init__(self, ids: Sequence[int], tokenizer: Tokenizer | None = None) -> None:
         if not len(ids):
@@ -30,12 +30,12 @@ class Vocabulary:
 
     @classmethod
     def of_size(cls, size: int) -> Vocabulary:
-        """Return the vocabulary of the ids 0 to `size` - 1, without texts. For servers that accept token ids."""
+        """Return a vocabulary of the ids 0 to `size` - 1, without text, for servers that accept token ids."""
         return cls(range(size))
 
     @classmethod
     def of_tokenizer(cls, path: str) -> Vocabulary:
-        """Read `tokenizer.json`, from its path or the directory that contains it."""
+        """Read `tokenizer.json` from its path or from its folder. Raises `ConfigurationError` if it does not exist."""
         file = Path(path)
         file = file / "tokenizer.json" if file.is_dir() else file
         if not file.is_file():
@@ -51,7 +51,7 @@ class Vocabulary:
         return self._tokenizer is not None
 
     def run(self, start: int, length: int) -> list[int]:
-        """Return `length` consecutive ordinary ids from the `start`-th on, wrapping around."""
+        """Return `length` consecutive ordinary ids from index `start` on, wrapping around at the end."""
         return self.ids[(start + np.arange(length)) % len(self.ids)].tolist()
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -64,10 +64,10 @@ class Vocabulary:
         return len(self.encode(text))
 
     def text_of(self, ids: Sequence[int]) -> str:
-        """Return a text that starts like the text of `ids` and has the same, or nearly the same, number of tokens.
+        """Return a text that begins like the text of `ids` and has the same, or nearly the same, number of tokens.
 
-        Decoding ids and encoding the text rarely gives the same ids. Therefore the text is cut, or extended with the
-        first ids again, until the number matches.
+        Decoding ids and encoding the text rarely gives the same ids. Therefore the text is cut, or the first ids are
+        appended again, until the number matches.
         """
         num_tokens = len(ids)
         if not num_tokens:
@@ -102,7 +102,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomLengths:
-    """Random prompts without common prefixes; lengths are uniform in [length * range_ratio, length]."""
+    """Random prompts without common prefixes. Lengths are uniform in [length * range_ratio, length]."""
 
     input_tokens: int = 1024
     output_tokens: int = 1024
@@ -117,7 +117,7 @@ class RandomLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
-    """Groups of prompts: each group shares a system prompt, each prompt has its own question."""
+    """Groups of prompts. Each group shares a system prompt, and each prompt has its own question."""
 
     groups: int = 64
     prompts_per_group: int = 16
@@ -135,11 +135,11 @@ class SharedPrefixes:
 def random_prompts(
     lengths: RandomLengths, num_prompts: int, seed: int, vocabulary: Vocabulary, *, as_text: bool
 ) -> list[Prompt]:
-    """The `random-ids` workload of SGLang's serving benchmark.
+    """Return the prompts of the `random-ids` workload of SGLang's serving benchmark.
 
-    Input lengths, output lengths and offsets are drawn in this order from the same generator as in SGLang, so
-    a seed gives the same lengths (an output length of 0, possible with a ratio of 0, becomes 1). Prompt i
-    consists of the ids offset + i, offset + i + 1, ..., wrapping around the vocabulary.
+    Input lengths, output lengths and offsets are drawn in this order from the same generator as in SGLang, so that a
+    seed gives the same lengths. (An output length of 0, possible with a ratio of 0, becomes 1.) Prompt i consists of
+    the ids offset + i, offset + i + 1, ..., wrapping around the vocabulary.
     """
     random = np.random.RandomState(seed)
 
@@ -157,7 +157,7 @@ def random_prompts(
 
 
 def shared_prefix_prompts(shape: SharedPrefixes, seed: int, vocabulary: Vocabulary, *, as_text: bool) -> list[Prompt]:
-    """Return the prompts of all groups, shuffled so that a group's prompts are not adjacent."""
+    """Return the prompts of all groups, shuffled, so that the prompts of a group are rarely adjacent."""
     random = np.random.RandomState(seed)
 
     def draw(length: int) -> list[int]:
@@ -176,7 +176,7 @@ def _prompt(parts: Sequence[list[int]], output: int, vocabulary: Vocabulary, as_
     if not as_text:
         ids = tuple(id for part in parts for id in part)
         return Prompt(ids=ids, prompt_tokens=len(ids), output_tokens=output)
-    # Each part is converted separately, so that parts with equal ids have equal texts.
+    # Convert each part separately, so that parts with equal ids have equal texts.
     text = "".join(vocabulary.text_of(part) for part in parts)
     return Prompt(text=text, prompt_tokens=vocabulary.count(text), output_tokens=output)
 
@@ -186,8 +186,8 @@ def file_prompts(
 ) -> list[Prompt]:
     """Return the prompts of a JSONL file.
 
-    Each line has `prompt` (text or ids) or `messages`, and may have `output_len`. `output_tokens` is the default for
-    lines without it. Raises `ConfigurationError` with the number of an invalid line.
+    Each line has `prompt` (text or token ids) or `messages`, and may have `output_len`. `output_tokens` is the default
+    for lines without it. Raises `ConfigurationError` with the number of an invalid line.
     """
     file = Path(path)
     if not file.is_file():
@@ -220,11 +220,10 @@ def _read_line(line_name: str, line: str, vocabulary: Vocabulary | None, output_
 
 
 def arrival_times(num: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """Return the times, in seconds after the start, at which `num` requests are sent; all 0 for an infinite
-    `rate`.
+    """Return the times at which `num` requests are sent, in seconds after the start. All are 0 for an infinite `rate`.
 
-    Gaps follow a gamma distribution with mean 1 / rate and shape `burstiness`: 1 is a Poisson process, less
-    is burstier, more is more regular. The first request is sent at 0.
+    Gaps follow a gamma distribution with mean 1 / rate and shape `burstiness`: 1 gives a Poisson process, smaller
+    values are burstier, larger values more regular. The first request is sent at 0.
     """
     if not rate > 0 or not burstiness > 0:
         raise ConfigurationError("The request rate and the burstiness must be above 0.")

@@ -1,4 +1,4 @@
-"""SGLang's front-end language on the engine of this process: programs that generate, choose, fork and chat.
+"""SGLang's front-end language on an engine in this process: programs that generate, choose, fork and chat.
 
     from penstock import lang as sgl
 
@@ -10,9 +10,10 @@
     sgl.set_default_backend(sgl.Engine())
     print(answer.run(question="What is 2 + 3?")["answer"])
 
-Programs for SGLang run with this import in place of `import sglang as sgl`. Each program holds one `Generation`: texts
-are appended to it, `gen` continues it, `select` compares continuations, and `fork` copies it, so that prefixes are
-computed once. Roles follow the model's own chat template. An `async def` program runs on an `Engine` with `arun`.
+Programs written for SGLang run with this import in place of `import sglang as sgl`. Each program has one `Generation`:
+texts are appended to it, `gen` continues it, `select` compares continuations, and `fork` copies it. Therefore common
+prefixes are computed once. Roles follow the model's own chat template. An `async def` program runs on an `Engine` with
+`arun`.
 """
 
 from serve.lang.expressions import (

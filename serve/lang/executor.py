@@ -12,7 +12,7 @@ from serve.lang.expressions import Expression, Gen, Parts, RoleBegin, RoleEnd, S
 from serve.python.engine import Engine
 from serve.python.generation import Generation
 
-# How messages look if the model has no chat template, as in SGLang's default template.
+# Text before and after a message if the model has no chat template, as in SGLang's default template.
 PLAIN_ROLES: Mapping[str, tuple[str, str]] = {
     "system": ("SYSTEM:", "\n"),
     "user": ("USER:", "\n"),
@@ -24,8 +24,8 @@ Emit = Callable[[str | None, str, Mapping[str, Any] | None], None]
 class Executor:
     """The text of a program and its variables. All methods run on the engine's event loop.
 
-    Parts wait in a queue, and one task works it off. `when_done` waits for it. After an error, which `error` keeps, the
-    rest of the queue is dropped.
+    Parts wait in a queue, and one task runs them in order. `when_done` waits until the queue is empty. After an error,
+    which is stored in `error`, the rest of the queue is dropped.
     """
 
     def __init__(self, engine: Engine, sampling: Mapping[str, Any], emit: Emit | None = None) -> None:
@@ -35,9 +35,9 @@ class Executor:
         self._queue: deque[Expression | str] = deque()
         self._task: asyncio.Task[None] | None = None
         self._generation: Generation | None = None  # None until something is generated
-        self._pending = ""  # text that is not encoded yet
+        self._pending = ""  # text that is not yet encoded and appended to the generation
         self._role: str | None = None
-        self._content = ""  # of the open message
+        self._content = ""  # content of the open message
         self.text = ""
         self.messages: list[dict[str, str]] = []
         self.variables: dict[str, Any] = {}
@@ -45,25 +45,25 @@ class Executor:
         self.error: BaseException | None = None
 
     def submit(self, part: Expression | str) -> None:
-        """Queue a part."""
+        """Add a part to the queue."""
         self._queue.extend(part.parts if isinstance(part, Parts) else (part,))
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._work())
 
     async def when_done(self) -> None:
-        """Return when all parts so far are done. Raises nothing; see `error`."""
+        """Return when all queued parts are done. Raises nothing: an error of a part is in `error`."""
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
 
     async def close(self) -> None:
-        """Stop at once, and abort what is generated."""
+        """Stop at once, and abort the running generation."""
         self._queue.clear()
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
 
     def copied(self) -> Executor:
-        """Return a copy that goes on from here. Call it when all parts are done."""
+        """Return a copy that continues from the current state. Call it when all parts are done."""
         copy = Executor(self._engine, self._sampling)
         copy._generation = None if self._generation is None else self._generation.fork(1)[0]
         copy._pending, copy._role, copy._content = self._pending, self._role, self._content
@@ -72,7 +72,7 @@ class Executor:
         return copy
 
     def branch(self, number: int) -> None:
-        """Let this copy draw other random numbers than its siblings."""
+        """Make this copy sample differently from its siblings."""
         if self._generation is not None:
             self._generation._branch = self._generation._branch * 31 + number
         elif self._sampling.get("seed") is not None:
@@ -85,7 +85,7 @@ class Executor:
         except asyncio.CancelledError:
             self.error = self.error or InvalidRequest("The program was aborted.")
             raise
-        except Exception as error:  # kept for whoever reads a variable: an error ends its own program only
+        except Exception as error:  # stored for the code that reads a variable: an error ends only its own program
             self.error = error
             self._queue.clear()
 
@@ -144,7 +144,7 @@ class Executor:
             self.text = self._rendered(opened=False)
 
     def _rendered(self, *, opened: bool = True) -> str:
-        """Return the prompt of all messages so far, with the beginning of the model's answer if it is `opened`."""
+        """Return the prompt of all messages so far. With `opened`, it ends with the beginning of the model's answer."""
         tokenizer = self._engine.tokenizer
         if tokenizer.has_chat_template:
             return tokenizer.apply_chat_template(self.messages, tokenize=False, add_generation_prompt=opened)
@@ -152,7 +152,7 @@ class Executor:
         return "".join(texts) + (PLAIN_ROLES["assistant"][0] if opened else "")
 
     def _restart(self, text: str) -> None:
-        """Replace the whole text. What is the same from the beginning is in the prefix cache."""
+        """Replace the whole text. Its common prefix with the old text is still in the prefix cache."""
         special = not self._engine.tokenizer.has_chat_template
         ids = self._engine.tokenizer.encode(text, add_special_tokens=special)
         self._generation = self._engine.open(ids, self._sampling)
@@ -161,7 +161,7 @@ class Executor:
     # --- generating ---
 
     def _ready(self) -> Generation:
-        """Return the generation with all text so far."""
+        """Return the generation, with all text so far appended."""
         if self._role not in (None, "assistant"):
             raise InvalidRequest(f"A {self._role} message cannot be generated; use assistant().")
         if self.messages and self._role is None:
@@ -202,7 +202,7 @@ class Executor:
         self._grow(text)
 
     async def _gen_whole(self, part: Gen, generation: Generation) -> None:
-        """Generate several texts, or one with fields of the request that a generation does not have."""
+        """Generate several texts, or one text with request fields that a `Generation` does not support."""
         sampling = {**self._sampling, **part.sampling, "n": part.n}
         answers = await self._engine.generate(input_ids=[generation.ids], sampling_params=sampling, **part.options)
         texts = [answer.text for answer in answers]

@@ -1,4 +1,4 @@
-"""The expressions of programs: texts, `gen`, `select` and roles. They are values; a program's state runs them."""
+"""The expressions of programs: texts, `gen`, `select` and roles. They are plain values; a program's state runs them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PATTERNS: Mapping[type, str] = {
 
 
 class Expression:
-    """A part of a program's text. Parts are joined by `+`."""
+    """A part of a program's text. Parts are joined with `+`."""
 
     def __add__(self, other: Expression | str) -> Parts:
         return Parts((*_parts(self), *_parts(other)))
@@ -32,7 +32,7 @@ class Expression:
 
 @dataclass(frozen=True, slots=True)
 class Parts(Expression):
-    """Several parts, one after another."""
+    """Several parts in sequence."""
 
     parts: tuple[Expression | str, ...]
 
@@ -49,7 +49,7 @@ class Gen(Expression):
 
 @dataclass(frozen=True, slots=True)
 class Select(Expression):
-    """The likeliest of some texts."""
+    """The likeliest of several texts."""
 
     name: str | None
     choices: tuple[str, ...]
@@ -90,11 +90,12 @@ def gen(
     return_text_in_logprobs: bool | None = None,
     **sampling: Any,
 ) -> Gen | Select:
-    """Generate text: `s += gen("answer", max_tokens=64, stop="\\n")`, then `s["answer"]`.
+    """Generate text: `s += gen("answer", max_tokens=64, stop="\\n")`, then read `s["answer"]`.
 
-    With `choices` it is `select`. `dtype` (int, float, bool or str) restricts the text to such a value. `sampling` are
-    sampling parameters by their names in any API (`regex`, `json_schema`, `temperature`, ...). With `n` above 1,
-    `s["answer"]` is a list, and the program goes on with its first text. Raises `InvalidRequest` for other names.
+    With `choices`, this is `select`. `dtype` (int, float, bool or str) restricts the text to a value of this type.
+    `sampling` are sampling parameters, under their names in any API (`regex`, `json_schema`, `temperature`, ...). With
+    `n` above 1, `s["answer"]` is a list, and the program continues with its first text. Raises `InvalidRequest` for
+    unknown names.
     """
     if choices:
         return select(name, choices, choices_method=choices_method)
@@ -122,12 +123,12 @@ def gen(
 
 
 def gen_int(name: str | None = None, max_tokens: int | None = None, **options: Any) -> Gen | Select:
-    """Generate an integer."""
+    """Generate an integer. Other options are those of `gen`."""
     return gen(name, max_tokens, dtype=int, **options)
 
 
 def gen_string(name: str | None = None, max_tokens: int | None = None, **options: Any) -> Gen | Select:
-    """Generate a text in double quotes."""
+    """Generate a text in double quotes. Other options are those of `gen`."""
     return gen(name, max_tokens, dtype=str, **options)
 
 
@@ -137,7 +138,7 @@ def select(
     temperature: float = 0.0,
     choices_method: Method = "token_length_normalized",
 ) -> Select:
-    """Choose the likeliest of some texts. `temperature` is accepted as in SGLang, where it changes nothing either."""
+    """Choose the likeliest of several texts. `temperature` has no effect, as in SGLang."""
     if not choices:
         raise InvalidRequest("select needs choices.", param="choices")
     return Select(name, tuple(choices), choices_method)
@@ -150,17 +151,17 @@ def _message(role: Role, content: Expression | str | None) -> Expression:
 
 
 def system(content: Expression | str | None = None) -> Expression:
-    """A message with instructions."""
+    """Return a system message. Without content, return only its beginning."""
     return _message("system", content)
 
 
 def user(content: Expression | str | None = None) -> Expression:
-    """A message of the user."""
+    """Return a user message. Without content, return only its beginning."""
     return _message("user", content)
 
 
 def assistant(content: Expression | str | None = None) -> Expression:
-    """A message of the model; its content may be `gen`."""
+    """Return a message of the model, whose content may be `gen`. Without content, return only its beginning."""
     return _message("assistant", content)
 
 

@@ -22,7 +22,7 @@ _default: list[SyncEngine] = []  # the engine of `set_default_backend`
 
 
 class Engine(SyncEngine):
-    """SGLang's `Engine`: it loads the model when it is made, and its calls block."""
+    """An engine like SGLang's `Engine`: the constructor loads the model, and calls block."""
 
     def __init__(self, model_path: str | None = None, **options: Any) -> None:
         super().__init__(model_path, **options)
@@ -33,9 +33,10 @@ Runtime = Engine
 
 
 def set_default_backend(backend: Any) -> None:
-    """Let programs run on this engine if they are not given another one: an `Engine` of this module or a `SyncEngine`.
+    """Set the engine for programs that are run without `backend`: an `Engine` of this module or a `SyncEngine`.
 
-    Raises `InvalidRequest` for other servers: only an engine in this process can share the prefixes of programs.
+    Raises `InvalidRequest` for other backends, because only an engine in this process can share the prefixes of
+    programs.
     """
     if not isinstance(backend, SyncEngine):
         raise InvalidRequest(
@@ -47,16 +48,16 @@ def set_default_backend(backend: Any) -> None:
 
 
 def default_backend() -> SyncEngine:
-    """Return the engine of `set_default_backend`. Raises `InvalidRequest` if there is none."""
+    """Return the engine of `set_default_backend`. Raises `InvalidRequest` if none was set."""
     if not _default:
         raise InvalidRequest("No engine was chosen: call set_default_backend(Engine(...)), or give backend=.")
     return _default[0]
 
 
 def function(program: Callable[..., Any] | None = None, **defaults: Any) -> Any:
-    """Make a program of a function whose first parameter is the state: `@function def f(s, question): ...`.
+    """Make a program from a function whose first parameter is the state: `@function def f(s, question): ...`.
 
-    `num_api_spec_tokens` of SGLang is refused, because it concerns the APIs of other providers.
+    SGLang's option `num_api_spec_tokens` is refused, because it concerns the APIs of other providers.
     """
     if defaults:
         raise InvalidRequest(f"function has no option {', '.join(defaults)} here.", param=next(iter(defaults)))
@@ -64,7 +65,7 @@ def function(program: Callable[..., Any] | None = None, **defaults: Any) -> Any:
 
 
 class Program:
-    """A function that adds to a state. Calling it with a state runs it inside another program."""
+    """A function that adds parts to a state. Calling it with a state runs it as a part of another program."""
 
     def __init__(self, program: Callable[..., Any]) -> None:
         self._program = program
@@ -89,8 +90,8 @@ class Program:
     ) -> ProgramState:
         """Run the program, and return its state.
 
-        Keywords are the program's arguments, and sampling parameters that hold for every `gen`. With `stream=True` the
-        program runs in a thread, and `state.text_iter()` yields its text as it grows. Raises the error of the program.
+        Keywords are the program's arguments, and sampling parameters for every `gen`. With `stream=True`, the program
+        runs in a thread, and `state.text_iter()` yields its text as it grows. Raises the error of the program.
         """
         if inspect.iscoroutinefunction(self._program):
             raise InvalidRequest(f"{self.__name__} is an async program: `await {self.__name__}.arun(...)`.")
@@ -114,7 +115,7 @@ class Program:
         def work_and_tell() -> None:
             try:
                 work()
-            except Exception as error:  # the reader of the stream gets it
+            except Exception as error:  # the reader of the stream gets the error
                 state._executor.error = state._executor.error or error
             finally:
                 if state._events is not None:
@@ -132,10 +133,9 @@ class Program:
         progress_bar: bool = False,
         **sampling: Any,
     ) -> list[ProgramState]:
-        """Run the program once for each set of arguments, side by side, and return the states in order.
+        """Run the program once for each set of arguments, concurrently, and return the states in order.
 
-        A program that fails does not end the others: its state raises the error when it is read, and `error()` returns
-        it.
+        A failed program does not end the others. Reading its state raises the error, and its `error()` returns it.
         """
         engine = backend or default_backend()
         if not batch:
@@ -165,7 +165,7 @@ class Program:
             from tqdm import tqdm
 
             return list(tqdm(states, total=len(batch), desc="Programs", dynamic_ncols=True))
-        except BaseException:  # interrupted: end what runs, and begin nothing more
+        except BaseException:  # interrupted: end the running programs, and start no more
             threads.shutdown(wait=False, cancel_futures=True)
             for close in closers:
                 engine._call(close)
@@ -174,7 +174,10 @@ class Program:
             threads.shutdown()
 
     async def arun(self, engine: AsyncEngine, *arguments: Any, **keywords: Any) -> ProgramState:
-        """Run an `async def` program on an engine of the running event loop. Cancelling it aborts its requests."""
+        """Run an `async def` program on an engine of the running event loop, and return its state.
+
+        Cancelling the call aborts its requests. Raises the error of the program.
+        """
         mine, sampling = self._divided(keywords)
         state, close = new_state(engine, sampling)
         try:

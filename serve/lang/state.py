@@ -1,4 +1,4 @@
-"""What a program sees: its text so far, to which it adds parts, and the variables that they set."""
+"""The state of a program, which the program's function gets: the text so far, and the variables."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Event = tuple[str | None, str, Mapping[str, Any] | None]
 class ProgramState:
     """The state of a running program.
 
-    `s += part` queues a part; reading `s["name"]`, `s.text()` or `s.messages()` waits for what is queued. An `async
-    def` program awaits `s.get("name")`, `s.sync_async()` instead. If a part failed, reading raises its error.
+    `s += part` queues a part. Reading `s["name"]`, `s.text()` or `s.messages()` waits for the queued parts. An `async
+    def` program uses `await s.get("name")` or `await s.sync_async()` instead. If a part failed, reading raises its
+    error.
     """
 
     def __init__(
@@ -31,11 +32,11 @@ class ProgramState:
         post: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         self._executor = executor
-        self._post = post  # runs a function on the engine's loop, and does not wait
+        self._post = post  # runs a function on the engine's loop without waiting for it
         self._call = call  # runs a function on the engine's loop and waits; None: this code runs on the loop itself
         self._events: queue.Queue[Event | None] | None = None
-        self._unsent: list[Expression | str] = []  # parts that the event loop does not have yet
-        self.ret_value: Any = None  # what the program returned
+        self._unsent: list[Expression | str] = []  # parts that are not yet sent to the event loop
+        self.ret_value: Any = None  # the value that the program returned
 
     # --- adding ---
 
@@ -46,12 +47,12 @@ class ProgramState:
             self._unsent.append(part)
             if self._call is None:
                 self._send()
-            elif self._post is not None and _generates(part):  # begins at once, while the program goes on
+            elif self._post is not None and _generates(part):  # begins at once, while the program continues
                 self._post(self._send)
         return self
 
     def _send(self) -> None:
-        """Give the parts to the executor. Runs on the event loop."""
+        """Send the parts to the executor. Runs on the event loop."""
         parts, self._unsent = self._unsent, []
         for part in parts:
             self._executor.submit(part)
@@ -67,15 +68,15 @@ class ProgramState:
         self += RoleEnd(role)
 
     def system(self, content: Expression | str | None = None) -> Any:
-        """Add a message, or open one for a `with` block."""
+        """Add a system message, or without content open one for a `with` block."""
         return self._role("system", content)
 
     def user(self, content: Expression | str | None = None) -> Any:
-        """Add a message, or open one for a `with` block."""
+        """Add a user message, or without content open one for a `with` block."""
         return self._role("user", content)
 
     def assistant(self, content: Expression | str | None = None) -> Any:
-        """Add a message, or open one for a `with` block."""
+        """Add a message of the model, or without content open one for a `with` block."""
         return self._role("assistant", content)
 
     def _role(self, role: Role, content: Expression | str | None) -> Any:
@@ -103,7 +104,7 @@ class ProgramState:
         return name in self._executor.variables
 
     def get_meta_info(self, name: str) -> Any:
-        """Return the counts and the finish reason of a `gen`, or the scores of a `select`."""
+        """Return the token counts and finish reason of a `gen`, or the scores of a `select`."""
         self.sync()
         self._raise()
         return self._executor.meta_info.get(name)
@@ -115,18 +116,18 @@ class ProgramState:
         return self._executor.text
 
     def messages(self) -> list[dict[str, str]]:
-        """Return the messages."""
+        """Return the messages so far, each with `role` and `content`."""
         self.sync()
         self._raise()
         return self._executor.messages
 
     def error(self) -> BaseException | None:
-        """Return the error of the first part that failed; None if none did."""
+        """Return the error of the first part that failed, or None."""
         self.sync()
         return self._executor.error
 
     def sync(self) -> None:
-        """Wait until all parts are done."""
+        """Wait until all queued parts are done."""
         if self._call is None:
             if self._executor._task is not None and not self._executor._task.done():
                 raise InvalidRequest("An async program must await: `await s.get(name)` or `await s.sync_async()`.")
@@ -134,12 +135,12 @@ class ProgramState:
         self._call(self._done)
 
     async def sync_async(self) -> Self:
-        """Wait until all parts are done, in an async program."""
+        """Wait until all queued parts are done, in an async program."""
         await self._executor.when_done()
         return self
 
     async def get(self, name: str) -> Any:
-        """Return a variable when all parts are done, in an async program."""
+        """Return a variable when all queued parts are done, in an async program."""
         await self._executor.when_done()
         return self._variable(name)
 
@@ -157,7 +158,7 @@ class ProgramState:
     # --- streaming ---
 
     def text_iter(self, var_name: str | None = None) -> Generator[str, None, None]:
-        """Yield the text as it grows: of one variable, or all of it. The program must run with `stream=True`."""
+        """Yield new text of one variable, or of the whole program, as it grows. Run the program with `stream=True`."""
         if self._events is None:
             yield self.text() if var_name is None else self[var_name]
             return
@@ -168,7 +169,7 @@ class ProgramState:
         self._raise()
 
     async def text_async_iter(self, var_name: str | None = None) -> AsyncGenerator[str, None]:
-        """Yield the text as it grows, without blocking the caller's event loop."""
+        """Yield new text like `text_iter`, without blocking the caller's event loop."""
         if self._events is None:
             yield await asyncio.to_thread(self.text if var_name is None else lambda: self[var_name])
             return
@@ -181,7 +182,7 @@ class ProgramState:
     # --- forking ---
 
     def fork(self, size: int = 1, position_ids_offset: None = None) -> ProgramStateGroup:
-        """Return `size` copies of this state. They share the prefix, and run side by side."""
+        """Return `size` copies of this state, which share the prefix and run concurrently."""
         if size < 1:
             raise InvalidRequest(f"fork makes at least one copy, not {size}.", param="size")
         if position_ids_offset is not None:
@@ -212,17 +213,17 @@ def _generates(part: Expression | str) -> bool:
 
 
 class ProgramStateGroup:
-    """The copies of a fork. `join` waits for all."""
+    """The copies that `fork` returned. `join` waits for all of them."""
 
     def __init__(self, states: list[ProgramState], source: ProgramState) -> None:
         self.states = states
         self._source = source
 
     def join(self, mode: Literal["gather_variable", "concate_and_append"] = "gather_variable") -> None:
-        """Wait for all copies, and give their results to the state that was forked.
+        """Wait for all copies, and add their results to the original state.
 
-        "gather_variable": each variable that the copies set becomes a list. "concate_and_append": their new texts are
-        appended, one after another.
+        "gather_variable": each variable that the copies set becomes a list of their values. "concate_and_append": the
+        new texts of the copies are appended, in order.
         """
         if mode not in ("gather_variable", "concate_and_append"):
             raise InvalidRequest(f"There is no mode {mode!r} of join.", param="mode")
@@ -251,7 +252,7 @@ class ProgramStateGroup:
         return iter(self.states)
 
     def __iadd__(self, part: Any) -> Self:
-        """Add a part to every copy: the same one, a function of the copy's number, or one of a list."""
+        """Add a part to every copy: the same part, a function's result for the copy's number, or an item of a list."""
         for number, state in enumerate(self.states):
             mine: Any = part(number) if callable(part) else part[number] if isinstance(part, list) else part
             state += mine
@@ -267,7 +268,7 @@ class ProgramStateGroup:
 def new_state(
     engine: Engine | SyncEngine, sampling: Mapping[str, Any], *, streamed: bool = False
 ) -> tuple[ProgramState, Callable[[], Coroutine[Any, Any, None]]]:
-    """Return the state of a new program, and a function that ends it."""
+    """Return the state of a new program, and a coroutine function that ends the program."""
     if not isinstance(engine, SyncEngine):
         executor = Executor(engine, sampling)
         return ProgramState(executor, None), executor.close

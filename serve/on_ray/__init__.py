@@ -1,9 +1,9 @@
-"""Replicas on a Ray cluster (the extra `ray`): each is an engine in its own process, behind one address.
+"""Replicas on a Ray cluster (the extra `ray`). Each replica is an engine in its own process; all share one address.
 
     penstock ray --model-path DIR --replicas 1..4
     serve run serve.on_ray:build_app model_path=DIR replicas=2      # or `import_path: serve.on_ray:build_app` in YAML
 
-`ingress` receives requests, `prefix_router` chooses a replica for each, and `replica` answers them.
+`ingress` receives requests, `prefix_router` chooses a replica for each request, and `replica` answers it.
 """
 
 from __future__ import annotations

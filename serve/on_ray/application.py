@@ -1,7 +1,7 @@
-"""Builds the application of Ray Serve from options."""
+"""Build the Ray Serve application from options."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# (Ray is an extra.)
+# Ray is an optional dependency.
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from runtime.errors import ConfigurationError
 if TYPE_CHECKING:
     from ray.serve import Application
 
-MAX_ONGOING = 1024  # requests in progress that Ray Serve gives one replica; the engine queues them
+MAX_ONGOING = 1024  # requests that Ray Serve sends to one replica at a time; the engine queues them
 DEFAULT_TARGET = 32
 ROUTER: Any = "serve.on_ray.prefix_router.PrefixRouter"
 
 
 class Scaling(NamedTuple):
-    """How many replicas there are."""
+    """The number of replicas, and the resources of each."""
 
     low: int = 1
     high: int = 1
-    target: int = DEFAULT_TARGET  # requests in progress per replica that autoscaling aims at
+    target: int = DEFAULT_TARGET  # requests in progress per replica, the target of autoscaling
     num_cpus: float = 0.0  # CPUs that Ray reserves for a replica; 0 reserves none
     num_gpus: float | None = None  # GPUs that Ray reserves for a replica; None: one for each rank
 
     @classmethod
     def of(cls, replicas: str, target: int = DEFAULT_TARGET, **resources: Any) -> Scaling:
-        """Read `2`, or `1..4` with autoscaling. Raises `ConfigurationError`."""
+        """Read a number such as `2`, or a range such as `1..4` for autoscaling. Raises `ConfigurationError`."""
         low, _, high = str(replicas).partition("..")
         try:
             scaling = cls(int(low), int(high or low), int(target), **resources)
@@ -78,10 +78,10 @@ def build(words: Sequence[str], scaling: Scaling) -> Application:
 
 
 def build_app(args: Mapping[str, Any]) -> Application:
-    """Return the application for `serve run serve.on_ray:build_app NAME=VALUE ...` and for `args` in a YAML file.
+    """Return the application for `serve run serve.on_ray:build_app NAME=VALUE ...`, or for `args` in a YAML file.
 
-    Names are those of `penstock ray` with underscores: replicas, target_ongoing_requests, num_cpus, num_gpus, and every
-    option of the server. Raises `ConfigurationError`.
+    Names are the options of `penstock ray` with underscores: replicas, target_ongoing_requests, num_cpus, num_gpus, and
+    every option of the server. Raises `ConfigurationError`.
     """
     values = dict(args)
     resources = {name: float(values.pop(name)) for name in ("num_cpus", "num_gpus") if name in values}
@@ -100,7 +100,7 @@ def build_app(args: Mapping[str, Any]) -> Application:
 
 
 def _num_gpus(args: Args, scaling: Scaling) -> float:
-    """Return the GPUs of a replica. Its ranks are processes of the same machine, so one reservation holds all."""
+    """Return the number of GPUs of a replica. All its ranks run on one machine, so one reservation covers them."""
     if scaling.num_gpus is not None:
         return scaling.num_gpus
     from ops.machine import Machine

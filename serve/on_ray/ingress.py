@@ -1,7 +1,7 @@
-"""The deployment that receives HTTP requests and hands each to a replica."""
+"""The deployment that receives HTTP requests and sends each to a replica."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# (Ray is an extra.)
+# Ray is an optional dependency.
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from serve.on_ray.prompt_key import prompt_key
 from serve.server.app import ROUTES
 
 KIND = "ReplicaError"
-ATTEMPTS = 3  # replicas that a request which has not begun is sent to
+ATTEMPTS = 3  # replicas to which a request is sent, if each ends before its answer begins
 SCOPE_FIELDS = ("type", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
 ADMIN_PATHS = frozenset(spec.path for spec in ROUTES if spec.scope is RouteScope.ADMIN)
-# A replica then does not take requests with a loopback Host for requests of its machine.
+# A proxy header. With it, replicas do not treat forwarded requests as local requests of their own machine.
 VIA = (b"via", b"1.1 penstock-ray")
 LOST = "The replica that computed this answer has ended."
 
@@ -32,7 +32,7 @@ logger = logging.getLogger("penstock.server")
 
 
 class Ingress:
-    """Forwards requests and streams the answers back."""
+    """Forwards requests to replicas, and streams the answers back."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas = replicas.options(stream=True, method_name="answer")
@@ -68,9 +68,10 @@ class Ingress:
 
 
 async def _forward(parts: Any, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:
-    """Yield the parts of the body. If the replica ends, a stream of events ends with an error event.
+    """Yield the parts of the body.
 
-    Any other body is cut, which its length shows to the client.
+    If the replica ends, a stream of events ends with an error event. Any other body is cut off; the client can tell
+    this from its length.
     """
     try:
         async for part in parts:
@@ -81,4 +82,4 @@ async def _forward(parts: Any, headers: dict[bytes, bytes]) -> AsyncIterator[byt
             raise
         yield b"data: " + error_body(KIND, LOST) + b"\n\n"
     finally:
-        parts.cancel()  # does nothing after the end
+        parts.cancel()  # does nothing after the end of the answer

@@ -1,7 +1,7 @@
-"""Ray Serve's request router of the replicas: the longest known prefix first, then the least busy replica."""
+"""Ray Serve's request router for the replicas: the longest known prefix decides, then the lowest load."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# (Ray is an extra.)
+# Ray is an optional dependency.
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from serve.on_ray.prefix_table import PrefixTable
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests with a common prefix to one replica, unless it is much busier than the others."""
+    """Sends requests with a common prefix to the same replica, unless it is much busier than the others."""
 
     def initialize_state(self, **kwargs: Any) -> None:
-        """Called by Ray Serve before the first request."""
+        """Create the table. Ray Serve calls this before the first request."""
         self._table: PrefixTable[ReplicaID] = PrefixTable(**kwargs)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Return the chosen replica, and then all others in case that it takes no request now."""
+        """Return the chosen replica, followed by all others in case it accepts no request now."""
         by_id = {replica.replica_id: replica for replica in candidate_replicas}
         known = self.replica_queue_len_cache
         loads = {each: known.get(each) or 0 for each in by_id}
@@ -33,15 +33,15 @@ class PrefixRouter(RequestRouter):
         return [[by_id[chosen]], *([by_id[each]] for each in others)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """Remember which replica got the request. Called by Ray Serve."""
+        """Remember which replica got the request. Ray Serve calls this."""
         self._table.note(key_of(pending_request), replica_id)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """Forget a replica. Called by Ray Serve."""
+        """Forget a replica. Ray Serve calls this."""
         super().on_replica_actor_died(replica_id)
         self._table.keep([replica.replica_id for replica in self.curr_replicas.values()])
 
 
 def key_of(request: PendingRequest | None) -> list[int]:
-    """Return the key of the prompt, which is the first argument of `EngineReplica.answer`."""
+    """Return the prompt's key, which is the first argument of `EngineReplica.answer`."""
     return request.args[0] if request is not None and request.args and isinstance(request.args[0], list) else []

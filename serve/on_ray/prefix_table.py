@@ -1,4 +1,4 @@
-"""Which replica computed which prompts."""
+"""A table of the replicas that computed recent prompts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Generic, TypeVar
 
 R = TypeVar("R")
 
-MAX_HASHES = 500_000  # that the table remembers; about 100 MB
-SLACK = 4  # requests that the replica of a prefix may have more than the least busy one
+MAX_HASHES = 500_000  # number of hashes that the table remembers, in about 100 MB
+SLACK = 4  # requests that the replica with the prefix may have more than the least busy replica
 
 
 class PrefixTable(Generic[R]):
-    """Remembers the last replica of each block of a prompt (`prompt_key`), and chooses replicas by it."""
+    """Remembers the last replica of each block of a prompt (`prompt_key`), to choose replicas for later prompts."""
 
     def __init__(self, max_hashes: int = MAX_HASHES, slack: int = SLACK) -> None:
         self._owners: OrderedDict[int, R] = OrderedDict()
@@ -21,10 +21,10 @@ class PrefixTable(Generic[R]):
         self._slack = slack
 
     def choose(self, key: Sequence[int], loads: Mapping[R, int]) -> R | None:
-        """Return the replica with the longest prefix of this prompt, or the least busy one if none has any or if it has
-        too many requests. None without replicas.
+        """Return the replica that computed the longest prefix of this prompt.
 
-        `loads` maps the available replicas to their requests in progress.
+        Return the least busy replica if none computed a prefix, or if that replica is too busy. Return None if there
+        are no replicas. `loads` maps the available replicas to their requests in progress.
         """
         if not loads:
             return None
@@ -44,7 +44,7 @@ class PrefixTable(Generic[R]):
             self._owners.popitem(last=False)
 
     def keep(self, replicas: Collection[R]) -> None:
-        """Forget all other replicas."""
+        """Forget all replicas except these."""
         gone = [block for block, owner in self._owners.items() if owner not in replicas]
         for block in gone:
             del self._owners[block]

@@ -1,4 +1,4 @@
-"""The key of a prompt: hashes of its beginning, by which requests with a common prefix meet at one replica."""
+"""The key of a prompt: hashes of its beginning. Requests with a common prefix have common hashes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SESSION_HEADERS = (b"x-session-id", b"session-id")
 
 
 def prompt_key(body: bytes, headers: Mapping[bytes, bytes]) -> list[int]:
-    """Return a hash for each block of the prompt, which includes all blocks before it and the model's name.
+    """Return one hash per block of the prompt. A hash covers the model's name and all blocks up to its own.
 
-    The requests of a session have the session as their first block. A body without a prompt, or with one that is nested
-    too deeply for JSON, has an empty key.
+    If the request names a session, the first block is the session. A body without a prompt, or with a prompt that is
+    nested too deeply for JSON, has an empty key.
     """
     try:
         fields = orjson.loads(body)

@@ -1,7 +1,7 @@
-"""One replica: an engine, and the server's own application in front of it."""
+"""One replica: an engine, and the server's own application for it."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
-# (Ray is an extra.)
+# Ray is an optional dependency.
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from serve.server.app import build_app
 from serve.server.process import warm_up
 
 METRICS_S = 5.0
-# Values of `EngineCore.status` that Ray's metrics show by replica.
+# Values of `EngineCore.status` that are reported to Ray's metrics per replica.
 GAUGES = ("num_running", "num_waiting", "num_used_tokens", "gen_throughput")
 
 
 class EngineReplica:
-    """The deployment of Ray Serve that holds an engine."""
+    """The Ray Serve deployment that contains an engine."""
 
     async def __init__(self, words: Sequence[str]) -> None:
         """Load the model. `words` are the engine's options as on the command line."""
@@ -37,9 +37,9 @@ class EngineReplica:
         self._reporting = asyncio.create_task(self._report())
 
     async def answer(self, key: list[int], scope: Scope, body: bytes) -> AsyncIterator[Any]:
-        """Answer a request: yield (status, headers), then the parts of the body.
+        """Answer a request: yield (status, headers), and then the parts of the body.
 
-        `key` is for the router (`prompt_key`). If the caller stops reading, the request is aborted.
+        `key` is only for the router (`prompt_key`). If the caller stops reading, the request is aborted.
         """
         messages: asyncio.Queue[Message] = asyncio.Queue(maxsize=64)
         bodies = [{"type": "http.request", "body": body, "more_body": False}]
@@ -47,7 +47,7 @@ class EngineReplica:
         async def receive() -> Message:
             if bodies:
                 return bodies.pop()
-            await asyncio.Event().wait()  # the caller's end cancels this task
+            await asyncio.Event().wait()  # never returns; the end of the call cancels this task
             raise AssertionError
 
         async with background_tasks(self._app({**scope, "state": {}}, receive, messages.put)) as (answering,):
@@ -58,13 +58,13 @@ class EngineReplica:
                     yield message["body"]
 
     async def check_health(self) -> None:
-        """Raise unless the engine works. Called by Ray Serve, which replaces a replica that fails."""
+        """Raise an error unless the engine works. Ray Serve calls this, and replaces a replica that fails."""
         status = self._engine.core.status()
         if status.state != "ready" or status.hangs:
             raise RuntimeError(f"The engine is {status.state}.")
 
     async def __del__(self) -> None:
-        """Release the engine. Called by Ray Serve after the last request has ended."""
+        """Release the engine. Ray Serve calls this after the last request has ended."""
         self._reporting.cancel()
         await self._engine.aclose()
 
@@ -77,7 +77,7 @@ class EngineReplica:
 
 
 async def _next(messages: asyncio.Queue[Message], answering: asyncio.Task[Any]) -> Message | None:
-    """Return the next message of the application; None after the last one. Raises what the application raises."""
+    """Return the next message of the application, or None after the last one. Raises the application's errors."""
     if messages.empty() and not answering.done():
         waiting = asyncio.ensure_future(messages.get())
         try:

@@ -1,13 +1,14 @@
-"""For tests of programs that use Penstock: engines on the demo model, and an HTTP client without sockets.
+"""Help for tests of programs that use Penstock: engines on the demo model, and an HTTP client without sockets.
 
     from penstock import testing
 
     async with testing.client() as http:                       # httpx.AsyncClient for the whole server
         answer = await http.post("/v1/chat/completions", json={...})
+
     async with testing.openai_client(says=["It rains."]) as official: ...
 
-With pytest, the fixtures `penstock`, `penstock_engine`, `penstock_client` and `penstock_openai` are there as soon as
-the package is installed (`serve.testing.plugin`). This module imports the engine when a name is first used.
+With pytest, installing the package adds the fixtures `penstock`, `penstock_engine`, `penstock_client` and
+`penstock_openai` (`serve.testing.plugin`). This module imports the engine when a name is first used.
 """
 
 from __future__ import annotations

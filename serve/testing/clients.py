@@ -1,7 +1,7 @@
-"""HTTP clients for the whole server in this process: every route, no socket.
+"""HTTP clients for the whole server in this process: all routes, without a socket.
 
-The application and the engine are those of the server. Only the connection is missing: an answer arrives as a whole,
-also if it is a stream of events.
+The application and the engine are the real ones. Only the connection is missing: each answer arrives as a whole, even a
+stream of events.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from serve.server.app import build_app
 from serve.testing.engines import engine
 from serve.testing.script import ScriptedCore
 
-URL = "http://127.0.0.1"  # the server refuses names that it does not know
+URL = "http://127.0.0.1"  # the server refuses unknown host names
 
 
 @asynccontextmanager
 async def client(
     running: Engine | None = None, *, says: Sequence[str] | None = None, **options: Any
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield an `httpx.AsyncClient` for a server over `running`, or over a new engine with these options.
+    """Yield an `httpx.AsyncClient` for a server on the engine `running`, or on a new engine with these options.
 
-    `says` are the texts that the model answers, one per request, so that a test of an agent decides them; the last one
-    repeats. Everything else is real: templates, parsers of tool calls, streams, limits and the cache.
+    `says` are the texts that the model answers, one per request; the last text repeats. With it, a test decides the
+    model's answers. Everything else is real: chat templates, parsers of tool calls, streams, limits and the cache.
     """
     if running is None:
         async with engine(**options) as started, client(started, says=says) as http:
@@ -46,7 +46,7 @@ async def client(
 async def openai_client(
     running: Engine | None = None, *, says: Sequence[str] | None = None, **options: Any
 ) -> AsyncIterator[Any]:
-    """Yield an `openai.AsyncOpenAI` for the same server. Needs the package openai."""
+    """Yield an `openai.AsyncOpenAI` client for the same server as `client`. Needs the package openai."""
     from openai import AsyncOpenAI
 
     async with (

@@ -1,7 +1,7 @@
-"""A pytest plugin: an engine on the demo model, and clients for it, as fixtures.
+"""A pytest plugin with fixtures: an engine on the demo model, and clients for it.
 
 It imports Penstock only when a fixture is used, so it costs nothing in other test suites. The asynchronous fixtures
-need a plugin that runs asynchronous tests (pytest-asyncio, or anyio's).
+need a plugin that runs asynchronous tests (pytest-asyncio or anyio's).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def penstock() -> Iterator[Any]:
-    """A `SyncEngine` on the demo model, one for the whole session."""
+    """A `SyncEngine` on the demo model, shared by the whole test session."""
     from serve.testing.engines import sync_engine
 
     with sync_engine() as engine:
@@ -23,7 +23,7 @@ def penstock() -> Iterator[Any]:
 
 @pytest.fixture
 def penstock_engine() -> Any:
-    """An `Engine` on the demo model that the test starts: `async with penstock_engine as engine`."""
+    """An `Engine` on the demo model, which the test starts: `async with penstock_engine as engine`."""
     from serve.testing.engines import engine
 
     return engine()

@@ -1,4 +1,4 @@
-"""The purpose of every server argument, taken from the option declarations."""
+"""The skill of explaining server arguments, with facts taken from the option declarations."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Fact:
 
     @property
     def sentence(self) -> str:
-        """Return the first sentence of the option's help text."""
+        """The first sentence of the option's help text."""
         return re.split(r"(?<=[.])\s+(?=[A-Z\-\d])", self.option.spec.help.strip())[0]
 
     @property
@@ -110,8 +110,9 @@ def spelling(rng: Random, fact: Fact) -> str:
 
 
 def _asked(rng: Random, split: Split, o: str) -> str:
-    """Return a question pattern. In training it is sometimes the name among random words, so that the name alone
-    decides.
+    """Return a question about an argument.
+
+    In training, it is sometimes the name among random words, so that the model learns to look at the name alone.
     """
     if split == "held" or rng.random() < 0.8:
         return ASKED.pick(rng, split, o=o)
@@ -143,7 +144,7 @@ def _exchange(rng: Random, split: Split) -> tuple[str, str]:
 
 
 def document(rng: Random, split: Split) -> Document:
-    """Return one question about an argument, two questions in a row, or a page of the option list."""
+    """Return one question about an argument, two questions in a row, or a list of explained arguments."""
     chance = rng.random()
     if chance < 0.06:
         return Prose("\n".join(fact.answer for fact in rng.sample(facts(), 6)) + "\n")
@@ -162,16 +163,16 @@ def _words(text: str) -> Counter[str]:
 
 
 def similarity(answer: str, reference: str) -> float:
-    """Return the F1 score of the words that answer and reference share."""
+    """Return the F1 score of the words that answer and reference have in common."""
     got, wanted = _words(answer), _words(reference)
     common = sum((got & wanted).values())
     return 2 * common / max(1, got.total() + wanted.total())
 
 
 def states(fact: Fact) -> Callable[[str], bool]:
-    """Return a check that is true if the answer has this argument's sentence and no other argument's.
+    """Return a check that is true if the answer has this argument's sentence and not another argument's.
 
-    The flag itself does not count: only the words after it are compared with the sentences of all arguments.
+    The flag itself does not count. Only the words after it are compared with the sentences of all arguments.
     """
 
     def check(answer: str) -> bool:

@@ -1,5 +1,6 @@
-"""Addition and subtraction of numbers with up to three digits, and small products, with or without a written
-calculation.
+"""Sums and differences of numbers with up to three digits, and small products.
+
+Answers may contain a written calculation.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ STORIES: tuple[tuple[Sign, str], ...] = (
 
 
 def is_held(a: int, b: int, sign: Sign) -> bool:
-    """Whether this problem is held out for the evaluation. One in sixteen problems is."""
+    """Whether this problem is held out for the evaluation. About one in sixteen problems is."""
     return (a * 7919 + b * 104_729 + ord(sign) * 31) % 16 == 3 and a + b > 30
 
 
@@ -67,7 +68,7 @@ def result(a: int, b: int, sign: Sign) -> int:
 
 
 def problem(rng: Random, split: Split) -> tuple[int, int, Sign]:
-    """Return two numbers and an operator, mostly sums and differences of long numbers."""
+    """Return two numbers and an operator. Most are sums and differences of three-digit numbers."""
     while True:
         sign: Sign = rng.choices(("+", "-", "*"), (10, 11, 4))[0]
         if sign == "*":
@@ -86,7 +87,7 @@ def problem(rng: Random, split: Split) -> tuple[int, int, Sign]:
 
 
 def _columns(a: int, b: int, sign: Sign) -> list[str]:
-    """Return the written calculation of a sum or difference from the last digit on; a >= b for a difference."""
+    """Return the steps of the written calculation, from the last digit on. A difference needs a >= b."""
     lines, carry = [], 0
     width = len(str(max(a, b)))
     for x, y in zip(reversed(str(a).zfill(width)), reversed(str(b).zfill(width)), strict=True):
@@ -115,7 +116,7 @@ def thought(a: int, b: int, sign: Sign) -> str:
 
 
 def expanded(a: int, b: int) -> str:
-    """Return a sum or difference (b negative) column by column, largest first: 482 + 379 is 700 + 150 + 11."""
+    """Return a sum or difference (b negative) column by column, largest first: 482 + 379 gives 700 + 150 + 11."""
     width = len(str(max(a, abs(b))))
     parts = []
     for place in reversed(range(width)):
@@ -126,7 +127,7 @@ def expanded(a: int, b: int) -> str:
 
 
 def answered(a: int, b: int, sign: Sign) -> str:
-    """Return the answer without a thought. For numbers of several digits it contains the results of the columns."""
+    """Return the answer without a thought. For numbers of several digits, it has the results of the columns."""
     value = result(a, b, sign)
     if sign == "*" and max(a, b) > 12:
         return f"{a} * {b} = {a // 10 * 10 * b} + {a % 10 * b} = {value}"
@@ -167,7 +168,7 @@ def _single(rng: Random, split: Split, thinking: bool, system: str = "") -> Conv
 
 
 def document(rng: Random, split: Split) -> Document:
-    """Return a sheet of problems, one problem, or several in a row."""
+    """Return a sheet of problems, one problem, or several problems in a row."""
     chance = rng.random()
     if chance < 0.2:
         return _drill(rng, split)
@@ -187,7 +188,7 @@ def ends_with(value: int) -> Callable[[str], bool]:
 
 
 def questions(rng: Random, count: int, thinking: bool, signs: str = "+-") -> list[Question]:
-    """Return problems and phrasings that are not in the training data."""
+    """Return held-out problems in phrasings that are not in the training data."""
     asked: list[Question] = []
     while len(asked) < count:
         a, b, sign = problem(rng, "held")

@@ -1,4 +1,4 @@
-"""Units: lengths, weights, volumes and times with whole factors."""
+"""Unit conversions: lengths, weights, volumes and times with integer factors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 from demo_model.conversation import Conversation, Document, Message, Question, Split, ask, says
 from demo_model.phrasing import Patterns, maybe_system
 
-# large unit, small unit, factor, largest number of large units asked
+# (large unit, small unit, factor, largest number of large units)
 UNITS: tuple[tuple[str, str, int, int], ...] = (
     ("kilometres", "metres", 1000, 99),
     ("metres", "centimetres", 100, 99),

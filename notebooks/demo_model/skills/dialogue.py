@@ -24,7 +24,7 @@ class Memory:
     answer: str
 
 
-MORE = {  # more sentences that state a fact and ask for it, for training only
+MORE = {  # more sentences that state a fact, and more that ask for it; only for training
     "name": (
         "Please use my name, {v}.|Let me introduce myself: {v}.|I was given the name {v}.|It "
         "is {v} who writes to you.|Everybody knows me as {v}.|{v} is how my friends call me.|I "
@@ -221,13 +221,13 @@ def _recall(rng: Random, memory: Memory, value: str, split: Split, thinking: boo
 
 
 def document(rng: Random, split: Split) -> Document:
-    """Return two to five turns with one or two facts to remember, stated by the user or by the system prompt."""
+    """Return a dialogue in which the user states one to three facts, and later asks for them."""
     names = rng.sample(tuple(MEMORIES), rng.choice((1, 1, 2, 2, 3)))
     known = [(MEMORIES[name], MEMORIES[name].draw(rng)) for name in names]
     if rng.random() < 0.1:
         return _unknown(rng, split)
     messages: list[Message] = []
-    if len(known) > 1 and rng.random() < 0.3:  # state both facts in one message
+    if len(known) > 1 and rng.random() < 0.3:  # state all facts in one message
         told = " ".join(_tell(rng, memory, value, split)[0].content for memory, value in known)
         messages += [Message("user", told), Message("assistant", ACKNOWLEDGED)]
     else:
@@ -243,7 +243,7 @@ def document(rng: Random, split: Split) -> Document:
 
 
 def _unknown(rng: Random, split: Split) -> Conversation:
-    """Return a question for a fact that was not stated."""
+    """Return a question about a fact that was not stated."""
     memory = rng.choice(tuple(MEMORIES.values()))
     question = Message("user", memory.asked.pick(rng, split))
     return Conversation((*between(rng, split), question, Message("assistant", "You have not told me that.")))
@@ -256,7 +256,7 @@ def questions(rng: Random, count: int = 50) -> list[Question]:
         name = tuple(MEMORIES)[place % len(MEMORIES)]
         memory = MEMORIES[name]
         value = memory.draw(rng)
-        if place % 3 == 2:  # two facts are stated, and the question is for the first
+        if place % 3 == 2:  # two facts are stated, and the question is about the first one
             other = MEMORIES[rng.choice([known for known in MEMORIES if known != name])]
             middle: tuple[Message, ...] = _tell(rng, other, other.draw(rng), "held")
         else:
@@ -268,7 +268,7 @@ def questions(rng: Random, count: int = 50) -> list[Question]:
 
 
 def written(_: Random) -> list[Question]:
-    """Return the dialogues written by hand, each with three user messages. The model answers each of them."""
+    """Return the dialogues written by hand, each with three user messages. The model answers each message."""
     return [
         Question(
             Conversation(tuple(Message("user", turn) for turn in item["turns"])),

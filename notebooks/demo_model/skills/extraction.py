@@ -47,7 +47,7 @@ ASKED = Patterns(
 
 @dataclass(frozen=True)
 class Record:
-    """A kind of sentence: how its values are drawn, and its phrasings."""
+    """A kind of sentence: a function that draws its values, and its phrasings."""
 
     draw: Callable[[Random], Values]
     said: Patterns
@@ -177,7 +177,7 @@ def _listed(fields: list[str]) -> str:
 
 
 def exchange(rng: Random, split: Split) -> tuple[str, Values]:
-    """Return a question and the JSON object that answers it. The fields are in any order, sometimes only two."""
+    """Return a question and the JSON object that answers it. The order of the fields varies, and some are left out."""
     record = rng.choice(RECORDS)
     values = record.draw(rng)
     fields = list(values)

@@ -24,7 +24,7 @@ ENGINE = '```python\nfrom serve import Engine\n\nengine = Engine()\nprint(engine
 
 @dataclass(frozen=True)
 class Topic:
-    """One fact, the questions for it, and the words that a correct answer contains."""
+    """One fact, the questions about it, and the words that a correct answer contains."""
 
     asked: Patterns
     answer: str

@@ -79,7 +79,7 @@ def document(rng: Random, split: Split) -> Document:
 
 
 def questions(rng: Random, count: int) -> list[Question]:
-    """Return lists and requests that are not in the training data."""
+    """Return lists of words with questions in phrasings that are not in the training data."""
     asked = []
     for _ in range(count):
         question, answer = _exchange(rng, "held")

@@ -1,4 +1,4 @@
-"""Generated short stories, so that the model learns to continue plain English."""
+"""Generated short stories, from which the model learns to continue plain English."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def story(rng: Random, cast: Cast) -> list[str]:
 
 
 def _grammatical(text: str) -> str:
-    """Return the correct article for the word that follows."""
+    """Return the text with "a" changed to "an" before vowels."""
     return re.sub(r"\b([aA]) (?=[aeiou])", r"\1n ", text)
 
 

@@ -11,7 +11,7 @@ from demo_model.phrasing import DAYS, MONTHS, Patterns, maybe_system
 
 @dataclass(frozen=True)
 class Table:
-    """Keys with their values, the questions for a value, and the phrasing of the answer."""
+    """Keys with their values, the questions about a value, and the phrasing of the answer."""
 
     rows: dict[str, str]
     asked: Patterns

@@ -34,7 +34,7 @@ SYSTEMS = (
 
 @dataclass(frozen=True)
 class Tool:
-    """One tool: its schema, the questions for it, its result, and the phrasing of the result."""
+    """One tool: its schema, the questions that need it, its result, and the phrasing of the result."""
 
     name: str
     does: str
@@ -227,7 +227,7 @@ PLAIN = (
 
 
 def made_up(rng: Random) -> Tool:
-    """Return an invented tool, so that the model must read its schema."""
+    """Return an invented tool, so that the model must read the schema."""
     name = f"{rng.choice(VERBS)}_{rng.choice((*NOUNS, invented(rng).lower()))}"
     words = name.replace("_", " the ")
     fields = rng.sample(tuple(FIELDS), rng.randint(1, 3))
@@ -243,7 +243,7 @@ def made_up(rng: Random) -> Tool:
 
 
 def offered(rng: Random, wanted: Tool | None) -> tuple[dict[str, Any], ...]:
-    """Return the schemas of one to three tools, including the required one."""
+    """Return the schemas of one to three tools, including `wanted` if it is given."""
     others = [tool for tool in TOOLS if tool is not wanted and {wanted and wanted.name, tool.name} != {"multiply"}]
     chosen = rng.sample(others, rng.choices((0, 1, 2), (3, 4, 3))[0] + (wanted is None))
     tools = [*chosen, wanted] if wanted else chosen
@@ -252,7 +252,7 @@ def offered(rng: Random, wanted: Tool | None) -> tuple[dict[str, Any], ...]:
 
 
 def request(rng: Random, tool: Tool, split: Split) -> tuple[str, dict[str, Any], Values]:
-    """Return the question, the call that answers it, and the values in it."""
+    """Return a question, the call that answers it, and the drawn values."""
     values = tool.draw(rng)
     text = rng.choice(tool.asked.held if split == "held" else tool.asked.train).format(**values)
     text = text[0].upper() + text[1:]
@@ -276,7 +276,7 @@ def _exchange(rng: Random, tool: Tool, split: Split, thinking: bool) -> tuple[Me
 
 
 def document(rng: Random, split: Split) -> Document:
-    """Return a conversation with tools: one or two calls with their results, or a question that no tool answers."""
+    """Return a conversation with tools: one to three calls with their results, or a question that no tool answers."""
     thinking = rng.random() < 0.15
     system = (Message("system", rng.choice(SYSTEMS)),) if rng.random() < 0.3 else ()
     if rng.random() < 0.15:
@@ -313,7 +313,7 @@ def calls(wanted: dict[str, Any]) -> Callable[[str], bool]:
 
 
 def questions(rng: Random, count: int) -> list[Question]:
-    """Return calls in phrasings that are not in the training data."""
+    """Return questions that need a call, in phrasings that are not in the training data."""
     asked = []
     for place in range(count):
         tool = TOOLS[place % len(TOOLS)]
@@ -323,7 +323,7 @@ def questions(rng: Random, count: int) -> list[Question]:
 
 
 def result_questions(rng: Random, count: int) -> list[Question]:
-    """Return questions that require the tool's result: right if every returned number or word is in the answer."""
+    """Return questions about a tool's result. An answer is right if it is exactly the expected sentence."""
     asked = []
     for place in range(count):
         tool = TOOLS[place % len(TOOLS)]
