@@ -1,9 +1,9 @@
 // Bidirectional attention of encoders (contract: ops/encoder_attention/__init__.py): a token attends to its whole row,
 // or to the tokens near it, without a cache.
 //
-// A task computes some consecutive tokens of a row with one head. Keys are divided into blocks from the row's start.
-// Each block has its own softmax, and blocks are merged in order as in attention.h, so a row's result does not depend
-// on its batch.
+// A task computes consecutive tokens of a row for one head. Keys are divided into blocks from the row's start. Each
+// block has its own softmax, and blocks are merged in order as in attention.h, so a row's result does not depend on its
+// batch.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct AttendBidirectionalOperands {
     float scale;
 };
 
-// Attention of `num_tokens` tokens of a row, starting at its token `first`, with one head.
+// Attention of one head for `num_tokens` tokens of a row, starting at its token `first`.
 template <class T>
 class RowTile {
 public:
@@ -59,7 +59,7 @@ public:
 private:
     const AttendBidirectionalOperands& given_;
     const int64_t row_start_, count_, first_, rows_, head_;
-    const int64_t ahead_;  // elements from this head's keys to those of the next head, or 0
+    const int64_t ahead_;  // elements from this head's keys to the next head's, to prefetch them; 0: no prefetch
     Workspace& workspace_;
     const int64_t head_dim_, filled_, words_;  // as in TileOfHead
     const Scoring scoring_;
@@ -87,7 +87,7 @@ private:
         }
     }
 
-    // Packs the keys and values low .. high - 1 from position `base` on, padded with zeros to whole grains.
+    // Packs the keys and values at positions base + low .. base + high - 1, padded with zeros to whole grains.
     void pack(int64_t base, int64_t low, int64_t high) {
         const int64_t begin = low / grain() * grain(), end = round_up(high, grain());
         T *few_keys = reinterpret_cast<T*>(workspace_.few), *few_values = few_keys + LANES * head_dim_;
@@ -164,7 +164,7 @@ void attend_bidirectional(const void* operands, const Step& step, ThreadGroup& t
     const auto& given = *static_cast<const AttendBidirectionalOperands*>(operands);
     const int64_t fair = step.num_tokens * given.num_heads / (6 * threads.size);
     const int64_t tokens = std::clamp<int64_t>(fair, CHUNK, TILE_ROWS);
-    // Adjacent heads are next to each other in memory, so several heads form one task if each thread still gets several
+    // Neighbouring heads are adjacent in memory. Therefore a task has several heads, if each thread still gets several
     // tasks.
     const int64_t tiles = std::max(step.num_rows, step.num_tokens / tokens);
     const int64_t heads = std::clamp<int64_t>(tiles * given.num_heads / (8 * threads.size), 1, given.num_heads);

@@ -8,9 +8,9 @@
 
 namespace penstock {
 
-constexpr int64_t KEY_BLOCK = 256;  // sums are divided at multiples of this position, so it affects results
+constexpr int64_t KEY_BLOCK = 256;  // keys per block; sums are divided at its multiples, so it affects the last bits
 constexpr int WEIGHED_AT_ONCE = 4;  // vectors of scores per pass
-constexpr float NO_SCORE = -1e30f;  // largest score of an empty set; finite, so that differences are not NaN
+constexpr float NO_SCORE = -1e30f;  // the largest score of no keys; finite, so that differences are not NaN
 constexpr float LOG2_E = 1.44269504088896341f;
 
 typedef uint32_t Four __attribute__((vector_size(16)));
@@ -30,8 +30,9 @@ inline Eight words_of(const T* from) {
     return x;
 }
 
-// Interleaves 16 keys of D elements, `stride` elements apart: word w of key i goes to packed[w * 16 + i]. Meanwhile it
-// prefetches 16 keys from `ahead`, if not null, line by line, because the processor has few outstanding loads.
+// Interleaves 16 keys of D elements, `stride` elements apart: word w of key i goes to packed[w * 16 + i]. If `ahead` is
+// not null, it also prefetches 16 keys from there. The prefetches are spread over the loop, because the processor
+// supports only few outstanding loads.
 template <class T>
 inline void pack_keys(const T* keys, int64_t stride, int64_t head_dim, uint32_t* packed, const T* ahead) {
     constexpr int64_t STEP = 8 * PER_WORD<T>;
@@ -82,7 +83,7 @@ inline void pack_keys(const T* keys, int64_t stride, int64_t head_dim, uint32_t*
     }
 }
 
-// Packs 16 values to [16 / PER_WORD, D]: the values of one word of weights are in one lane.
+// Packs 16 values to [16 / PER_WORD, D]. A lane has the values that are multiplied by one word of weights.
 template <class T>
 inline void pack_values(const T* values, int64_t stride, int64_t head_dim, uint32_t* packed, const T* ahead) {
     for (int key = 0; key < LANES; key += PER_WORD<T>, packed += head_dim) {
@@ -108,7 +109,7 @@ inline void pack_values(const T* values, int64_t stride, int64_t head_dim, uint3
     }
 }
 
-// Absolute error of about 1e-7.
+// Hyperbolic tangent, with an absolute error of about 1e-7.
 inline Floats tangent(Floats x) {
     const Floats size = x < 0.0f ? -x : x;
     const Floats decay = power_of_two(size * (-2.0f * LOG2_E));
@@ -119,11 +120,11 @@ inline Floats tangent(Floats x) {
     return x < 0.0f ? -found : found;
 }
 
-// Parameters that convert products to exponents of 2 of the softmax.
+// Parameters that convert products of queries and keys to the softmax's exponents of 2.
 struct Scoring {
-    float factor;   // factor without a cap
-    float inverse;  // factor before tanh
-    float cap;      // factor after tanh; 0: no cap
+    float factor;   // factor of the products without a soft cap
+    float inverse;  // factor before tanh, with a soft cap
+    float cap;      // factor after tanh; 0: no soft cap
 
     Floats operator()(Floats products) const {
         return cap == 0 ? products * factor : tangent(products * inverse) * cap;
@@ -136,14 +137,13 @@ inline Floats hide_outside(Floats x, int64_t lane_0, int64_t low, int64_t high) 
     return hidden ? fill(-__builtin_inff()) : x;
 }
 
-// Converts one query's scores of the keys low .. high - 1 of a block to weights, of which the largest is 1. Returns the
-// largest score and the sum of weights. Weights of other keys in first .. last - 1 are 0.
 struct Mass {
-    float largest;
-    float total;
+    float largest;  // largest score
+    float total;    // sum of the weights
 };
 
-// The two halves of `weigh`. For many queries, the first half of all runs before the second, to hide latency.
+// `top_score` and `weigh_below` are the two halves of `weigh`. With many queries, the first half runs for all queries
+// before the second half, to hide latency.
 template <bool CAPPED>
 inline float top_score(float* scores, const Scoring& scoring, int64_t low, int64_t high) {
     Floats largest_of = fill(CAPPED ? NO_SCORE : NO_SCORE / scoring.factor);
@@ -182,13 +182,16 @@ inline float weigh_below(float top, const float* scores, const Scoring& scoring,
     return sum(total);
 }
 
+// Converts one query's scores of the keys low .. high - 1 of a block to weights, the largest of which is 1. Returns the
+// largest score and the sum of the weights. Weights of other keys in first .. last - 1 are 0.
 template <bool CAPPED, class Weight>
 Mass weigh(float* scores, const Scoring& scoring, int64_t low, int64_t high, int64_t first, int64_t last,
            Weight* weights) {
     const float top = top_score<CAPPED>(scores, scoring, low, high);
     return {top, weigh_below<CAPPED>(top, scores, scoring, low, high, first, last, weights)};
 }
-// Merges the result of a later block into the sum of earlier blocks: out[0 .. head_dim) and its mass.
+
+// Merges the result of a later block into the result of earlier blocks: `out` [head_dim] and its mass.
 [[gnu::noinline]] inline void merge(float* out, Mass& mass, const float* part, const Mass& later, int64_t head_dim) {
     const float largest = mass.largest > later.largest ? mass.largest : later.largest;
     const Floats differences = Floats{mass.largest - largest, later.largest - largest};

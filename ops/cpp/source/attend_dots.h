@@ -35,7 +35,7 @@ struct Factors {
     int64_t steps;
 };
 
-// Sums are divided into parts: the compiler spills wider vectors to memory.
+// Height of a tile, whose sums are divided into parts, because the compiler would spill wider vectors to memory.
 constexpr int TILE_HEIGHT = sizeof(Part) >= 32 ? 6 : 3;
 
 template <class T>
@@ -89,13 +89,14 @@ void dot_in_registers(Factors of, int64_t rows, int64_t vectors, float* c, int64
 
 constexpr int64_t UNIT_WORDS = UNIT_BYTES / sizeof(uint32_t);
 
-// Whether the matrix unit computes products of this type: all or none, because the last bits of their sums differ.
+// Whether the matrix unit computes products of this type. It computes all of them or none, because the last bits of its
+// sums differ.
 template <class T>
 inline bool in_unit() {
     return PER_WORD<T> == 2 && has_matrix_unit();
 }
 
-// The number of steps is padded with zeros to a multiple of this.
+// Returns the number to whose multiples the steps are padded with zeros.
 template <class T>
 inline int64_t step_grain() {
     return in_unit<T>() ? UNIT_WORDS : 1;
@@ -119,7 +120,7 @@ inline void dot_in_unit(MatrixUnit& unit, const Factors& of, int64_t rows, int64
         }
 }
 
-// Transposes sums [16, 4] to scores[row * stride + key] of the first rows.
+// Transposes sums [16, 4] to scores[row * stride + key], for the first `rows` rows.
 inline void turn_over(const float* sums, int64_t rows, float* scores, int64_t stride) {
     for (int64_t row = 0; row < rows; row++)
         for (int64_t key = 0; key < LANES; key++) scores[row * stride + key] = sums[key * UNIT_FEW + row];

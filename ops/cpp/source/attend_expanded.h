@@ -1,9 +1,9 @@
 // Latent attention of long rows with expanded keys and values (contract: ops/latent/__init__.py).
 //
-// A task computes consecutive tokens of a row with one head. It reads the row's cache block by block: it expands the
-// latent vectors of a block into keys and values of that head, and all tokens of the task attend to them while they are
-// in the core's cache. A task therefore never holds more than one block, at any context length. Each block has its own
-// softmax, and blocks are merged in order as in attention.h, so the split into tasks does not change any bit.
+// A task computes consecutive tokens of a row for one head. It reads the row's KV cache block by block. It expands the
+// latent vectors of a block into keys and values of the head. Then all tokens of the task attend to them, while they
+// are in the core's cache. Therefore a task never stores more than one block, for any context length. Each block has
+// its own softmax, and blocks are merged in order as in attention.h, so the split into tasks does not change any bit.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace penstock {
 struct AttendExpandedOperands {
     const void* q_nope;  // [T, H, N], multiplied with the expanded keys
     const void* q_pe;    // [T, H, P], multiplied with the rotated key
-    int64_t q_nope_stride, q_nope_head;  // elements from one token, and one head, to the next
+    int64_t q_nope_stride, q_nope_head;  // elements from one token to the next, and from one head to the next
     int64_t q_pe_stride, q_pe_head;
     const void* pool;    // [pages, 1, page, R + P], contiguous, of `type`
     const void* keys;    // [H, N, R], each head in whole panels
@@ -83,7 +83,7 @@ private:
     };
 };
 
-// The attention of `num_tokens` tokens of a row, starting at its token `first`, with one head.
+// Attention of one head for `num_tokens` tokens of a row, starting at its token `first`.
 template <class T>
 class ExpandedTile {
 public:
@@ -207,7 +207,7 @@ private:
         }
     }
 
-    // Adds the result of this block of keys for up to a chunk of tokens to `sums` and `masses`.
+    // Writes the attention of up to CHUNK tokens to this block of keys to `sums` and `masses`.
     void attend_chunk(MatrixUnit& unit, int64_t base, int64_t token, int64_t count, float* sums, Mass* masses) {
         const int64_t own = position_ + token - base;
         const auto seen = [&](int64_t i) { return std::clamp<int64_t>(own + i + 1, 0, KEY_BLOCK); };
@@ -267,7 +267,7 @@ void attend_expanded(const void* operands, const Step& step, ThreadGroup& thread
         const int64_t count = step.counts[row];
         if (count < given.expand_from) continue;
         const int64_t tokens = tokens_of(count);
-        // Starts at the row's end, where tasks are most expensive.
+        // Tasks start at the row's end, where they are most expensive.
         for (int64_t first = (count - 1) / tokens * tokens; first >= 0; first -= tokens, begin += given.num_heads)
             for (; mine < begin + given.num_heads; mine = threads.take())
                 ExpandedTile<T>(given, step, row, first, std::min(tokens, count - first), mine - begin, workspace)

@@ -17,12 +17,12 @@ struct AttendOperands {
     int64_t num_kv_heads;   // K
     int64_t head_dim;       // D, a multiple of 16
     int64_t window;         // 0: no window
-    int64_t chunked;        // whether positions are divided into chunks of `window`, and attend only within their chunk
+    int64_t chunked;        // whether tokens attend only within their chunk of `window` positions
     float scale;
     float soft_cap;         // 0: no cap
     const float* sinks;     // [H] or null
     const float* slopes;    // [H] or null; excludes a soft cap
-    float* parts;           // partial results; more memory lets more keys be shared and divided
+    float* parts;           // scratch for partial results; with more memory, more keys can be shared and divided
     int64_t num_parts;      // size of `parts` in floats
     // page table of a pool with its own pages, as wide as the step's; null: the step's page table
     const int32_t* page_table;
@@ -32,12 +32,12 @@ struct AttendOperands {
 };
 
 constexpr int64_t TILE_ROWS = 256;  // maximum number of rows that share packed keys
-constexpr int64_t DIVISION = 8;     // a tile is divided if it has more than 1 / DIVISION of a thread's work
+constexpr int64_t DIVISION = 8;     // a tile's keys are divided if it has more than 1 / DIVISION of a thread's work
 
-// Cost in blocks of keys times rows, with a fixed cost for fetching and packing the keys.
+// Cost of a tile, in blocks of keys times rows. Fetching and packing the keys costs as much as 32 rows.
 inline int64_t cost_of(int64_t blocks, int64_t rows) { return blocks * (32 + rows); }
 
-// Number of floats of a part: a sum of values and its mass per row.
+// Number of floats of a part: for each row, a weighted sum of values and its mass.
 inline int64_t part_size(int64_t rows, int64_t head_dim) { return rows * (head_dim + 2); }
 
 }  // namespace penstock

@@ -1,8 +1,8 @@
 // Rows that begin with the same pages, for example with the same system prompt.
 //
-// Whole blocks of keys before all new tokens of these rows are read once, by tiles with tokens of several rows. The
-// partial results are kept in `parts`, and each row's own tiles continue from them. Each query still processes its
-// blocks in order, so sharing does not change any bit of the results.
+// The whole blocks of keys that precede all new tokens of these rows are read once, by tiles with tokens of several
+// rows. The partial results are stored in `parts`, and each row's own tiles continue from them. Each query still
+// processes its blocks in order, so sharing does not change any bit of the results.
 #pragma once
 
 #include <algorithm>
@@ -29,7 +29,7 @@ struct SharedPrefix {
 
 class SharedPrefixes {
 public:
-    // Finds the shared prefixes of a step. They use `used()` floats of the parts.
+    // Finds the shared prefixes of a step. Their partial results take the first `used()` floats of `parts`.
     void find(const AttendOperands& given, const Step& step, int64_t num_threads) {
         waiting_.clear(), tokens_.clear(), prefixes_.clear();
         used_ = 0;
@@ -99,7 +99,8 @@ private:
         return most;
     }
 
-    // Selects the rows that share the most blocks with this row, within the memory for their tokens.
+    // Makes a prefix of the rows that save the most by sharing blocks with the row number `first` of the waiting rows.
+    // `room` is the number of tokens for which there is memory.
     void gather(const Step& step, size_t first, int64_t room) {
         const Waiting leader = waiting_[first];
         candidates_.assign(1, {first, step.starts[leader.row] / KEY_BLOCK});
@@ -135,7 +136,8 @@ private:
         tokens_.resize(before);
     }
 
-    // Gives each prefix one part. Prefixes that exceed one task get more parts, within the memory.
+    // Assigns memory for one part to each prefix. A prefix that is too large for one task gets one part per block, if
+    // there is enough memory.
     void assign_parts(const AttendOperands& given, int64_t group, int64_t token_size, int64_t num_threads) {
         int64_t cost = 0, room = given.num_parts / token_size - int64_t(tokens_.size());
         for (const SharedPrefix& prefix : prefixes_) cost += cost_of(prefix.num_blocks, prefix.num_tokens * group);

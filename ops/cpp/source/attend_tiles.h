@@ -10,7 +10,8 @@
 
 namespace penstock {
 
-// A row is one query head of one token: row r of a tile is head r % group of token r / group.
+// Tokens of one row of the step (or of a shared prefix) for one kv head. Within a tile, a row is a pair of a token and
+// a query head: row r is head r % group of token r / group.
 struct Tile {
     int64_t row;                           // index of the row in the step
     int64_t first_token, num_tokens;       // within the row, or within the prefix
@@ -39,7 +40,7 @@ public:
     const SharedPrefixes& shared() const { return shared_; }
     int64_t size_of_part(const Tile& tile) const { return part_size(tile.num_tokens * group_, given_.head_dim); }
 
-    // Adds the tiles of shared prefixes.
+    // Calls visit(tile) for the tiles of shared prefixes.
     template <class Visit>
     void each_shared(Visit visit) const {
         for (const SharedPrefix& prefix : shared_.all())
@@ -49,7 +50,7 @@ public:
             }
     }
 
-    // Adds the other tiles, starting at each row's end, where tiles are most expensive.
+    // Calls visit(tile) for the other tiles. For each row it starts at the end, where tiles are most expensive.
     template <class Visit>
     void each(Visit visit) const {
         int64_t used = shared_.used();
@@ -75,7 +76,7 @@ private:
     const SharedPrefixes& shared_;
     const int64_t group_;
     int64_t tokens_;  // maximum number of tokens per tile
-    int64_t limit_;   // cost above which keys are divided
+    int64_t limit_;   // cost above which a tile's keys are divided
 
     int64_t cost_of_keys(const Tile& tile) const {
         return cost_of(tile.end_block - tile.first_block, tile.num_tokens * group_);

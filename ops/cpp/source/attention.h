@@ -1,10 +1,10 @@
 // Attention over the paged cache (contract: ops/attention/__init__.py).
 //
-// A tile has some consecutive tokens of a row with all query heads of one kv head; a decode row is a tile of one token.
-// If there are too few tiles, the keys of a tile are divided too, block by block. The results of these blocks are then
-// merged in the same order as by a single thread.
+// A tile has consecutive tokens of a row, with all query heads of one kv head. A decode row is a tile of one token. If
+// there are too few tiles, the keys of a tile are also divided, block by block. The results of these blocks are then
+// merged in the order in which a single thread merges them.
 //
-// Blocks of keys that several rows share are computed first, once for all rows (attend_shared.h).
+// Blocks of keys that several rows share are computed first, once for all these rows (attend_shared.h).
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace penstock {
 
 constexpr int64_t AHEAD = 16;  // number of keys that are prefetched
 #if defined(PENSTOCK_MATRIX_UNIT)
-constexpr int64_t CHUNK = UNIT_ROWS;  // rows whose scores of a block are held in memory at once
+constexpr int64_t CHUNK = UNIT_ROWS;  // rows whose scores of a block are in memory at a time
 #else
 constexpr int64_t CHUNK = 24;
 #endif
@@ -59,7 +59,7 @@ struct Workspace {
         few_queries = take(UNIT_FEW * words);
     }
 
-    // Returns this thread's memory of at least this number of words. It is reused by later kernels.
+    // Returns this thread's memory, of at least `size` words. Later kernels reuse the memory.
     static uint32_t* space(int64_t size) {
         struct Space {
             uint32_t* begin = nullptr;
@@ -141,7 +141,7 @@ private:
     Workspace& workspace_;
     const int64_t group_, rows_, head_dim_;
     const int64_t filled_, words_;  // words of a query or key, without and with padding
-    const bool few_;  // few queries: the matrix unit multiplies unpacked keys by packed queries
+    const bool few_;  // with few queries, the matrix unit multiplies unpacked keys by packed queries
     const int64_t position_;  // position of the first token; for a shared prefix, a position after all keys
     const int64_t token_;     // index of the first token in the batch
     Partial all_;                // merged result of the blocks computed so far
@@ -229,8 +229,8 @@ private:
         return reinterpret_cast<const T*>(static_cast<const uint8_t*>(pool) + at);
     }
 
-    // Packs the keys and values low .. high - 1 of a block, padded with zeros to whole grains. Prefetches later ones
-    // before `end`.
+    // Packs the keys and values low .. high - 1 of a block, padded with zeros to whole grains. Meanwhile it prefetches
+    // later keys and values at positions before `end`.
     void pack(int64_t block, int64_t low, int64_t high, int64_t end) {
         const int64_t page_size = step_.page_size, head_dim = head_dim_;
         uint32_t* packed_keys = workspace_.keys + low / LANES * LANES * words_;
@@ -263,7 +263,7 @@ private:
         std::fill(packed_values, workspace_.values + round_up(high, grain()) / PER_WORD<T> * head_dim, 0u);
     }
 
-    // Computes the same as `attend_rows`, for few queries with unpacked keys.
+    // Computes the scores of 16 unpacked keys for few queries. `attend_rows` computes scores from packed keys instead.
     void score(const T* keys, float* scores, const T* ahead) {
         alignas(64) float sums[LANES * UNIT_FEW];
         fetch(ahead, LANES * head_dim_);

@@ -1,8 +1,9 @@
 // Mixtures of experts (contract: ops/moe/__init__.py).
 //
 // Pairs of a token and one of its experts are sorted by expert, and their rows are copied, so that each expert multiplies
-// adjacent rows. The weights of all experts are consecutive panels; each expert is padded to whole panels. A panel has 16
-// outputs of gate and the corresponding 16 outputs of up, so its sums become inner activations immediately.
+// adjacent rows. The weights of all experts are consecutive panels; each expert is padded to whole panels. A panel of
+// `gate_up` has 16 outputs of the gate and the corresponding 16 outputs of `up`, so that inner activations are computed
+// from its sums immediately.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +36,8 @@ struct RouteOperands {
     float scale;                     // factor of all weights
 };
 
-// Returns the index of the largest value that is not taken yet, and marks it as taken. Of equal values, takes the
-// first.
+// Returns the index of the largest value that is not taken yet, and marks it as taken. Among equal values, it takes the
+// first. Returns -1 if there is no value.
 inline int64_t take_largest(float* values, int64_t count) {
     int64_t best = -1;
     for (int64_t i = 0; i < count; i++)
@@ -108,15 +109,15 @@ void route(const void* operands, const Step& step, ThreadGroup& threads) {
 
 // Positions of pairs sorted by expert.
 struct PairTable {
-    int32_t* positions;  // [T * k], of each pair; -1: its expert is on another rank
-    int32_t* starts;  // [X + 1], the first pair of each expert
-    int32_t* blocks;  // [X + 1], the first of each expert's blocks of BLOCK_ROWS pairs
+    int32_t* positions;  // [T * k], position of each pair; -1: its expert is on another rank
+    int32_t* starts;  // [X + 1], position of each expert's first pair
+    int32_t* blocks;  // [X + 1], index of each expert's first block of BLOCK_ROWS pairs
 };
 
 struct DispatchOperands {
     const void* x;           // [T, E]
     int64_t x_stride;
-    const int32_t* experts;  // [T, k]; -1: on another rank
+    const int32_t* experts;  // [T, k]; -1: the expert is on another rank
     const float* weights;    // [T, k], factors of the rows, or null
     PairTable table;
     void* rows;              // [T * k, E], sorted by expert
@@ -210,7 +211,7 @@ inline Gate gate_of(Activation kind) {
 inline Floats rounded_as(const float*, Floats x) { return x; }
 inline Floats rounded_as(const BFloat16*, Floats x) { return widen(round_to_bfloat16(x)); }
 
-// Computes inner activations by expert from rows by expert.
+// Computes the inner activations from the rows. Both are sorted by expert.
 template <class T, int BITS>
 void experts_up(const void* operands, const Step&, ThreadGroup& threads) {
     const auto& o = *static_cast<const ExpertsOperands*>(operands);
@@ -228,7 +229,7 @@ void experts_up(const void* operands, const Step&, ThreadGroup& threads) {
     });
 }
 
-// Computes results by expert from inner activations by expert.
+// Computes the results from the inner activations. Both are sorted by expert.
 template <class T, int BITS>
 void experts_down(const void* operands, const Step&, ThreadGroup& threads) {
     const auto& o = *static_cast<const ExpertsOperands*>(operands);

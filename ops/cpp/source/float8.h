@@ -1,4 +1,4 @@
-// float8 elements of a cache, with 4 bits of exponent (e4m3fn) or 5 (e5m2), divided by a scale.
+// float8 elements of a KV cache, with 4 bits of exponent (e4m3fn) or 5 (e5m2). Stored elements are divided by a scale.
 #pragma once
 
 #include "simd.h"

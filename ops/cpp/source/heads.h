@@ -8,12 +8,12 @@
 namespace penstock {
 
 struct ProductHeadsOperands {
-    // the product of the first head; the weights of the other heads follow, each in whole panels
+    // Product of the first head. The weights of the other heads follow in memory, each in whole panels.
     ProductOperands product;
     int64_t heads;
-    int64_t x_head;           // elements from one head to the next
-    int64_t out_stride;       // elements from one token to the next
-    int64_t out_head;
+    int64_t x_head;           // elements of x from one head to the next
+    int64_t out_stride;       // elements of `out` from one token to the next
+    int64_t out_head;         // elements of `out` from one head to the next
     int64_t below;            // rows with this many tokens or more are skipped; 0: no row is skipped
 };
 

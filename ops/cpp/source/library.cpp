@@ -1,7 +1,7 @@
 // Functions for Python other than the kernels: the thread pool, and properties of the library.
 //
-// The library does not use headers of Python or torch, so it compiles in seconds. ops/cpp/structures.py reads the
-// operands from these headers for ctypes, which releases the GIL during a call.
+// The library does not use headers of Python or torch, so it compiles in seconds. Python calls it through ctypes, which
+// releases the GIL during a call. ops/cpp/structures.py reads the operands' fields from these headers.
 
 #include "attend_expanded.h"
 #include "attend_bidirectional.h"
@@ -79,6 +79,6 @@ Pool* open_pool(int64_t num_threads) { return new Pool(int(num_threads)); }
 
 void close_pool(Pool* pool) { delete pool; }
 
-// Only one thread may call it at a time.
+// Runs the nodes in order. Only one thread may call it at a time for a pool.
 void run(Pool* pool, const GraphNode* nodes, int64_t count, const Step* step) { pool->run(nodes, count, step); }
 }

@@ -1,4 +1,5 @@
-// Low-rank additions of adapters (see ops.low_rank): y += B (A x), with A and B of each token's slot.
+// Low-rank additions of adapters (contract: ops/low_rank/__init__.py): y += B (A x), with the A and B of a token's
+// slot.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,7 @@ struct AddLowRankOperands {
     const void* a;         // [num_slots, parts, rank, size]
     const void* b;         // [num_slots, rank, out_size]
     const int32_t* ranks;  // [num_slots], at most `rank`
-    const int64_t* ends;   // [parts], where each sub-layer's outputs end
+    const int64_t* ends;   // [parts], end of each sub-layer's output columns
     float* shrunk;         // [tokens, parts, rank], scratch
     int64_t tokens;        // 0: the number of tokens of the step
     int64_t x_stride, y_stride;
@@ -25,7 +26,7 @@ struct AddLowRankOperands {
     int64_t num_slots, parts, rank;
 };
 
-// Some tokens of one slot: indices first .. first + count - 1 in the order of slots.
+// Tokens of one slot: indices first .. first + count - 1 of `LowRankOrder::tokens`.
 struct LowRankChunk {
     int64_t slot;  // index in the weights
     int64_t first, count;

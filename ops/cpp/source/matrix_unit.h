@@ -1,5 +1,5 @@
-// The matrix unit of a processor with AMX. The unit has eight tiles of 16 rows of 64 bytes. Here four tiles hold sums
-// (two by two), two hold rows of a, and two hold columns of b.
+// The matrix unit of a processor with AMX. The unit has eight tiles of 16 rows of 64 bytes. This code uses four tiles
+// for sums (two by two), two tiles for rows of a, and two tiles for columns of b.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,8 @@ constexpr int64_t UNIT_ROWS = 2 * UNIT_LINES;
 constexpr int64_t UNIT_COLUMNS = 32;
 constexpr int64_t UNIT_FEW = 4;  // columns of `multiply_few`
 
-// Operands of a [rows, steps of 64 bytes] times b. A line of b holds four bytes in depth of each of 16 columns.
+// Operands of a product of a [rows, steps of 64 bytes] and b. A line of b has four bytes in depth of each of 16
+// columns.
 struct UnitFactors {
     const void* a;
     int64_t a_stride;  // bytes between rows
@@ -30,12 +31,12 @@ struct UnitFactors {
     int64_t b_step;    // bytes between the tiles of b of consecutive steps
     int64_t b_next;    // bytes between the first 16 columns of b and the second
     int64_t steps;
-    int64_t ahead = 0;  // Prefetch: bytes from b to the memory that is needed next. This call prefetches the
-    int64_t part = 0;   // part number `part` of `parts` equal parts.
-    int64_t parts = 0;  // 0: no prefetch
+    int64_t ahead = 0;  // bytes from b to the memory that is needed next, of which this call prefetches a part
+    int64_t part = 0;   // index of the part that this call prefetches
+    int64_t parts = 0;  // number of equal parts of that memory; 0: no prefetch
 };
 
-// bfloat16 with sums in float32; or signed times unsigned 8 bits with sums in int32
+// BRAIN_FLOATS: bfloat16 with sums in float32. BYTES: signed times unsigned 8-bit integers with sums in int32.
 enum class Numbers { BRAIN_FLOATS, BYTES };
 
 #if defined(PENSTOCK_MATRIX_UNIT)
@@ -56,9 +57,9 @@ public:
         if (upper_) _tile_release();
     }
 
-    // Computes sums[row * stride + column] for at most 32 rows, and 16 columns, or 32 if `wide`. Each sum is added in
-    // order of depth. `meanwhile()` is called once per step, while the unit is busy and the rest of the core would
-    // wait.
+    // Computes sums[row * stride + column] for at most 32 rows and for 16 columns, or for 32 columns if `wide`. Each
+    // sum is added in order of depth. `meanwhile()` is called once per step, so that the core does other work while the
+    // unit is busy.
     template <Numbers NUMBERS, class Sum, class Meanwhile>
     void multiply(const UnitFactors& of, int64_t rows, bool wide, Sum* sums, int64_t stride, Meanwhile&& meanwhile) {
         set_heights(std::min(rows, UNIT_LINES), std::max<int64_t>(rows - UNIT_LINES, 0));
@@ -71,8 +72,8 @@ public:
                  : multiply_tiles<NUMBERS, false, false>(of, sums, stride, meanwhile);
     }
 
-    // Computes sums [16, 4] of 16 rows of bfloat16, a [16, words], and four columns, b [words, 4]. The sums have the
-    // same bits as those of the transposed product, with rows of b's transpose and columns of a.
+    // Computes the sums [16, 4] of 16 rows of bfloat16, a [16, words], and four columns, b [words, 4]. The sums are
+    // bit-identical to the sums of the transposed product.
     void multiply_few(const void* a, int64_t a_stride, const uint32_t* b, int64_t words, float* sums) {
         constexpr int64_t WORD = sizeof(uint32_t), LINE = UNIT_FEW * WORD;
         const int64_t whole = words / UNIT_LINES, rest = words % UNIT_LINES;
@@ -94,8 +95,8 @@ public:
     }
 
 private:
-    // The current shape of the tiles: the rows of a in both tiles; or -1 and the words in the last step of
-    // `multiply_few`.
+    // The current shape of the tiles. For `multiply`: the rows of a in the upper and in the lower tile. For
+    // `multiply_few`: -1, and the number of words in the last step.
     int64_t upper_ = 0, lower_ = 0;
 
     void set_heights(int64_t upper, int64_t lower) {

@@ -1,5 +1,5 @@
-// Threads that wait for steps. OpenMP's threads would spin for milliseconds after each step, on the core that the event
-// loop needs; these threads poll for a moment and then sleep.
+// Threads that wait for steps. They poll for a moment and then sleep. OpenMP's threads would instead spin for
+// milliseconds after each step, on the core that the event loop needs.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +33,7 @@ public:
         step_ = step;
         first_ = node_of(state_.progress.load());
         forget_old_counts();
-        end_.store(first_ + count, std::memory_order_release);  // from now on other threads join
+        end_.store(first_ + count, std::memory_order_release);  // from now on, other threads may join
         if (size_ > 1) wake();
         run_as(0);
     }
@@ -46,7 +46,8 @@ private:
         round_.notify_all();
     }
 
-    // Resets the part numbers before their lower 32 bits wrap around. No thread is in a node.
+    // Resets the counts of taken tasks before the lower 32 bits of part numbers wrap around. No thread is in a node
+    // now.
     void forget_old_counts() {
         if (first_ / NODES_PER_LOOK == looked_ / NODES_PER_LOOK) return;
         looked_ = first_;
@@ -54,11 +55,11 @@ private:
         for (Taken& taken : state_.taken) taken.count.store(0);
     }
 
-    // The arguments of `run` are valid only while this thread is a member of one of its nodes.
+    // Joins nodes until the run ends. The arguments of `run` are valid only while this thread is a member of a node.
     void run_as(int rank) {
         ThreadGroup threads(rank, size_, state_);
         while (true) {
-            // In this order, so that a node is never attributed to a run that has not started.
+            // `progress` must be read before `end_`, so that a node is never attributed to a run that has not started.
             const uint64_t progress = state_.progress.load(std::memory_order_acquire);
             const uint64_t node = node_of(progress);
             if (node == end_.load(std::memory_order_acquire)) return;
@@ -83,9 +84,9 @@ private:
     }
 
     const int size_;
-    const GraphNode* nodes_ = nullptr;  // only the caller of `run` accesses these three
+    const GraphNode* nodes_ = nullptr;  // the arguments of the current `run`
     const Step* step_ = nullptr;
-    uint64_t first_ = 1;  // the number of the first node
+    uint64_t first_ = 1;  // the number of the run's first node
     uint64_t looked_ = 0;
     GroupState state_;
     std::atomic<uint64_t> end_{1};  // the number after the last node

@@ -1,9 +1,9 @@
 // Products with a model's weights (contract: ops/matmul/__init__.py).
 //
-// A weight [O, I] is packed in panels of 32 outputs: [O / 32][I / n][32][n], where n adjacent inputs fill a lane: one
-// float32 or two bfloat16. The last panel is padded with zeros. A tile is up to MAX_TILE_ROWS rows of x times one
-// panel. Its sums stay in registers over the whole depth, so each sum is added in the same order for any number of
-// rows: a token's result does not depend on its batch.
+// A weight [O, I] is packed in panels of 32 outputs: [O / 32][I / n][32][n], where n adjacent inputs fill a lane (one
+// float32 or two bfloat16). The last panel is padded with zeros. A tile is up to MAX_TILE_ROWS rows of x times one
+// panel. Its sums stay in registers over the whole depth. Therefore each sum is added in the same order for any number
+// of rows, and a token's result does not depend on its batch.
 #pragma once
 
 #include <algorithm>
@@ -29,8 +29,8 @@ constexpr int WIDE_TILE_ROWS = 6;  // 4 sums per row
 #else
 constexpr int WIDE_TILE_ROWS = 0;  // no wide tiles
 #endif
-constexpr int64_t BLOCK_ROWS = 240;  // rows of x that stay in the cache while all panels pass: whole tiles
-constexpr int64_t WIDE_BLOCK = 128 << 10;  // maximum numbers of x that leave room for two panels in the L2 cache
+constexpr int64_t BLOCK_ROWS = 240;  // rows of x that stay in the cache while they are multiplied by all panels
+constexpr int64_t WIDE_BLOCK = 128 << 10;  // maximum elements of x that leave room for two panels in the L2 cache
 constexpr int64_t UNIT_DEPTH = UNIT_BYTES / sizeof(BFloat16);  // inputs per step of the matrix unit
 static_assert(PANEL == UNIT_COLUMNS);
 
@@ -56,15 +56,14 @@ inline Floats multiply_add(Floats total, Floats a, Floats b) { return total + a 
 template <class T>
 constexpr int LANE_SIZE = sizeof(float) / sizeof(T);
 
-// The weights that a tile prefetches, relative to the start of its panel: the first position, and the distance per step
-// in depth. Each step prefetches two lines.
+// The weights that a tile prefetches. Each step in depth prefetches two lines.
 struct Ahead {
-    int64_t from, pace;
+    int64_t from, pace;  // offset of the first line from the panel's start; elements between the lines of two steps
 };
 
 // sums[row] = x[row] . panel, added in order of depth, so that the number of rows does not change a result. With
-// FETCHES_NEXT it prefetches the rows after its own, which belong to the next tile. Like all tiles it is never inlined,
-// so that each number of rows is compiled once per translation unit.
+// FETCHES_NEXT it also prefetches the next tile's rows. Functions of tiles are never inlined, so that each number of
+// rows is compiled once per translation unit.
 template <class T, int ROWS, bool FETCHES_NEXT = false>
 [[gnu::noinline]] void multiply_tile(const T* x, int64_t stride, const T* panel, int64_t depth, const Ahead& ahead,
                                      Floats (*result)[2]) {
@@ -93,7 +92,7 @@ template <class T, int ROWS, bool FETCHES_NEXT = false>
     for (int row = 0; row < ROWS; row++) result[row][0] = sums[row][0], result[row][1] = sums[row][1];
 }
 
-// The same for two adjacent panels; result[row] has the sums of the first panel, then of the second.
+// Like `multiply_tile`, for two adjacent panels. result[row] has the sums of the first panel, then of the second.
 template <int ROWS>
 [[gnu::noinline]] void multiply_wide_tile(const float* x, int64_t stride, const float* panel, int64_t depth,
                                           Floats (*result)[2][2]) {
@@ -133,10 +132,10 @@ inline void multiply_wide_rows(const ProductOperands& o, int64_t row, int64_t he
     }
 }
 
-constexpr int ACTIVATED_ROWS = 3;  // rows that are activated at once
+constexpr int ACTIVATED_ROWS = 3;  // rows to which an activation is applied at once
 
-// Stores the results of rows row .. row + height - 1 of a panel, whose sums are `apart` pairs apart, after an
-// activation. Full panels compute several rows at once, because a single activation is a long chain of dependent
+// Applies an activation to the results of rows row .. row + height - 1 of a panel and stores them. The rows' sums are
+// `apart` pairs apart. Several rows are computed at once, because a single activation is a long chain of dependent
 // instructions.
 template <class T, class Out, Activation KIND, int ROWS = ACTIVATED_ROWS>
 void store_activated(const Floats (*sums)[2], int64_t apart, int64_t height, const ProductOperands& o, int64_t row,
@@ -224,7 +223,7 @@ inline void share_panels(ThreadGroup& threads, int64_t rows, int64_t out_size, c
 
 inline int64_t rows_of(const ProductOperands& o, const Step& step) { return o.rows ? o.rows : step.num_tokens; }
 
-// Finished sums of the matrix unit, which are stored piece by piece while the unit computes the next sums.
+// Finished sums of the matrix unit. They are stored piece by piece while the unit computes the next sums.
 template <class Sum, class Put>
 class Finished {
 public:
@@ -234,8 +233,8 @@ public:
     // Memory for the next sums.
     Sum* room() { return sums_[side_ ^ 1][0]; }
 
-    // The sums in `room` are now finished; they have this row, height and panel. They are stored within the next
-    // `calls` calls.
+    // Takes over the sums in `room`, which are finished: `height` rows from `row` on, of this panel. The next `calls`
+    // calls of this object store them.
     void take(int64_t row, int64_t height, int64_t panel, int64_t calls) {
         put_away(height_);
         side_ ^= 1;
@@ -256,7 +255,7 @@ private:
     }
 };
 
-// Operands of a product of rows row .. end - 1 of a with a panel, `steps` steps of the matrix unit deep.
+// Operands of a product of rows row .. end - 1 of a with a panel. The depth is `steps` steps of the matrix unit.
 inline UnitFactors factors_of(const void* a, int64_t a_stride, const void* panel, int64_t steps, int64_t first,
                               int64_t row, int64_t end) {
     constexpr int64_t LANE = sizeof(float);
@@ -305,9 +304,9 @@ inline void put_tile(const Put& put, int64_t row, int64_t height, int64_t panel,
         for (int64_t r = 0; r < height; r++) put(row + r, panel, sums[r * apart]);
 }
 
-// Prefetches of the tile with rows row .. row + height - 1 of first .. end - 1. A single tile prefetches its own panel
-// some steps ahead. With several tiles the panel is in the cache already, and the last two tiles prefetch half of the
-// next panel each.
+// Returns what the tile with rows row .. row + height - 1 of first .. end - 1 prefetches. If there is a single tile, it
+// prefetches its own panel some steps ahead. If there are several tiles, their panel is already in the cache, and each
+// of the last two tiles prefetches half of the next panel.
 template <class T>
 inline Ahead ahead_of(int64_t first, int64_t row, int64_t height, int64_t end, int64_t depth) {
     constexpr int64_t STEP = PANEL * LANE_SIZE<T>, LEAD = 64;  // LEAD: steps in depth
@@ -399,9 +398,9 @@ void product(const void* operands, const Step& step, ThreadGroup& threads) {
     });
 }
 
-// Packs a weight [O, I] in panels. A task is a panel.
+// Packs a weight in panels. A task is a panel.
 struct PackOperands {
-    const void* weight;
+    const void* weight;  // [O, I]
     void* packed;
     int64_t in_size, out_size;
 };

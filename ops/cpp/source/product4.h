@@ -6,10 +6,10 @@
 // input 1 from bit 16, input 2 from bit 4, input 3 from bit 20, and so on. After a shift by a multiple of 4, both
 // halves of a word begin with the codes of two adjacent inputs, which one instruction looks up.
 //
-// Codes of 5, 6 and 8 bits are integers: product4_wide.h.
+// product4_wide.h has the layout of codes of 5, 6 and 8 bits, which are integers.
 //
-// The products of a group with the table's numbers are summed separately and scaled once, in the same order for any
-// number of rows: a token's result does not depend on its batch.
+// The products of a group's inputs with the table's numbers are summed separately, and the sum is scaled once. The
+// order is the same for any number of rows, so a token's result does not depend on its batch.
 //
 // If the table has 8-bit integers, each row of x may be rounded to 8 bits with its own scale. Then the products of a
 // group are summed exactly in int32, four per instruction, and converted to float once.
@@ -47,7 +47,7 @@ inline Floats load(const Half* from) {
     return widen_halves(halves);
 }
 
-// Rounds a normal float in the range of 16 bits, or 0, to nearest, ties to even.
+// Rounds a float to a 16-bit float, to nearest, ties to even. Its magnitude must be in the range of 16-bit floats.
 inline Half to_half(float x) {
     const uint32_t sign = cast<uint32_t>(x) >> 16 & 0x8000u;
     const float magnitude = std::fabs(x);
@@ -74,7 +74,7 @@ inline float get_scale(const Half* from) { return widen_halves(Shorts{} + from->
 // The sixteen numbers of the table.
 struct Table {
     Floats numbers;
-    Words pairs;  // as bfloat16, twice, so that the bit above a code has no effect
+    Words pairs;  // the numbers in bfloat16, twice, so that the bit above a code has no effect
 
     explicit Table(const float* from) : numbers(load(from)) {
         uint16_t halves[32];
@@ -103,7 +103,7 @@ struct Table {
     }
 };
 
-// Returns numbers n .. n + LANE_SIZE - 1 of a word's eight, in the layout of a lane of products.
+// Returns numbers n .. n + LANE_SIZE - 1 of the eight numbers of each word, in the layout of a lane in products.
 inline Floats decode(const Table& table, Words codes, int n, float) {
     return table.look_up(codes >> (4 * (n / 2) + 16 * (n % 2)));
 }
@@ -130,7 +130,8 @@ inline Floats fused(Floats a, Floats b, Floats c) {
 #endif
 }
 
-// Maximum rows of a tile whose sums, per group and in total, all fit in registers; groups are short and end often.
+// Maximum number of rows of a tile whose sums per group and total sums all fit in registers. Groups are short, so that
+// both are often used.
 constexpr int MAX_GROUPED_ROWS = std::min(MAX_TILE_ROWS, 7);
 
 template <class T>
@@ -206,8 +207,8 @@ inline void multiply_rows4(const Product4Operands& o, const Table& table, int64_
     }
 }
 
-// Rounds the rows, or sums them for the shifts, if needed. Then calls put(row, panel, sums) for the rows and panels
-// that share(work) gives to this thread.
+// If the operands require it, rounds the rows or sums their groups for the shifts. Then calls put(row, panel, sums) for
+// the rows and panels that share(work) gives to this thread.
 template <class T, class Share, class Put>
 inline void multiply4_over(const Product4Operands& o, ThreadGroup& team, int64_t rows, const Share& share, const Put& put) {
     const int64_t bytes = panel_bytes4<T>(o.plain.in_size, o.group, o.shifted, o.bits);

@@ -1,6 +1,6 @@
-// Products of many unrounded rows with grouped weights: a panel is decoded once, to pairs of bfloat16 as in product.h,
-// and multiplied by all tiles of rows. Sums have the same order as in tiles that decode in registers (group by group,
-// pair by pair), so results are the same.
+// Products of many unrounded rows with grouped weights. A panel is decoded once, to pairs of bfloat16 as in product.h,
+// and then multiplied by all tiles of rows. Sums have the same order as in tiles that decode in registers (group by
+// group, pair by pair), so results are bit-identical.
 #pragma once
 
 #include "product4_octets.h"
@@ -8,7 +8,8 @@
 
 namespace penstock {
 
-// Positions of the inputs of a word's four pairs among its eight inputs. Longer codes have another order.
+// Position of the first input of each of the four pairs of a word, among its eight inputs. It differs for codes of more
+// than 4 bits.
 template <int BITS>
 constexpr int PAIR_PLACES[] = {0, BITS == 4 ? 2 : 4, BITS == 4 ? 4 : 2, 6};
 
@@ -16,10 +17,11 @@ constexpr int PAIR_PLACES[] = {0, BITS == 4 ? 2 : 4, BITS == 4 ? 4 : 2, 6};
 template <class T>
 constexpr bool IN_PAIRS = sizeof(T) == sizeof(BFloat16) && CODE_LANES == LANES;
 
-// Maximum rows of a tile of a decoded panel. A few more rows than the registers hold are cheap to spill.
+// Maximum number of rows of a tile with a decoded panel. A few rows more than fit in the registers are cheap to spill.
 constexpr int MAX_PAIRS_ROWS = std::min(MAX_TILE_ROWS, 8);
 
-// Maximum number of rows for which tiles that decode in registers are faster; a whole tile if there is no decoded tile.
+// Maximum number of rows for which tiles that decode in registers are faster. Without tiles that multiply in pairs, it
+// is the size of a whole tile.
 template <class T, int BITS>
 constexpr int MAX_UNDECODED = std::min(MAX_TILE_ROWS, !IN_PAIRS<T> ? MAX_TILE_ROWS
                                                       : BITS == 8  ? 5

@@ -1,5 +1,5 @@
-// Tiles of products with 4-bit weights (product4.h) for processors with AVX2, in registers of eight lanes. With vectors
-// of sixteen lanes the compiler would spill to memory wherever they are split.
+// Tiles of products with 4-bit weights (product4.h) for processors with AVX2, in registers of eight lanes. The compiler
+// would split vectors of sixteen lanes and spill them to memory.
 #pragma once
 
 #include "product8.h"

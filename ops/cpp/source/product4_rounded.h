@@ -1,4 +1,5 @@
-// Products of 4-bit weights (product4.h) with rows that are rounded to 8 bits: integers, four products per instruction.
+// Products of 4-bit weights (product4.h) with rows that are rounded to 8 bits, in integers: four products per
+// instruction.
 #pragma once
 
 #include <vector>
@@ -38,8 +39,8 @@ struct ByteTable {
     }
 };
 
-// Rows of x in 8 bits. A line has the bytes in the order of a word's codes (0, 4, 1, 5, 2, 6, 3, 7 of each eight
-// inputs), then for each group -128 times the sum of its bytes, then the row's scale.
+// Rows of x in 8 bits. A line has the row's bytes in the order of a word's codes (0, 4, 1, 5, 2, 6, 3, 7 of each eight
+// inputs). They are followed by -128 times the sum of the bytes of each group, and then by the row's scale.
 struct Rounded4 {
     int8_t* lines;
     int64_t in_size, group;
@@ -101,7 +102,8 @@ inline Words fill_quad(const int8_t* from) {
     return Words{} + four;
 }
 
-// result[r] = rounded row `row` + r . panel. The group size is a multiple of DEPTH, which the compiler unrolls.
+// result[r] = the rounded row number `row` + r . panel. The group size is a multiple of DEPTH, the length of an
+// unrolled loop.
 template <class T, int ROWS, int DEPTH, bool DECODED>
 [[gnu::noinline]] void multiply_rounded4(const Product4Operands& o, const ByteTable& table, const Rounded4& rounded,
                                          int64_t row, const uint8_t* panel, const Words* decoded,
@@ -125,7 +127,8 @@ template <class T, int ROWS, int DEPTH, bool DECODED>
         for (int64_t k = 0; k < group; k += DEPTH) {
 #pragma GCC unroll 8
             for (int n = 0; n < DEPTH; n += WORD_CODES, panel += STEP) {
-                // Few rows wait for memory and prefetch nearby. Many rows prefetch the next panel while they compute.
+                // With few rows, the tile waits for memory and prefetches nearby. With many rows, it prefetches the
+                // next panel while it computes.
                 __builtin_prefetch(panel + ahead, 0, DECODED ? 2 : 3);
                 __builtin_prefetch(panel + ahead + STEP / 2, 0, DECODED ? 2 : 3);
                 Words codes[2] = {};

@@ -1,16 +1,17 @@
-// Products with 5, 6 or 8-bit weights in groups, like those with 4 bits (product4.h), but all codes are integers.
+// Products with weights of 5, 6 or 8 bits in groups. They are like products with 4-bit weights (product4.h), but all
+// codes are integers.
 //
-// After the scales and shifts of a group, a panel has for each eight inputs two words per output, whose bytes are the
-// codes of inputs 0, 4, 1, 5 and of inputs 2, 6, 3, 7. Codes of 8 bits are stored as signed bytes. For 5 and 6 bits,
-// the words have only the four lowest bits of each code, in the layout of 4-bit codes. The upper bits of 32 or 16
-// inputs follow in one more word per output.
+// The scales and shifts of a group are followed by its codes. With 8 bits, each eight inputs have two words per output,
+// whose bytes are the codes of inputs 0, 4, 1, 5 and of inputs 2, 6, 3, 7, as signed bytes. With 5 and 6 bits, the
+// words have only the four lowest bits of each code, in the layout of 4-bit codes. The upper bits of 32 inputs (5 bits)
+// or 16 inputs (6 bits) follow in one more word per output.
 #pragma once
 
 #include "simd.h"
 
 namespace penstock {
 
-// The same number of lanes as in registers of tiles (product4_octets.h).
+// Vectors with as many lanes as the registers of tiles (product4_octets.h).
 #if defined(PENSTOCK_OCTETS)
 constexpr int CODE_LANES = 8;
 typedef uint32_t CodeWords __attribute__((vector_size(32)));
@@ -44,7 +45,7 @@ struct Codes {
     static constexpr int64_t EIGHT = PANEL * (BITS == 8 ? 8 : 4);  // bytes of eight inputs, without the upper bits
     static constexpr int64_t UPPER = EIGHT * DEPTH / WORD_CODES;    // offset of the upper bits in a unit
     static constexpr int64_t UNIT = DEPTH * PANEL * BITS / 8;
-    static constexpr int32_t MIDDLE = BITS == 8 ? 0 : 1 << (BITS - 1);  // the code that stands for 0
+    static constexpr int32_t MIDDLE = BITS == 8 ? 0 : 1 << (BITS - 1);  // the code that represents 0
     static constexpr uint32_t UPPER_BITS = BITS == 6 ? 0x03030303u : 0x01010101u;
 
     // Returns the codes of half number `half` of the e-th eight inputs of a unit, for the outputs from `output` on.
@@ -156,7 +157,7 @@ template <class T, int BITS, int ROWS>
 #pragma GCC unroll 16
                 for (int64_t line = 0; line < Code::UNIT; line += 64) __builtin_prefetch(panel + PANEL_AHEAD + line);
 #pragma GCC unroll 2
-            // two steps are unrolled: all of them would take long to compile
+            // only two steps are unrolled, because unrolling all steps would take long to compile
             for (int step = 0; step < 2 * Code::DEPTH / WORD_CODES; step++) {
                 const int e = step / 2, half = step % 2;
                 const T* inputs = x + e * WORD_CODES + 2 * half;

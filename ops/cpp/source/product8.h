@@ -19,9 +19,9 @@ constexpr int64_t QUAD = 4;             // bytes per lane
 constexpr int64_t MAX_DEPTH8 = 1 << 16;  // maximum depth for which no sum exceeds int32
 static_assert(MAX_DEPTH8 * 127 * 255 < int64_t(1) << 31);
 
-constexpr int64_t MIN_UNIT_ROWS = 2;    // for fewer rows the matrix unit is slower if the weights are in the cache
+constexpr int64_t MIN_UNIT_ROWS = 2;    // with fewer rows, the matrix unit is slower if the weights are in the cache
 constexpr int64_t PANEL_AHEAD = 4096;   // prefetch distance in bytes
-constexpr int FEW_ROWS = 8;             // maximum rows of a tile that is usually the only tile of its panel
+constexpr int FEW_ROWS = 8;             // a tile of up to this number of rows is usually the only tile of its panel
 
 inline int64_t padded_depth(int64_t in_size) { return round_up(in_size, UNIT_BYTES); }
 
@@ -37,8 +37,9 @@ struct RowFacts {
     int32_t offset;  // -128 times the sum of its bytes
 };
 
-// Calls round(row) for all rows, distributed over the threads, and waits until all rows are done. A single row is
-// rounded by every thread into its own memory, to which `lines` then points, because waiting would take as long.
+// Calls round(row) for all rows, distributed over the threads, and waits until all rows are done. If there is a single
+// row, every thread rounds it into its own memory, because waiting would take as long. `lines` then points to this
+// memory.
 template <class Round>
 inline void round_rows(ThreadGroup& threads, int64_t rows, int64_t stride, int8_t*& lines, const Round& round) {
     if (rows == 1) {
@@ -51,8 +52,8 @@ inline void round_rows(ThreadGroup& threads, int64_t rows, int64_t stride, int8_
     threads.barrier();
 }
 
-// Rows of x in 8 bits: the padded depth, then a line with RowFacts. The extra line also keeps rows of 4 KiB from
-// evicting each other from the cache.
+// Rows of x in 8 bits. A row's bytes, padded to whole steps, are followed by a cache line with its RowFacts. Because of
+// this line, rows of 4 KiB do not evict each other from the cache.
 struct Rounded {
     int8_t* bytes;
     int64_t depth;  // padded to whole steps
@@ -74,8 +75,8 @@ inline float steps_to(float most) {
     return std::isfinite(steps) ? steps : 0.0f;
 }
 
-// Rounds a row, in loops that the compiler vectorises. A NaN counts as larger than all numbers, so it makes the scale
-// and the whole row NaN.
+// Rounds a row, in loops that the compiler vectorises. A NaN counts as larger than all numbers, so that the scale and
+// the results of the whole row become NaN.
 template <class T>
 inline RowFacts round_row(const T* __restrict x, int64_t size, int8_t* __restrict bytes) {
     auto top = magnitude(T{});
@@ -173,7 +174,7 @@ template <int ROWS>
     std::memcpy(sums, parts, sizeof(parts));
 }
 
-// Like the function of this name in product.h.
+// Like `multiply_rows` in product.h.
 template <int ROWS = MAX_TILE_ROWS>
 inline void multiply_rows8(const int8_t* x, int64_t stride, int64_t height, const uint8_t* panel, int64_t depth,
                            int32_t* sums) {

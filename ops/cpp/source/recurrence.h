@@ -1,7 +1,8 @@
 // Recurrent layers (contract: ops/recurrence/__init__.py).
 //
 // Tokens are computed one by one, so results do not depend on chunks or on other rows, bit for bit. A task computes some
-// channels, or some columns of one head's state, for all spans of the step in order. No other task reads or writes them.
+// channels, or some columns of one head's state, for all spans of the step in order. No other task reads or writes the
+// same channels or columns.
 #pragma once
 
 #include <algorithm>
@@ -28,8 +29,8 @@ struct ConvolveOperands {
     const void* x;       // [T, C], tokens x_stride elements apart
     const void* weight;  // [K, C]
     const void* bias;    // [C], or null
-    const void* before;  // [T, C]: factor of x; or null
-    const void* after;  // [T, C]: factor of the convolution; null: silu
+    const void* before;  // [T, C], factor of x; or null
+    const void* after;   // [T, C], factor of the convolution; null: apply silu instead
     float* pool;         // [N, K - 1, C]
     void* out;           // [T, C], contiguous
     const Span* spans;
@@ -85,8 +86,8 @@ struct RecurOperands {
     const void* q;       // [T, G, D], tokens q_stride elements apart, heads D apart; c of a scan
     const void* k;       // likewise; b of a scan
     const void* v;       // [T, H, E], likewise; x of a scan
-    const void* a;       // [T, H]: controls the state's decay; dt of a scan
-    const void* b;       // [T, H]: controls the strength of updates; null: scan
+    const void* a;       // [T, H], determines the state's decay; dt of a scan
+    const void* b;       // [T, H], determines the strength of updates; null: the operation is a scan
     const float* rate;   // [H]
     const float* shift;  // [H]
     const float* skip;   // [H], of a scan
@@ -127,7 +128,7 @@ public:
         P* to = static_cast<P*>(o_.pool) + span.write * o_.heads * size + offset;
         const auto load_state = [&](int64_t d, int w) { return load(from + d * row + w * LANES, count_[w]); };
         const auto store_state = [&](int64_t d, int w, Floats x) { store(to + d * row + w * LANES, x, count_[w]); };
-        // one pass over the pool instead of two
+        // a scan of one token reads and writes the pool in a single pass
         if (span.count == 1 && !o_.b) return scan(span.start, load_state, store_state);
         each([&](int64_t d, int w) { state_[d][w] = load_state(d, w); });
         for (int64_t token = span.start; token < span.start + span.count; token++)
@@ -166,7 +167,7 @@ private:
         return load(static_cast<const T*>(o_.v) + token * o_.v_stride + head_ * o_.value_dim + first_ + w * LANES, count_[w]);
     }
 
-    // Reads a key or query of the head's group, and scales it to the length `unit` if that is not 0.
+    // Reads a key or query of the head's group. If `unit` is not 0, scales the vector to this length.
     void read(const void* of, int64_t stride, int64_t token, float unit, float* to) const {
         const T* from = static_cast<const T*>(of) + token * stride + head_ / (o_.heads / o_.groups) * o_.key_dim;
         Floats squares{};

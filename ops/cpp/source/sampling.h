@@ -1,4 +1,4 @@
-// Choosing tokens from logits, with masks of the tokens that a grammar allows (contract: ops/sampling).
+// Choice of tokens from logits, with masks of the tokens that a grammar allows (contract: ops/sampling/__init__.py).
 #pragma once
 
 #include <algorithm>
@@ -88,7 +88,7 @@ inline int64_t index_of(float peak, const float* logits, int64_t size) {
 struct Weighing {
     float peak;
     float scale;  // log2(e) / temperature
-    float least;  // logits below this get weight 0
+    float least;  // min_p: smaller weights become 0
     float one;    // fixed-point representation of 1
 };
 
@@ -106,8 +106,8 @@ inline void to_fixed(Floats weights, const Weighing& how, int64_t* to) {
     }
 }
 
-// Computes the weights of up to WEIGHTS tokens and returns their sum. Some blocks are weighed twice, and both calls
-// must give the same bits, so the function is never inlined.
+// Computes the weights of up to WEIGHTS tokens and returns their sum. It is never inlined, because it is called twice
+// for some blocks, and both calls must return the same bits.
 [[gnu::noinline]] inline int64_t weigh(const float* logits, int64_t size, const Weighing& how, int64_t* to) {
     int64_t k = 0;
     for (; k + 4 * LANES <= size; k += 4 * LANES) {
@@ -123,7 +123,7 @@ inline void to_fixed(Floats weights, const Weighing& how, int64_t* to) {
     return total;
 }
 
-// Whether the mask, if there is one, forbids all of these tokens, so that their weights are 0.
+// Returns whether there is a mask that forbids all of these tokens, so that their weights are 0.
 inline bool allows_none(const uint32_t* mask, int64_t first, int64_t count) {
     if (mask == nullptr) return false;
     uint32_t any = 0;

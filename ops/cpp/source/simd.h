@@ -1,5 +1,5 @@
 // Vectors of sixteen lanes for any processor. The compiler lowers them to AVX-512, to pairs of AVX2 registers, or to
-// other vector registers. Only dot products of short numbers use intrinsics.
+// other vector registers. A few functions use intrinsics where the compiler's code would be slow.
 #pragma once
 
 #include <cstdint>
@@ -45,7 +45,7 @@ inline void fetch_to_write(T* to, int64_t size) {
     for (int64_t i = 0; i < size; i += 64 / sizeof(T)) __builtin_prefetch(to + i, 1);
 }
 
-// not 0 + value, which would be computed at run time and turn -0 into 0
+// Not 0 + value: the compiler would compute this sum at run time, and it would turn -0 into 0.
 inline Floats fill(float value) { return value - Floats{}; }
 
 inline Floats load(const float* from) {
@@ -68,8 +68,8 @@ inline Floats load(const BFloat16* from) {
     return widen(halves);
 }
 
-// Loads the first `count` lanes; the others are 0. Exactly half of the lanes use a plain load, because a masked load
-// would wait for pending stores to adjacent memory.
+// Loads the first `count` lanes; the other lanes are 0. If `count` is half of the lanes, it uses a plain load, because
+// a masked load would wait for pending stores to adjacent memory.
 inline Floats load(const float* from, int64_t count) {
     if (count == LANES) return load(from);
 #if defined(__AVX512F__)
@@ -137,7 +137,7 @@ inline void store(BFloat16* to, Shorts halves, int64_t count) {
 
 inline void store(BFloat16* to, Floats x, int64_t count) { store(to, round_to_bfloat16(x), count); }
 
-// Stores the first `count` lanes, and returns all lanes as rounded.
+// Stores the first `count` lanes, and returns all lanes rounded to the type of `to`.
 inline Floats store_rounded(float* to, Floats x, int64_t count) {
     store(to, x, count);
     return x;
@@ -186,7 +186,7 @@ inline Floats where_less(Floats x, Floats y, Floats a, Floats b) {
     return x;
 }
 
-// If a number is NaN, `larger` and `smaller` return the lane of b.
+// If a or b is NaN in a lane, `larger` and `smaller` return b's lane.
 inline Floats larger(Floats a, Floats b) {
 #if defined(__AVX512F__)
     return cast<Floats>(_mm512_max_ps(cast<__m512>(a), cast<__m512>(b)));
@@ -223,7 +223,7 @@ inline float largest(Floats x) {
     return found;
 }
 
-// e to the power of x, relative error below 2e-7, for x from -87 to 87; x is clamped to this range. A NaN stays NaN.
+// e to the power of x, with a relative error below 2e-7. x is clamped to -87 .. 87. A NaN stays NaN.
 inline Floats exponential(Floats x) {
     const Floats held = smaller(fill(87.0f), larger(fill(-87.0f), x));
     // adding 1.5 * 2^23 leaves the rounded integer in the lowest bits
@@ -239,8 +239,8 @@ inline Floats exponential(Floats x) {
     return cast<Floats>(cast<Ints>(p) + (cast<Ints>(shifted) << 23));
 }
 
-// p[i] = terms[0] * x[i]^n + .. + terms[n], for several vectors at once, because a single polynomial is a chain of
-// dependent instructions.
+// p[i] = terms[0] * x[i]^n + .. + terms[n]. It computes several vectors at once, because a single polynomial is a chain
+// of dependent instructions.
 template <int N, int TERMS>
 inline void polynomials(const float (&terms)[TERMS], const Floats (&x)[N], Floats (&p)[N]) {
 #pragma GCC unroll 16
@@ -251,7 +251,7 @@ inline void polynomials(const float (&terms)[TERMS], const Floats (&x)[N], Float
         for (int i = 0; i < N; i++) p[i] = p[i] * x[i] + terms[term];
 }
 
-// 2 to the power of r for r from -0.5 to 0.5. SHORT: relative error 1e-4.
+// 2 to the power of r for r from -0.5 to 0.5. With SHORT, the relative error is 1e-4.
 template <bool SHORT, int N>
 inline void near_powers(const Floats (&r)[N], Floats (&p)[N]) {
     static constexpr float FULL[] = {1.326472731e-03f, 9.671512991e-03f, 5.550733581e-02f,
@@ -263,8 +263,8 @@ inline void near_powers(const Floats (&r)[N], Floats (&p)[N]) {
         polynomials(FULL, r, p);
 }
 
-// 2 to the power of each x <= 0, relative error 1e-7 (SHORT: 1e-4), exact for x = 0; 0 for x below -126. A NaN stays
-// NaN.
+// 2 to the power of each x <= 0, with a relative error of 1e-7 (SHORT: 1e-4). The result is exact for x = 0, and 0 for
+// x below -126. A NaN stays NaN.
 template <bool SHORT, int N>
 inline void powers_of_two(Floats (&x)[N]) {
     Floats r[N], p[N];

@@ -11,15 +11,15 @@
 
 namespace penstock {
 
-// Prefetch distance for data that other cores have written: the hardware prefetcher starts too late.
+// Prefetch distance for data that other cores have written, for which the hardware prefetcher starts too late.
 constexpr int64_t TOKENS_AHEAD = 2;
 constexpr int64_t GATE_AHEAD = 1024;  // prefetch distance in elements
 
 struct NormOperands {
     const void* x;         // `lines` vectors of `size` per token; tokens `stride` elements apart
     void* residual;        // receives the sum x + residual; contiguous; null: no residual
-    const void* weight;    // [size], or one for each line of a token
-    const void* bias;      // [size], or one for each line of a token; or null
+    const void* weight;    // [size], or [lines, size]
+    const void* bias;      // [size], or [lines, size]; or null
     void* out;             // contiguous
     int64_t tokens;        // 0: all tokens of the step
     int64_t lines;
@@ -31,7 +31,7 @@ struct NormOperands {
     float offset;          // added to the weight
 };
 
-// Sum of squares of x - mean. Two alternating sums, so that an addition does not wait for the previous one.
+// Sum of squares of x - mean. It uses two alternating sums, so that an addition need not wait for the previous one.
 template <class T>
 inline float squares_about(const T* x, int64_t size, float mean) {
     Floats squares{}, others{};
@@ -123,7 +123,7 @@ struct RotateOperands {
     int64_t head_dim;    // D, or the distance between heads if that is larger
     int64_t size;        // R
     int64_t interleaved;
-    int64_t by_token;    // lines of the table are indexed by token, not by position
+    int64_t by_token;    // whether the table has one line per token instead of one per position
 };
 
 template <class T>
@@ -170,7 +170,7 @@ void rotate(const void* operands, const Step& step, ThreadGroup& threads) {
     threads.share(step.num_tokens, [&](int64_t token) { rotate_token<T>(o, step, token); });
 }
 
-constexpr int64_t NUM_AXES = 3;  // of a position: time, height and width
+constexpr int64_t NUM_AXES = 3;  // axes of a position: time, height and width
 
 struct AnglesOperands {
     const float* table;          // [N, R]: cosines, then sines
@@ -282,7 +282,7 @@ struct EmbedOperands {
     float scale;         // factor of the vectors
     const void* position_weight;   // [N, E], or null
     const void* type_weight;       // [2, E], or [E] without `second_starts`, or null
-    const int32_t* second_starts;  // [T], first position of its row with the second type, or 0; or null
+    const int32_t* second_starts;  // [T], first position with the second type in the token's row, or 0; or null
     Media media;         // used by `embed` and `embed_packed`
 };
 
@@ -334,8 +334,9 @@ inline Floats through_sigmoid(Floats x, Floats z) { return x * reciprocal(1.0f +
 
 #if defined(__AVX512F__)
 
-// The integral of the normal distribution from 0 to |x|: a polynomial for each of 32 ranges of |x|, looked up in
-// registers. The absolute error is 4e-9, plus rounding. From the middle of the last range on it is 1/2.
+// The integral of the normal distribution from 0 to |x|. Each of 32 ranges of |x| has a polynomial, whose terms are
+// looked up in registers. The absolute error is 4e-9, plus rounding. From the middle of the last range on, the value is
+// 1/2.
 struct NormalTable {
     static constexpr int RANGES = 32, TERMS = 5;
     // ranges per unit of |x|; middle of the last range
@@ -359,8 +360,8 @@ struct NormalTable {
 
 inline const NormalTable NORMAL_TABLE;
 
-// x times the integral of the normal distribution, absolute error 9e-8 * x. Computes several vectors at once, because a
-// single one is a chain of dependent instructions.
+// x times the integral of the normal distribution, with an absolute error of 9e-8 * x. It computes several vectors at
+// once, because the computation of a single vector is a chain of dependent instructions.
 template <bool, int N>
 inline void gelu(Floats (&x)[N]) {
     constexpr float TO_INTEGER = 12582912.0f;  // adding 1.5 * 2^23 leaves the range in the lowest bits
@@ -388,10 +389,10 @@ inline void gelu(Floats (&x)[N]) {
 
 #else
 
-// x times the integral of the normal distribution, whose tail has a logarithm that is nearly a polynomial. The error is
-// 5e-8 * x, and falls beyond |x| = 6. SHORT, for results that are rounded to bfloat16: relative error 2e-4 down to x =
-// -4, absolute error 1e-5 below. Computes several vectors at once, because a single one is a chain of dependent
-// instructions.
+// x times the integral of the normal distribution. The logarithm of the distribution's tail is nearly a polynomial. The
+// error is 5e-8 * x, and smaller beyond |x| = 6. SHORT is for results that are rounded to bfloat16: the relative error
+// is 2e-4 down to x = -4, and the absolute error below that is 1e-5. It computes several vectors at once, because the
+// computation of a single vector is a chain of dependent instructions.
 template <bool SHORT, int N>
 inline void gelu(Floats (&x)[N]) {
     static constexpr float FULL[] = {-8.562446965e-07f, 1.406874253e-05f,  -5.608179345e-05f,
@@ -413,7 +414,7 @@ inline void gelu(Floats (&x)[N]) {
 
 #endif
 
-// SHORT: with less precision, for results that are rounded to bfloat16.
+// SHORT: less precision, for results that are rounded to bfloat16.
 template <Activation KIND, bool SHORT = false>
 inline Floats activate(Floats x) {
     switch (KIND) {
@@ -441,7 +442,7 @@ inline Floats activate(Floats x) {
     }
 }
 
-// Activates several vectors at once.
+// Applies the activation to several vectors at once.
 template <Activation KIND, bool SHORT, int N>
 inline void activate_all(Floats (&x)[N]) {
     if constexpr (KIND == GELU) return gelu<SHORT>(x);

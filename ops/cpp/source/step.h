@@ -1,4 +1,4 @@
-// Rows of one step, which all its kernels read (see ops.attention.AttentionMetadata).
+// The rows of one step, which all kernels of the step read (see ops.attention.AttentionMetadata).
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Step {
     const int32_t* position_offsets;  // [3, T], offset of each axis from the position; null: 0
 };
 
-// Whether a kernel for rows with fewer than `below` tokens skips this row; 0: it skips no row.
+// Returns whether a kernel for rows with fewer than `below` tokens skips this row. If `below` is 0, no row is skipped.
 inline bool is_left_out(const Step& step, int64_t row, int64_t below) { return below && step.counts[row] >= below; }
 
 // Calls work(first, end) for runs of tokens in first .. end - 1 whose rows are not skipped, with as few calls as possible.
@@ -45,9 +45,10 @@ inline void each_run(const Step& step, int64_t below, int64_t first, int64_t end
     if (first < end) work(first, end);
 }
 
-// One kernel with its operands. One or more threads of the group enter a kernel, when no task of it has been taken yet.
-// A thread may return when it finds no further task; the next kernel starts after all of these threads have returned.
-// Code outside of tasks (`share`, `take`) runs on each of these threads, so it must not depend on their number.
+// One kernel with its operands. Any number of the group's threads run it; at least one does. A thread may enter only
+// before the kernel's first barrier, and returns when it finds no further task. The next kernel starts after all these
+// threads have returned. Code outside of tasks (`share`, `take`) runs on each of them, so it must not depend on their
+// number.
 struct GraphNode {
     void (*kernel)(const void* operands, const Step& step, ThreadGroup& threads);
     const void* operands;

@@ -10,12 +10,12 @@
 namespace penstock {
 
 // Polls of a waiting thread before it sleeps: a few milliseconds, mostly spent in `yield`. If another process takes a
-// thread's core for a moment, the thread continues sooner from a yield than from a sleep. Between kernels, sleeping
-// would happen many times per step.
+// thread's core for a moment, the thread continues sooner from a yield than from a sleep. With fewer polls, threads
+// would sleep between kernels, many times per step.
 constexpr int SPINS = 40000;
 
-// Polls between two yields, 50 to 200 ns. Without yields, a polling thread could keep the core from the thread that it
-// waits for: another member of the group, the event loop, or a client.
+// Number of polls between two yields; they take 50 to 200 ns. Without yields, a polling thread could occupy the core
+// that the thread it waits for needs: another member of the group, the event loop, or a client.
 constexpr int SPINS_PER_YIELD = 4;
 
 // Waits a moment between two polls; `spins` is the number of polls so far.
@@ -26,8 +26,9 @@ inline void pause(int spins) {
 #endif
 }
 
-// The progress of a group is one atomic word. From the lowest bits on: members that have arrived at the end of the
-// part, members, the part of the node (between two barriers, fewer than 64), and the number of nodes since the start.
+// The progress of a group is one atomic word. From the lowest bits on, it contains: the number of members that have
+// arrived at the end of the part; the number of members; the index of the part of the node, below 64 (barriers divide a
+// node into parts); and the number of nodes since the start.
 constexpr int COUNT_BITS = 10, PART_BITS = 6;
 constexpr int MAX_THREADS = (1 << COUNT_BITS) - 1;
 constexpr uint64_t ONE_ARRIVED = 1, ONE_MEMBER = uint64_t{1} << COUNT_BITS, ONE_PART = ONE_MEMBER << COUNT_BITS,
@@ -36,8 +37,8 @@ constexpr uint64_t ONE_ARRIVED = 1, ONE_MEMBER = uint64_t{1} << COUNT_BITS, ONE_
 inline uint64_t parts_of(uint64_t progress) { return progress / ONE_PART; }
 inline uint64_t node_of(uint64_t progress) { return progress / ONE_NODE; }
 
-// Number of tasks taken, in the lower half. The upper half is the part to which the number belongs; in any other part
-// no task is taken.
+// The lower half is the number of tasks taken. The upper half is the part to which this number belongs; in any other
+// part the number is 0.
 struct Taken {
     alignas(64) std::atomic<uint64_t> count{0};
 };
@@ -49,14 +50,14 @@ struct GroupState {
     std::vector<Taken> taken;  // tasks taken from each thread's share
     Taken next;
     alignas(64) std::atomic<uint64_t> progress{ONE_NODE};
-    // counts changes of the part in `progress`; sleeping threads wait on it
+    // number of changes of the part in `progress`; sleeping threads wait for a change of this number
     alignas(64) std::atomic<uint32_t> changes{0};
 };
 
 // One thread's view of its group. Tasks are taken dynamically, so a thread whose core is busy with other work does
 // fewer tasks, even of its own share. Threads wait only for members that have joined the same node. If the event loop
-// or a grammar's masks occupy a thread's core between two nodes, the group does not wait for this thread. It joins the
-// node at which it finds the group.
+// or a grammar's masks occupy a thread's core between two nodes, the group does not wait for this thread. The thread
+// later joins the node that the group then computes.
 class ThreadGroup {
 public:
     ThreadGroup(int rank, int size, GroupState& state) : rank(rank), size(size), state_(state) {}
@@ -64,13 +65,13 @@ public:
     const int rank;
     const int size;
 
-    // Takes the next `count` tasks since the last barrier, and returns the first. The caller stops when it is beyond
-    // the last task.
+    // Takes the next `count` tasks since the last barrier, and returns the number of the first. The caller must stop if
+    // this number is beyond the last task.
     int64_t take(int64_t count = 1) { return take(state_.next, count); }
 
-    // Calls work(i) for every i below `count`, each on one thread. A thread starts with the same share of the tasks in
-    // every call, so that its cache holds what it wrote there, and then takes tasks from others. Only once between two
-    // barriers.
+    // Calls work(i) for every i below `count`, each on one thread. In every call, a thread starts with the same share
+    // of the tasks, because its cache contains what it wrote for them. Then it takes tasks from the shares of other
+    // threads. May be called only once between two barriers.
     template <class Work>
     void share(int64_t count, const Work& work) {
         for (int turn = 0; turn < size; turn++) {
@@ -79,7 +80,7 @@ public:
             Taken& taken = state_.taken[owner];
             while (true) {
                 const int64_t left = end - begin - num_taken(taken);
-                // small portions at the end, because others wait for them
+                // portions are small at the end, because other threads wait for the last one
                 const int64_t portion = std::clamp<int64_t>(left / 8, 1, PORTION);
                 const int64_t first = begin + take(taken, portion);
                 if (first >= end) break;
@@ -88,7 +89,7 @@ public:
         }
     }
 
-    // Waits for all members. Afterwards tasks are counted from 0 again, and all members see each other's writes.
+    // Waits for all members. Afterwards, task numbers start at 0 again, and all members see each other's writes.
     void barrier() {
         if (!arrive(false)) wait_until_past(part_ * ONE_PART);
         part_++;
@@ -106,7 +107,7 @@ public:
         return false;
     }
 
-    // Finishes this thread's part of the node, and waits for the other members.
+    // Ends this thread's work on the node, and waits for the other members.
     void leave() {
         if (!arrive(true)) wait_until_past(part_ * ONE_PART);
     }
@@ -131,7 +132,7 @@ private:
         return seen >> TAKEN_BITS == uint32_t(part_) ? uint32_t(seen) : 0;
     }
 
-    // Only members call it, and all members are in the same part, so `taken` cannot become invalid meanwhile.
+    // Only members call it. All members are in the same part, so `taken` cannot be reset during the call.
     int64_t take(Taken& taken, int64_t count) {
         const uint64_t none = uint64_t{uint32_t(part_)} << TAKEN_BITS;
         uint64_t seen = taken.count.load(std::memory_order_relaxed);
@@ -140,7 +141,7 @@ private:
         return uint32_t(taken.count.fetch_add(count, std::memory_order_relaxed));
     }
 
-    // Returns whether this was the last member, so that the group continues with the next part or node.
+    // Records the arrival of this thread. Returns whether it was the last member; then the next part or node begins.
     bool arrive(bool leaves) {
         uint64_t seen = state_.progress.load(std::memory_order_relaxed), next;
         bool is_last = false;

@@ -1,5 +1,6 @@
-// The beginning and the end of a step that is captured as a whole: from the batch's arrays to positions and slot
-// mapping, and from hidden states to the most likely tokens (contracts: runtime/worker/step_inputs.py, ops/sampling).
+// The first and the last kernels of a step that is captured as a whole. The first kernel computes positions and slot
+// mapping from the batch's arrays. The last kernels compute the most likely tokens from hidden states. Contracts:
+// runtime/worker/step_inputs.py, ops/sampling/__init__.py.
 #pragma once
 
 #include <cmath>
@@ -126,8 +127,8 @@ struct PoolRowsOperands {
     const void* hidden;  // [T, E]
     float* out;          // [B, E]
     int64_t size;        // E
-    int64_t mean;        // mean of each row's tokens; else the first token of each row
-    int64_t normalized;  // scale vectors to length one
+    int64_t mean;        // whether to compute the mean of each row's tokens; otherwise each row's first token is taken
+    int64_t normalized;  // whether to scale the vectors to length 1
 };
 
 // Computes the embedding of each text: see Pooler (runtime/layers/pooler.py). A task is a row.
@@ -153,11 +154,11 @@ void pool_rows(const void* operands, const Step& step, ThreadGroup& threads) {
     });
 }
 
-// The best logits of a row that one thread has seen, lane by lane.
+// For each lane, the best logit of a row that one thread has computed.
 struct Best {
     Floats value[2];
-    Ints panel[2];
-    Ints broken;  // not 0 if a logit was NaN
+    Ints panel[2];  // panel of the logit
+    Ints broken;    // not 0 if a logit was NaN
 };
 
 struct ChooseOperands {
@@ -165,11 +166,11 @@ struct ChooseOperands {
     int64_t* ids;     // [R]
     uint8_t* sound;   // [R]
     int64_t max_samples;
-    Product8Operands product;  // without `out`; only the plain fields are used, unless weights have 8 bits
+    Product8Operands product;  // `out` is not used; unless weights have 8 bits, only `plain` is used
     Product4Operands product4;  // used instead of `product` if weights have 4 bits
 };
 
-// Keeps the largest value in each lane; of equal values, that of the lowest panel.
+// Updates the largest value in each lane. Among equal values, it keeps the value of the lowest panel.
 inline void note(Best& best, const Floats (&sums)[2], int64_t panel, int64_t out_size) {
     for (int half = 0; half < 2; half++) {
         Floats value = sums[half];
@@ -177,7 +178,7 @@ inline void note(Best& best, const Floats (&sums)[2], int64_t panel, int64_t out
         for (int64_t lane = std::max<int64_t>(0, width); lane < LANES; lane++)
             value[lane] = -std::numeric_limits<float>::infinity();
         best.broken |= value != value;
-        // A thread that takes tasks of others may see lower panels after higher panels.
+        // A thread that takes tasks from other threads' shares may compute lower panels after higher panels.
         const Ints before = (value == best.value[half]) & (Ints{} + int32_t(panel) < best.panel[half]);
         const Ints better = (value > best.value[half]) | before;
         best.value[half] = better ? value : best.value[half];
@@ -185,7 +186,7 @@ inline void note(Best& best, const Floats (&sums)[2], int64_t panel, int64_t out
     }
 }
 
-// Chooses the best token from the lanes of all threads; of equal logits, the first in the vocabulary.
+// Chooses the best token from the lanes of all threads. Among equal logits, it chooses the lowest id.
 inline void choose_best(const ChooseOperands& o, const Step& step, const ThreadGroup& threads, int64_t sample) {
     float value = -std::numeric_limits<float>::infinity();
     int64_t id = 0;
