@@ -152,18 +152,23 @@ def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> 
         )
     if args.public_origin is not None and not re.fullmatch(r"https?://[^/?#@\s]+", args.public_origin):
         builder.refuse("public_origin", "--public-origin must be an origin, for example https://models.example.")
-    if builder.args.sampling.enable_return_hidden_states and builder.args.parallel.pp_size > 1:
-        builder.refuse(
-            "enable_return_hidden_states",
-            "--enable-return-hidden-states: the last stage of a pipeline sends only the states that are sampled; use "
-            "--pp-size 1.",
-        )
+    _check_hidden_states(builder)
     return builder.build(
         ServePlan,
         served_model_name=_served_model_name(builder, model_path, demo_path),
         log_level_http=builder.follow_or("log_level_http", builder.args.observe.log_level, "the value of --log-level"),
         preferred_sampling=_preferred_sampling(builder),
     )
+
+
+def _check_hidden_states(builder: PlanBuilder) -> None:
+    option, parallel, why = "enable_return_hidden_states", builder.args.parallel, None
+    if parallel.pp_size > 1:
+        why = "the last stage of a pipeline sends only the states that are sampled; use --pp-size 1"
+    elif parallel.enable_dp_attention:
+        why = "rank 0 has only the states of its own attention group; leave --enable-dp-attention out"
+    if builder.args.get(option) and why is not None:
+        builder.refuse(option, f"--enable-return-hidden-states: {why}.")
 
 
 def _served_model_name(builder: PlanBuilder, model_path: str, demo_path: str | None) -> Decision[str]:

@@ -218,6 +218,7 @@ def test_attention_groups_must_fit_the_ranks_and_other_options() -> None:
     assert "--dp-size must be at least 2 and divide --tp-size" in refusals(**groups, dp_size=3)
     assert "does not support a pipeline" in refusals(**groups, dp_size=2, pp_size=2)
     assert "does not support adapters" in refusals(**groups, dp_size=2, enable_lora=True, max_lora_rank=8)
+    assert "states of its own attention group" in refusals(**groups, dp_size=2, enable_return_hidden_states=True)
     assert "--enable-dp-lm-head needs --enable-dp-attention" in refusals(enable_dp_lm_head=True, tp_size=2)
     assert "--moe-dense-tp-size 2 is not supported; use 1, or 4" in refusals(tp_size=4, moe_dense_tp_size=2)
 
