@@ -14,7 +14,6 @@ from starlette.types import ASGIApp
 from runtime.request import Chunk, Request
 from runtime.sampling_params import SamplingParams
 from serve.calls.body import decode_open, parse_object
-from serve.calls.bootstrap import with_prefill_server
 from serve.calls.generate.answers import GenerateAnswers
 from serve.calls.generate.schema import GenerateBody, requests_of
 from serve.calls.hidden_states import as_fragment
@@ -57,7 +56,7 @@ async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody, list[Request]]:
     body = decode_open(GenerateBody, parse_object(raw), core, "/generate")
-    return body, with_prefill_server(body, core, requests_of(body, core, owned=True), joined=True)
+    return body, requests_of(body, core, owned=True)
 
 
 def _response(answers: GenerateAnswers, chunks: Sequence[Sequence[Chunk]], single: bool) -> Response:

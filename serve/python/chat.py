@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from runtime.actors.output_stream import read_all
 from runtime.errors import InvalidRequest
 from runtime.sampling_params import NOT_BUILT, parameters
 from serve.calls.body import off_loop
+from serve.calls.bootstrap import with_prefill_server
 from serve.calls.chat.prepare import PreparedChat, prepare, render
 from serve.calls.chat_completions.answers import AnswerHeader
 from serve.calls.chat_completions.chat import ChatEvents, chat_answer
@@ -79,7 +81,9 @@ def _read(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> t
     body, objects = _body(core, messages, options)
     model = choose_model(core, body.model)
     [adapter] = adapters_of(model, body.lora_path, 1)
-    return body, model.name, prepare(core, chat_of(body, objects), adapter)
+    prepared = prepare(core, chat_of(body, objects), adapter)
+    [request] = with_prefill_server(body, core, [prepared.request])
+    return body, model.name, replace(prepared, request=request)
 
 
 def prompt_of(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 import greedy
 from http_server import serving as app_serving
-from runtime.errors import ConfigurationError
+from runtime.errors import ConfigurationError, InvalidRequest
 from serve import Engine
 from serve.cli import router as router_module
 from serve.cli.router import router_app
@@ -225,6 +225,11 @@ async def test_the_fields_of_a_prefill_server_need_a_role() -> None:
     ):
         refused = await client.post("/generate", json={"text": "x", "bootstrap_host": "127.0.0.1"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "bootstrap_host")
+        predict = {"instances": [{"text": "x"}], "parameters": {"bootstrap_host": "127.0.0.1"}}
+        assert "bootstrap_host needs a server" in (await client.post("/vertex_generate", json=predict)).text
+        for refused_call in (engine.generate, engine.chat):
+            with pytest.raises(InvalidRequest, match="bootstrap_host needs a server"):
+                await refused_call("x", bootstrap_host="127.0.0.1")
 
 
 async def test_the_router_limits_the_bodies_and_the_wait_for_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

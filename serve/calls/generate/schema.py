@@ -13,7 +13,7 @@ from runtime.logits_processors import check_name, name_of
 from runtime.media_source import Kind
 from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
-from serve.calls.bootstrap import Hosts, Ports, Rooms
+from serve.calls.bootstrap import Hosts, Ports, Rooms, with_prefill_server
 from serve.calls.decode import NotBuilt
 from serve.calls.errors import renamed
 from serve.calls.media import native_media
@@ -131,7 +131,7 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
     session = None if body.session_params is None else body.session_params.params()
     service = service_of(body.timeout_s, body.service_tier, body.prompt_cache_key, body.session_id)
     ids_of = partial(prompt_ids, plan=core.plan, cut=cut) if owned else tuple
-    return [
+    requests = [
         Request(
             text=prompt if isinstance(prompt, str) else None,
             ids=None if isinstance(prompt, str) else ids_of(prompt),
@@ -150,6 +150,7 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
         )
         for index, prompt in enumerate(prompts)
     ]
+    return with_prefill_server(body, core, requests, joined=True)
 
 
 def _prompts(body: GenerateBody) -> Sequence[str | list[int]]:
