@@ -1,7 +1,7 @@
-"""Runner of replicas whose steps run together: attention groups of one copy of the model. Does not import torch.
+"""Runner for replicas that compute their steps together: the attention groups of one model. Does not import torch.
 
-Each replica has its own scheduler actor, which launches batches as if it were alone. A common step has one batch of
-each replica that has one; other replicas are idle in it.
+Each replica has its own scheduler actor, which launches batches as if it were alone. A common step has at most one
+batch per replica. Replicas without a batch are idle in it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import anyio
 
 from runtime.batch import Batch, StepOutput
 
-# Turns of the event loop in which other replicas may launch, before a step begins without them. A replica needs about
-# four turns from the result of its last step to its next launch.
+# Number of event-loop turns in which further replicas may launch, before a step begins without them. A replica needs
+# about four turns from the result of its last step to its next launch.
 TURNS = 6
 
 
@@ -28,7 +28,7 @@ class JointRunner(Protocol):
     def kernels_description(self) -> str: ...
 
     def launch_together(self, batches: Sequence[Batch | None]) -> asyncio.Future[list[StepOutput | None]]:
-        """Enqueue a step with a batch of each replica, or None."""
+        """Enqueue a step with one batch per replica, or None for an idle replica."""
         ...
 
     def call(self, verb: str, payload: Mapping[str, Any], ranks: range | None = None) -> asyncio.Future[list[Any]]:
@@ -41,35 +41,36 @@ class JointRunner(Protocol):
 
 
 class _Launched(NamedTuple):
-    """A batch of a replica that waits for its step."""
+    """A replica's batch that waits for its step."""
 
     batch: Batch
     result: asyncio.Future[StepOutput]
 
 
 class CommonSteps:
-    """Joins the batches of several replicas into common steps. Use it on the event loop of the replicas' actors.
+    """Combines the batches of several replicas into common steps. Must be used on the event loop of the replicas'
+    actors.
 
     A step begins as soon as every busy replica has launched a batch. If no step is in flight, it begins after a few
-    turns of the event loop with the batches that there are. Replicas that are equally busy therefore stay together,
-    and none waits for an idle one.
+    turns of the event loop, with the batches launched so far. Equally busy replicas therefore stay in step, and none
+    waits for an idle one.
     """
 
     def __init__(self, runner: JointRunner, num_replicas: int, ranks_each: int, max_in_flight: int) -> None:
-        """`max_in_flight` is 2 if a batch may be enqueued before the tokens of the last one are known, else 1."""
+        """`max_in_flight` is 2 if a batch may be enqueued before the tokens of the last one are known, otherwise 1."""
         self.runner = runner
         self.replicas = [ReplicaRunner(self, index, ranks_each) for index in range(num_replicas)]
         self.num_steps = 0
         self._waiting: list[deque[_Launched]] = [deque() for _ in range(num_replicas)]
-        self._num_flying = [0] * num_replicas  # steps in flight with a batch of each replica
+        self._num_flying = [0] * num_replicas  # number of steps in flight that have a batch of each replica
         self._num_in_flight = 0
         self._max_in_flight = max_in_flight
-        self._turn: asyncio.Handle | None = None  # set while a step waits for other replicas to launch
+        self._turn: asyncio.Handle | None = None  # set while a step waits for further replicas to launch
         self._is_closed = False
         self._closing = threading.Lock()
 
     def launch(self, index: int, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Add a replica's batch to the next step that has none of this replica."""
+        """Add a replica's batch to the next step that has no batch of this replica."""
         result: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
         result.add_done_callback(_retrieve)
         self._waiting[index].append(_Launched(batch, result))
@@ -82,14 +83,17 @@ class CommonSteps:
             self._begin()
 
     def close(self) -> None:
-        """Close the runner, if it is not closed yet. Blocks; may be called from several threads."""
+        """Close the runner, if it is not closed yet. Blocks. May be called from several threads."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True
                 self.runner.close()
 
     def _consider(self) -> None:
-        """Begin a step if no busy replica is missing. If none is in flight, begin one after `TURNS` at the latest."""
+        """Begin a step if no busy replica is missing.
+
+        If no step is in flight, begin one after `TURNS` turns at the latest.
+        """
         while any(self._waiting) and self._num_in_flight < self._max_in_flight:
             if not all(bool(waiting) or not flying for waiting, flying in zip(self._waiting, self._num_flying)):
                 break
@@ -120,7 +124,7 @@ class CommonSteps:
         step.add_done_callback(lambda done: self._settle(launched, done))
 
     def _settle(self, launched: Sequence[_Launched | None], step: asyncio.Future[list[StepOutput | None]]) -> None:
-        """Give each replica the result of its batch, or the exception of the step."""
+        """Pass each replica the result of its batch, or the exception of the step."""
         self._num_in_flight -= 1
         error = step.exception()
         outputs = [None] * len(launched) if error is not None else step.result()
@@ -138,7 +142,7 @@ class CommonSteps:
 
 
 class ReplicaRunner:
-    """The runner of one replica (see `Runner`). Its ranks are those of its attention group."""
+    """The runner of one replica (see `Runner`). Its ranks are the ranks of its attention group."""
 
     def __init__(self, steps: CommonSteps, index: int, num_ranks: int) -> None:
         self._steps = steps
@@ -151,11 +155,11 @@ class ReplicaRunner:
         return self._steps.runner.kernels_description
 
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Enqueue the batch for a common step, and return at once."""
+        """Enqueue the batch for a common step, and return immediately."""
         return self._steps.launch(self._index, batch)
 
     def finish_oldest(self) -> None:
-        """Do nothing: there is no pipeline."""
+        """Do nothing, because there is no pipeline parallelism."""
 
     def call(self, verb: str, payload: Mapping[str, Any]) -> asyncio.Future[list[Any]]:
         """Run a verb on the ranks of this replica, after the steps launched so far."""
@@ -163,7 +167,7 @@ class ReplicaRunner:
         return self._steps.runner.call(verb, payload, self._ranks)
 
     async def watch(self) -> None:
-        """Never return; the first replica raises `WorkerFailed` when a process has ended."""
+        """Never return. The first replica raises `WorkerFailed` when a process has ended."""
         if self._index == 0:
             await self._steps.runner.watch()
         await anyio.sleep_forever()
@@ -174,6 +178,6 @@ class ReplicaRunner:
 
 
 def _retrieve(result: asyncio.Future[StepOutput]) -> None:
-    """Retrieve the exception, so that asyncio does not warn if the waiting task has ended."""
+    """Mark a future's exception as retrieved, so that asyncio does not log it if the waiting task has ended."""
     if not result.cancelled():
         result.exception()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from runtime.mesh.mesh import Mesh
     from runtime.worker.model_runner import ModelRunner
 
-FIND_FAILED_RANK_S = 1.0  # time to find out which rank failed after a failed step
+FIND_FAILED_RANK_S = 1.0  # after a failed step, time to find out which rank failed
 FINISH_S = 5.0  # time for steps in flight to finish when the engine closes
 
 # Array fields of a batch. Fields that are None are omitted.
@@ -57,8 +57,8 @@ _NO_FLAGS = np.zeros(0, np.bool_)
 class GroupRunner:
     """Runs batches on a worker group. Owns the group and the runner of rank 0.
 
-    A failed step ends the whole group, because the other ranks wait in the middle of the step. The step's future then
-    raises `WorkerFailed`, which names the rank.
+    A failed step ends the whole group, because the remaining ranks wait in the middle of the step. The step's future
+    then raises `WorkerFailed`, which names the rank.
     """
 
     def __init__(self, runner: ModelRunner, group: WorkerGroup, mesh: Mesh) -> None:
@@ -67,10 +67,11 @@ class GroupRunner:
         self._runner = runner
         self._group = group
         self._loop = asyncio.get_running_loop()
-        self._calls: dict[int, VerbCall] = {}  # number of a verb -> verb that some ranks have not answered
+        self._calls: dict[int, VerbCall] = {}  # number of a call -> verb call that some ranks have not answered
         self._call_numbers = count(1)
         info = mesh.rank_info
-        # Ranks of a pipeline's first stage except rank 0, which tells them when a step ends. [] without a pipeline.
+        # Ranks of the first pipeline stage except rank 0, which tells them when a step ends. [] without pipeline
+        # parallelism.
         self._first_stage = group.workers[: info.stage_size - 1] if info.pp_size > 1 else []
 
     @property
@@ -79,7 +80,10 @@ class GroupRunner:
         return self._runner.kernels_description
 
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
-        """Enqueue the batch on every rank, and return at once. The caller must shield the future from cancellation."""
+        """Enqueue the batch on every rank, and return immediately.
+
+        The caller must shield the future from cancellation.
+        """
         began = time.perf_counter()
         self._group.send_frame(encode_batch(batch))
         self.seconds_sending = time.perf_counter() - began
@@ -89,7 +93,7 @@ class GroupRunner:
         return step
 
     def launch_together(self, batches: Sequence[Batch | None]) -> asyncio.Future[list[StepOutput | None]]:
-        """Enqueue a common step of attention groups, with a batch of each; None for idle groups."""
+        """Enqueue a common step with one batch per attention group. The batch of an idle group is None."""
         began = time.perf_counter()
         shares = [StepShare.of(batch) for batch in batches]
         frames = [encode_share(batch, shares) for batch in batches]
@@ -102,7 +106,7 @@ class GroupRunner:
         return step
 
     def finish_oldest(self) -> None:
-        """In a pipeline, enqueue the end of the oldest unfinished step on every rank of the first stage."""
+        """With pipeline parallelism, enqueue the end of the oldest unfinished step on every rank of the first stage."""
         if self._first_stage and self._runner.num_unfinished:
             frame = encode({"end": True})
             for worker in self._first_stage:
@@ -110,7 +114,7 @@ class GroupRunner:
         self._runner.finish_oldest()
 
     def call(self, verb: str, payload: Mapping[str, Any], ranks: range | None = None) -> asyncio.Future[list[Any]]:
-        """Run a verb on every rank, or on these (see `Runner.call`). Answers arrive while `watch` runs."""
+        """Run a verb on every rank, or only on `ranks` (see `Runner.call`). Answers arrive only while `watch` runs."""
         while self._first_stage and self._runner.num_unfinished:
             self.finish_oldest()  # a verb must not run in the middle of a step
         number, future = next(self._call_numbers), self._loop.create_future()
@@ -153,7 +157,7 @@ class GroupRunner:
         self.mesh.abort()
 
     def _settle(self, step: asyncio.Future[Any], local: asyncio.Future[Any]) -> None:
-        """Resolve a step's future when rank 0 has finished. After a failure, find the failed rank."""
+        """Resolve a step's future after rank 0 has finished. After a failure, find the failed rank."""
         if step.done():
             return
         error = local.exception()
@@ -196,7 +200,7 @@ class GroupRunner:
 
 
 def encode_share(batch: Batch | None, shares: Sequence[StepShare]) -> bytes:
-    """Encode the batch of one attention group, or None, and the shares of all groups in a common step."""
+    """Encode the batch of one attention group (or None), and the shares of all groups in a common step."""
     return (
         encode({"shares": [[*share] for share in shares]})
         if batch is None
@@ -205,15 +209,15 @@ def encode_share(batch: Batch | None, shares: Sequence[StepShare]) -> bytes:
 
 
 def decode_share(frame: Frame) -> tuple[Batch | None, list[StepShare]]:
-    """Decode a group's batch and the shares of all groups."""
+    """Decode a group's batch (or None), and the shares of all groups."""
     shares = [StepShare(*share) for share in frame.body["shares"]]
     return (decode_batch(frame) if "batch" in frame.body else None), shares
 
 
 def encode_batch(batch: Batch, **more: Any) -> bytes:
-    """Encode a batch for other ranks, with `more` JSON values.
+    """Encode a batch for other ranks, together with `more` JSON values.
 
-    Leaves out sequences, statistics and sampling parameters.
+    Sequences, statistics and sampling parameters are omitted.
     """
     prompt_logprobs = batch.prompt_logprobs
     arrays = {name: array for name in _ARRAYS if (array := getattr(batch, name)) is not None}
@@ -246,7 +250,10 @@ def encode_batch(batch: Batch, **more: Any) -> bytes:
 
 
 def decode_batch(frame: Frame) -> Batch:
-    """Decode a batch for a worker. It has no sequences, only the positions of `sampling`, and zeros as targets."""
+    """Decode a batch for a worker.
+
+    The batch has no sequences, only the positions of `sampling`, and zeros as targets of prompt log-probabilities.
+    """
     arrays = frame.arrays
     sampling = None
     if "positions" in arrays:
@@ -277,12 +284,12 @@ def decode_batch(frame: Frame) -> Batch:
 
 
 def _decode_media(spans: Ints, vectors: Ints) -> tuple[MediaSpan, ...]:
-    """Decode the spans [N, 2] of offsets and lengths, and their vectors, sent as int32 bits."""
+    """Decode the spans [N, 2] of offsets and lengths, and their vectors, which are sent as int32 bits."""
     parts = np.split(vectors.view(np.float32), np.cumsum(spans[:-1, 1]))
     return tuple(MediaSpan(offset, part) for (offset, _), part in zip(spans.tolist(), parts, strict=True))
 
 
 def _retrieve(step: asyncio.Future[Any]) -> None:
-    """Retrieve a future's exception, so that asyncio does not warn if the waiting task has ended."""
+    """Mark a future's exception as retrieved, so that asyncio does not log it if the waiting task has ended."""
     if not step.cancelled():
         step.exception()

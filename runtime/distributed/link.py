@@ -1,7 +1,8 @@
-"""Link between the engine and a worker process: frames over a private socket.
+"""A link between the engine and a worker process: frames over a private socket.
 
-A frame is a fixed head (length after the head, length of the JSON part), the JSON part, and the arrays' bytes. It
-contains no pickle and nothing executable. Both ends run the same program on machines of one byte order.
+A frame consists of a fixed head (number of bytes after the head, number of bytes of the JSON part), the JSON part, and
+the arrays' bytes. It contains no pickle and nothing executable. Both ends must run the same program on machines with
+the same byte order.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Frame(NamedTuple):
 
 
 def encode(body: Mapping[str, Any], arrays: Mapping[str, NDArray[np.int32]] | None = None) -> bytes:
-    """Encode a frame. `body` may hold dataclasses and sets; arrays are converted to int32."""
+    """Encode a frame. `body` may contain dataclasses and sets. Arrays are converted to int32."""
     parts: list[Any] = []
     if arrays:
         flat = {name: np.ascontiguousarray(array, np.int32) for name, array in arrays.items()}
@@ -45,7 +46,7 @@ def encode(body: Mapping[str, Any], arrays: Mapping[str, NDArray[np.int32]] | No
 
 
 def decode(content: bytearray | bytes, text_length: int) -> Frame:
-    """Decode a frame without its head. Its arrays share the memory of `content`.
+    """Decode a frame without its head. The arrays share the memory of `content`.
 
     Raises ValueError or TypeError if the bytes are not a frame.
     """
@@ -63,11 +64,11 @@ def decode(content: bytearray | bytes, text_length: int) -> Frame:
 
 
 class LinkClosed(Exception):
-    """The other end has closed the link or sent invalid data. For invalid data `__cause__` is the decoding error."""
+    """The other end has closed the link or sent invalid data. In the latter case, `__cause__` is the decoding error."""
 
 
 class Link:
-    """The engine's end of a link, on its event loop. Sending never blocks: data is buffered if the socket is full."""
+    """The engine's end of a link, on its event loop. Sending never blocks: if the socket is full, data is buffered."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -83,7 +84,7 @@ class Link:
         self._loop.add_reader(end, self._read)
 
     def send(self, frame: bytes) -> None:
-        """Send or buffer a frame. Does nothing if the other end has closed, which `receive` reports."""
+        """Send or buffer a frame. Does nothing if the other end has closed the link, which `receive` reports."""
         if not self._open:
             return
         rest = memoryview(frame)
@@ -95,7 +96,7 @@ class Link:
             self._backlog.append(rest)
 
     async def receive(self) -> Frame:
-        """Return the next frame. Raises `LinkClosed` after the last frame if the link has closed.
+        """Return the next frame. If the link has closed, raises `LinkClosed` after the last frame.
 
         Supports one reader at a time. Cancellation does not lose a frame.
         """
@@ -107,7 +108,7 @@ class Link:
         return self._frames.popleft()
 
     def close(self) -> None:
-        """Close the link. Must run on the event loop. Further calls do nothing."""
+        """Close the link. Must be called on the event loop. Further calls do nothing."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._socket)
@@ -172,7 +173,7 @@ class WorkerLink:
 
     @property
     def address(self) -> str | None:
-        """Address of this machine in its connection to the engine; None if the engine is on this machine."""
+        """This machine's address in its connection to the engine, or None if the engine is on this machine."""
         if self._socket.family == socket.AF_UNIX:
             return None
         return self._socket.getsockname()[0]
@@ -207,7 +208,7 @@ class WorkerLink:
 
 
 def _frame_size(content: bytearray) -> int | None:
-    """Return the size of the frame at the start of `content`; None if the head is incomplete."""
+    """Return the size of the frame at the start of `content`, or None if the head is incomplete."""
     if len(content) < HEAD.size:
         return None
     length, _ = HEAD.unpack_from(content)

@@ -1,7 +1,8 @@
 """Rendezvous of ranks on other machines at the master address.
 
-Both sides prove that they know a token without sending it: each answers the other's challenge with an HMAC-SHA256
-(RFC 2104) under the token. So no other machine can join as a rank. The connection itself is not encrypted.
+Both sides prove that they know a token without sending it: each answers the other's challenge with an HMAC-SHA256 (RFC
+2104) under the token. No machine without the token can therefore join as a rank. The connection itself is not
+encrypted.
 """
 
 from __future__ import annotations
@@ -26,19 +27,22 @@ from runtime.errors import ConfigurationError
 logger = logging.getLogger("penstock.core")
 
 TOKEN_VARIABLE = "PENSTOCK_CLUSTER_TOKEN"  # environment variable with the token, set on every machine
-ANSWER_TIMEOUT_S = 10.0  # for a connection attempt, and for each answer after it
+ANSWER_TIMEOUT_S = 10.0  # for each connection attempt, and for each answer
 RETRY_S = 0.2
-IDLE_S, INTERVAL_S, PROBES = 15, 5, 3  # TCP keep-alive: a silent machine is lost after 30 s
+IDLE_S, INTERVAL_S, PROBES = 15, 5, 3  # TCP keep-alive: a silent machine counts as lost after 30 s
 
 
 def fingerprint(facts: ModelFacts) -> str:
-    """Return a hash of the configuration, which must be equal on all machines."""
+    """Return a hash of the model's configuration, which must be equal on all machines."""
     text = orjson.dumps(dict(facts.config), option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(text).hexdigest()
 
 
 class MasterListener:
-    """Accepts other machines' ranks on the first machine. Listens only at the master address, until all have joined."""
+    """Accepts other machines' ranks on the first machine.
+
+    Listens only at the master address, until all ranks have joined.
+    """
 
     def __init__(self, address: tuple[str, int], token: str, model: str) -> None:
         self._token = token
@@ -51,7 +55,7 @@ class MasterListener:
             ) from error
 
     async def accept(self, ranks: Iterable[int]) -> dict[int, tuple[socket.socket, str]]:
-        """Wait until all of these ranks have joined, and return the connection and host of each."""
+        """Wait until all these ranks have joined. Return the connection and the host of each rank."""
         missing = set(ranks)
         joined: dict[int, tuple[socket.socket, str]] = {}
         loop = asyncio.get_running_loop()
@@ -101,9 +105,10 @@ class MasterListener:
 
 
 def join_master(address: tuple[str, int], token: str, rank: int, model: str, timeout_s: float) -> socket.socket:
-    """Join as a rank from another machine, and return the connection. Blocks, and waits for the first machine.
+    """Join as a rank from another machine. Return the connection. Blocks, and waits for the first machine.
 
-    Raises `ConfigurationError` if the first machine does not answer in time, does not know the token, or refuses.
+    Raises `ConfigurationError` if the first machine does not answer in time, does not know the token, or refuses the
+    rank.
     """
     where = f"{address[0]}:{address[1]}"
     connection = _connect(address, timeout_s)
@@ -139,7 +144,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Send small messages without delay, and detect silent peers."""
+    """Configure the connection to send small messages without delay and to detect silent peers."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", IDLE_S), ("TCP_KEEPINTVL", INTERVAL_S), ("TCP_KEEPCNT", PROBES)):
@@ -161,7 +166,7 @@ def _connect(address: tuple[str, int], timeout_s: float) -> socket.socket:
 
 
 def _read(connection: socket.socket) -> dict[str, Any]:
-    """Return the next message of a side that is not trusted yet. Its size is limited."""
+    """Return the next message of a peer that is not trusted yet. The size of the message is limited."""
     return WorkerLink(connection, max_bytes=4096).receive().body
 
 

@@ -1,4 +1,4 @@
-"""The folder of a rendezvous file. A killed engine cannot remove its folder; the next engine does."""
+"""The folder of a rendezvous file. If an engine is killed, the next engine removes its folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOCK = "lock"
 
 
 class RendezvousFolder:
-    """A folder that only this user can read. Its lock tells other engines that its owner is alive."""
+    """A folder that only this user can read. Its lock shows other engines that its owner is alive."""
 
     def __init__(self) -> None:
         remove_abandoned()
@@ -21,11 +21,11 @@ class RendezvousFolder:
         created = self._path / "new"
         self._lock = created.open("xb")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        created.rename(self._path / LOCK)  # from now on, the folder can count as abandoned
+        created.rename(self._path / LOCK)  # only from now on can the folder count as abandoned
 
     @property
     def store(self) -> str:
-        """Path of the file through which ranks meet."""
+        """Path of the file that the ranks use to connect."""
         return str(self._path / "store")
 
     def remove(self) -> None:
@@ -35,7 +35,7 @@ class RendezvousFolder:
 
 
 def remove_abandoned() -> None:
-    """Remove this user's folders whose owners have ended: their locks are free."""
+    """Remove this user's folders whose owners have ended, which is the case if their locks are free."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{LOCK}"):
         try:
             if path.lstat().st_uid != os.getuid():

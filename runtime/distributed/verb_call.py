@@ -11,7 +11,7 @@ import numpy as np
 from runtime.distributed.link import Frame, encode
 from runtime.errors import CheckpointError, InvalidRequest
 
-# Errors raised before a rank changes anything (refusals). The rank continues, and the caller gets the error.
+# Refusals: errors raised before a rank changes anything. The rank continues, and the caller gets the error.
 REFUSALS = (InvalidRequest, CheckpointError)
 
 
@@ -31,12 +31,12 @@ class VerbCall:
         self._count()
 
     def refuse(self, rank: int, error: Exception) -> None:
-        """Record a refusal. After all answers the caller gets the refusal of the lowest rank."""
+        """Record a refusal. After all answers have arrived, the caller gets the refusal of the lowest rank."""
         self._refusals[rank] = error
         self._count()
 
     def fail(self, error: Exception) -> None:
-        """Fail the call at once, because a rank has failed."""
+        """Fail the call immediately, because a rank has failed."""
         if not self.future.done():
             self.future.set_exception(error)
 
@@ -51,7 +51,7 @@ class VerbCall:
 
 
 def encode_call(number: int, verb: str, payload: Mapping[str, Any]) -> bytes:
-    """Encode a verb. Raises TypeError if the payload holds anything but JSON values and int32 arrays."""
+    """Encode a verb. Raises TypeError if the payload contains anything but JSON values and int32 arrays."""
     arrays = {name: value for name, value in payload.items() if isinstance(value, np.ndarray)}
     for name, array in arrays.items():
         if array.dtype != np.int32:
@@ -61,7 +61,7 @@ def encode_call(number: int, verb: str, payload: Mapping[str, Any]) -> bytes:
 
 
 def decode_payload(frame: Frame) -> dict[str, Any]:
-    """Return the payload of a verb's frame."""
+    """Return the payload in a verb's frame."""
     return {**frame.body["payload"], **frame.arrays}
 
 

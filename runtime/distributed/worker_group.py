@@ -1,4 +1,4 @@
-"""Worker processes: start, messages, watch, kill and reap. Does not import torch.
+"""Worker processes: starts, watches, kills and reaps them, and sends messages. Does not import torch.
 
 The owner of a group defines the contents of messages.
 """
@@ -48,26 +48,30 @@ MODULE = "runtime.distributed.worker_process"
 
 
 class RemoteError(Exception):
-    """Exception of a worker, with its traceback as text."""
+    """An exception of a worker, with its traceback as text."""
 
 
 class WorkerGroup:
-    """The processes that compute one replica of the model together with this process, which is rank 0.
+    """The processes that compute one replica together with this process, which is rank 0.
 
-    Belongs to the event loop that created it. After `close`, or `close_links` and `reap`, all processes have ended.
+    Belongs to the event loop that created it. After `close`, or after `close_links` and `reap`, all processes have
+    ended.
     """
 
     def __init__(self) -> None:
-        self.workers: list[WorkerProcess] = []  # in the order of ranks; the first is rank 1
-        # The first failure, which `watch` raises.
+        self.workers: list[WorkerProcess] = []  # by rank; the first one is rank 1
+        # The first failure. `watch` raises it.
         self.failure: asyncio.Future[WorkerFailed] = asyncio.get_running_loop().create_future()
-        self._folder: RendezvousFolder | None = None  # None if the ranks do not meet through a file
+        self._folder: RendezvousFolder | None = None  # None if the ranks do not connect through a file
         # One thread starts all workers and stays alive, because the kernel kills a process when the thread that started
         # it ends (PR_SET_PDEATHSIG).
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="penstock-workers")
 
     async def start(self, parallel: ParallelPlan, facts: ModelFacts, environment: Mapping[str, str]) -> None:
-        """Start this machine's ranks and wait for ranks on other machines. After a cancellation, close the group."""
+        """Start this machine's ranks and wait for ranks on other machines.
+
+        If this is cancelled, the caller must close the group.
+        """
         loop = asyncio.get_running_loop()
         for rank in parallel.ranks_here[1:]:
             ours, theirs = socket.socketpair()
@@ -82,7 +86,7 @@ class WorkerGroup:
             self.workers.append(WorkerProcess(rank, end, host))
 
     def open_rendezvous(self, parallel: ParallelPlan, timeout_s: float) -> tuple[Rendezvous, int]:
-        """Return the rendezvous, and the descriptor of rank 0's listening socket; -1 for ranks on one machine."""
+        """Return the rendezvous, and the descriptor of rank 0's listening socket (-1 for ranks on one machine)."""
         if parallel.master_address is None:
             self._folder = RendezvousFolder()
             return Rendezvous(host=LOOPBACK, timeout_s=timeout_s, path=self._folder.store), -1
@@ -93,7 +97,7 @@ class WorkerGroup:
         return rendezvous, listening.detach()
 
     def send(self, body: Mapping[str, Any]) -> None:
-        """Send a message to every worker, and return at once."""
+        """Send a message to every worker, and return immediately."""
         self.send_frame(encode(body))
 
     def send_frame(self, frame: bytes) -> None:
@@ -102,7 +106,7 @@ class WorkerGroup:
             worker.send(frame)
 
     async def receive(self) -> list[dict[str, Any]]:
-        """Return the next message of each worker by rank. Raises `WorkerFailed`, which names the rank."""
+        """Return the next message of each worker, by rank. Raises `WorkerFailed`, which names the rank."""
         bodies: list[dict[str, Any]] = [{} for _ in self.workers]
 
         async def one(index: int) -> None:
@@ -120,7 +124,7 @@ class WorkerGroup:
     async def watch(self, take: Callable[[int, Frame], None]) -> None:
         """Pass each message and its rank to `take`, until a worker fails. Never returns.
 
-        When a worker fails or ends, or `failure` is set, kills all workers and raises `WorkerFailed`.
+        When a worker fails or ends, or `failure` is set, it kills all workers and raises `WorkerFailed`.
         """
         try:
             async with anyio.create_task_group() as watching:
@@ -143,12 +147,12 @@ class WorkerGroup:
             worker.kill()
 
     def close_links(self) -> None:
-        """Close the links, so that the workers end by themselves. Must run on the event loop."""
+        """Close the links, so that the workers end by themselves. Must be called on the event loop."""
         for worker in self.workers:
             worker.close_link()
 
     def reap(self) -> None:
-        """Wait until all workers have ended, and kill slow workers. Blocks; may be called from any thread."""
+        """Wait until all workers have ended, and kill slow workers. Blocks. May be called from any thread."""
         self._starter.submit(lambda: None).result()  # waits for processes that are just being started
         for worker in self.workers:
             worker.reap()
@@ -164,9 +168,9 @@ class WorkerGroup:
 
 
 class WorkerProcess:
-    """Process of one rank, on this or another machine, at the other end of a link.
+    """The process of one rank, on this or another machine, at the other end of a link.
 
-    The process always ends with its owner: it watches the link, and on this machine also its parent.
+    The process always ends with its owner: it watches the link and, on this machine, also its parent.
     """
 
     def __init__(self, rank: int, end: socket.socket, host: str | None = None) -> None:
@@ -188,7 +192,7 @@ class WorkerProcess:
         return None if self._process is None else self._process.pid
 
     def send(self, frame: bytes) -> None:
-        """Send a frame and return at once. Frames arrive in order."""
+        """Send a frame and return immediately. Frames arrive in order."""
         self._link.send(frame)
 
     async def receive(self) -> Frame:
@@ -208,7 +212,7 @@ class WorkerProcess:
             take(self.rank, await self.receive())
 
     async def _ended(self, unreadable: BaseException | None = None) -> WorkerFailed:
-        """Wait until the process has ended, and return an error that says how."""
+        """Wait until the process has ended. Return an error that says how it ended."""
         await anyio.to_thread.run_sync(self.reap, abandon_on_cancel=True)
         how = "sent an invalid message" if unreadable is not None and self._remote is None else self._how()
         who = f"process {self.process_id}" if self._host is None else f"on {self._host}"
@@ -238,9 +242,9 @@ class WorkerProcess:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def reap(self) -> None:
-        """Wait until the process has ended, and kill it after a timeout. Blocks; may be called from any thread.
+        """Wait until the process has ended, and kill it after a timeout. Blocks. May be called from any thread.
 
-        Does nothing for a process on another machine, of which only the link is known.
+        Does nothing for a process on another machine, because only its link is known.
         """
         if self._process is None:
             return
@@ -256,7 +260,7 @@ def start_process(
 ) -> subprocess.Popen[bytes]:
     """Start a worker process that inherits only this end of a link.
 
-    The process dies with the thread that starts it.
+    The process is killed when the thread that starts it ends.
     """
     if not sys.executable:
         raise ConfigurationError("Workers cannot be started: sys.executable names no Python interpreter.")
@@ -283,9 +287,9 @@ def thread_environment(plan: Plan) -> dict[str, str]:
 
 
 def run_node(plan: Plan, facts: ModelFacts) -> int:
-    """Run this machine's ranks for an engine on another machine, and return the worst exit status.
+    """Run this machine's ranks for an engine on another machine. Return the worst exit status.
 
-    Blocks until they end. Raises `ConfigurationError` if the first machine does not accept them.
+    Blocks until the ranks end. Raises `ConfigurationError` if the first machine does not accept them.
     """
     parallel = plan.parallel
     if parallel.master_address is None:
@@ -311,7 +315,7 @@ def run_node(plan: Plan, facts: ModelFacts) -> int:
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment and import path, so that workers can import the same modules."""
+    """Return an environment with this process's import path, so that workers can import the same modules."""
     root = str(Path(next(iter(runtime.__path__))).parent)
     path = dict.fromkeys([root, *(entry for entry in sys.path if entry)])
     return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(path)}

@@ -1,6 +1,6 @@
-"""Process of one rank: `python -m runtime.distributed.worker_process LINK PARENT`, started by the engine.
+"""The process of one rank: `python -m runtime.distributed.worker_process LINK PARENT`, started by the engine.
 
-It reads a setup and then batches from its link, and ends with the process at the other end.
+It reads a setup and then batches from its link. It ends when the process at the other end ends.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ EXIT_DELAY_S = 1.0  # time for a worker to end by itself after its link has clos
 
 
 def main(link_fd: int, parent: int, path: str | None = None) -> int:
-    """Work until the link closes, and return the exit status. Exceptions are sent to the engine as text.
+    """Work until the link closes. Return the exit status. Exceptions are sent to the engine as text.
 
-    `path` is the checkpoint on this machine, if the engine runs on another machine.
+    `path` is the checkpoint's path on this machine, if the engine runs on another machine.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles it and ends the workers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # undoes the parent's handling, which is inherited
@@ -85,7 +85,7 @@ def _work(link: WorkerLink, path: str | None) -> None:
 
 
 def _follow(executor: StepExecutor, frame: Frame) -> None:
-    """Run the batch or verb in a frame. In a pipeline, the beginning and the end of a step are separate frames."""
+    """Run the batch in a frame. With pipeline parallelism, a step's beginning and its end are separate frames."""
     if "batch" in frame.body:
         executor.begin(decode_batch(frame))
     if not executor.pipelined or "end" in frame.body:
@@ -107,7 +107,7 @@ def _answer(link: WorkerLink, executor: StepExecutor, frame: Frame) -> None:
     def send_later(done: Future[Any]) -> None:
         try:
             send(done.result)
-        except BaseException:  # on a thread, where nobody would see it: the engine must not wait for this answer
+        except BaseException:  # on a thread that would swallow the error: the engine must not wait for this answer
             _report(link, traceback.format_exc())
             os._exit(1)
 
@@ -123,7 +123,7 @@ def _answer(link: WorkerLink, executor: StepExecutor, frame: Frame) -> None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when the parent ends (Linux). Elsewhere the link's end does it."""
+    """Let the kernel kill this process when the parent ends (Linux). On other systems, it ends when the link closes."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

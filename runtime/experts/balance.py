@@ -1,8 +1,8 @@
-"""Placements of experts that balance the load of the ranks: DeepSeek's EPLB (github.com/deepseek-ai/EPLB, MIT).
+"""Places experts to balance the load of the ranks, with DeepSeek's EPLB (github.com/deepseek-ai/EPLB, MIT).
 
-Busy experts get further copies, one after another, where the load per copy is largest. The copies are then packed to
-ranks: the heaviest first, always to the lightest rank that has a free slot. The hierarchical form first packs groups of
-experts to nodes, so that the routing to a few groups of DeepSeek's models stays within few nodes.
+Additional copies go to the experts with the largest load per copy, one at a time. The copies are then packed to ranks:
+the heaviest first, always to the lightest rank that has a free slot. The hierarchical form first packs groups of
+experts to nodes. DeepSeek's models route each token to few groups, so its tokens then stay within few nodes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def balanced(
     num_groups: int = 1,
     algorithm: str = "auto",
 ) -> dict[int, list[int]]:
-    """Return the expert of each slot of each layer. `loads` has the tokens of each expert, [X] by layer.
+    """Return the expert of each slot of each layer. `loads` has the number of tokens of each expert, [X], by layer.
 
-    "auto" is hierarchical if the nodes divide the groups of experts.
+    "auto" means hierarchical if the number of nodes divides the number of expert groups.
     """
     layers, weight = list(loads), np.array([*loads.values()], np.float32)
     hierarchical = algorithm == "deepseek_hierarchical" or (algorithm == "auto" and num_groups % num_nodes == 0)
@@ -38,7 +38,7 @@ def balanced(
 
 
 def place_experts(weight: Loads, num_slots: int, num_groups: int, num_nodes: int, num_ranks: int) -> Numbers:
-    """Return the expert of each slot, [L, num_slots], for loads [L, X].
+    """Return the expert of each slot, [L, num_slots], for the loads [L, X].
 
     Raises ValueError if groups, nodes, ranks and slots do not divide evenly.
     """
@@ -92,7 +92,7 @@ def _packed(weight: Loads, num_packs: int) -> tuple[Numbers, Numbers]:
 
 
 def _replicated(weight: Loads, num_copies: int) -> tuple[Numbers, Loads]:
-    """Return the item of each copy, [L, num_copies], and the number of copies of each item."""
+    """Return the item of each copy, [L, num_copies], and the number of copies of each item, [L, N]."""
     num_layers, num_items = weight.shape
     copies = np.tile(np.arange(num_copies), (num_layers, 1))
     counts, lines = np.ones(weight.shape, np.float32), np.arange(num_layers)
@@ -104,7 +104,7 @@ def _replicated(weight: Loads, num_copies: int) -> tuple[Numbers, Loads]:
 
 
 def _inverse(numbers: Numbers) -> Numbers:
-    """Return the inverse of each line's permutation."""
+    """Return the inverse of the permutation in each row."""
     inverse = np.empty_like(numbers)
     np.put_along_axis(inverse, numbers, np.broadcast_to(np.arange(numbers.shape[1]), numbers.shape), 1)
     return inverse

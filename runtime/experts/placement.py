@@ -1,6 +1,6 @@
 """The placement of a mixture's experts on ranks. Busy experts may have several copies.
 
-A copy of an expert is a *slot*. The slots of all ranks are numbered rank by rank, and each rank has the same number.
+A copy of an expert is a *slot*. The slots are numbered rank by rank, and each rank has the same number of slots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Table = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 @dataclass(frozen=True)
 class Placement:
-    """The expert of each slot: a number below `num_experts`. Every expert has at least one slot."""
+    """The expert of each slot, as a number below `num_experts`. Every expert has at least one slot."""
 
     experts: tuple[int, ...]
     num_experts: int
@@ -30,7 +30,7 @@ class Placement:
 
     @property
     def per_rank(self) -> int:
-        """Number of slots of each rank."""
+        """Number of slots per rank."""
         return len(self.experts) // self.num_ranks
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
@@ -47,9 +47,9 @@ class Placement:
 
     @cached_property
     def fixed_slots(self) -> Table:
-        """The slot to which the tokens of each rank are sent, int32 [ranks, X].
+        """The slot to which each rank sends its tokens for each expert, int32 [ranks, X].
 
-        A rank uses its own copy if it has one. The other ranks are divided evenly among the copies.
+        A rank uses its own copy if it has one. All other ranks are divided evenly among the copies.
         """
         table = np.full((self.num_ranks, self.num_experts), -1, np.int32)
         for expert, slots in enumerate(self.slots):
@@ -61,7 +61,7 @@ class Placement:
         return table
 
     def slot_table(self, width: int) -> tuple[Table, Table]:
-        """Return the slots of each expert, int32 [X, width], and the number of them, int32 [X]."""
+        """Return the slots of each expert, int32 [X, width], and the number of its slots, int32 [X]."""
         counts = np.array([len(slots) for slots in self.slots], np.int32)
         table = np.array([[slots[k % len(slots)] for k in range(width)] for slots in self.slots], np.int32)
         return table, counts

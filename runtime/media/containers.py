@@ -1,4 +1,4 @@
-"""Opens files of videos and sounds with PyAV. Only formats without references to other files are accepted."""
+"""Opens video and audio files with PyAV. Accepts only formats without references to other files."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 from runtime.errors import InvalidRequest
 
-MAX_FRAME_PIXELS = 2**26  # of any frame, whatever the options allow
-MAX_DECODE_S = 60.0  # after which a file is refused; a tiny file may decode to hours
-# FFmpeg's name of a format -> whether the first bytes of a file belong to it. FFmpeg is not asked to guess, because
-# it would also accept playlists, which name other files and hosts.
+MAX_FRAME_PIXELS = 2**26  # limit for any frame, regardless of the options
+MAX_DECODE_S = 60.0  # a file that takes longer is refused; a tiny file may decode to hours
+# FFmpeg's name of a format -> function that tells whether a file's first bytes belong to it. FFmpeg must not guess the
+# format, because it would also accept playlists, which name other files and hosts.
 FORMATS: dict[str, Callable[[bytes], bool]] = {
     "mp4": lambda head: head[4:8] in (b"ftyp", b"moov", b"mdat", b"wide", b"free"),
     "matroska": lambda head: head.startswith(b"\x1a\x45\xdf\xa3"),
@@ -31,13 +31,13 @@ NEEDS_AV = "PyAV is not installed on the server (pip install 'penstock[media]')"
 
 
 def has_av() -> bool:
-    """Whether files can be decoded."""
+    """Return whether files can be decoded."""
     return find_spec("av") is not None
 
 
 @contextmanager
 def opened(content: bytes, kind: str, param: str) -> Iterator[Any]:
-    """Yield PyAV's container of a file. `kind` is a word for errors, such as "video".
+    """Yield PyAV's container of a file. `kind` is a word for errors, for example "video".
 
     Raises `InvalidRequest` if the format is unknown, and for all errors of the decoder inside the block.
     """
@@ -50,7 +50,7 @@ def opened(content: bytes, kind: str, param: str) -> Iterator[Any]:
         known = ", ".join(FORMATS)
         raise InvalidRequest(f"{param} is no {kind} that can be read ({known}).", param=param)
     try:
-        # The limit on pixels also holds while FFmpeg looks for the streams, which may decode frames.
+        # The limit on pixels also applies while FFmpeg looks for the streams, because it may decode frames then.
         options = {"max_pixels": str(MAX_FRAME_PIXELS)}
         file = io.BytesIO(content)
         with av.open(file, "r", format=name, options=options, io_open=_refuse, metadata_errors="ignore") as container:
@@ -62,19 +62,19 @@ def opened(content: bytes, kind: str, param: str) -> Iterator[Any]:
 
 
 def _refuse(*_: Any) -> Any:
-    """Refuse to open a further file that the file names."""
+    """Refuse to open another file that the file refers to."""
     raise PermissionError("Files must not refer to other files.")
 
 
 class Deadline:
-    """Limits the time that decoding one file takes."""
+    """Limits the time to decode one file."""
 
     def __init__(self, kind: str, param: str) -> None:
         self._ends = time.monotonic() + MAX_DECODE_S
         self._kind, self._param = kind, param
 
     def check(self) -> None:
-        """Raise `InvalidRequest` after the time."""
+        """Raise `InvalidRequest` if the time has passed."""
         if time.monotonic() > self._ends:
             raise InvalidRequest(
                 f"{self._param}: decoding the {self._kind} takes more than {MAX_DECODE_S:g} s.", param=self._param

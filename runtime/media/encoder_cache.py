@@ -1,4 +1,4 @@
-"""Vectors of images, videos and audio that were encoded lately, limited by their bytes. Does not import torch."""
+"""A cache for the vectors of images, videos and audio, limited by bytes. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from runtime.media_source import Kind
 
 
 class EncodedBlock(NamedTuple):
-    """An image, a video or audio in a form that needs no processor and no encoder any more."""
+    """An encoded image, video or audio. It needs no further processor or encoder."""
 
-    digest: bytes  # 256 bits of the pixels or samples and the processor's parameters
+    digest: bytes  # 256-bit hash of the pixels or samples and of the processor's parameters
     text: str  # replaces the placeholder in a prompt
-    token_ids: NDArray[np.int64]  # [T], of this text
-    is_media: NDArray[np.bool_]  # [T], tokens whose embeddings are `vectors`
+    token_ids: NDArray[np.int64]  # tokens of `text`, [T]
+    is_media: NDArray[np.bool_]  # [T], marks the tokens whose embeddings are `vectors`
     vectors: NDArray[np.float32]  # [N, W]
-    grids: Mapping[str, Any]  # tensors with the size of the image or video, for its positions
+    grids: Mapping[str, Any]  # tensors with the size of the image or video, which determine its positions
     kind: Kind = "image"
-    types: NDArray[np.int64] | None = None  # [N], types of the tokens for positions; None: those of the kind
+    types: NDArray[np.int64] | None = None  # [N], token types for positions; None: the type of the kind
 
     @property
     def nbytes(self) -> int:
@@ -30,7 +30,7 @@ class EncodedBlock(NamedTuple):
 
 
 class EncoderCache:
-    """Keeps the least recently used blocks out. Vectors of running requests may live longer than here."""
+    """Keeps the most recently used blocks. Vectors of running requests may live longer than in this cache."""
 
     def __init__(self, max_bytes: int) -> None:
         self.num_bytes = self.num_hits = self.num_misses = 0
@@ -41,7 +41,7 @@ class EncoderCache:
         return len(self._blocks)
 
     def get(self, digest: bytes) -> EncodedBlock | None:
-        """Return a block and mark it as used."""
+        """Return a block and mark it as used, or return None. Counts a hit or a miss."""
         block = self._blocks.get(digest)
         if block is None:
             self.num_misses += 1
@@ -51,11 +51,11 @@ class EncoderCache:
         return block
 
     def peek(self, digest: bytes) -> EncodedBlock | None:
-        """Return a block without counting a hit or a miss."""
+        """Return a block, or None, without counting a hit or a miss."""
         return self._blocks.get(digest)
 
     def put(self, block: EncodedBlock) -> None:
-        """Keep a block, unless it alone exceeds the limit."""
+        """Add a block, unless it alone exceeds the limit."""
         if block.nbytes > self._max_bytes or block.digest in self._blocks:
             return
         self._blocks[block.digest] = block
@@ -65,6 +65,6 @@ class EncoderCache:
             self.num_bytes -= oldest.nbytes
 
     def clear(self) -> None:
-        """Forget all blocks, for example because the encoder has new weights."""
+        """Remove all blocks, for example because the encoder has new weights."""
         self._blocks.clear()
         self.num_bytes = 0

@@ -1,4 +1,4 @@
-"""Slots that clients take in turns, so that one client with many images does not delay the others."""
+"""Slots that clients take in turns, so that one client with many images does not delay other clients."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import NamedTuple
 
 
 class Asker(NamedTuple):
-    """The request that wants a slot. Clients take turns, then the requests of one client."""
+    """The request that asks for a slot. Clients take turns, and so do the requests of one client."""
 
-    client: str = ""  # name of the API key; "" without keys, so that requests take turns
+    client: str = ""  # name of the API key; "" without keys, in which case the requests take turns
     request: int = 0
 
 
 class FairSlots:
-    """A semaphore whose waiting clients take turns. Use it on the event loop."""
+    """A semaphore whose waiting clients take turns. Must be used on the event loop."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_free = num_slots
-        # Waiting futures by client and request. The first client's first request has the next turn.
+        # Waiting futures, by client and request. The first client's first request has the next turn.
         self._waiting: OrderedDict[str, OrderedDict[int, deque[asyncio.Future[None]]]] = OrderedDict()
 
     @asynccontextmanager
     async def slot(self, asker: Asker) -> AsyncIterator[None]:
-        """Wait for a slot and hold it. A cancelled call holds none."""
+        """Wait for a slot and hold it. A cancelled call holds no slot."""
         await self._acquire(asker)
         try:
             yield
@@ -34,7 +34,7 @@ class FairSlots:
             self._release()
 
     async def _acquire(self, asker: Asker) -> None:
-        if self._num_free:  # then no future waits
+        if self._num_free:  # no future waits in this case
             self._num_free -= 1
             return
         turn = asyncio.get_running_loop().create_future()
@@ -42,7 +42,7 @@ class FairSlots:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # the slot came together with the cancellation
+            if turn.done() and not turn.cancelled():  # the slot was granted at the moment of the cancellation
                 self._release()
             else:
                 self._forget(asker, turn)

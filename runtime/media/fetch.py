@@ -1,4 +1,4 @@
-"""Reads images from where clients say they are: base64 text, allowed folders and allowed hosts."""
+"""Reads media from the sources that clients name: base64 text, allowed folders and allowed hosts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from runtime.config.plan import MediaPlan
 from runtime.errors import InvalidRequest
 from runtime.media_source import MediaSource
 
-PIECE = 2**20  # characters of base64 text decoded by one call
+PIECE = 2**20  # number of base64 characters decoded in one call
 
 
 class Fetcher:
-    """Returns the content of media sources. Nothing outside is read unless the plan allows it."""
+    """Returns the content of media sources. Reads files and hosts only if the plan allows it."""
 
     def __init__(self, plan: MediaPlan) -> None:
         self._plan = plan
@@ -56,7 +56,7 @@ class Fetcher:
         return InvalidRequest(f"{param}: the image has more than {self._plan.max_bytes} bytes.", param=param)
 
     def _decode(self, text: str, param: str) -> bytes:
-        """Decode base64 piece by piece, because decoding holds the interpreter's lock."""
+        """Decode base64 text in pieces, because decoding holds the GIL."""
         if len(text) > self._plan.max_bytes // 3 * 4 + 1024:
             raise self._too_large(param)
         content, rest = bytearray(), ""
@@ -115,7 +115,7 @@ class Fetcher:
             ) from error
 
     async def _get(self, url: str, param: str) -> bytes:
-        """Fetch a URL from an address that was checked. Redirects are refused, since they may lead elsewhere."""
+        """Fetch a URL from an address that was checked. Redirects are refused, because they may lead to other hosts."""
         parsed = httpx.URL(url)
         host = parsed.host
         if parsed.scheme not in ("http", "https") or parsed.userinfo or not _is_allowed(host, self._plan.domains):
@@ -123,12 +123,12 @@ class Fetcher:
         port = parsed.port or (443 if parsed.scheme == "https" else 80)
         found = await anyio.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in found]
-        named = host.lower() in self._plan.domains  # the operator named this very address
+        named = host.lower() in self._plan.domains  # the operator named exactly this address
         if not addresses or not all(ipaddress.ip_address(address).is_global or named for address in addresses):
             raise InvalidRequest(f"{param}: the server does not fetch from this host.", param=param)
         if self._client is None:
             self._client = httpx.AsyncClient(follow_redirects=False, trust_env=False, timeout=self._plan.timeout_s)
-        # The connection goes to the checked address, so that a second look-up cannot name another one.
+        # The connection uses the checked address, so that a second DNS lookup cannot return another one.
         request = self._client.build_request(
             "GET",
             parsed.copy_with(host=addresses[0]),
@@ -150,7 +150,7 @@ class Fetcher:
 
 
 def _is_allowed(host: str, domains: Sequence[str]) -> bool:
-    """Whether a host is one of these domains, or below one that begins with a dot or "*."."""
+    """Return whether a host is one of these domains, or a subdomain of one that begins with a dot or "*."."""
     host = host.lower().rstrip(".")
     for domain in domains:
         suffix = domain.removeprefix("*")

@@ -9,15 +9,15 @@ import numpy as np
 
 from runtime.errors import InvalidRequest
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # of which Pillow has decoders without external programs
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # formats that Pillow decodes without external programs
 MAX_SIDE = 2**16
 
 
 def decode_image(content: Any, max_pixels: int, param: str) -> Any:
-    """Return an image of Pillow in RGB, turned as its EXIF data says. Blocks; call it on a thread.
+    """Return a Pillow image in RGB, rotated according to its EXIF data. Blocks; call it on a thread.
 
-    `content` is a file's bytes, an image of Pillow, or an array [H, W], [H, W, 3] or [H, W, 4] of uint8. Of animations
-    the first frame is taken. Raises `InvalidRequest` if it is no image, or has too many pixels.
+    `content` is a file's bytes, a Pillow image, or a uint8 array [H, W], [H, W, 3] or [H, W, 4]. For animations, the
+    first frame is used. Raises `InvalidRequest` if the content is not an image or has too many pixels.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -54,7 +54,7 @@ def _of_array(array: np.ndarray, param: str) -> Any:
 
 
 def check_size(size: tuple[int, int], max_pixels: int, param: str) -> None:
-    """Raise `InvalidRequest` if an image or a frame of width and height `size` has too many pixels, or none."""
+    """Raise `InvalidRequest` if `size` (width, height) has too many pixels, or none."""
     width, height = size
     if not (width and height) or max(width, height) > MAX_SIDE or width * height > max_pixels:
         raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""Where images, videos and audio stand in a prompt: their tokens, keys in the prefix tree, and positions."""
+"""Places images, videos and audio in a prompt: their tokens, prefix-tree keys and positions."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from runtime.errors import InvalidRequest
 from runtime.media.encoder_cache import EncodedBlock
 from runtime.media_source import PLURALS, Kind, PlacedMedia, PromptMedia
 
-ABOVE_IDS = 1 << 256  # prefix-cache keys of media tokens begin here, above all token ids
-TYPES: Mapping[Kind, int] = {"image": 1, "video": 2, "audio": 3}  # of tokens, for transformers; 0: text
+ABOVE_IDS = 1 << 256  # prefix-tree keys of media tokens begin here, above all token ids
+TYPES: Mapping[Kind, int] = {"image": 1, "video": 2, "audio": 3}  # token types for transformers; 0: text
 
-# (token ids [T], types of tokens [T], sizes of all images and videos by name) -> positions [3, T]
+# Maps (token ids [T], token types [T], sizes of all images and videos by name) to positions [3, T].
 Positions = Callable[[NDArray[np.int64], NDArray[np.int64], Mapping[str, Any]], NDArray[np.int64]]
 
 
 def expanded(text: str, placeholders: Mapping[Kind, str], items: Sequence[tuple[Kind, str]]) -> tuple[str, list[int]]:
-    """Return the text with every placeholder replaced by the text of its item, and the order in which they stand.
+    """Return the text with every placeholder replaced by its item's text. Also return the items' order in the prompt.
 
     The n-th placeholder of a kind belongs to the n-th item of this kind. Raises `InvalidRequest` unless there is one
-    placeholder for each item. Placeholders of kinds without items are text.
+    placeholder for each item. Placeholders of kinds without items are treated as text.
     """
     found: list[tuple[int, Kind]] = []
     kinds: list[Kind] = [kind for kind, _ in items]
@@ -44,7 +44,7 @@ def expanded(text: str, placeholders: Mapping[Kind, str], items: Sequence[tuple[
 def expanded_ids(
     ids: Sequence[int], placeholders: Mapping[Kind, int], blocks: Sequence[EncodedBlock], names: Mapping[Kind, str]
 ) -> tuple[tuple[int, ...], list[int]]:
-    """Return the ids with every placeholder replaced by the tokens of its item, and the order, like `expanded`."""
+    """Return the ids with every placeholder replaced by its item's tokens. Also return the order, like `expanded`."""
     array = np.asarray(ids, np.int64)
     found: list[tuple[int, Kind]] = []
     kinds: set[Kind] = {block.kind for block in blocks}
@@ -60,7 +60,7 @@ def expanded_ids(
 
 
 def _order(found: Sequence[Kind], kinds: Sequence[Kind], placeholders: Mapping[Kind, str]) -> list[int]:
-    """Return for each placeholder the index of its item. Raises `InvalidRequest` if the numbers differ."""
+    """Return the index of each placeholder's item. Raises `InvalidRequest` if the numbers differ."""
     for kind in dict.fromkeys(kinds):
         if found.count(kind) != kinds.count(kind):
             raise InvalidRequest(
@@ -75,10 +75,11 @@ def _order(found: Sequence[Kind], kinds: Sequence[Kind], placeholders: Mapping[K
 def place(
     ids: Sequence[int], blocks: Sequence[EncodedBlock], positions: Positions | None, vocab_size: int, *, mutual: bool
 ) -> tuple[tuple[int, ...], PromptMedia]:
-    """Return the prompt's ids and its media. `positions` computes positions of three axes; None: there is one axis.
+    """Return the prompt's ids and its media.
 
-    `blocks` are in the order in which they stand. Ids of their tokens that are beyond the vocabulary become 0; no layer
-    reads them. Raises `InvalidRequest` if the text itself has tokens that stand for media.
+    `positions` computes positions with three axes; None: positions have one axis. `blocks` must be in prompt order. Ids
+    of their tokens that are outside of the vocabulary become 0; no layer reads them. Raises `InvalidRequest` if the
+    text itself contains media tokens.
     """
     array = np.asarray(ids, np.int64)
     media_ids = np.unique(np.concatenate([block.token_ids[block.is_media] for block in blocks]))

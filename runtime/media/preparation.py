@@ -1,4 +1,7 @@
-"""Turns images, videos and audio of requests into vectors: reads, decodes and encodes them beside the event loop."""
+"""Turns images, videos and audio of requests into vectors.
+
+Reads, decodes and encodes them outside of the event loop.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +36,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("penstock.media")
 
-MAX_HELD_BYTES = 512 * 2**20  # files of images in memory: those that requests contain, and those that were fetched
-MAX_FETCHES = 16  # images that are fetched at once, or were fetched and are not decoded yet
-MAX_COUNTED = 256  # calls at once that only count tokens
+MAX_HELD_BYTES = 512 * 2**20  # maximum bytes of images in memory, received in requests or fetched
+MAX_FETCHES = 16  # maximum number of images that are being fetched, or are fetched and not decoded
+MAX_COUNTED = 256  # maximum number of concurrent calls that only count tokens
 
 
 class MediaPreparer:
-    """Prepares images for one engine. Use it on the event loop; threads do the work.
+    """Prepares media for one engine. Must be used on the event loop; threads do the work.
 
-    At most `plan.num_threads` images are decoded or processed at a time, so memory is bounded, and one image is encoded
-    at a time. Clients take turns, then the requests of one client. Images that were encoded lately are only decoded and
-    hashed.
+    At most `plan.num_threads` images are decoded or processed at a time, which bounds the memory. One image is encoded
+    at a time. Clients take turns, and so do the requests of one client. Images whose vectors are cached are only
+    decoded and hashed.
     """
 
     def __init__(
@@ -53,26 +56,26 @@ class MediaPreparer:
         self._context_length = context_length
         self.cache = EncoderCache(plan.cache_bytes)
         self.num_images = 0  # images, videos and audio of admitted requests
-        self.encode_s = 0.0  # time in the encoder
+        self.encode_s = 0.0  # seconds spent in the encoder
         self._facts = facts
         self._processors = processors
         self._tower = tower
         self._fetcher = Fetcher(plan)
         self._workers = FairSlots(plan.num_threads)
-        # A slot is held until the fetched image is decoded, which bounds the bytes that were fetched.
+        # A slot is held until the fetched image is decoded, which bounds the fetched bytes in memory.
         self._fetches = FairSlots(max(1, min(MAX_FETCHES, MAX_HELD_BYTES // plan.max_bytes)))
-        self._held_bytes = 0  # of images that requests contain and that are not encoded yet
-        self._num_counted = 0  # calls that count tokens now
-        self._calls = itertools.count(1)  # numbers of these calls, to let them take turns
+        self._held_bytes = 0  # bytes of images in requests that are not encoded yet
+        self._num_counted = 0  # number of calls that are counting tokens
+        self._calls = itertools.count(1)  # numbers of these calls, with which they take turns
         self._encoder = anyio.CapacityLimiter(1)
         self._threads = anyio.CapacityLimiter(plan.num_threads)
-        self._pending: dict[bytes, asyncio.Future[EncodedBlock]] = {}  # images that are encoded now
+        self._pending: dict[bytes, asyncio.Future[EncodedBlock]] = {}  # images that are being encoded
         self._video_limits = VideoLimits(plan.max_frames, plan.max_pixels, plan.max_video_pixels)
         self._audio_s = min(plan.max_audio_s, processors.audio_s or plan.max_audio_s)
 
     @classmethod
     def load(cls, plan: Plan, facts: ModelFacts) -> Self:
-        """Load processor and encoder, and try them on an item of each kind. Blocks.
+        """Load the processor and the encoder, and try them on an item of each kind. Blocks.
 
         Raises CheckpointError if they accept no kind.
         """
@@ -119,11 +122,11 @@ class MediaPreparer:
 
     @property
     def placeholders(self) -> Mapping[Kind, str]:
-        """The texts that stand for items in a prompt, of the kinds that are accepted."""
+        """The placeholder texts of the accepted kinds."""
         return self._processors.placeholders
 
     def check(self, sources: Sequence[MediaSource]) -> None:
-        """Raise `InvalidRequest` if a request has items of a kind that is not accepted, or too many of a kind."""
+        """Raise `InvalidRequest` if a request has too many items of a kind, or items of a kind that is not accepted."""
         for source in sources:
             if source.kind not in self._processors.placeholders:
                 raise InvalidRequest(
@@ -138,7 +141,7 @@ class MediaPreparer:
         check_counts(sources, self.plan.limits)
 
     def check_space(self, num_bytes: int, retry_after_s: int = 1) -> None:
-        """Raise `Overloaded` if images of this size do not fit beside those that wait."""
+        """Raise `Overloaded` if images of this size do not fit beside the waiting ones."""
         if num_bytes and self._held_bytes + num_bytes > MAX_HELD_BYTES:
             raise Overloaded("Too many images are waiting.", retry_after_s=retry_after_s)
 
@@ -147,16 +150,16 @@ class MediaPreparer:
         self._held_bytes += num_bytes
 
     def let_go(self, num_bytes: int) -> None:
-        """Count these bytes as waiting no more."""
+        """Stop counting these bytes as waiting."""
         self._held_bytes -= num_bytes
 
     async def encode(
         self, sources: Sequence[MediaSource], wanted: Callable[[], bool], asker: Asker
     ) -> list[EncodedBlock]:
-        """Return the images' blocks, in order. Work that has not begun is skipped once `wanted` returns False.
+        """Return the images' blocks, in order. Once `wanted` returns False, work that has not begun is skipped.
 
-        Raises `InvalidRequest` for the first image that cannot be used, and `EngineFailure` if the request is not
-        wanted any more.
+        Raises `InvalidRequest` for the first image that cannot be used, and `EngineFailure` if the request is no longer
+        wanted.
         """
         blocks: list[EncodedBlock | None] = [None] * len(sources)
 
@@ -172,7 +175,7 @@ class MediaPreparer:
         return [block for block in blocks if block is not None]
 
     async def expand(self, text: str, sources: Sequence[MediaSource], client: str) -> str:
-        """Return the text with its images' tokens, to count them. The images are not encoded.
+        """Return the text with its images' tokens, to count the tokens. The images are not encoded.
 
         Raises `Overloaded` if too many images or calls wait.
         """
@@ -194,7 +197,7 @@ class MediaPreparer:
         return expanded(text, self.placeholders, texts)[0]
 
     def expanded(self, text: str, blocks: Sequence[EncodedBlock]) -> tuple[str, list[EncodedBlock]]:
-        """Return the text with the tokens of the blocks, and the blocks in the order in which they stand."""
+        """Return the text with the tokens of the blocks, and the blocks in prompt order."""
         items: list[tuple[Kind, str]] = [(block.kind, block.text) for block in blocks]
         text, order = expanded(text, self.placeholders, items)
         return text, [blocks[index] for index in order]
@@ -202,7 +205,7 @@ class MediaPreparer:
     def expanded_ids(
         self, ids: Sequence[int], placeholders: Mapping[Kind, int | None], blocks: Sequence[EncodedBlock]
     ) -> tuple[tuple[int, ...], list[EncodedBlock]]:
-        """Return the ids with the tokens of the blocks in place of placeholders, and the blocks in their order."""
+        """Return the ids with the tokens of the blocks in place of placeholders, and the blocks in prompt order."""
         known: dict[Kind, int] = {}
         kinds: set[Kind] = {block.kind for block in blocks}
         for kind in kinds:
@@ -218,7 +221,7 @@ class MediaPreparer:
         return expanded, [blocks[index] for index in order]
 
     async def place(self, ids: Sequence[int], blocks: Sequence[EncodedBlock]) -> tuple[tuple[int, ...], PromptMedia]:
-        """Return the prompt's ids and media. Raises `InvalidRequest` if the text has tokens of images itself."""
+        """Return the prompt's ids and media. Raises `InvalidRequest` if the text itself contains image tokens."""
         positions = self._positions if self._tower.has_axes else None
         placed = await anyio.to_thread.run_sync(
             lambda: place(ids, blocks, positions, self._facts.vocab_size, mutual=self._tower.mutual)
@@ -227,7 +230,7 @@ class MediaPreparer:
         return placed
 
     async def reload(self, path: str, plan: Plan) -> None:
-        """Read the encoder's weights again, from a checkpoint that replaced the model's. Forgets all vectors."""
+        """Read the encoder's weights from a checkpoint that replaced the model's. Forgets all cached vectors."""
         import torch
 
         from runtime.models.by_transformers.facts import auto_class, config_of
@@ -242,14 +245,14 @@ class MediaPreparer:
         self._pending.clear()
 
     async def close(self) -> None:
-        """Close connections."""
+        """Close all connections."""
         await self._fetcher.close()
 
     @asynccontextmanager
     async def _decoded(
         self, source: MediaSource, asker: Asker, wanted: Callable[[], bool] = lambda: True
     ) -> AsyncIterator[tuple[Any, bytes]]:
-        """Read and decode an image, and keep a worker's slot for its further work."""
+        """Read and decode an image. Hold a worker slot while the caller continues to work on it."""
         fetched = source.form == "url"
         async with self._fetches.slot(asker) if fetched else nullcontext():
             content = await self._fetcher.read(source) if fetched else None
@@ -265,7 +268,7 @@ class MediaPreparer:
                 return known
             pending = self._pending.get(digest)
             if pending is None:
-                # A task of its own: other requests may wait for the same image.
+                # A separate task, because other requests may wait for the same image.
                 pending = asyncio.ensure_future(self._compute(image, digest, source))
                 self._pending[digest] = pending
                 pending.add_done_callback(lambda done: self._forget(digest, done))
@@ -275,7 +278,7 @@ class MediaPreparer:
         if self._pending.get(digest) is done:
             del self._pending[digest]
         if not done.cancelled():
-            done.exception()  # whoever waits for it raises it
+            done.exception()  # raised in the requests that wait for it
 
     async def _compute(self, image: Any, digest: bytes, source: MediaSource) -> EncodedBlock:
         tower = self._tower
@@ -302,7 +305,7 @@ class MediaPreparer:
             source.kind,
             None if types is None else types[0].numpy().astype(np.int64)[encoded.is_media],
         )
-        if tower is self._tower:  # else its weights were replaced meanwhile
+        if tower is self._tower:  # otherwise its weights were replaced meanwhile
             self.cache.put(block)
         return block
 
@@ -346,7 +349,7 @@ def _check_enlarged(options: Mapping[str, Any], num_frames: int, most: int) -> N
 
 
 def _first(failures: BaseExceptionGroup) -> BaseException:
-    """Return the first failure, preferring one of the request over others."""
+    """Return the first failure that is an `InvalidRequest`, or else the first failure."""
     flat: list[BaseException] = []
     stack: list[BaseException] = [failures]
     while stack:

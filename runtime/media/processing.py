@@ -1,4 +1,4 @@
-"""transformers' processor of a model: turns an image, a video or audio into tensors and into its block of tokens."""
+"""transformers' processor of a model: turns an image, video or audio into tensors and a block of tokens."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ logger = logging.getLogger("penstock.media")
 
 FILES = ("processor_config.json", "preprocessor_config.json")
 STRIP_BYTES = 2**20
-# Attributes of processors with the text that stands for an item, the most specific first.
+# Attributes of processors that contain an item's placeholder text, the most specific first.
 PLACEHOLDERS: Mapping[Kind, Sequence[str]] = {
     "image": ("boi_token", "fake_image_token", "image_token"),
     "video": ("video_token",),
     "audio": ("boa_token", "audio_token"),
 }
-# The part of a processor for a kind, by the first name that exists.
+# The part of a processor for each kind: the first of these names that exists.
 PARTS: Mapping[Kind, Sequence[str]] = {
     "image": ("image_processor",),
     "video": ("video_processor",),
     "audio": ("feature_extractor", "audio_processor"),
 }
-FRAME_OPTIONS = ("fps", "num_frames")  # by which frames are chosen, before the processor sees them
-FRAMES_PER_S = 2.0  # frames of a video for processors that choose none
+FRAME_OPTIONS = ("fps", "num_frames")  # options that choose frames, before the processor gets them
+FRAMES_PER_S = 2.0  # frames per second of a video, if the processor does not choose frames
 
 
 class Processed(NamedTuple):
-    """An image, a video or audio after the processor."""
+    """A processed image, video or audio."""
 
-    text: str  # the text that replaces the placeholder in a prompt
-    inputs: Mapping[str, Any]  # tensors for the model, with the `input_ids` [1, T] of the text
+    text: str  # replaces the placeholder in a prompt
+    inputs: Mapping[str, Any]  # tensors for the model, including the text's `input_ids` [1, T]
 
 
 class _Recording:
-    """A tokenizer that remembers the text it encodes, with all attributes of the real one."""
+    """A tokenizer that stores the text it encodes. It has all attributes of the real one."""
 
     def __init__(self, real: Any) -> None:
         self.real = real
@@ -65,15 +65,15 @@ class _Recording:
 
 
 class Processors:
-    """Private copies of a processor, one for each thread that uses it at a time."""
+    """Private copies of a processor: one for each thread that uses it at the same time."""
 
     def __init__(self, path: str, model_type: str, num_copies: int, *, fast: bool = True) -> None:
-        """Load the processor. Raises CheckpointError if transformers or a library that it needs is missing."""
+        """Load the processor. Raises CheckpointError if transformers or a required library is missing."""
         first = _load(Path(path), model_type, fast=fast)
         first.tokenizer = _Recording(first.tokenizer)
         self.name = type(first).__name__
         self.placeholders: dict[Kind, str] = {}
-        self.refusals: dict[Kind, str] = {}  # why a kind is not accepted
+        self.refusals: dict[Kind, str] = {}  # reason why a kind is not accepted
         for kind in PLACEHOLDERS:
             try:
                 self.placeholders[kind] = _placeholder(first, self.name, kind)
@@ -84,7 +84,7 @@ class Processors:
         self._identities = {kind: _identity(first, kind) for kind in self.placeholders}
         self._any, self._video = first, _part_of(first, "video")
         self.sampling_rate = int(getattr(_part_of(first, "audio"), "sampling_rate", 16_000))
-        # Seconds of audio that the extractor takes; it would drop the rest. None: any length.
+        # Maximum seconds of audio; the extractor would drop the rest. None: any length.
         self.audio_s: float | None = getattr(_part_of(first, "audio"), "chunk_length", None)
         self._free: SimpleQueue[Any] = SimpleQueue()
         self._free.put(first)
@@ -92,14 +92,14 @@ class Processors:
             self._free.put(copy.deepcopy(first))
 
     def digest(self, kind: Kind, content: Any, options: Mapping[str, Any]) -> bytes:
-        """Return 256 bits that stand for a decoded item and everything that the processor does with it."""
+        """Return a 256-bit hash of a decoded item and everything that determines how the processor treats it."""
         hashed = hashlib.sha256(self._identities[kind])
         hashed.update(json.dumps(options, sort_keys=True).encode() + b"\n")
         if kind == "image":
             width, height = content.size
             hashed.update(f"{width}x{height}\n".encode())
             rows = max(1, STRIP_BYTES // (3 * width))
-            for top in range(0, height, rows):  # in strips, because copying pixels holds the interpreter's lock
+            for top in range(0, height, rows):  # in strips, because copying pixels holds the GIL
                 hashed.update(content.crop((0, top, width, min(top + rows, height))).tobytes())
         elif kind == "video":
             hashed.update(f"{content.frames.shape} {content.indices} {content.total} {content.fps}\n".encode())
@@ -110,9 +110,10 @@ class Processors:
         return hashed.digest()
 
     def frames(self, total: int, fps: float | None, options: Mapping[str, Any]) -> Sequence[int]:
-        """Return the indices of the frames that the model should see of a video with `total` frames.
+        """Return the indices of the frames that the model should see, for a video with `total` frames.
 
-        The model's processor chooses if it is configured to, else there are `FRAMES_PER_S` frames per second.
+        The model's processor chooses the frames if it is configured to. Otherwise there are `FRAMES_PER_S` frames per
+        second.
         """
         chosen = {name: options[name] for name in FRAME_OPTIONS if name in options}
         configured = getattr(self._video, "do_sample_frames", False) and (
@@ -129,7 +130,7 @@ class Processors:
         return [int(total * place / count) for place in range(count)]
 
     def unknown_options(self, kind: Kind, options: Mapping[str, Any]) -> list[str]:
-        """Return the options that the processor would ignore."""
+        """Return the names of options that the processor would ignore."""
         known = getattr(getattr(_part_of(self._any, kind), "valid_kwargs", None), "__annotations__", {})
         return [name for name in options if name not in known and not (kind == "video" and name in FRAME_OPTIONS)]
 
@@ -196,14 +197,14 @@ def trial(kind: Kind, sampling_rate: int) -> Any:
 
 
 def has_processor(path: str) -> bool:
-    """Whether the checkpoint has the files of a processor."""
+    """Return whether the checkpoint has the files of a processor."""
     return any((Path(path) / name).is_file() for name in FILES)
 
 
 def _load(path: Path, model_type: str, *, fast: bool) -> Any:
     """Return the checkpoint's processor.
 
-    Its video processor is left out if it cannot be loaded, because it needs torchvision even for images.
+    The video processor is omitted if it cannot be loaded, because it needs torchvision even for images.
     """
     try:
         with quiet():
@@ -241,7 +242,7 @@ def _make(path: Path, model_type: str, *, fast: bool) -> Any:
             arguments.append(AutoImageProcessor.from_pretrained(path, local_files_only=True, **options))
         else:
             arguments.append(_optional(name, path))
-    # The real class insists on every part.
+    # The real class requires every part.
     lenient = type(kind.__name__, (kind,), {"check_argument_for_proper_class": lambda self, name, value: None})
     own, _ = kind.get_processor_dict(str(path), local_files_only=True)
     for name in names:
@@ -250,7 +251,7 @@ def _make(path: Path, model_type: str, *, fast: bool) -> Any:
 
 
 def _optional(name: str, path: Path) -> Any:
-    """Return a part of a processor, or None if it cannot be loaded; then items of its kind are refused."""
+    """Return a part of a processor, or None if it cannot be loaded. Items of its kind are then refused."""
     from transformers import AutoFeatureExtractor, AutoVideoProcessor
 
     auto = {"video_processor": AutoVideoProcessor, "feature_extractor": AutoFeatureExtractor}.get(name)
@@ -261,7 +262,7 @@ def _optional(name: str, path: Path) -> Any:
 
 
 def _placeholder(processor: Any, name: str, kind: Kind) -> str:
-    """Return the text that stands for an item of a kind in a prompt before the processor expands it."""
+    """Return the placeholder of an item in a prompt, before the processor expands it."""
     plural = PLURALS[kind]
     part = _part_of(processor, kind)
     if part is None:
@@ -289,7 +290,7 @@ def _has_torchvision() -> bool:
 
 
 def _identity(processor: Any, kind: Kind) -> bytes:
-    """Return text that differs for processors that compute differently."""
+    """Return a text that differs between processors that compute differently."""
     parts = [type(processor).__name__, str(getattr(processor, "image_seq_length", "")), kind]
     parts.append(_part_of(processor, kind).to_json_string())
     return "\n".join(parts).encode()

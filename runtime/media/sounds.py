@@ -1,4 +1,4 @@
-"""Decodes audio to one channel at the sampling rate of a model. PyAV is imported when the first file arrives."""
+"""Decodes audio to one channel at the model's sampling rate. PyAV is imported when the first file arrives."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from runtime.media.containers import Deadline, opened
 
 
 def decode_audio(content: Any, rate: int, max_s: float, param: str) -> NDArray[np.float32]:
-    """Return samples [N] in -1 to 1 at `rate` samples per second. Blocks; call it on a thread.
+    """Return samples [N] from -1 to 1, at `rate` samples per second. Blocks; call it on a thread.
 
-    `content` is a file's bytes; or from Python an array [N] of floats at `rate`, or `{"samples": array,
-    "sampling_rate": 16000}`. Raises `InvalidRequest` if it is no audio, empty, or longer than `max_s` seconds.
+    `content` is a file's bytes or, from Python, an array [N] of floats at `rate`, or `{"samples": array,
+    "sampling_rate": 16000}`. Raises `InvalidRequest` if it is not audio, is empty, or is longer than `max_s` seconds.
     """
     samples = _of_file(content, rate, max_s, param) if isinstance(content, bytes) else _given(content, rate, param)
     if not len(samples):

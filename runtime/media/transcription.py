@@ -1,7 +1,7 @@
-"""Transcribes and translates audio with Whisper. transformers' own model generates; it does not run in the engine.
+"""Transcribes and translates audio with Whisper, outside of the engine: transformers' own model generates.
 
-Penstock's engine has no attention between a decoder and an encoder. A checkpoint of Whisper therefore serves beside the
-main model, one request at a time.
+Penstock's engine has no cross-attention between a decoder and an encoder. Therefore a Whisper checkpoint runs beside
+the main model, one request at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from runtime.media.sounds import decode_audio
 logger = logging.getLogger("penstock.media")
 
 MAX_WAITING = 64
-WINDOW_S = 30  # for longer audio the model finds its place by timestamps
+WINDOW_S = 30  # in longer audio, the model finds its position by timestamps
 
 
 class Segment(NamedTuple):
@@ -36,30 +36,30 @@ class Segment(NamedTuple):
 
 
 class Transcript(NamedTuple):
-    """What was said."""
+    """The transcript of an audio file."""
 
     text: str
-    language: str  # in English, such as "german"; "" if the model knows one language only
+    language: str  # in English, for example "german"; "" if the model knows only one language
     duration_s: float
-    segments: tuple[Segment, ...]  # () unless asked for
+    segments: tuple[Segment, ...]  # () unless requested
 
 
 class Transcription(NamedTuple):
-    """What to do with audio."""
+    """A request to transcribe or translate audio."""
 
     audio: bytes
     task: Literal["transcribe", "translate"] = "transcribe"
-    language: str | None = None  # its code, such as "de"; None: the model finds out
-    prompt: str = ""  # text that may have been said before
+    language: str | None = None  # language code, for example "de"; None: the model detects it
+    prompt: str = ""  # text that may precede the audio
     temperature: float = 0.0
     segments: bool = False
 
 
 class Transcriber:
-    """A model of Whisper. Use it on the event loop; a thread does the work."""
+    """A Whisper model. Must be used on the event loop; a thread does the work."""
 
     def __init__(self, path: str, model: Any, processor: Any, max_s: float) -> None:
-        self.names = (path, Path(path).name)  # by which clients may call the model
+        self.names = (path, Path(path).name)  # names by which clients may call the model
         self._model, self._processor, self._max_s = model, processor, max_s
         self._rate = int(processor.feature_extractor.sampling_rate)
         self._window_s = float(getattr(processor.feature_extractor, "chunk_length", WINDOW_S))
@@ -68,7 +68,10 @@ class Transcriber:
 
     @classmethod
     def load(cls, path: str, plan: Plan) -> Self:
-        """Load a checkpoint. Blocks. Raises CheckpointError if it is not one of Whisper, or a library is missing."""
+        """Load a checkpoint. Blocks.
+
+        Raises CheckpointError if it is not a Whisper model, or if a library is missing.
+        """
         import torch
         from transformers import AutoConfig, WhisperForConditionalGeneration, WhisperProcessor
 
@@ -92,9 +95,9 @@ class Transcriber:
         return bool(getattr(self._model.generation_config, "is_multilingual", False))
 
     async def transcribe(self, request: Transcription, client: str) -> Transcript:
-        """Return what is said. Cancellation ends the work at the model's next token.
+        """Return the transcript. Cancellation stops the work at the model's next token.
 
-        Raises `InvalidRequest` for wrong audio or parameters, and `Overloaded` if too many requests wait.
+        Raises `InvalidRequest` for invalid audio or parameters, and `Overloaded` if too many requests wait.
         """
         self._check(request)
         if self._num_waiting >= MAX_WAITING:
@@ -154,7 +157,7 @@ class Transcriber:
         return self._transcript(output, duration_s, code, request)
 
     def _language(self, request: Transcription, features: Any) -> str | None:
-        """Return the code of the spoken language; None: the model knows one language only."""
+        """Return the code of the spoken language, or None if the model knows only one language."""
         if not self.is_multilingual:
             return None
         if request.language is not None:
@@ -165,7 +168,7 @@ class Transcriber:
         return codes[token].strip("<|>")
 
     def _options(self, request: Transcription, code: str | None) -> dict[str, Any]:
-        """Return further arguments of the model's `generate`."""
+        """Return the remaining arguments of the model's `generate`."""
         options: dict[str, Any] = {"temperature": request.temperature, "do_sample": request.temperature > 0}
         if code is not None:
             options |= {"task": request.task, "language": code}
@@ -174,9 +177,9 @@ class Transcriber:
                 ids = self._processor.get_prompt_ids(request.prompt, return_tensors="pt")
             except ValueError as error:
                 raise InvalidRequest(f"prompt: {error}", param="prompt") from error
-            most = self._model.config.max_target_positions // 2 - 1  # like OpenAI's: the end counts
+            most = self._model.config.max_target_positions // 2 - 1  # like OpenAI's: the end of the prompt counts
             if len(ids) > most:
-                ids = ids[[0, *range(len(ids) - most + 1, len(ids))]]  # the first one begins a prompt
+                ids = ids[[0, *range(len(ids) - most + 1, len(ids))]]  # the first id marks the beginning of a prompt
             options["prompt_ids"] = ids.to(self._model.device)
         return options
 
@@ -197,7 +200,7 @@ class Transcriber:
 
 
 class _Ended:
-    """A stopping criterion of transformers: the client has gone."""
+    """A stopping criterion for transformers: stop when the client is gone."""
 
     def __init__(self, ended: threading.Event) -> None:
         self._ended = ended

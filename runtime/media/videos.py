@@ -16,32 +16,32 @@ MAX_PACKETS = 500_000  # about 4 hours at 30 frames per second
 
 
 class Video(NamedTuple):
-    """Frames of a video in RGB."""
+    """Frames of a video, in RGB."""
 
     frames: NDArray[np.uint8]  # [N, H, W, 3]
-    indices: tuple[int, ...]  # [N], of the frames in the file
-    total: int  # frames in the file
-    fps: float | None  # frames per second of the file; None: unknown
+    indices: tuple[int, ...]  # [N], indices of the frames in the file
+    total: int  # number of frames in the file
+    fps: float | None  # frames per second in the file; None: unknown
 
 
 class VideoLimits(NamedTuple):
     """Limits on one video."""
 
     max_frames: int
-    frame_pixels: int  # most pixels of a frame
-    pixels: int  # most pixels of all frames together
+    frame_pixels: int  # maximum pixels of one frame
+    pixels: int  # maximum pixels of all frames together
 
 
-# (number of frames in the file, frames per second) -> ascending indices of the frames to use
+# Maps (number of frames in the file, frames per second) to the ascending indices of the frames to use.
 Choose = Callable[[int, float | None], Sequence[int]]
 
 
 def decode_video(content: Any, choose: Choose, limits: VideoLimits, param: str) -> Video:
     """Return the chosen frames. Blocks; call it on a thread.
 
-    `content` is a file's bytes; or from Python a list of images of Pillow, an array [N, H, W, 3] of uint8, or
-    `{"frames": one of these, "fps": 2.0}`, of which all frames are used. If the chosen frames exceed `limits`, a file
-    is read with fewer frames, evenly spread. Raises `InvalidRequest` if it is no video or cannot be limited.
+    `content` is a file's bytes or, from Python, a list of Pillow images, a uint8 array [N, H, W, 3], or `{"frames": one
+    of these, "fps": 2.0}`. All frames of a Python object are used. If the chosen frames of a file exceed `limits`,
+    fewer frames are read, evenly spread. Raises `InvalidRequest` if the content is not a video or exceeds a limit.
     """
     return _of_file(content, choose, limits, param) if isinstance(content, bytes) else _given(content, limits, param)
 
@@ -91,9 +91,9 @@ def _limited(indices: Sequence[int], most: int) -> list[int]:
 def _decoded(
     container: Any, stream: Any, chosen: Sequence[int], max_pixels: int, deadline: Deadline
 ) -> list[NDArray[np.uint8]]:
-    """Return the frames with these ascending indices, up to the end of the file.
+    """Return the frames with these ascending indices. Stops at the end of the file.
 
-    Raises ValueError if they have different sizes, or more pixels together than the size in the header implies.
+    Raises ValueError if the frames differ in size, or have more than `max_pixels` pixels in total.
     """
     frames: list[NDArray[np.uint8]] = []
     for index, frame in enumerate(container.decode(stream)):
@@ -112,7 +112,7 @@ def _decoded(
 
 
 def _given(content: Any, limits: VideoLimits, param: str) -> Video:
-    """Return a video of frames from Python."""
+    """Return a video from frames given in Python."""
     fps = None
     if isinstance(content, Mapping):
         if not content.keys() <= {"frames", "fps"} or "frames" not in content:

@@ -19,20 +19,20 @@ MAX_UNSENT = 16  # maximum number of sent tensors that a rank keeps until they h
 
 
 class Axis:
-    """The ranks along one axis, seen from one of them, without torch's global process groups.
+    """The ranks along one axis, as seen by one of them. Does not use torch's global process groups.
 
-    Layers can hold an axis before `open`, and use it afterwards. All ranks call the same methods in the same order. On
-    CUDA a call is enqueued on the current stream; on CPU it returns when it is complete. Collectives on an axis of one
-    rank return their argument. Methods raise RuntimeError when another rank has died or timed out.
+    Layers can hold an axis before `open`, and use it afterwards. All ranks must call the same methods in the same
+    order. On CUDA, a call is enqueued on the current stream. On a CPU, it returns when it is complete. On an axis of
+    one rank, collectives return their argument. Methods raise RuntimeError if another rank has died or timed out.
 
-    `sizes` lists the first dimensions of all ranks' parts if they differ; every rank passes the same list. Parts may be
-    empty.
+    If the ranks' parts differ in size, `sizes` lists their first dimensions. Every rank must pass the same list. Parts
+    may be empty.
     """
 
     def __init__(self, name: str, coordinate: Coordinate) -> None:
         self.name = name
         self.rank, self.size, self._group_index = coordinate
-        # Process groups: one for all traffic, or one for sending to higher ranks and one for sending to lower ranks.
+        # Process groups: one for all traffic, or one to send to higher ranks and one to send to lower ranks.
         self._open: list[Any] = []
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self.turns: Turns | None = None  # set while two threads compute in turns
@@ -48,8 +48,8 @@ class Axis:
     ) -> None:
         """Connect to the other ranks of the axis. Blocks until all ranks have connected.
 
-        `two_ways` adds a process group to send to lower ranks. On CUDA a group runs all sends and receives in one
-        order, so with one group a pipeline stage would wait for the next stage's reply before it sends.
+        `two_ways` adds a process group to send to lower ranks. On CUDA, a group runs all sends and receives in one
+        order. With a single group, a pipeline stage would wait for the next stage's reply before it could send.
         """
         make, timeout = _nccl if device.type == "cuda" else _gloo, timedelta(seconds=timeout_s)
         for way in ("up", "down") if two_ways else ("all",):
@@ -59,22 +59,22 @@ class Axis:
 
     @property
     def next(self) -> int:
-        """Next rank, cyclically."""
+        """The next rank, cyclically."""
         return (self.rank + 1) % self.size
 
     @property
     def previous(self) -> int:
-        """Previous rank, cyclically."""
+        """The previous rank, cyclically."""
         return (self.rank - 1) % self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Add all ranks' `x` in place and return the sum."""
+        """Add the `x` of all ranks in place, and return the sum."""
         if self.size > 1:
             self._wait(self._group.allreduce([x]))
         return x
 
     def all_gather(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Return all ranks' parts, concatenated, on every rank."""
+        """Return the concatenated parts of all ranks, on every rank."""
         if self.size == 1:
             return x
         largest = len(x) if sizes is None else max(sizes)
@@ -85,7 +85,7 @@ class Axis:
         return gathered if sizes is None else torch.cat(_unpad(gathered.split(largest), sizes))
 
     def reduce_scatter(self, x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Add all ranks' `x`, and return this rank's part of the sum."""
+        """Add the `x` of all ranks, and return this rank's part of the sum."""
         if self.size == 1:
             return x
         if sizes is None and len(x) % self.size:
@@ -100,7 +100,7 @@ class Axis:
         return reduced if sizes is None else reduced[: sizes[self.rank]]
 
     def all_to_all(self, x: Tensor, to: Sequence[int], source: Sequence[int]) -> Tensor:
-        """Send `to[rank]` consecutive rows of `x` to each rank, and return the rows received from all ranks.
+        """Send `to[rank]` consecutive rows of `x` to each rank. Return the rows received from all ranks.
 
         `source[rank]` is the number of rows received from each rank.
         """
@@ -111,7 +111,7 @@ class Axis:
         return received
 
     def gather(self, x: Tensor, sizes: Sequence[int] | None = None) -> list[Tensor] | None:
-        """Return all ranks' parts on rank 0; None on other ranks."""
+        """Return the parts of all ranks on rank 0, and None on other ranks."""
         if self.size == 1:
             return [x]
         padded = x if sizes is None else _pad(x, max(sizes))
@@ -157,7 +157,7 @@ class Axis:
             group.shutdown()
 
     def _wait(self, work: Any) -> None:
-        """Wait for a collective. Another thread may compute meanwhile."""
+        """Wait for a collective. If two threads compute in turns, the other thread computes meanwhile."""
         if self.turns is None:
             work.wait()
         else:
@@ -175,7 +175,7 @@ class Axis:
 
 
 def _pad(x: Tensor, size: int) -> Tensor:
-    """Append zero rows up to `size` rows."""
+    """Append zero rows, up to `size` rows in total."""
     return x.contiguous() if len(x) == size else F.pad(x, (0, 0) * (x.dim() - 1) + (0, size - len(x)))
 
 
@@ -187,7 +187,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) ->
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # listens on this address only
     options._timeout = timeout
-    options._threads = 1  # one thread is enough, because calls of one group never overlap
+    options._threads = 1  # one thread is enough, because calls of a group never overlap
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 

@@ -1,4 +1,4 @@
-"""Mesh: the axes along which a rank computes with other ranks."""
+"""The mesh: the axes along which a rank computes together with other ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.mesh.turns import Turns
 
 
 class Mesh:
-    """Axes of one rank. Layers can hold them before `join`, and use them afterwards."""
+    """The axes of one rank. Layers can hold them before `join`, and use them afterwards."""
 
     def __init__(self, rank_info: RankInfo, device: torch.device) -> None:
         self.rank_info = rank_info
@@ -25,14 +25,17 @@ class Mesh:
         self._axes = {name: Axis(name, rank_info.coordinate(name)) for name in AXES}
 
     def axis(self, name: str) -> Axis:
-        """Return the axis with this name, one of AXES. Without attention groups, "stage" is the same axis as "tp"."""
+        """Return the axis with this name, which is one of AXES.
+
+        Without attention groups, "stage" is the same axis as "tp".
+        """
         return self._axes["tp" if name == "stage" and self.rank_info.dp_size == 1 else name]
 
     def join(self, rendezvous: Rendezvous, *, address: str | None = None, listening: int = -1) -> None:
-        """Connect to the other ranks. Blocks until all ranks have connected; raises RuntimeError on a timeout.
+        """Connect to the other ranks. Blocks until all ranks have connected. Raises RuntimeError after a timeout.
 
-        `address` is this rank's address, by default the host of the rendezvous. `listening` is the file descriptor of
-        the socket on which rank 0 listens.
+        `address` is this rank's address; the default is the host of the rendezvous. `listening` is the file descriptor
+        of the socket on which rank 0 listens.
         """
         store = _open_store(rendezvous, self.rank_info.world_size, listening)
         for name, axis in self._axes.items():

@@ -1,4 +1,4 @@
-"""Coordinates of a rank in the mesh. Does not import torch."""
+"""The coordinates of a rank in the mesh. Does not import torch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankInfo:
-    """The number of a rank and the sizes of the mesh axes. The rank's coordinates follow from them.
+    """The number of a rank and the sizes of the mesh axes, which determine the rank's coordinates.
 
-    The ranks of a pipeline stage have consecutive numbers and share its layers: `dp_size` groups attend to different
-    sequences, and the `tp_size` ranks of a group split every layer. Experts are divided among `ep_size` parts of a
-    stage's ranks. The ranks of a part have consecutive numbers and hold the same experts. The axis "stage" has all
-    ranks of a stage.
+    The ranks of a pipeline stage have consecutive numbers and share the stage's layers. `dp_size` attention groups
+    attend to different sequences, and the `tp_size` ranks of a group split every layer. Experts are divided among
+    `ep_size` parts of a stage's ranks. The ranks of a part have consecutive numbers and hold the same experts. The axis
+    "stage" contains all ranks of a stage.
     """
 
     rank: int = 0
@@ -39,8 +39,8 @@ class RankInfo:
     pp_size: int = 1
     dp_size: int = 1
     ep_size: int = 1
-    head_by_group: bool = False  # whether each attention group has a whole LM head, and not the stage
-    whole_dense: bool = False  # whether each rank has the whole dense MLPs of a mixture-of-experts model
+    head_by_group: bool = False  # whether each attention group has a whole LM head; otherwise the stage shares one
+    whole_dense: bool = False  # whether each rank has whole dense MLPs in a mixture-of-experts model
 
     def __post_init__(self) -> None:
         if self.stage_size % self.ep_size:
@@ -64,7 +64,7 @@ class RankInfo:
         return self.stage_size * self.pp_size
 
     def coordinate(self, axis: str) -> Coordinate:
-        """Return the coordinate on one of AXES. Ranks of one group have equal `group` and count from 0."""
+        """Return the coordinate on an axis of AXES. Ranks of one group have equal `group` and count from 0."""
         size = getattr(self, f"{axis}_size")
         # Difference between the numbers of neighbouring ranks on the axis.
         step = {"tp": 1, "dp": self.tp_size, "pp": self.stage_size, "ep": self.stage_size // self.ep_size, "stage": 1}[
@@ -83,6 +83,6 @@ class RankInfo:
         return self.stage == self.pp_size - 1
 
     def stage_layers(self, num_layers: int) -> Stage:
-        """Return this rank's stage. Later stages get one more layer if the layers do not divide evenly."""
+        """Return this rank's stage. If the layers do not divide evenly, later stages have one more layer."""
         first, end = (num_layers * stage // self.pp_size for stage in (self.stage, self.stage + 1))
         return Stage(range(first, end), self.is_first_stage, self.is_last_stage)

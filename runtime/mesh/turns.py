@@ -1,4 +1,4 @@
-"""Turns of two threads: one computes while the collective of the other is in progress."""
+"""Turns of two threads: one computes while a collective of the other is in progress."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 class Turns:
     """Lets two threads compute in turns. A thread passes its turn on when it waits for a collective.
 
-    The first thread begins. Turns change only at collectives and at the end of a thread, so all ranks begin the
-    collectives of both threads in one order.
+    The first thread begins. Turns change only at collectives and at the end of a thread. Therefore all ranks begin the
+    collectives of both threads in the same order.
     """
 
     def __init__(self) -> None:

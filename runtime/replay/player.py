@@ -1,4 +1,4 @@
-"""Replays a record: the same scheduler makes the same decisions, with the recorded tokens or those of a model."""
+"""Replays a record: the same scheduler makes the same decisions, with the recorded tokens or a model's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Difference(Exception):
 
 
 class Launched(NamedTuple):
-    """A batch was built, and equals the recorded one."""
+    """A batch was built. It equals the recorded one."""
 
     batch: Batch
 
@@ -38,12 +38,12 @@ class Launched(NamedTuple):
 class Added(NamedTuple):
     """A request was added."""
 
-    time_s: float  # since the record began
+    time_s: float  # seconds since the record began
     sequences: list[Sequence]
 
 
 class Applied(NamedTuple):
-    """A step with the recorded tokens of each row was applied."""
+    """A step was applied, with the recorded tokens of each row."""
 
     batch: Batch
     tokens: list[list[int]]
@@ -52,14 +52,14 @@ class Applied(NamedTuple):
 
 
 class Timed(NamedTuple):
-    """The measured time of the step that was applied last."""
+    """The measured time of the last applied step."""
 
     batch: Batch
     seconds: float
 
 
 class Dropped(NamedTuple):
-    """The results of all steps in flight are ignored from now on."""
+    """The results of all steps in flight will be ignored."""
 
 
 Event = Added | Launched | Applied | Timed | Dropped
@@ -72,11 +72,11 @@ class Counts:
     steps: int = 0
     requests: int = 0
     tokens: int = 0  # generated tokens
-    failures: list[str] = field(default_factory=list)  # recorded exceptions of the scheduler, repeated
+    failures: list[str] = field(default_factory=list)  # repeated exceptions of the scheduler that the record has too
 
 
 class Player:
-    """Replays one record. `events` may be iterated once."""
+    """Replays one record. `events` may be iterated only once."""
 
     def __init__(self, path: str | Path, *, check: bool = True) -> None:
         """With `check`, the scheduler's tables are verified after every step.
@@ -100,7 +100,7 @@ class Player:
         )
         self._sequences: dict[tuple[int, int], Sequence] = {}
         self._in_flight: deque[Batch] = deque()
-        self._applied: Batch | None = None  # the batch that was applied last
+        self._applied: Batch | None = None  # last applied batch
         self.line = 1  # number of lines read so far
 
     def _header(self) -> dict[str, Any]:
@@ -141,12 +141,12 @@ class Player:
             raise ConfigurationError(f"{self.path}, line {number + 1}: {error}.") from error
 
     def _expected(self) -> Difference:
-        """Return the difference of a call that does not fail here, but failed in the record."""
+        """Return the difference for a call that succeeds here, but failed in the record."""
         _, kind, message = self._read(self.line)
         return self._difference(f"the record has {kind}: {message}")
 
     def _compare_failure(self, error: Exception) -> None:
-        """Accept an exception that the record has too, and raise `Difference` for another one."""
+        """Accept an exception that the record has too. Raise `Difference` for any other exception."""
         failed = self._lines[self.line].startswith(FAILURE)
         if isinstance(error, Difference):
             raise self._expected() if failed else error
@@ -163,7 +163,7 @@ class Player:
         return Difference(self.line, self.counts.steps, message)
 
     def _repeat(self, event: list[Any]) -> Event | None:
-        """Make the recorded call."""
+        """Repeat the recorded call."""
         kind, *values = event
         match kind:
             case "f" | "n":
@@ -181,7 +181,7 @@ class Player:
             case "x":
                 self.scheduler.abort(self._named(values[1]), Finish(values[2]))
             case "e":
-                for sequence in self._named([values[1]]):  # none if it has ended already
+                for sequence in self._named([values[1]]):  # none if it has already ended
                     self.scheduler.end(sequence)
             case "w":
                 self.scheduler.withdraw(self._named(values[0]))
@@ -293,10 +293,10 @@ class Player:
 
 
 def replay(path: str | Path, *, check: bool = True) -> Counts:
-    """Replay a record with the recorded tokens, and return what was repeated.
+    """Replay a record with the recorded tokens. Return what was repeated.
 
     Raises `Difference` at the first difference. A record of a failing schedule is a test: `replay(path)` raises or
-    returns `failures` until the fault is mended.
+    returns `failures` until the bug is fixed.
     """
     player = Player(path, check=check)
     for _ in player.events():

@@ -1,17 +1,17 @@
 """The format of a record: one JSON value per line.
 
-The first line is an object with the settings of the scheduler. Each further line is an array that begins with a letter:
+The first line is an object with the scheduler's settings. Each further line is an array that begins with a letter:
 
     a  a request was added: microseconds since the start, and its fields
     f  a batch was built: microseconds, digest, rows, tokens, prompt rows as [sequence, start, count], host data
     n  no batch could be built
-    t  a step was applied: microseconds, the new tokens of each row, and what else the scheduler read of the output
+    t  a step was applied: microseconds, the new tokens of each row, and the other outputs that the scheduler read
     s  the time of the step in microseconds, and its number of new tokens
     i  a measured value that the scheduler uses: its name and value
     x  abort    e  end of a choice    w  withdrawal    b  rebuilt tables    d  failed steps    o  out of memory
     r  recomputation    c  empty cache    h  touched prefix    u  forgotten adapter    !  an exception of the scheduler
 
-A sequence is named by the id of its request, or by [id, index of the choice] for further choices.
+A sequence is named by the id of its request; sequences of further choices by [id, index of the choice].
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from runtime.sampling_params import SamplingParams
 from runtime.sequence import Sequence
 
 VERSION = 1
-KEY_LIMIT = 2**61 - 1  # keys of images are recorded modulo this number
+KEY_LIMIT = 2**61 - 1  # image keys are recorded modulo this number
 SAMPLING_DEFAULTS = SamplingParams()
-# Parameters that only other parts of the engine read: the detokenizer, grammars and processors.
+# Parameters that the scheduler does not read. The detokenizer, grammars and processors read them.
 UNRECORDED = frozenset({"stop", "stop_regex", "custom_params", "custom_logit_processor", "bad_words"})
 
 
@@ -61,7 +61,7 @@ def header(plan: SchedulerPlan, cache: PrefixCache, **settings: Any) -> dict[str
 
 
 def make_plan(first: Mapping[str, Any]) -> SchedulerPlan:
-    """Return the scheduler's plan of a record. Raises `TypeError` if another version of Penstock wrote it."""
+    """Return the scheduler plan of a record. Raises `TypeError` if another version of Penstock wrote the record."""
     values = dict(first["scheduler"])
     values["draft_windows"] = tuple(values["draft_windows"])
     return SchedulerPlan(**values)
@@ -98,7 +98,7 @@ def name_of(sequence: Sequence) -> int | list[int]:
 
 
 def digest(batch: Batch) -> str:
-    """Return 8 hexadecimal digits that differ if any decision of the batch differs."""
+    """Return 8 hexadecimal digits that differ if any decision in the batch differs."""
     found = blake2b(digest_size=4)
     arrays: list[NDArray[Any]] = [batch.starts, batch.counts, batch.sequence_indices, batch.token_ids, batch.page_table]
     if batch.sampling is not None:
@@ -120,7 +120,7 @@ def digest(batch: Batch) -> str:
 
 
 def request_fields(sequences: tuple[Sequence, ...]) -> dict[str, Any]:
-    """Return what a replay needs of a request. Texts are not recorded, but the ids of the prompt are."""
+    """Return the fields of a request that a replay needs. Prompt ids are recorded, but texts are not."""
     first = sequences[0]
     request, media = first.request, first.media
     values: dict[str, Any] = {
@@ -190,20 +190,20 @@ def make_sequences(values: Mapping[str, Any]) -> list[Sequence]:
 
 
 class RecordedConstraint:
-    """A `DraftedConstraint` whose host data the replay sets, as it arrived in the recorded run."""
+    """A `DraftedConstraint` whose host data is set by the replay, as it arrived in the recorded run."""
 
     def __init__(self, takes_drafts: bool) -> None:
         self.takes_drafts = takes_drafts
 
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
-        """Do nothing: the replay sets the data."""
+        """Do nothing, because the replay sets the data."""
 
     def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
-        """Do nothing: the replay has the accepted drafts."""
+        """Do nothing, because the record has the accepted draft tokens."""
 
 
 def _sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    """Return the parameters that differ from their defaults, as JSON."""
+    """Return the parameters that differ from their defaults, as JSON values."""
     found: dict[str, Any] = {}
     for field in fields(params):
         value = getattr(params, field.name)

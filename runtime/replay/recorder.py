@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class RecordWriter:
-    """Appends lines to a new file. Each line reaches the system at once, so a killed process loses none."""
+    """Appends lines to a new file. Each line is written immediately, so a killed process loses none."""
 
     def __init__(self, path: str | Path) -> None:
         """Create the file. If it exists, a number is added to its name. Raises `OSError`."""
@@ -36,7 +36,7 @@ class RecordWriter:
         self._file: BinaryIO | None = path.open("xb", buffering=0)
 
     def write(self, value: object) -> None:
-        """Append a line. If the file cannot be written, the log says so and the record ends."""
+        """Append a line. If the file cannot be written, log an error and end the record."""
         if self._file is None:
             return
         try:
@@ -50,7 +50,7 @@ class RecordWriter:
 class RecordedScheduler(Scheduler):
     """A `Scheduler` that records its calls, so that `Player` can repeat them.
 
-    Measured times are rounded before the scheduler uses them, so that the record has their exact values.
+    Measured times are rounded before the scheduler uses them, so that the record has the exact values.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class RecordedScheduler(Scheduler):
         context_length: int,
         **settings: Any,
     ) -> None:
-        """`settings` are those of `record_format.header`."""
+        """`settings` are the settings of `record_format.header`."""
         super().__init__(plan, cache, vocab_size=vocab_size, context_length=context_length)
         self._writer = writer
         self._began_s = time.monotonic()
-        self._values: dict[str, Any] = {}  # the last value of each measurement
-        self._resumed: list[Sequence] = []  # sequences that the step being built resumed
+        self._values: dict[str, Any] = {}  # last value of each measurement
+        self._resumed: list[Sequence] = []  # sequences resumed by the step being built
         self._running.on_resume = self._resumed.append
-        self._forced: list[tuple[Sequence, tuple[int, ...]]] = []  # forced tokens that it may append
+        self._forced: list[tuple[Sequence, tuple[int, ...]]] = []  # forced tokens that the step may append
         self._fast_forward.on_runs = self._forced.extend
-        self._was_idle = False  # whether the last line says that nothing ran or waited
+        self._was_idle = False  # whether the last line says that no sequence runs or waits
         sizes = {"vocab_size": vocab_size, "context_length": context_length}
         writer.write(header(plan, cache, **sizes, **settings))
 
@@ -199,7 +199,7 @@ class RecordedScheduler(Scheduler):
         super().note_prompt_time(token_s)
 
     def _note(self, name: str, value: Any) -> None:
-        """Record a value if it has changed."""
+        """Record a measured value, if it has changed."""
         if self._values.get(name) != value:
             self._values[name] = value
             self._write(["i", name, value])
@@ -212,7 +212,7 @@ class RecordedScheduler(Scheduler):
         return round((time.monotonic() - self._began_s) * 1e6)
 
     def _guard(self, function: Callable[..., T], *args: Any) -> T:
-        """Call `function`, and record its exception."""
+        """Call `function`. If it raises an exception, record the exception."""
         try:
             return function(*args)
         except Exception as error:

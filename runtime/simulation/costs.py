@@ -1,9 +1,10 @@
-"""The time of a step as a function of its batch: fitted to a record, or from published figures of a GPU.
+"""The time of a step as a function of its batch: fitted to a record, or derived from a GPU's data sheet.
 
     seconds = base + max(floor, rows * row + prompt tokens * token) + context * context_s + pairs * pair
 
-`rows` have one token, `context` counts the cached tokens that these rows read, and `pairs` counts the pairs of a prompt
-token and a token that it attends to. On a GPU, `floor` is the time to read the weights; a fit has no floor.
+`rows` is the number of rows with one token. `context` is the number of cached tokens that these rows read. `pairs` is
+the number of pairs of a prompt token and a token that it attends to. On a GPU, `floor` is the time to read the weights.
+A fit has no floor.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from runtime.batch import Batch
 from runtime.config.model_facts import ModelFacts
 from runtime.errors import ConfigurationError
 
-OUTLIER = 10.0  # a fit leaves out steps that take this many times as long as predicted: the process was stopped
-NUM_FITS = 6  # the weights of each fit follow from the predictions of the one before
-MIN_STEPS = 20  # minimum number of steps of a fit
+OUTLIER = 10.0  # a fit ignores steps that take this many times as long as predicted, because the process was stopped
+NUM_FITS = 6  # the weights of each fit follow from the predictions of the previous fit
+MIN_STEPS = 20  # minimum number of steps for a fit
 
 
 class GpuFigures(NamedTuple):
-    """Figures of a GPU's data sheet (dense bf16)."""
+    """Figures from a GPU's data sheet (dense bf16)."""
 
     flops: float  # operations per second
-    bandwidth: float  # bytes per second of its memory
+    bandwidth: float  # memory bandwidth in bytes per second
 
 
 # NVIDIA's data sheets: H100 SXM, H200 SXM, A100 SXM 80 GB, L4.
@@ -37,9 +38,9 @@ GPUS: Mapping[str, GpuFigures] = {
     "a100": GpuFigures(312e12, 2.04e12),
     "l4": GpuFigures(121e12, 0.3e12),
 }
-# Shares of these figures that whole steps reach, by NVIDIA's measured kernel tables (aiconfigurator-core 0.12.0):
+# Shares of these figures that whole steps reach, from NVIDIA's measured kernel tables (aiconfigurator-core 0.12.0):
 # Llama-3.1-8B in bf16 decodes one row at 70 % of the bandwidth, and 8 prompts of 1,024 tokens reach 72 % to 78 % of the
-# operations. Gaps between kernels are not included.
+# operations per second. Gaps between kernels are not included.
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.7, 0.75
 
 
@@ -54,14 +55,17 @@ class StepCosts(NamedTuple):
     floor: float = 0.0
 
     def seconds(self, batch: Batch) -> float:
-        """Return the predicted time of a step."""
+        """Return the predicted time of a step in seconds."""
         rows, tokens, context, pairs = features(batch)
         work = max(self.floor, rows * self.row + tokens * self.token)
         return self.base + work + context * self.context + pairs * self.pair
 
 
 def features(batch: Batch) -> tuple[int, int, int, int]:
-    """Return rows of one token, tokens of other rows, context of the former, and pairs of the latter."""
+    """Return the features (rows, tokens, context, pairs) of a step.
+
+    Rows with one token contribute `rows` and `context`. All other rows contribute `tokens` and `pairs`.
+    """
     starts, counts = batch.starts, batch.counts
     num_tokens = len(batch.token_ids)
     if num_tokens == len(counts):
@@ -76,7 +80,7 @@ def features(batch: Batch) -> tuple[int, int, int, int]:
 def fit(steps: list[tuple[tuple[int, int, int, int], float]]) -> StepCosts:
     """Return the costs that predict these steps (features, seconds) with the least relative errors.
 
-    Errors are relative to the prediction, so that sums of predictions are as long as sums of steps, delays included.
+    Errors are relative to the prediction. Sums of predictions are therefore as long as sums of steps, including delays.
     Raises `ConfigurationError` if there are too few steps.
     """
     if len(steps) < MIN_STEPS:
@@ -93,7 +97,7 @@ def fit(steps: list[tuple[tuple[int, int, int, int], float]]) -> StepCosts:
 
 
 def _least_squares(matrix: NDArray[np.float64], target: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the non-negative solution: columns whose coefficient would be negative are left out, the worst first."""
+    """Return the non-negative solution. Columns with negative coefficients are removed, the worst one first."""
     columns = [column for column in range(matrix.shape[1]) if matrix[:, column].any()]
     found = np.zeros(matrix.shape[1])
     while columns:
@@ -111,7 +115,7 @@ def published(gpu: str, facts: ModelFacts, weight_bytes: int) -> StepCosts:
     figures = GPUS[gpu]
     bandwidth, flops = figures.bandwidth * BANDWIDTH_SHARE, figures.flops * FLOPS_SHARE
     kv_bytes = 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * 2
-    token_s = weight_bytes / flops  # two operations for each weight of two bytes
+    token_s = weight_bytes / flops  # two operations per two-byte weight
     return StepCosts(
         row=token_s,
         token=token_s,
@@ -122,7 +126,7 @@ def published(gpu: str, facts: ModelFacts, weight_bytes: int) -> StepCosts:
 
 
 def weight_bytes(facts: ModelFacts) -> int:
-    """Return the bytes of a dense model in bf16: those on disk, or those that its configuration implies."""
+    """Return the bytes of a dense model in bf16: the size on disk, or the size that its configuration implies."""
     if facts.weight_bytes:
         return facts.weight_bytes
     inner = int(facts.config.get("intermediate_size") or 4 * facts.hidden_size)

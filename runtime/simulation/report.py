@@ -18,17 +18,17 @@ WIDTH, HEIGHT, MARGIN = 640, 360, 50
 
 
 class Outcome:
-    """Times and counts of all simulated requests."""
+    """The times and counts of all simulated requests."""
 
     def __init__(self) -> None:
         self.end_s = 0.0
         self.num_refused = self.num_retracted = self.num_steps = 0
         self.num_tokens = self.num_prompt = self.num_cached = 0
-        self.order: list[int] = []  # requests in order of admission
-        self.numbers: dict[int, int] = {}  # request id -> its index in the arrays
+        self.order: list[int] = []  # request ids in order of admission
+        self.numbers: dict[int, int] = {}  # request id -> index in the arrays
         self.arrived_s, self.first_s, self.last_s = array("d"), array("d"), array("d")
         self.num_output = array("l")
-        self._seen = bytearray()  # whether a request was admitted
+        self._seen = bytearray()  # whether each request was admitted
 
     def arrived(self, request_id: int, time_s: float, num_prompt: int) -> None:
         """Note a request that the queue accepted."""
@@ -65,25 +65,25 @@ class Outcome:
 
     @property
     def first_token_s(self) -> NDArray[np.float64]:
-        """Time to the first token of each request with output."""
+        """Seconds to the first token, for each request with output."""
         has_output = np.asarray(self.num_output) > 0
         return (np.asarray(self.first_s) - np.asarray(self.arrived_s))[has_output]
 
     @property
     def token_s(self) -> NDArray[np.float64]:
-        """Mean time between two tokens of each request with more than one."""
+        """Mean seconds between two tokens, for each request with more than one token."""
         count = np.asarray(self.num_output)
         several = count > 1
         return ((np.asarray(self.last_s) - np.asarray(self.first_s))[several]) / (count[several] - 1)
 
     @property
     def total_s(self) -> NDArray[np.float64]:
-        """Time from arrival to the last token of each request with output."""
+        """Seconds from arrival to the last token, for each request with output."""
         has_output = np.asarray(self.num_output) > 0
         return (np.asarray(self.last_s) - np.asarray(self.arrived_s))[has_output]
 
     def values(self) -> dict[str, Any]:
-        """Return the figures of the report; times in milliseconds."""
+        """Return the figures of the report, with times in milliseconds."""
         span_s = max(self.end_s, 1e-9)
         return {
             "requests": len(self.arrived_s),
@@ -101,7 +101,7 @@ class Outcome:
 
 
 def percentiles(seconds: NDArray[np.float64]) -> dict[str, float]:
-    """Return mean and percentiles in milliseconds; all are 0 if there are no values."""
+    """Return the mean and percentiles in milliseconds. All are 0 if there are no values."""
     if not len(seconds):
         return {"mean": 0.0, **{f"p{each}": 0.0 for each in PERCENTILES}}
     points = np.percentile(seconds, PERCENTILES)
@@ -127,7 +127,7 @@ def as_text(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def as_svg(outcomes: Mapping[str, Outcome]) -> str:
-    """Return a plot: the share of requests whose first token arrives within a time, on a logarithmic axis."""
+    """Return a plot of the share of requests whose first token arrives within a time, on a logarithmic axis."""
     samples = {name: np.sort(outcome.first_token_s) for name, outcome in outcomes.items()}
     known = [values for values in samples.values() if len(values)]
     low = max(min((float(values[0]) for values in known), default=0.001), 1e-4)

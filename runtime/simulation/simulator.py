@@ -1,4 +1,4 @@
-"""Runs the scheduler over a virtual clock: every decision is real, and only the steps take no time."""
+"""Runs the scheduler over a virtual clock. All its decisions are real; only the steps take no time."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from runtime.simulation.costs import StepCosts
 from runtime.simulation.report import Outcome
 from runtime.simulation.traces import LAST_ID, OUTPUT_ID, Arrival
 
-GENERATED = [OUTPUT_ID]  # the tokens of a row, shared by all rows
+GENERATED = [OUTPUT_ID]  # tokens of a row, shared by all rows
 
 
 class Simulator:
-    """Simulates one replica with one policy. It mirrors the loop of `SchedulerActor`."""
+    """Simulates one replica with one policy. Mirrors the loop of `SchedulerActor`."""
 
     def __init__(
         self, plan: SchedulerPlan, cache: PrefixCache, costs: StepCosts, *, vocab_size: int, context_length: int
@@ -34,15 +34,15 @@ class Simulator:
         self._depth = plan.micro_batches - 1 if plan.micro_batches > 1 else int(plan.overlap)
         self._target_s = None if plan.target_token_ms is None else plan.target_token_ms / 1000
         self._times = StepTimes()
-        self._outputs: dict[tuple[int, int], list[int] | int] = {}  # of the sequences that have not ended
+        self._outputs: dict[tuple[int, int], list[int] | int] = {}  # of sequences that have not ended
         # By sequence index: the length at which the sequence's output ends.
         self._ends = np.zeros(plan.max_running, np.int64)
-        self._special = 0  # unended sequences whose tokens are known, or that have no output
-        self._in_flight: deque[tuple[Batch, float]] = deque()  # with the time of its end
+        self._special = 0  # number of unended sequences whose tokens are known, or that have no output
+        self._in_flight: deque[tuple[Batch, float]] = deque()  # (batch, time at which it ends)
         self._now_s = self._device_free_s = self._applied_s = 0.0
 
     def run(self, arrivals: Iterable[Arrival]) -> Outcome:
-        """Simulate all requests of a trace, which must be in order of time."""
+        """Simulate all requests of a trace. They must be ordered by time."""
         waiting = iter(arrivals)
         coming = next(waiting, None)
         while True:
@@ -108,10 +108,10 @@ class Simulator:
 
     def _forget(self, request_id: int, index: int) -> None:
         output = self._outputs.pop((request_id, index), None)
-        self._special -= isinstance(output, list)  # of embeddings too: their output is []
+        self._special -= isinstance(output, list)  # also for embeddings, whose output is []
 
     def _note(self, batch: Batch, seconds: float, num_tokens: int) -> None:
-        """Give the scheduler the measurements that `SchedulerActor` gives it."""
+        """Pass the scheduler the same measurements as `SchedulerActor`."""
         times, scheduler = self._times, self.scheduler
         times.note(batch, seconds)
         scheduler.note_step_time(times.decode_s)
@@ -123,7 +123,7 @@ class Simulator:
             scheduler.note_prompt_time(times.prompt_token_s)
 
     def _tokens(self, batch: Batch) -> list[list[int]]:
-        """Return the tokens of a step whose outputs have only known lengths."""
+        """Return the tokens of a step in which only the lengths of outputs are known."""
         if batch.sampling is None:
             return [[] for _ in batch.sequences]
         ends = batch.starts + batch.counts + 1  # length of each sequence after the step
@@ -157,7 +157,7 @@ class Simulator:
         return StepOutput(tokens, [], None, scored, embeddings)
 
     def _end_known(self, batch: Batch) -> None:
-        """End sequences whose known output is complete: a stop string or an abort ended them."""
+        """End sequences whose known output is complete, because a stop string or an abort ended them."""
         for sequence in batch.sequences:
             output = self._outputs.get((sequence.request.id, sequence.index))
             if isinstance(output, list) and len(sequence.ids) - sequence.num_prompt >= max(len(output), 1):

@@ -1,11 +1,11 @@
-"""Traces: when requests arrive, how long their prompts and outputs are, and which prefixes they share.
+"""Traces: arrival times of requests, lengths of prompts and outputs, and shared prefixes.
 
-record              of `--record`: its requests, with the recorded outputs
-*.jsonl             objects with timestamp (ms), input_length, output_length and, if known, hash_ids: one number per
-                    512 tokens of the prompt, equal where prompts begin alike (the format of Mooncake's traces)
+record              a record of `--record`: its requests, with the recorded outputs
+*.jsonl             objects with timestamp (ms), input_length, output_length and optionally hash_ids: one number per
+                    512 prompt tokens, equal where prompts share a prefix (the format of Mooncake's traces)
 *.csv               columns TIMESTAMP, ContextTokens, GeneratedTokens (the format of Azure's traces)
-requests=N,rate=R   drawn: N requests, R per second; also input, output (mean lengths), prefixes (shared ones),
-                    prefix (their length) and seed
+requests=N,rate=R   random: N requests, R per second; also input and output (mean lengths), prefixes (number of shared
+                    ones), prefix (their length) and seed
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from runtime.sampling_params import SamplingParams
 from runtime.sequence import Sequence
 from runtime.simulation.costs import features
 
-BLOCK = 512  # tokens of one of `hash_ids`
+BLOCK = 512  # number of tokens per element of `hash_ids`
 IDS = 2**31 - 2
-OUTPUT_ID, LAST_ID = IDS, IDS + 1  # generated tokens, and the token that ends an output
+OUTPUT_ID, LAST_ID = IDS, IDS + 1  # id of generated tokens, and id of the token that ends an output
 
 
 class Arrival(NamedTuple):
@@ -38,21 +38,21 @@ class Arrival(NamedTuple):
 
     time_s: float
     sequences: list[Sequence]
-    outputs: list[list[int] | int]  # of each sequence: its tokens, or their number if they are unknown
+    outputs: list[list[int] | int]  # for each sequence: its tokens, or their number if the tokens are unknown
 
 
 class Measured(NamedTuple):
-    """What a record says about times: of steps for a fit, and of requests."""
+    """The times in a record: of steps (for a fit) and of requests."""
 
     steps: list[tuple[tuple[int, int, int, int], float]]  # features and seconds
-    first_s: dict[int, float]  # request -> time of its first token
+    first_s: dict[int, float]  # request id -> time of its first token
     last_s: dict[int, float]
     num_output: dict[int, int]
-    order: list[int]  # requests in the order in which they were admitted
+    order: list[int]  # request ids in order of admission
 
 
 def read_record(path: str | Path) -> tuple[Player, list[Arrival], Measured]:
-    """Replay a record, and return its requests and its times."""
+    """Replay a record. Return the player, the record's requests and its measured times."""
     player = Player(path, check=False)
     added: list[tuple[float, list[Sequence]]] = []
     outputs: dict[tuple[int, int], list[int]] = {}
@@ -89,7 +89,7 @@ def read_record(path: str | Path) -> tuple[Player, list[Arrival], Measured]:
 
 
 def read_trace(text: str, limit: int | None = None) -> Iterator[Arrival]:
-    """Yield the requests of a trace file or of a drawn trace, up to `limit`. Raises `ConfigurationError`."""
+    """Yield up to `limit` requests of a trace file or of a random trace. Raises `ConfigurationError`."""
     path = Path(text)
     rows: Iterable[Row]
     if "=" in text and not path.exists():
@@ -164,12 +164,12 @@ def _drawn(text: str, limit: int | None) -> Iterator[Row]:
 
 
 def _length(draw: random.Random, mean: float) -> int:
-    """Return a number from a log-normal distribution with this mean, as lengths of chats have."""
+    """Return a random number from a log-normal distribution with this mean, like the lengths of chats."""
     return max(1, round(draw.lognormvariate(math.log(max(mean, 1)) - 0.5, 1.0)))
 
 
 def _fresh_ids() -> Callable[[int], list[int]]:
-    """Return a function that returns ids which begin like no earlier ones."""
+    """Return a function that returns ids with a prefix that no earlier ids have."""
     numbers = count()
 
     def fresh(length: int) -> list[int]:

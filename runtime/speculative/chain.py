@@ -1,4 +1,4 @@
-"""Two draft methods in order: prompt lookup where text repeats, and a model elsewhere."""
+"""Two draft methods in order: prompt lookup where text repeats, otherwise a draft model."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from runtime.speculative.ngram import NgramDrafter
 
 
 class ChainDrafter:
-    """Proposes the ids that prompt lookup finds. If it finds none, proposes placeholders for ids of the draft model.
+    """Proposes the ids that prompt lookup finds. If it finds none, proposes placeholders for the draft model's ids.
 
-    While drafts are in flight, only the model proposes, because prompt lookup would have to guess how many of them are
-    accepted. Therefore only the oldest drafts in flight can come from prompt lookup.
+    While draft tokens are in flight, only the model proposes: prompt lookup would have to guess how many of them will
+    be accepted. Therefore only the oldest draft tokens in flight can come from prompt lookup.
     """
 
     __slots__ = ("_looked_up", "_lookup", "_model")
 
     def __init__(self, lookup: NgramDrafter, model: ModelDrafter) -> None:
         self._lookup, self._model = lookup, model
-        self._looked_up = False  # whether the oldest drafts in flight come from prompt lookup
+        self._looked_up = False  # whether the oldest draft tokens in flight come from prompt lookup
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
-        """Return up to `limit` ids or placeholders that may follow the known `ids` and `num_pending` tokens."""
-        if num_pending <= 1:  # no drafts in flight
+        """Return up to `limit` ids or placeholders to follow the known `ids` and `num_pending` pending tokens."""
+        if num_pending <= 1:  # no draft tokens in flight
             found = self._lookup.propose(ids, num_pending, limit)
             self._looked_up = bool(found)
             if found:
@@ -29,7 +29,7 @@ class ChainDrafter:
         return self._model.propose(ids, num_pending, limit)
 
     def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
-        """Return the alternatives to proposed drafts; see the drafters."""
+        """Return alternatives to the proposed draft tokens (see the drafters' `alternatives`)."""
         drafter = self._model if proposed[0] == DRAFT else self._lookup
         return drafter.alternatives(proposed)
 

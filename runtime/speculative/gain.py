@@ -1,25 +1,25 @@
-"""Measures whether drafts pay: whether steps with drafts bring more tokens per second than steps without."""
+"""Measures whether draft tokens pay off: whether steps with them yield more tokens per second than plain steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-TRIAL = 8  # steps of a kind that are measured at once
-FIRST_INTERVAL, LONGEST_INTERVAL = 64, 1024  # steps until the kind that was slower is measured again
-KEPT = 0.9  # weight of the earlier steps of a kind in its averages, for each further step
+TRIAL = 8  # number of steps of one kind that are measured in a row
+FIRST_INTERVAL, LONGEST_INTERVAL = 64, 1024  # number of steps before the slower kind is measured again
+KEPT = 0.9  # factor by which each further step of a kind reduces the weight of earlier ones
 LONGEST = 4.0  # a step counts as at most this multiple of the average time, because other work may delay it
 
 
 @dataclass(slots=True)
 class Rate:
-    """Averages of the steps of one kind, in which newer steps count more."""
+    """Averages over the steps of one kind. Newer steps have more weight."""
 
     tokens: float = 0.0
     seconds: float = 0.0
     weight: float = 0.0
 
     def note(self, tokens: int, seconds: float) -> None:
-        """Add a step."""
+        """Add the tokens and the time of a step."""
         if self.weight > 1:
             seconds = min(seconds, LONGEST * self.seconds / self.weight)
         self.tokens = KEPT * self.tokens + tokens
@@ -37,18 +37,19 @@ class _Load:
 
     drafted: Rate = field(default_factory=Rate)
     plain: Rate = field(default_factory=Rate)
-    allows: bool = True  # whether steps may have drafts
-    left: int = TRIAL  # steps of this kind until the other kind is measured or the kinds are compared
-    is_trial: bool = True  # whether these steps are measured to compare the kinds
+    allows: bool = True  # whether steps may have draft tokens
+    left: int = TRIAL  # number of steps until the other kind is measured or the kinds are compared
+    is_trial: bool = True  # whether these steps are measured for a comparison
     interval: int = FIRST_INTERVAL
 
 
 class DraftGain:
-    """Decides for each load (the number of rows, by powers of two) whether steps may have drafts.
+    """Decides for each load whether steps may have draft tokens. Loads are numbers of rows, grouped by powers of two.
 
-    Trials of `TRIAL` steps measure both kinds in turns; between trials, steps are of the faster kind. If the faster
-    kind stays the same, the interval between trials doubles. With drafts, steps that have none because nothing was
-    found count as steps without drafts. `min_gain` is the least quotient of the rates with which drafts go on.
+    Trials of `TRIAL` steps measure both kinds in turn. Between trials, all steps are of the faster kind. If the faster
+    kind stays the same, the interval between trials doubles. Steps that may have draft tokens, but have none because no
+    match was found, count as plain steps. Draft tokens are used if their rate exceeds `min_gain` times the rate of
+    plain steps.
     """
 
     def __init__(self, min_gain: float = 1.0) -> None:
@@ -56,14 +57,14 @@ class DraftGain:
         self._loads: dict[int, _Load] = {}
 
     def allows(self, num_rows: int) -> bool:
-        """Return whether the next step of this many rows may have drafts."""
+        """Return whether the next step with this number of rows may have draft tokens."""
         return self._load(num_rows).allows
 
     def note(self, num_rows: int, *, drafted: bool, num_tokens: int, seconds: float) -> None:
-        """Record a step without prompts: whether it had drafts, its new tokens, and its time."""
+        """Record a step without prompts: whether it had draft tokens, its new tokens, and its time in seconds."""
         load = self._load(num_rows)
         (load.drafted if drafted else load.plain).note(num_tokens, seconds)
-        if drafted != load.allows:  # launched before the last change, or without a match
+        if drafted != load.allows:  # launched before the last change, or no match was found
             return
         load.left -= 1
         if load.left > 0:
@@ -72,7 +73,7 @@ class DraftGain:
             load.allows, load.left, load.is_trial = not load.allows, TRIAL, True
             return
         pays = load.drafted.tokens_per_s > self._min_gain * load.plain.tokens_per_s
-        # The kind of this trial was the slower one before. If it still is, the next trial is later.
+        # The kind of this trial was the slower one before. If it still is, the next trial comes later.
         load.interval = min(2 * load.interval, LONGEST_INTERVAL) if pays != load.allows else FIRST_INTERVAL
         load.allows, load.left, load.is_trial = pays, load.interval, False
 

@@ -1,38 +1,38 @@
-"""The number of ids that a draft model proposes (the `STANDALONE` method; Leviathan et al., arXiv 2211.17192)."""
+"""Chooses how many ids a draft model proposes (the `STANDALONE` method; Leviathan et al., arXiv 2211.17192)."""
 
 from __future__ import annotations
 
 DRAFT = -2  # placeholder for an id that the draft model proposes in the step that verifies it
 LEAST_RATE = 0.3  # below this share of rows whose first draft is accepted, drafts cost more than they save
-MEMORY = 8  # number of rows over which the share is averaged
-FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # tokens without drafts
+MEMORY = 8  # number of rows over which this share is averaged
+FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # number of tokens without draft tokens
 
 
 class ModelDrafter:
-    """Says how many ids the draft model proposes for one sequence. Only the device knows the ids.
+    """Chooses how many ids the draft model proposes for one sequence. Only the device knows the ids.
 
-    The number grows by one if all ids are accepted, and falls to one more than the accepted ids if most are rejected.
-    If the first id is rejected too often, it is 0 for a pause. Each further pause is twice as long.
+    The number grows by one if all ids are accepted. If most are rejected, it falls to one more than the accepted ids.
+    If the first id is rejected too often, the number is 0 for a pause. Each further pause is twice as long.
     """
 
     __slots__ = ("_length", "_max_drafts", "_max_tree", "_pause", "_rate", "_resume", "_topk")
 
     def __init__(self, max_drafts: int, topk: int = 1, max_tree: int = 0) -> None:
-        """`topk` is the number of alternatives at each draft, which have up to `max_tree` ids with the drafts."""
+        """`topk` is the number of alternatives for each draft token. A draft tree has up to `max_tree` ids in total."""
         self._max_drafts = self._length = max_drafts
         self._topk, self._max_tree = topk, max_tree
         self._rate = 1.0  # average share of rows whose first id was accepted
         self._pause = FIRST_PAUSE
-        self._resume = 0  # number of known tokens from which it proposes again
+        self._resume = 0  # number of known tokens at which proposals resume
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
-        """Return a placeholder for each id, at most `limit`."""
+        """Return a placeholder for each proposed id, at most `limit`."""
         return [DRAFT] * min(self._length, limit) if len(ids) >= self._resume else []
 
     def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
-        """Return (number of the draft that it replaces, placeholder) of each alternative to proposed drafts.
+        """Return (number of the replaced draft token, placeholder) for each alternative to the proposed draft tokens.
 
-        The likelier alternatives come first.
+        Likelier alternatives come first.
         """
         count = len(proposed)
         places = [(depth, [DRAFT]) for _ in range(1, self._topk) for depth in range(1, count + 1)]

@@ -1,24 +1,24 @@
 """Prompt lookup: proposes the tokens that followed an earlier occurrence of the sequence's last n-gram.
 
-Outputs that copy or edit their prompt repeat long runs of it, and a step verifies several tokens in little more time
-than it computes one. The index has only the n-grams of the sequence's prompt and output.
+Outputs that copy or edit their prompt repeat long parts of it. A step that verifies several tokens takes little longer
+than a step that computes one. The index contains only n-grams of the sequence's own prompt and output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-CATCH_UP_TOKENS = 2048  # maximum number of tokens indexed in one call, which takes about 0.5 ms
-FIRST_DRAFT = 4  # ids in a sequence's first proposal
-MAX_PAUSE_BITS = 7  # a sequence whose proposals keep failing pauses for up to 128 tokens
+CATCH_UP_TOKENS = 2048  # maximum number of tokens indexed in one call (about 0.5 ms)
+FIRST_DRAFT = 4  # number of ids in a sequence's first proposal
+MAX_PAUSE_BITS = 7  # a sequence whose proposals keep failing pauses for up to 2**7 tokens
 
 
 class NgramDrafter:
-    """Proposes drafts for one sequence from an index of its n-grams.
+    """Proposes draft tokens for one sequence from an index of its n-grams.
 
-    The n-gram sizes are `max_window`, halves of it, and `min_window`. The longest n-gram that occurred before is used.
-    Proposals grow while they are accepted, shrink to the number of tokens accepted last, and pause after failures, so
-    that text without repetitions is decoded as fast as without drafts.
+    The n-gram sizes are `max_window`, its repeated halves, and `min_window`. The longest n-gram that occurred before is
+    used. The proposals grow while they are accepted, and shrink to one more than the number of tokens accepted last.
+    They pause after failures, so that text without repetitions is decoded as fast as without draft tokens.
     """
 
     __slots__ = ("_ends", "_length", "_max_drafts", "_num_failures", "_num_indexed", "_resume", "_sizes")
@@ -29,7 +29,7 @@ class NgramDrafter:
         while sizes[-1] // 2 > min_window:
             sizes.append(sizes[-1] // 2)
         self._sizes = tuple(dict.fromkeys([*sizes, min_window]))  # longest first
-        # For each size: n-gram -> position after its last occurrence that is followed by a known token.
+        # For each size: n-gram -> position after its last occurrence that a known token follows.
         self._ends: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in self._sizes)
         self._num_indexed = 0  # n-grams that end before this position are indexed
         self._length = min(FIRST_DRAFT, max_drafts)  # length of the next proposal
@@ -37,15 +37,15 @@ class NgramDrafter:
         self._resume = 0  # sequence length at which proposals resume
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
-        """Return up to `limit` ids that may follow the known `ids` and `num_pending` pending tokens.
+        """Return up to `limit` ids to follow the known `ids` and `num_pending` pending tokens.
 
-        The list is empty without a match. The pending tokens are assumed to be those that followed the match.
+        The list is empty if there is no match. The pending tokens are assumed to be the ones that followed the match.
         """
         if len(ids) < self._resume:
             return []
         self._index(ids)
         if self._num_indexed < len(ids) - 1:
-            return []  # not all of a long prompt is indexed yet; the next call continues
+            return []  # a long prompt is not fully indexed yet; the next call continues
         count = num_pending + min(self._length, limit)
         for size, ends in zip(self._sizes, self._ends, strict=True):
             end = ends.get(tuple(ids[-size:]))
@@ -77,7 +77,7 @@ class NgramDrafter:
     def _index(self, ids: Seq[int]) -> None:
         """Index the n-grams that end before the last known token."""
         first = self._num_indexed
-        last = min(len(ids) - 1, first + CATCH_UP_TOKENS)  # indexes the n-grams that end at first + 1 .. last
+        last = min(len(ids) - 1, first + CATCH_UP_TOKENS)  # the n-grams that end at first + 1 .. last are indexed now
         if last <= first:
             return
         for size, ends in zip(self._sizes, self._ends, strict=True):
