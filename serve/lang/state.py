@@ -33,7 +33,7 @@ class ProgramState:
     ) -> None:
         self._executor = executor
         self._post = post  # runs a function on the engine's loop without waiting for it
-        self._call = call  # runs a function on the engine's loop and waits; None: this code runs on the loop itself
+        self._call = call  # like `_post`, and waits for the result; None if the program runs on this loop
         self._events: queue.Queue[Event | None] | None = None
         self._unsent: list[Expression | str] = []  # parts that are not yet sent to the event loop
         self.ret_value: Any = None  # the value that the program returned

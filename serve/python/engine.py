@@ -538,7 +538,7 @@ class Engine:
         flush_cache: bool = True,
         weight_version: str | None = None,
     ) -> dict[str, Any]:
-        """Replace weights with tensors of this process, given as pairs of a checkpoint name and a tensor.
+        """Replace weights with tensors of this process: a dict, or pairs, of checkpoint names and tensors.
 
         Requests continue. The tensors may be only a part of the model's. Raises `CheckpointError` if they do not fit;
         the old weights then stay. Returns the answer of `/update_weights_from_tensor`.
@@ -609,7 +609,7 @@ class Engine:
         """Pause generation between two steps.
 
         `mode` says what happens to requests: "abort" ends them, "wait" lets them finish first, "retract" moves them
-        back to the queue, and "in_place" keeps them where they are.
+        back to the queue, and "in_place" keeps them where they are. Raises `InvalidRequest` for another mode.
         """
         if mode not in ("abort", "wait", "retract", "in_place"):
             raise InvalidRequest("mode must be abort, wait, retract or in_place.", param="mode")

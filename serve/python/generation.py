@@ -33,17 +33,20 @@ FORMAT = "penstock-generation-1"
 
 
 class Token(NamedTuple):
-    """A token of an output. `text` is the text that it adds; it may be empty in the middle of a character."""
+    """A token of an output. `text` is the text that it adds; it may be empty in the middle of a character.
+
+    `logprob` is its log-probability, or None unless the generation was opened with `logprobs=True`.
+    """
 
     id: int
     text: str
-    logprob: float | None = None  # None unless the generation was opened with `logprobs=True`
+    logprob: float | None = None
 
 
 class Score(NamedTuple):
-    """The log-probability of a text after a generation."""
+    """The log-probability of a text after a generation. `logprob` is the sum over its `tokens`."""
 
-    logprob: float  # the sum over the tokens
+    logprob: float
     tokens: list[Token]
 
     @property
@@ -56,7 +59,7 @@ class Score(NamedTuple):
 
 
 class Choice(str):
-    """The text that `select` chose, and the score of every choice."""
+    """The text that `select` chose, a `str`. `scores` has the score of every choice."""
 
     scores: dict[str, float]
 
@@ -528,7 +531,7 @@ def _average(values: Iterable[float]) -> float:
 def _greedy(encoded: Sequence[Sequence[int]], scores: Sequence[Sequence[float]]) -> list[float]:
     """Return 1.0 for the choice that greedy decoding restricted to the choices finds, and 0.0 for the others.
 
-    If one choice is a prefix of another, the choice with the higher average log-probability over all its tokens wins.
+    Once a remaining choice ends, the remaining choice with the highest average log-probability wins.
     """
     left, place = set(range(len(encoded))), 0
     while len(left) > 1:

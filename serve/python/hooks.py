@@ -22,22 +22,31 @@ OnLogits = Callable[[list[int], Any], Any]  # (ids of prompt and output, logits 
 
 
 class TokenEvent(NamedTuple):
-    """New tokens of one output. Tokens that arrive together are in one event."""
+    """New tokens of one output. Tokens that arrive together are in one event.
 
-    rid: str  # name of the request
-    index: int  # of the choice
+    `rid` is the name of the request, and `index` the number of the output among its choices. `ids` and `text` are the
+    new tokens and their text. `finish_reason` is "stop", "length" or "abort", or None before the end.
+    """
+
+    rid: str
+    index: int
     ids: list[int]
     text: str
-    finish_reason: str | None  # None before the end
+    finish_reason: str | None
 
 
 class StepEvent(NamedTuple):
-    """One step of the model."""
+    """One step of the model.
+
+    `num_rows` is the number of sequences in the step, `num_prompt_tokens` the number of prompt tokens that it computed,
+    and `num_new_tokens` the number of output tokens that it produced. `seconds` is the duration of the step, from its
+    launch or from the end of the previous step, whichever is later.
+    """
 
     number: int
-    num_rows: int  # sequences in it
-    num_prompt_tokens: int  # prompt tokens that it computed
-    num_new_tokens: int  # output tokens that it produced
+    num_rows: int
+    num_prompt_tokens: int
+    num_new_tokens: int
     seconds: float
 
 

@@ -43,7 +43,12 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One output of a prompt."""
+    """One output of a prompt.
+
+    `logprobs` has one dict per token, from token id to `Logprob`, for the chosen token and the likeliest ones.
+    `cumulative_logprob` is the sum over the chosen tokens. Both are None unless `logprobs` was set. `finish_reason` is
+    "stop", "length" or "abort". `stop_reason` is the stop text or stop token id that ended the output, else None.
+    """
 
     index: int
     text: str
@@ -56,7 +61,12 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The outputs of one prompt."""
+    """The outputs of one prompt.
+
+    `prompt` is None if the prompt was given as token ids. `prompt_logprobs` has one dict per prompt token, as in
+    `CompletionOutput.logprobs`, and None for the first token; it is None unless `prompt_logprobs` was set.
+    `num_cached_tokens` counts prompt tokens that came from the prefix cache.
+    """
 
     request_id: str
     prompt: str | None
@@ -76,7 +86,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """The probabilities of the labels."""
+    """The probability of each label of a prompt."""
 
     probs: list[float]
 

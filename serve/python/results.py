@@ -33,17 +33,21 @@ class TokenLogprob(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What a request cost. Times are in seconds and begin with the call.
+    """What a request cost. Times are in seconds.
+
+    `queue_s` is the time from the call to the launch of the first step, `prefill_s` from there to the first token, and
+    `decode_s` from there to the end. `cached_tokens` are prompt tokens from the prefix cache. `computed_tokens` are the
+    other prompt tokens, and the output tokens except the last, which no step reads.
 
     `page_seconds` is the number of pages that the output held at its end, times the seconds since its first step. It is
     an upper bound: pages are allocated as the output grows, and prompt pages may be shared.
     """
 
-    queue_s: float  # from the call to the launch of the first step
-    prefill_s: float  # from the first step to the first token; 0.0 if there was no token
-    decode_s: float  # from the first token to the end
-    cached_tokens: int  # prompt tokens that were taken from the prefix cache
-    computed_tokens: int  # the uncached prompt tokens and the output tokens
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    cached_tokens: int
+    computed_tokens: int
     page_seconds: float
 
     @classmethod

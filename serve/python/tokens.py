@@ -42,10 +42,12 @@ class TokenizerView:
 
     @property
     def eos_token(self) -> str | None:
+        """The text of the end-of-text token, or None if the tokenizer has none."""
         return self._tokenizer.special.get("eos_token")
 
     @property
     def all_special_ids(self) -> list[int]:
+        """The ids of all special tokens, in ascending order."""
         return sorted(self._tokenizer.special_ids)
 
     @property

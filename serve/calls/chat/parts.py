@@ -20,9 +20,7 @@ PartKind = Literal["text", "reasoning", "call"]
 
 @dataclass(slots=True)
 class Part:
-    """One part of an answer. `index` is its position among all parts of the answer. Only calls have `call_id` and
-    `name`.
-    """
+    """One part of an answer. `index` is its position among all parts. Only calls have `call_id` and `name`."""
 
     kind: PartKind
     index: int

@@ -204,8 +204,9 @@ def shown_special_ids(tokenizer: Tokenizer | None, settings: ParserSettings) -> 
 
 
 def _parts(mark: str) -> list[str]:
-    """Return a mark and all its substrings in brackets, which may be tokens: <|channel>thought contains the token
-    <|channel>.
+    """Return a mark and all its substrings in brackets, which may be tokens.
+
+    For example, <|channel>thought contains the token <|channel>.
     """
     ends = [index + 1 for index, letter in enumerate(mark) if letter in ">]"]
     begins = [index for index, letter in enumerate(mark) if letter in "<["]
