@@ -125,11 +125,8 @@ def _option(declared: Field, hint: Any, group: str, title: str) -> Option:
         title=title,
         flags=("--" + declared.name.replace("_", "-"), *spec.aliases),
         spec=spec,
-        type=get_args(plain)[0]
-        if many
-        else Json
-        if plain == Json
-        else plain,  # get_type_hints returns a copy of the alias, so `is` would fail
+        # get_type_hints returns a copy of the alias Json, so `is` would fail
+        type=get_args(plain)[0] if many else Json if plain == Json else plain,
         many=many,
         optional=optional,
         default=default,

@@ -72,11 +72,11 @@ class CachePlan(Section):
     # Pages of sliding-window layers per page of the other layers; None: one pool for all layers.
     window_ratio: float | None = None
     max_states: int | None = None  # state slots of recurrent layers; None: as many as memory allows
-    pin_share: float = 0.0  # maximum share of the pages that pinned prefixes may have
+    pin_share: float = 0.0  # maximum share of the pages that pinned prefixes may take
     swap_space_gib: float = 0.0  # host memory per rank for the KV of retracted sequences
     host_tier: bool = False  # keep pages of the prefix tree in host memory too
     host_ratio: float = 2.0  # pages of the host tier per page of the device
-    host_gb: int = 0  # 10^9 bytes of the host tier per rank; 0: `host_ratio` decides
+    host_gb: int = 0  # size of the host tier per rank, in 10^9 bytes; 0: `host_ratio` decides
     write_policy: str = "write_through"  # when a page is copied to the host tier; see `kv_cache.host_tier`
     copy_backend: str = "kernel"  # how a GPU copies pages to and from the host: "kernel" or "direct"
     role: str = "null"  # "prefill" or "decode" if separate servers compute prompts and outputs
@@ -92,7 +92,7 @@ class SchedulerPlan(Section):
 
     max_running: int
     max_queued: int
-    max_queued_tokens: int = 2**23  # tokens of all waiting prompts
+    max_queued_tokens: int = 2**23  # maximum number of tokens of all waiting prompts
     chunk_tokens: int | None  # maximum prompt tokens per step and per chunk; None: no chunked prefill
     max_prefill_tokens: int  # maximum prompt tokens per step; a single longer prompt may exceed it
     policy: str  # "fcfs", "lpm", ...
@@ -100,7 +100,7 @@ class SchedulerPlan(Section):
     overlap: bool  # launch step n+1 before the tokens of step n are known
     new_token_ratio: float  # initial share of a request's remaining output tokens for which admission reserves pages
     min_new_token_ratio: float
-    new_token_ratio_decay: float  # by how much `new_token_ratio` falls per step
+    new_token_ratio_decay: float  # decrease of `new_token_ratio` per step
     reserved_tokens: int = 0  # minimum output tokens of each running sequence for which admission reserves pages
     open_ended_tokens: int = 256  # initial estimate of the output of a request without `max_tokens`
     stream_interval: int
@@ -108,7 +108,7 @@ class SchedulerPlan(Section):
     watchdog_timeout_s: float
     crash_folder: str | None = None  # folder for the record that is written if a step hangs; None: no record
     record_file: str | None = None  # file for a record of the schedule; None: no record
-    max_queue_time_s: float | None = None  # longest wait of a request; None: no limit
+    max_queue_time_s: float | None = None  # longest time that a request may wait in the queue; None: no limit
     micro_batches: int = 1  # batches in flight with disjoint sequences: one per pipeline stage
     priorities: bool = False  # priorities order the queue, displace waiting requests and interrupt running ones
     tiers: Mapping[str, int] = field(default_factory=dict)  # priorities of service tiers; {}: tiers have no effect
@@ -123,9 +123,9 @@ class SchedulerPlan(Section):
     max_drafts: int = 0  # maximum number of draft tokens per row; 0: no speculation
     max_step_drafts: int = 256  # maximum number of draft tokens per step
     max_lookup_drafts: int = 0  # maximum number of draft tokens from prompt lookup per row; 0: no prompt lookup
-    max_model_drafts: int = 0  # maximum from a draft model or head per row; 0: there is none
-    draft_topk: int = 1  # ids that a draft model or head proposes at each draft
-    max_tree_drafts: int = 0  # maximum number of drafts of a row with their alternatives
+    max_model_drafts: int = 0  # maximum number of draft tokens from a draft model or head per row; 0: no such model
+    draft_topk: int = 1  # number of alternative ids that a draft model or head proposes for each draft token
+    max_tree_drafts: int = 0  # maximum number of draft tokens of a row, including alternatives
     # Minimum factor by which draft tokens must speed up decoding (in tokens per second). If they do not, steps have
     # none. None: steps always have draft tokens.
     min_draft_gain: float | None = None
@@ -286,15 +286,15 @@ class ParallelPlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan(Section):
-    """The experts of mixtures: their places on ranks, the balance of their load, and records of their use."""
+    """The experts of mixtures: their placement on ranks, load balancing, and records of their use."""
 
     ep_size: int = 1  # parts among which the experts are divided; divides `parallel.tp_size`
     # How experts' results reach the ranks of their tokens: "none": partial results are summed; "all_to_all": large
     # steps send each result to one rank.
     exchange: str = "none"
     num_redundant: int = 0  # further copies of busy experts, over all ranks
-    dispatch: str = "static"  # which copy gets a token: "static", "dynamic", "fake"
-    location: str = "trivial"  # initial places: "trivial", JSON text, or a file
+    dispatch: str = "static"  # how one of an expert's copies is chosen for a token: "static", "dynamic", "fake"
+    location: str = "trivial"  # initial placement of experts: "trivial", JSON text, or a file
     balance: bool = False  # move experts to balance the load of the ranks
     balance_algorithm: str = "auto"
     balance_steps: int = 1000  # steps between two rebalances

@@ -17,7 +17,8 @@ class QuantizationEntry:
     file: str  # module in runtime/layers/quantization
     on_gpu: str | None = None  # module in ops/matmul for GPUs; None: not supported on GPUs
     matmul: str | None = None  # module in ops/matmul for CPUs; None: the module for unquantised weights
-    # Whether the method rounds unquantised checkpoints only. The format of a quantised one must agree with the name.
+    # Whether the method rounds only unquantised checkpoints. The format of a quantised checkpoint must then agree with
+    # the method's name.
     only_unquantized: bool = False
 
 

@@ -12,9 +12,10 @@ from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 from runtime.errors import ConfigurationError
 
 MAX_DRAFTS = 8  # maximum draft tokens of prompt lookup per sequence
-MODEL_DRAFTS = 4  # of a draft model, for each sequence
-STEP_DRAFTS = 256  # maximum drafts per step, because rows without drafts wait for the step
-# Maximum drafts of a model per step on a CPU. With more rows, steps take longer with each token that they verify.
+MODEL_DRAFTS = 4  # maximum draft tokens of a draft model per sequence
+STEP_DRAFTS = 256  # maximum draft tokens per step, because rows without draft tokens wait for the step
+# Maximum draft tokens of a draft model per step on a CPU. With more, steps take longer with each token that they
+# verify.
 MODEL_STEP_DRAFTS = 16
 DEMO_HEAD = "draft_head"  # folder of the draft head in the demo model's folder
 HEADS = ("EAGLE", "EAGLE3", "NEXTN")  # algorithms with layers that read the model's hidden states
@@ -209,7 +210,7 @@ def _model_drafts(builder: PlanBuilder, method: str, *, chained: bool, facts: Mo
 
 
 def _tree(builder: PlanBuilder, facts: ModelFacts) -> dict[str, Decision]:
-    """Decide how many alternatives a draft has."""
+    """Decide the number of alternatives per draft token, and the maximum number of draft tokens with alternatives."""
     args, parallel = builder.args.speculative, builder.args.parallel
     topk = args.speculative_eagle_topk
     if topk > 1 and model_method(builder) is not None:

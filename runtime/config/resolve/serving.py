@@ -92,14 +92,8 @@ def _template(builder: PlanBuilder, model_path: str) -> str:
         if not model_path or not folder.is_dir():
             return ""
         return "\n".join(read_templates(folder, read_json(folder / "tokenizer_config.json")).values())
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        ConfigurationError,
-    ):  # the tokenizer reports the error when it loads
-        return ""
+    except (OSError, ValueError, LookupError, TypeError, ConfigurationError):
+        return ""  # the tokenizer reports the error when it loads
 
 
 def _grammar_backend(builder: PlanBuilder, machine: Machine) -> Decision[str]:
