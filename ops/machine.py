@@ -66,7 +66,7 @@ class Machine:
 
     @classmethod
     def probe(cls) -> Self:
-        """Return the description of this machine. Takes milliseconds. Unknown properties have their default values."""
+        """Return the description of this machine, which takes milliseconds. Unknown properties have default values."""
         total_bytes, available_bytes = _memory()
         return cls(
             system=platform.system(),

@@ -124,10 +124,9 @@ def select(
 ) -> Kernels:
     """Return the kernels for `choices`, which maps operations to backend files: {"attention": "with_triton"}.
 
-    The default of each operation is "native". If `choices` has "prefill_attention", that attention backend computes the
-    rows with several tokens. `settings` maps backend files to keyword arguments of the backend.
-    Raises ValueError for an unknown operation or backend, and `ops.cpp.build.BuildError` if the C++ kernels cannot be
-    compiled.
+    The default of each operation is "native". If `choices` has "prefill_attention", this attention backend computes the
+    rows with several tokens. `settings` maps backend files to keyword arguments of the backend. Raises ValueError for
+    an unknown operation or backend, and `ops.cpp.build.BuildError` if the C++ kernels cannot be compiled.
     """
     choices, settings = dict(choices or {}), dict(settings or {})
     cpp, launcher = settings.pop("with_cpp", {}), None

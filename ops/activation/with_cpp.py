@@ -11,7 +11,7 @@ from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import address, contiguous_tokens
 from ops.cpp.structures import Gate
 
-NAMES = (
+NAMES = (  # in the order of `Activation` in `small.h`
     "silu",
     "gelu",
     "gelu_tanh",
@@ -19,7 +19,7 @@ NAMES = (
     "relu2",
     "clamped_swiglu",
     "sigmoid",
-)  # in the order of `Activation` in `small.h`
+)
 KINDS = {name: kind for kind, name in enumerate(NAMES)}
 
 

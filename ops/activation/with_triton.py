@@ -1,4 +1,4 @@
-"""Gated activations in Triton. They read both halves once and round the product once."""
+"""Gated activations in Triton. The kernel reads both halves once and rounds the product once."""
 
 # Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false

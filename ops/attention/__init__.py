@@ -56,7 +56,8 @@ class AttentionMetadata:
     # (row, first position, end) of each span with bidirectional attention, for example the tokens of one image in some
     # models. Backends ignore the spans; `native.attend_mutually` then computes the rows with spans again.
     mutual_spans: Sequence[tuple[int, int, int]] = ()
-    # (int64 [R], metadata with their slots): tokens whose KV is stored in further slots too. Only the cache reads it.
+    # Tokens whose KV is also stored in a second slot: (int64 [R], their indices; metadata with the second slots). Only
+    # the cache reads this field.
     repeated: tuple[Tensor, AttentionMetadata] | None = None
 
     @classmethod
@@ -70,7 +71,7 @@ class AttentionMetadata:
     ) -> AttentionMetadata:
         """Return the metadata of rows that compute positions starts[b] .. starts[b] + counts[b] - 1.
 
-        Computes slot mapping and prefix sums on the host. Copies to the device are blocking.
+        The slot mapping and the prefix sums are computed on the host. Copies to the device are blocking.
         """
         starts, counts = [int(n) for n in starts], [int(n) for n in counts]
         rows = np.repeat(np.arange(len(counts)), counts)

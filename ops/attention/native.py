@@ -73,9 +73,9 @@ def attend(
     options: AttentionOptions,
     attend_gathered: Dense | None = None,
 ) -> Tensor:
-    """Attend with every row over its pages (see `ops.attention`).
+    """Compute attention of every row over its pages (see `ops.attention`).
 
-    `attend_gathered` replaces `dense` for single-token rows, whose keys are gathered.
+    For single-token rows, whose keys are gathered, `attend_gathered` replaces `dense`.
     """
     attend_gathered = attend_gathered or dense
     window = None if options.window is None else Window(options.window, options.chunked)
@@ -204,7 +204,7 @@ def _attend_row(
 def attend_gathered_row(
     q: Tensor, keys: Tensor, values: Tensor, start: int, base: int, window: Window | None, scoring: Scoring
 ) -> Tensor:
-    """Attend from one row's queries [G, K, N, D] to its keys and values [1, K, S, D].
+    """Compute attention of one row's queries [G, K, N, D] over its keys and values [1, K, S, D].
 
     The queries have the positions start .. start + N - 1, and the first key has the position `base`. The sinks in
     `scoring` broadcast against [G, K, N, 1].
@@ -229,7 +229,7 @@ def attend_gathered_row(
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: Scoring) -> Tensor:
-    """Attend from queries [X, K, N, D] to keys and values [X or 1, K, S, D]. `mask` is added to the scores.
+    """Compute attention of queries [X, K, N, D] over keys and values [X or 1, K, S, D]. `mask` is added to the scores.
 
     The sinks in `scoring` broadcast against [X, K, N, 1].
     """

@@ -28,7 +28,7 @@ def make_attend(launcher: KernelLauncher) -> Attend:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with every row over its pages."""
+        """Compute attention of every row over its pages."""
         if not computes(q.dtype, q.shape[2], k_pool):
             return native.attend(q, k_pool, v_pool, metadata, options)
         q = contiguous_tokens(q)

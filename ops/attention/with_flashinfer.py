@@ -89,7 +89,7 @@ class FlashInfer:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with rows that all have one token, or all have more. Raises ValueError for unsupported features."""
+        """Compute attention of rows that all have one token, or all more. Raise ValueError for unsupported features."""
         (_, num_heads, head_dim), (_, num_kv_heads, page_size, _) = q.shape, k_pool.shape
         if options.sinks is not None:
             raise ValueError("FlashInfer's paged kernels have no attention sinks. Use triton.")

@@ -30,7 +30,7 @@ def make_attend() -> Attend:
 
 
 def _by_products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scoring: native.Scoring) -> Tensor:
-    """Attend from queries [N, K, G, D] to keys and values [N, K, S, D]; see `native.dense`."""
+    """Compute attention of queries [N, K, G, D] over keys and values [N, K, S, D] (see `native.dense`)."""
     num_rows, num_kv_heads = q.shape[:2]
     small = num_rows * num_kv_heads < MIN_PRODUCTS
     if small or not scoring.is_plain or not q.dtype == k.dtype == torch.bfloat16:

@@ -4,7 +4,7 @@ Both kernels iterate over the keys of a row in tiles with a running softmax (Fla
 of queries has all heads that share a kv head. The keys of single-token rows are split, and a second kernel merges the
 splits (Flash-Decoding, pytorch.org/blog/flash-decoding). Splits depend only on the row, so a row's result does not
 depend on the batch. Wide heads, such as the latent vectors of MLA (576 = 512 + 64), are computed in two parts, each a
-power of two; if values are in the keys' memory, a tile is loaded once. Grids depend only on shapes, and all other
+power of two. If keys and values are the same memory, a tile is loaded once. Grids depend only on shapes, and all other
 values are read on the device, so that a CUDA graph can capture the launches.
 """
 
@@ -25,12 +25,12 @@ from ops.attention import Attend, AttentionMetadata, AttentionOptions
 # Minimum number of keys per split. Rows of at most 4 * MIN_SPLIT_TOKENS keys use half of this minimum.
 MIN_SPLIT_TOKENS = 256
 SPLIT_PROGRAMS = 256  # a long row alone has about this number of programs: about two per multiprocessor
-MAX_SPLITS, MAX_SPLIT_BYTES = 64, 5 * 2**19  # of one row's partial results
-# A decode step of several rows has more programs, so that long rows do not wait for short rows: about STEP_PROGRAMS in
-# total, and at least MIN_PARTS per row and tile of heads.
+MAX_SPLITS, MAX_SPLIT_BYTES = 64, 5 * 2**19  # maximum number of splits of a row, and size of its partial results
+# A decode step launches up to about STEP_PROGRAMS programs, so that long rows do not wait for short rows. If there are
+# many rows, it launches up to MIN_PARTS programs per row and tile of heads.
 STEP_PROGRAMS, MIN_PARTS = 2048, 4
 WIDE_ROWS = 32  # query rows of a tile with heads of more than 256 dimensions
-# Stages of the software pipeline. Loads of page numbers, keys and values take one stage each. With fewer than 5 stages,
+# Stages of the software pipeline, which also include the loads of page numbers, keys and values. With fewer stages,
 # kernels for sm_80 and sm_90 have a single buffer for keys, so that loads wait for products.
 DECODE_STAGES = PREFILL_STAGES = 5
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -48,7 +48,7 @@ def attend(
     num_kv_splits: int | None = None,
     split_tile_tokens: int | None = None,
 ) -> Tensor:
-    """Attend with every row over its pages (see `ops.attention`).
+    """Compute attention of every row over its pages (see `ops.attention`).
 
     The keys of single-token rows are split into at most `num_kv_splits` equal parts. By default, this is the number of
     splits with which one long row uses the whole GPU. If `split_tile_tokens` is given, each part has this number of
@@ -484,7 +484,10 @@ def _over_keys(
     KEYS_BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Add the keys at positions begin .. end - 1 that each query may see to its running softmax."""
+    """Update each query's running softmax with the keys at positions begin .. end - 1 that it may attend to.
+
+    Returns the new (peak, total, summed, rest_summed).
+    """
     dims = tl.arange(0, DIM_BLOCK)
     rest_dims = DIM_BLOCK + tl.arange(0, REST_BLOCK if REST_BLOCK else 1)
     for base in range(begin, end, KEYS_BLOCK):

@@ -45,7 +45,7 @@ class TensorRT:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with rows of one token."""
+        """Compute attention of rows of one token."""
         run = import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
         shared = self._shared(q, k_pool, v_pool, metadata, options)
         return run(max_seq_len=_lengths(metadata).longest, backend="trtllm-gen", **shared)
@@ -58,7 +58,7 @@ class TensorRT:
         metadata: AttentionMetadata,
         options: AttentionOptions,
     ) -> Tensor:
-        """Attend with longer rows."""
+        """Compute attention of longer rows."""
         run = import_module("flashinfer.prefill").trtllm_batch_context_with_kv_cache
         shared, lengths = self._shared(q, k_pool, v_pool, metadata, options), _lengths(metadata)
         return run(

@@ -64,7 +64,7 @@ class KernelLauncher:
 
     @property
     def description(self) -> KernelDescription:
-        """Arithmetic of the kernels."""
+        """Description of the kernels and their arithmetic."""
         library = self.library
         return KernelDescription(
             kernels="C++",

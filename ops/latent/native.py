@@ -32,7 +32,7 @@ def attend_latent(
     options: AttentionOptions,
     attend: Attend,
 ) -> Tensor:
-    """Compute some rows absorbed and the other rows expanded (see `ops.latent`)."""
+    """Compute short rows absorbed and long rows expanded (see `ops.latent`)."""
     counts, expand_from = metadata.counts_host, weights.expand_from
     expanded = [row for row, count in enumerate(counts) if expand_from is not None and count >= expand_from]
     if not expanded:

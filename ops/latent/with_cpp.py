@@ -69,7 +69,7 @@ def attend_latent(
     options: AttentionOptions,
     attend: Attend,
 ) -> Tensor:
-    """Compute some rows absorbed and the other rows expanded (see `ops.latent`).
+    """Compute short rows absorbed and long rows expanded (see `ops.latent`).
 
     The kernels select the rows to expand, so that a captured graph can run steps with other rows. No row is expanded if
     the kernels do not support the weights or the pool.

@@ -17,7 +17,7 @@ weight to 8 bits with one scale per output. It raises ValueError if the backend 
 
 `prepare_grouped` does the same for weights with 4 to 8 bits (`ops/matmul/grouped.py`) and products in `dtype`. A
 backend without a kernel for such weights dequantises them. Products with a grouped weight may round the rows of x if
-the weight permits it (`rounded_rows`). The C++ backend accepts a large weight in parts. The first call gets the first
-rows, and the total number of rows as `out_size`. Each later call gets as `into` the tensor that the first call
-returned, and as `first` the number of its first row, a multiple of the panel width 32.
+the weight permits it (`rounded_rows`). The C++ backend accepts a large weight in parts, one part per call. In the first
+call, `out_size` is the total number of rows. In each later call, `into` is the tensor that the first call returned, and
+`first` is the index of the part's first row, a multiple of the panel width 32.
 """

@@ -100,7 +100,7 @@ def product(
 
 
 def add_parts(parts: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """Write the sum of `parts` (float32 [S, T, O]), in the order of S, plus the bias to `out` [T, O]."""
+    """Add `parts` (float32 [S, T, O]) in the order of S, add the bias, and write the result to `out` [T, O]."""
     splits, num_rows, out_size = parts.shape
     block = min(1024, triton.next_power_of_2(out_size))
     _add_kernel[(num_rows, triton.cdiv(out_size, block))](

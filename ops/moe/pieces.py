@@ -23,7 +23,7 @@ def expert_pieces(tensors: Iterable[Tensor | None], num_experts: int) -> list[Te
 def _pieces(tensor: Tensor, num_experts: int) -> list[Tensor]:
     if tensor.is_mkldnn:
         raise ValueError("oneDNN's packed weights are not divided by expert.")
-    parts = getattr(tensor, "parts", None)  # of weights that `ops.matmul.with_triton` packs
+    parts = getattr(tensor, "parts", None)  # only weights that `ops.matmul.with_triton` packs have parts
     if parts is not None:
         return [part.view(num_experts, -1).view(torch.uint8) for part in parts if part is not None]
     if not isinstance(tensor, PackedWeight | PackedWeight8 | PackedWeight4):

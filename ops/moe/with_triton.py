@@ -263,7 +263,7 @@ def _grouped_kernel(
     order,  # [T * TOP_K]
     starts,  # [EXPERTS + 1]
     scales,  # [EXPERTS, OUT, IN / GROUP], or None
-    row_scales,  # of x in float8: [T, IN / GROUP] or [T * TOP_K, IN / GROUP], else None
+    row_scales,  # [T, IN / GROUP] or [T * TOP_K, IN / GROUP], or None if x is not rounded to float8
     GROUP: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
