@@ -1,1 +1,1 @@
-"""Between text and token ids: tokenizers, chat templates, incremental decoding, stop strings. Torch-free."""
+"""Tokenizers, chat templates, incremental decoding and stop strings. Does not import torch."""

@@ -1,4 +1,4 @@
-"""Adapters for the libraries that turn text into ids and back."""
+"""Adapters for the libraries that encode text to token ids and decode token ids to text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class EncodedPair(NamedTuple):
     """The token ids of two texts, with the special tokens around and between the texts."""
 
     ids: list[int]
-    types: list[int]  # one token type per id: 1 in the second text if the tokenizer distinguishes it, else 0
+    types: list[int]  # token type of each id: 1 in the second text if the tokenizer distinguishes the texts, else 0
     second: int  # index in `ids` of the second text's first token
 
 
@@ -34,12 +34,12 @@ class Backend(Protocol):
 
     @property
     def added(self) -> Mapping[str, int]:
-        """The added tokens: maps each text to its id."""
+        """The added tokens: text -> id."""
         ...
 
     @property
     def special_ids(self) -> frozenset[int]:
-        """Ids of the tokens that `skip_special_tokens` leaves out."""
+        """Ids of the tokens that `decode` omits with `skip_special_tokens`."""
         ...
 
     def encode_batch(
@@ -47,7 +47,7 @@ class Backend(Protocol):
     ) -> list[list[int]]:
         """Return the ids of each text.
 
-        Raises TypeError if a text has a lone surrogate, ContextOverflow if a text has more than `max_tokens` tokens.
+        Raises TypeError if a text has a lone surrogate, and ContextOverflow if it has more than `max_tokens` tokens.
         """
         ...
 
@@ -87,7 +87,7 @@ class FastBackend:
             return ids
         # The library's calls for a single text keep the GIL; its batch calls release it.
         encodings = self.library.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        # Check before making lists: with millions of ids, making lists holds the GIL for long.
+        # Check before creating the lists: creating lists of millions of ids holds the GIL for a long time.
         check_num_tokens(encodings, max_tokens)
         return [encoding.ids for encoding in encodings]
 
@@ -106,7 +106,7 @@ class FastBackend:
 
 
 class SlowBackend:
-    """A transformers tokenizer without a `tokenizers.Tokenizer` inside. Encoding keeps the GIL."""
+    """A transformers tokenizer that does not use the library `tokenizers`. Encoding holds the GIL."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -157,7 +157,7 @@ def check_num_tokens(encodings: Sequence[Sized], max_tokens: int | None) -> None
 
 
 def check_surrogates(text: str) -> None:
-    """Raise TypeError for a lone surrogate, as the library of fast tokenizers does."""
+    """Raise TypeError if the text has a lone surrogate, as the library `tokenizers` does."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Renders chat templates: turns messages into a prompt's text, in jinja2's sandbox as transformers does."""
+"""Render chat templates: turn messages into a prompt's text, in jinja2's sandbox as transformers does."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from runtime.tokenizer.messages import Accepts, accepted_content, asks_for_none,
 from runtime.tokenizer.template_costs import TemplateLimit
 from runtime.tokenizer.template_limits import MAX_BYTES, MAX_SECONDS, MeteredEnvironment, metered
 
-_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "
-_OURS = frozenset({"messages", "tools", "add_generation_prompt"})
-_TEMPLATE_ERRORS = (  # exceptions of templates that get unexpected data
+_CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # mark at the end of the message that the model continues
+_OURS = frozenset({"messages", "tools", "add_generation_prompt"})  # variables that only Penstock sets
+_TEMPLATE_ERRORS = (  # exceptions that templates raise for unexpected data
     jinja2.TemplateError,
     TypeError,
     ValueError,
@@ -32,17 +32,18 @@ _TEMPLATE_ERRORS = (  # exceptions of templates that get unexpected data
     ArithmeticError,
     RecursionError,
 )
-LOOP_SECONDS = 0.01  # maximum time of rendering on an event loop, because rendering blocks the loop
+LOOP_SECONDS = 0.01  # maximum rendering time in a thread with an event loop, because rendering blocks the loop
 
 
 class ChatTemplate:
-    """A compiled template. Rendering is pure and bounded in time and memory.
+    """A compiled chat template. Rendering has no side effects, and is bounded in time and memory.
 
-    On an event loop, rendering raises `TakesLong` after `LOOP_SECONDS`; in another thread it may take `MAX_SECONDS`.
+    In a thread with an event loop, rendering raises `TakesLong` after `LOOP_SECONDS`. In other threads it may take
+    `MAX_SECONDS`.
 
-    `sources` holds jinja texts by name: "default", and "tool_use" for requests with tools if the tokenizer has it.
-    `special` holds the tokenizer's special tokens by their names in templates, such as "bos_token". Raises
-    ConfigurationError if a source is not valid jinja.
+    `sources` maps names to jinja texts: "default" and, if the tokenizer has it, "tool_use" for requests with tools.
+    `special` maps names in templates, for example "bos_token", to special tokens. Raises ConfigurationError if a source
+    is not valid jinja.
     """
 
     def __init__(self, sources: Mapping[str, str], special: Mapping[str, str]) -> None:
@@ -66,11 +67,11 @@ class ChatTemplate:
 
     @property
     def source(self) -> str:
-        """The jinja source for chats without tools."""
+        """The jinja source that is used for chats without tools."""
         return self._sources[self._name(False)]
 
     def mentions(self, text: str) -> bool:
-        """Whether the source of any of the templates contains the text."""
+        """Whether any of the jinja sources contains the text."""
         return any(text in source for source in self._sources.values())
 
     def render(
@@ -87,8 +88,9 @@ class ChatTemplate:
         """Return the prompt's text. `kwargs` are further variables of the template.
 
         With `continue_final_message`, the text ends at the end of the last message, without a generation prompt.
-        `check` is called with the parts of the text before they are joined. It can raise to refuse a long text early,
-        because joining holds the GIL. Raises InvalidRequest if messages are malformed or the template refuses them.
+        `check` is called with the parts of the text before they are joined. It may raise an error to refuse a long text
+        early, because joining holds the GIL. Raises InvalidRequest if messages are malformed or the template refuses
+        them.
         """
         name = self._name(bool(tools))
         taken = _OURS.intersection(kwargs)
@@ -105,7 +107,7 @@ class ChatTemplate:
                     parts = self._render(name, {**context, "add_generation_prompt": add_generation_prompt})
             except _CannotRender as error:
                 if _on_loop():
-                    raise TakesLong(error.message, param="messages") from error  # the thread tries the other forms
+                    raise TakesLong(error.message, param="messages") from error  # a retry in a thread tries other forms
                 failure = failure or error
                 continue
             if check is not None:
@@ -116,9 +118,9 @@ class ChatTemplate:
     def _readings(
         self, name: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
     ) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]] | None]]:
-        """Yield (messages, tools), first in the form that the template seems to read, then in other forms to try.
+        """Yield (messages, tools) in several forms, to be tried until the template can render one.
 
-        The first form is guessed from the template's source. If the guess is wrong, some templates fail.
+        The first form is guessed from the template's source.
         """
         accepts, none_with_calls = self._accepts[name], name in self._asks_for_none
         offered = None if tools is None else [dict(tool) for tool in tools]
@@ -141,7 +143,7 @@ class ChatTemplate:
         return "default" if "default" in self._compiled else next(iter(self._compiled))
 
     def _render(self, name: str, variables: Mapping[str, Any]) -> list[str]:
-        """Render the template and return the parts of its text."""
+        """Render the template, and return the text in parts."""
         template, on_loop = self._compiled[name], _on_loop()
         try:
             with metered(LOOP_SECONDS if on_loop else MAX_SECONDS):
@@ -166,7 +168,7 @@ class ChatTemplate:
         parts = self._render(name, {**variables, "add_generation_prompt": False})
         mark = _CONTINUE.strip()
         marked = next((index for index in reversed(range(len(parts))) if mark in parts[index]), None)
-        # Most templates write the message as a separate part. Searching the whole text would hold the GIL.
+        # Most templates write the message as a separate part. A search in the whole text would hold the GIL.
         if marked is None or end not in parts[marked]:
             parts, marked = ["".join(parts)], 0
         last = parts[marked]
@@ -177,7 +179,7 @@ class ChatTemplate:
         end_index = last.rindex(mark)
         kept = [*parts[:marked], last[:end_index]]
         if not "".join([last[end_index:], *parts[marked + 1 :]]).startswith(_CONTINUE):
-            # The space at the mark's end is missing: the template trims messages, so trim the message here too.
+            # The mark has lost its final space, so the template trims messages. Trim the message here too.
             while kept and not kept[-1].rstrip():
                 kept.pop()
             kept[-1:] = [text.rstrip() for text in kept[-1:]]
@@ -187,10 +189,10 @@ class ChatTemplate:
 def load_template(
     choice: str | None, tokenizer_templates: Mapping[str, str], special: Mapping[str, str]
 ) -> ChatTemplate | None:
-    """Return the template of `choice`, which is a file's path or a built-in name.
+    """Return the template that `choice` names: the path of a file, or the name of a built-in template.
 
-    If `choice` is None, returns the tokenizer's template, or None if the tokenizer has none.
-    Raises ConfigurationError if the choice is neither a file nor a built-in name.
+    If `choice` is None, return the tokenizer's template, or None if the tokenizer has none. Raises ConfigurationError
+    if `choice` is neither a readable file nor a built-in name.
     """
     if choice is None:
         return ChatTemplate(tokenizer_templates, special) if tokenizer_templates else None
@@ -219,14 +221,14 @@ def _mark_end(message: dict[str, Any]) -> str:
 
 
 class _CannotRender(InvalidRequest):
-    """The template failed, for example on data that it does not expect."""
+    """Raised if a template fails, for example on data that it does not expect."""
 
     def __init__(self) -> None:
         super().__init__("The chat template cannot render these messages.", param="messages")
 
 
 class _Refusal(jinja2.TemplateError):
-    """The template called raise_exception."""
+    """Raised if a template calls raise_exception."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -234,7 +236,7 @@ class _Refusal(jinja2.TemplateError):
 
 
 class _Generation(jinja2.ext.Extension):
-    """{% generation %} marks the assistant's text for training; here the tag renders its content."""
+    """The tag {% generation %}, which marks the assistant's text for training. Here it only renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - declared so by the library
 
@@ -293,7 +295,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 class _Dict:
-    """`dict` for templates, without access to the class."""
+    """Replacement for `dict` in templates that gives no access to the class."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
         return dict(*args, **kwargs)
@@ -309,5 +311,5 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON without jinja's HTML escapes."""
+    """Return JSON text without the HTML escapes of jinja's own `tojson`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,9 +1,9 @@
-"""Reads a tokenizer from its files.
+"""Read a tokenizer from its files.
 
-tokenizer.json is read with the library `tokenizers`, which gives the same tokenizer as AutoTokenizer and saves the
-1.5 s of importing transformers. AutoTokenizer reads other formats (sentencepiece, tiktoken, custom code), and every
-format with `--tokenizer-mode slow`. Some sentencepiece models have custom code that only calls sentencepiece; such a
-model is read without running the code.
+tokenizer.json is read with the library `tokenizers`. This gives the same tokenizer as AutoTokenizer, and saves the
+1.5 s of importing transformers. AutoTokenizer reads other formats (sentencepiece, tiktoken, custom code) and, with
+`--tokenizer-mode slow`, all formats. Custom code that only calls sentencepiece is not run; the sentencepiece model is
+read directly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from runtime.tokenizer.pieces import PiecesBackend
 
 logger = logging.getLogger("penstock.tokenizer")
 
-# File patterns of vocabularies, in all formats. Without any of these files, transformers may make an empty tokenizer.
+# File patterns of vocabularies in all formats. If all these files are missing, transformers may return an empty
+# tokenizer.
 VOCABULARIES = (
     "tokenizer.json",
     "*.model*",
@@ -43,9 +44,9 @@ WITHOUT_FILES = (
     "PerceiverTokenizer",
 )
 PIECES = ("BaichuanTokenizer",)  # tokenizers whose custom code only calls sentencepiece
-# Values of `tokenizer.ggml.pre` in GGUF files with byte-level tokens, in three groups by how texts are split before
-# encoding: as transformers does for this name; as GPT-2 does (transformers' default); as GPT-2 does, with each digit
-# separate. Source: llama.cpp's llama-vocab.cpp.
+# Values of `tokenizer.ggml.pre` in GGUF files with byte-level tokens. The three groups differ in how texts are split
+# before encoding: as transformers does for this name; as GPT-2 does (transformers' default); as GPT-2 does, but with
+# each digit separate. Source: llama.cpp's llama-vocab.cpp.
 SPLIT_BY_NAME = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2",
     "jina-v5-nano", "dbrx", "smaug-bpe", "tekken", "qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2",
@@ -59,7 +60,8 @@ SPLIT_AS_GPT2 = (
 DIGITS_APART = (
     "starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b", "mellum2",
 )  # fmt: skip
-# Each turn begins with a token whose id is in generation_config.json. The system prompt has no such token before it.
+# Chat template for `_read_pieces`. Each turn begins with a token whose id is in generation_config.json; the system
+# prompt has no such token.
 CHAT = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}USER{% elif message['role'] == 'assistant' %}ASSISTANT{% endif %}"
@@ -71,12 +73,12 @@ class TokenizerFiles(NamedTuple):
     """The contents of a tokenizer's files."""
 
     backend: Backend
-    special: Mapping[str, str]  # "eos_token" -> "</s>"
-    templates: Mapping[str, str]  # keys: "default", and "tool_use" if the tokenizer has it
+    special: Mapping[str, str]  # name -> special token, for example "eos_token" -> "</s>"
+    templates: Mapping[str, str]  # jinja texts by name: "default" and, if the tokenizer has it, "tool_use"
 
 
 def read_tokenizer(plan: TokenizerPlan) -> TokenizerFiles:
-    """Read the tokenizer. Raises ConfigurationError that names a missing or broken file."""
+    """Read the tokenizer. Raises ConfigurationError, which names the missing or broken file."""
     if plan.tokenizer_path is None:
         raise ConfigurationError("There is no tokenizer to load: tokenizer_path is empty.")
     path = Path(plan.tokenizer_path)
@@ -125,7 +127,7 @@ def _read_directly(path: Path, config: dict[str, Any]) -> TokenizerFiles:
 
 
 def _special_tokens(path: Path, config: dict[str, Any], library: tokenizers.Tokenizer) -> dict[str, str]:
-    """Return the special tokens by name, and add tokens to `library` that only the configuration has."""
+    """Return the special tokens by name, and add to `library` the tokens that only the configuration has."""
     named = dict(config)
     if "added_tokens_decoder" not in config:
         named |= read_json(path / "special_tokens_map.json")
@@ -135,7 +137,7 @@ def _special_tokens(path: Path, config: dict[str, Any], library: tokenizers.Toke
 
 
 def _add_tokens(library: tokenizers.Tokenizer, listed: Mapping[str, Any], special: list[str]) -> None:
-    """Add the configuration's tokens that tokenizer.json lacks, in the order of their ids."""
+    """Add the tokens of the configuration that tokenizer.json lacks, in the order of their ids."""
     known = {token.content for token in library.get_added_tokens_decoder().values()}
     for _, value in sorted(listed.items(), key=lambda item: int(item[0])):
         if value["content"] not in known:
@@ -168,9 +170,9 @@ def _of_library(library: Any) -> TokenizerFiles:
 
 
 def _read_pieces(path: Path, config: Mapping[str, Any]) -> TokenizerFiles:
-    """Read the tokenizer in a folder with `tokenizer.model`. Raises ConfigurationError.
+    """Read the sentencepiece model `tokenizer.model` in a folder. Raises ConfigurationError.
 
-    If the folder has no chat template, `CHAT` formats chats as the model's own code does.
+    If the folder has no chat template, the template is `CHAT`, which formats chats as the model's own code does.
     """
     named = _named_tokens({**read_json(path / "special_tokens_map.json"), **config})
     texts = {name: text for name, text in named.items() if text}
@@ -187,7 +189,7 @@ def _read_pieces(path: Path, config: Mapping[str, Any]) -> TokenizerFiles:
 
 
 def _read_gguf(path: Path) -> TokenizerFiles:
-    """Read the tokenizer of a GGUF file with transformers, and correct how it splits texts."""
+    """Read the tokenizer of a GGUF file with transformers, and set the pre-tokenizer that the file names."""
     header = read_header(path)
     if not isinstance(header.values.get("tokenizer.ggml.model"), str):
         raise ConfigurationError(f"{path} holds no tokenizer; name one with --tokenizer-path.")
@@ -204,7 +206,7 @@ def _read_gguf(path: Path) -> TokenizerFiles:
 
 
 def _split(tokenizer: tokenizers.Tokenizer, values: Mapping[str, Any], path: Path) -> None:
-    """Set the pre-tokenizer that the file names. Raises ConfigurationError if its name is unknown."""
+    """Set the pre-tokenizer that a GGUF file names. Raises ConfigurationError if the name is unknown."""
     name = values.get("tokenizer.ggml.pre")
     if values["tokenizer.ggml.model"] != "gpt2" or name is None or name in (*SPLIT_BY_NAME, *SPLIT_AS_GPT2):
         return

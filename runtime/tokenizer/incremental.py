@@ -1,4 +1,4 @@
-"""Turns token ids into text while a sequence grows."""
+"""Decode token ids to text while a sequence grows."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ MAX_HELD = 8  # maximum number of tokens that `_Window` holds back; a character 
 
 
 class IncrementalDecoder:
-    """Decodes the tokens of one choice as they arrive.
+    """Decodes the output tokens of one choice as they arrive.
 
-    The texts of all pushes and of the flush, joined, are the text of prompt and output without the text of the prompt.
-    They do not depend on how the ids are divided among the pushes. If the output completes a character that began in
-    the prompt, the whole character is returned. `token_bytes` is None for tokenizers whose decoder looks at
-    neighbouring tokens. With `skip_special_tokens`, the special tokens in `shown_special_ids` are still shown.
-    `spaces_between_special_tokens` exists for the sampling parameter of that name. It changes nothing, because no
-    tokenizer of transformers 5 puts spaces there.
+    The joined texts of all calls of `push` and `flush` equal the text of prompt and output minus the text of the
+    prompt. They do not depend on how the ids are divided among the calls. If the output completes a character that
+    began in the prompt, the whole character is returned.
+
+    `token_bytes` is None for tokenizers whose decoder looks at neighbouring tokens. With `skip_special_tokens`, the
+    special tokens in `shown_special_ids` are still shown. `spaces_between_special_tokens` has no effect, because no
+    tokenizer of transformers 5 inserts such spaces; it exists for the sampling parameter of this name.
     """
 
     __slots__ = ("_begun", "_first", "_held", "_rest", "_shared", "_skip", "_token_bytes", "_window")
@@ -52,7 +53,7 @@ class IncrementalDecoder:
         self._shared = bool(self._held)
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text of the new tokens. The bytes of an incomplete last character are kept for the next call."""
+        """Return the text of the new tokens. The bytes of an incomplete last character wait for the next call."""
         if self._window is not None:
             return "".join([self._window.step(token_id) for token_id in ids])
         rest = self._rest
@@ -67,7 +68,7 @@ class IncrementalDecoder:
         return self._without_shared(text) if self._shared else text
 
     def flush(self) -> str:
-        """End the text: return one replacement character if the last character is incomplete, else ''."""
+        """Return the text that is still held back: a replacement character for an incomplete last character, or ''."""
         if self._window is not None:
             return self._window.flush()
         text = self._held.decode(errors="replace")
@@ -75,7 +76,7 @@ class IncrementalDecoder:
         return self._without_shared(text) if self._shared else text
 
     def _begin(self, ids: Sequence[int]) -> bytes:
-        """Bytes of ids at the beginning of a text, where the first token that counts may lose its leading space."""
+        """Return the bytes of ids at the beginning of a text. The first token with text may lose its leading space."""
         if self._token_bytes is None:
             return b""
         for index, token_id in enumerate(ids):
@@ -85,7 +86,7 @@ class IncrementalDecoder:
         return b""
 
     def _without_shared(self, text: str) -> str:
-        """Drop the replacement character that stands for the prompt's incomplete end."""
+        """Drop the replacement character for the incomplete character at the prompt's end."""
         if not text:
             return text
         self._shared = False
@@ -93,7 +94,7 @@ class IncrementalDecoder:
 
 
 def _incomplete_end(rest: Mapping[int, bytes], prompt_ids: Sequence[int]) -> bytes:
-    """Bytes of an incomplete character at the prompt's end. A character has at most 4 bytes, so only these are read."""
+    """Return the bytes of an incomplete character at the prompt's end. At most the last four bytes are needed."""
     tail = b""
     for token_id in reversed(prompt_ids):
         tail = rest[token_id] + tail
@@ -103,9 +104,9 @@ def _incomplete_end(rest: Mapping[int, bytes], prompt_ids: Sequence[int]) -> byt
 
 
 class _Window:
-    """Decodes the last tokens again with each new one, for decoders that look at neighbouring tokens.
+    """Decodes the last tokens again with each new token, for decoders that look at neighbouring tokens.
 
-    Text that ends in an incomplete character is held back for at most `MAX_HELD` tokens.
+    Text that ends in an incomplete character is held back until `MAX_HELD` tokens wait.
     """
 
     def __init__(
@@ -116,8 +117,7 @@ class _Window:
         silent_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._backend = backend
-        # The special tokens that `step` skips; empty if the backend skips all special tokens itself, or if none are
-        # skipped.
+        # The special tokens that `step` skips. Empty if the backend skips all special tokens, or if none are skipped.
         self._silent = silent_ids if skip_special_tokens else frozenset()
         self._skip = skip_special_tokens and not silent_ids
         self._ids = [token_id for token_id in prompt_ids[-CONTEXT:] if token_id not in self._silent]
@@ -139,7 +139,7 @@ class _Window:
 
     def _emit(self, text: str) -> str:
         before = self._before
-        if not text.startswith(before):  # a character that was incomplete at the end of `before` is complete now
+        if not text.startswith(before):  # an incomplete character at the end of `before` is complete now
             before = before.rstrip(REPLACEMENT)
         new = text[len(before) :]
         self._ids = self._ids[-CONTEXT:]

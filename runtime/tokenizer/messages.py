@@ -1,4 +1,4 @@
-"""Finds out which form of message content a chat template reads, and converts messages to this form."""
+"""Detect which form of message content a chat template reads, and convert messages to this form."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 def accepted_content(tree: nodes.Template) -> Accepts:
     """Return the form of content that a template reads.
 
-    A template that loops over a message's content reads parts, otherwise strings. A template that loops and also tests
-    for strings reads both.
+    A template that does not loop over a message's content reads strings. A template that loops over it reads parts or,
+    if the template also tests for strings, both forms.
     """
     names = _content_names(tree)
     if not any(_is_content(loop.iter, names) for loop in tree.find_all(nodes.For)):
@@ -34,7 +34,7 @@ def accepted_content(tree: nodes.Template) -> Accepts:
 def asks_for_none(tree: nodes.Template) -> bool:
     """Whether the template recognises tool calls by the test `content is none`, as DeepSeek's first templates do.
 
-    The tests `is not none` and `is none or ...` do not count, because they accept other content as well.
+    The tests `is not none` and `is none or ...` do not count, because such templates also accept other content.
     """
     names = _content_names(tree)
     others = {id(test) for node in tree.find_all((nodes.Not, nodes.Or)) for test in node.find_all(nodes.Test)}
@@ -45,7 +45,7 @@ def asks_for_none(tree: nodes.Template) -> bool:
 
 
 def _content_names(tree: nodes.Template) -> frozenset[str]:
-    """Names of variables and macro parameters to which the template passes a message's content."""
+    """Return the names of variables and macro parameters to which the template passes a message's content."""
     macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
     names: frozenset[str] = frozenset()
     while True:
@@ -79,10 +79,10 @@ def prepare_messages(
 ) -> list[dict[str, Any]]:
     """Return copies of the messages in the form that the template expects.
 
-    Keys that are None are dropped. For templates that read strings, parts are joined by spaces; for templates that read
-    parts only, a string becomes one part. A tool call's arguments become an object. A message with calls and without
-    content gets empty content, or None with `none_with_calls`. Reasoning is
-    set under every name that templates use. Raises InvalidRequest with the path of a malformed message.
+    Keys whose value is None are dropped. For templates that read strings, parts are joined by spaces. For templates
+    that read only parts, a string becomes one part. The arguments of a tool call become an object. A message with tool
+    calls but without content gets empty content or, with `none_with_calls`, the content None. Reasoning is set as
+    "thinking" and as "reasoning_content". Raises InvalidRequest with the path of a malformed message.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
         raise InvalidRequest("messages must be a list of at least one message.", param="messages")
@@ -155,7 +155,7 @@ def _tool_call(call: Any, path: str) -> dict[str, Any]:
 
 
 class _Arguments(dict[str, Any]):
-    """Arguments of a tool call: a dict for templates that read its keys, JSON text for templates that print it."""
+    """Arguments of a tool call: a dict for templates that read keys, and JSON text for templates that print it."""
 
     def __str__(self) -> str:
         return json.dumps(self, ensure_ascii=False)
@@ -168,7 +168,7 @@ class _Arguments(dict[str, Any]):
 
 
 def whole_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tool with defaults for fields that a client may leave out."""
+    """Return the tool with defaults for fields that a client may omit."""
     function = tool.get("function")
     if not isinstance(function, Mapping):
         return dict(tool)

@@ -1,4 +1,4 @@
-"""Tokenizers with a sentencepiece model and custom Python code, such as Baichuan's. The code is not run."""
+"""Tokenizers that consist of a sentencepiece model and custom Python code (Baichuan). The code is not run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class PiecesBackend:
     def __init__(self, file: Path, special: Mapping[str, str], turns: Sequence[int], *, begin: bool, end: bool) -> None:
         """Read the model.
 
-        `special` maps names to special tokens. `turns` are ids of further tokens that are recognised in texts. `begin`
-        adds the BOS token before a text, `end` adds the EOS token after it. Raises ConfigurationError if the
+        `special` maps names to special tokens. `turns` has the ids of further tokens that are recognised in texts.
+        `begin` adds the BOS token before a text, `end` adds the EOS token after it. Raises ConfigurationError if the
         file cannot be read or lacks one of these tokens.
         """
         try:
@@ -44,7 +44,7 @@ class PiecesBackend:
         self._adds_space = self._model.encode("a") != self._model.encode(" a") and self._strips()
 
     def _strips(self) -> bool:
-        """Whether decoding drops the space at the beginning of a text."""
+        """Whether decoding drops a space at the beginning of a text."""
         for token_id in range(self.vocab_size):
             piece = self.token(token_id) or ""
             if piece.startswith(SPACE) and len(piece) > 1:
@@ -87,13 +87,13 @@ class PiecesBackend:
         return token_id if self.token(token_id) == token else None
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Bytes that a token adds at the beginning of a text."""
+        """Return the bytes that a token adds at the beginning of a text."""
         content = self.bytes_after(token_id)
         strips = self._adds_space and not self._model.is_byte(token_id)
         return content.removeprefix(b" ") if strips else content
 
     def bytes_after(self, token_id: int) -> bytes:
-        """Bytes that a token adds after another token."""
+        """Return the bytes that a token adds after another token."""
         piece = self.token(token_id)
         if piece is None:
             return b""

@@ -1,4 +1,4 @@
-"""Finds stop strings and stop patterns in a text that arrives in pieces."""
+"""Find stop strings and stop patterns in a text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class StopPattern:
     """A deterministic automaton that starts in state 0. A text is a match if it ends in an accepting state."""
 
     text: str  # the regular expression
-    starts: tuple[int, ...]  # the first code points of ranges of alike characters, ascending
-    classes: tuple[int, ...]  # the class of each range
-    next: tuple[tuple[int, ...], ...]  # next[state][class]; -1: no match is possible
+    starts: tuple[int, ...]  # first code point of each character range, ascending
+    classes: tuple[int, ...]  # class of each character range
+    next: tuple[tuple[int, ...], ...]  # next[state][class] is the next state; -1: no match is possible
     accepts: tuple[bool, ...]
 
     def class_of(self, character: str) -> int:
@@ -25,16 +25,16 @@ class StopPattern:
 
 
 class _PatternScan:
-    """Searches one text for the match of a pattern that ends first and, of these, begins first."""
+    """Searches one text for the match of a pattern that ends first. If several end there, the longest is found."""
 
     __slots__ = ("_begins", "pattern")
 
     def __init__(self, pattern: StopPattern) -> None:
         self.pattern = pattern
-        self._begins: dict[int, int] = {}  # live state -> earliest index at which its match may begin
+        self._begins: dict[int, int] = {}  # active state -> earliest index at which a match in this state begins
 
     def scan(self, text: str, new_from: int) -> tuple[int, int] | None:
-        """Read the characters of `text` from `new_from` on. Return (begin, end) of the first match, or None."""
+        """Read the characters of `text` from index `new_from` on. Return (begin, end) of the first match, or None."""
         for at in range(new_from, len(text)):
             kind = self.pattern.class_of(text[at])
             earlier, self._begins = self._begins, {}
@@ -53,20 +53,20 @@ class _PatternScan:
         return None
 
     def begin(self, end: int) -> int:
-        """Return the earliest index at which a match may begin, or `end` if none has begun."""
+        """Return the earliest index at which an unfinished match begins, or `end` if there is none."""
         return min(self._begins.values(), default=end)
 
     def drop(self, count: int) -> None:
-        """Renumber the characters after the first `count` ones were sent."""
+        """Shift all indices after the first `count` characters have been sent."""
         self._begins = {state: begin - count for state, begin in self._begins.items()}
 
 
 class StopMatcher:
-    """Ends a text at the first stop string, however the text is cut into pieces.
+    """Ends a text at the first stop string or stop pattern.
 
-    The stop string whose last character comes earliest ends the text. If several end at the same character, the longest
-    counts. Patterns are searched likewise. Therefore the result depends only on the text, and no text is held back
-    longer than necessary. With `keep`, the stop itself stays in the text.
+    The first stop is the one whose last character comes earliest; if several end at the same character, it is the
+    longest. Therefore the result does not depend on how the text is cut into pieces, and no text is held back longer
+    than necessary. With `keep`, the stop itself stays in the text.
     """
 
     __slots__ = ("_held", "_initials", "_keep", "_longest", "_matched", "_scans", "_stops")
@@ -83,9 +83,9 @@ class StopMatcher:
         self._scans = [_PatternScan(pattern) for pattern in patterns]
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Return (the text that may be sent now, the stop string or pattern that matched or None).
+        """Return the text that may be sent now, and the stop string or pattern that matched, or None.
 
-        Text at the end that may begin a stop is held back. After a match, all further text is dropped.
+        Text at the end that may be the beginning of a stop is held back. After a match, all further text is dropped.
         """
         if self._matched is not None:
             return "", self._matched
@@ -110,7 +110,7 @@ class StopMatcher:
         return held
 
     def _first(self, text: str, new_from: int) -> tuple[int, int, str] | None:
-        """Return (end, begin, stop) of the match that ends first and, of these, begins first; None without a match."""
+        """Return (end, begin, stop) of the first match, or None."""
         best: tuple[int, int, str] | None = None
         for stop in self._stops:
             start = text.find(stop)
@@ -125,7 +125,7 @@ class StopMatcher:
         return best
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest suffix of the text that is a prefix of a stop."""
+        """Return the length of the longest suffix of the text that is a prefix of a stop string."""
         for start in range(max(0, len(text) - self._longest + 1), len(text)):
             if text[start] in self._initials:
                 tail = text[start:]

@@ -1,4 +1,8 @@
-"""Estimates, from the arguments of a call in a chat template, how many bytes its result would have."""
+"""Cost estimates for calls in chat templates.
+
+An estimate is computed from the arguments before the call. It is the size of the result in bytes, or infinity if the
+call must be refused.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ BIG_TYPES = (str, bytes, int, list, tuple, dict, set)
 
 
 class TemplateLimit(Exception):
-    """Rendering took too much time or memory."""
+    """Raised if rendering takes too much time or memory."""
 
 
 def size_of(value: Any) -> int:
@@ -49,7 +53,7 @@ def check_format(pattern: str | bytes, values: Any) -> None:
 
 
 def _widths(form: re.Pattern[str], text: str) -> float:
-    """The sum of all widths and precisions in a format."""
+    """Return the sum of all widths and precisions in a format."""
     return sum(float(number) for found in form.findall(text) for number in found if number)
 
 
@@ -117,7 +121,7 @@ def _to_json(
 
 
 def _depths(value: Any) -> float:
-    """Sum of the depths of all parts of a value, proportional to the cost of indenting it."""
+    """Return the sum of the depths of all parts of a value. The cost of indenting the value is proportional to it."""
     total, rest = 0.0, [(value, 1)]
     while rest:
         part, depth = rest.pop()
@@ -148,7 +152,7 @@ def _translating(text: Any, table: Any, *rest: Any) -> float:
 
 
 def _formatting(pattern: Any, *args: Any, **more: Any) -> float:
-    """Infinite if `str.format` would pad too much, else 0. Widths may also be arguments."""
+    """Return infinity if `str.format` would pad too much, else 0. Widths may also be arguments."""
     values = (*args, *more.values())
     wide = any(isinstance(value, int) and value > MAX_WIDTH for value in values)
     nested = re.search(r"\{[^{}]*\{", pattern) is not None

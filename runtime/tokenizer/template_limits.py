@@ -1,8 +1,8 @@
-"""Limits the processor time and the memory of rendering a chat template.
+"""Limit the processor time and the memory of rendering a chat template.
 
-A template comes with a checkpoint, but clients choose the data that it loops over and writes. Every loop, call, filter
-and operator that can make a large value is metered: the size of its result is estimated before it runs, and billed
-afterwards.
+A template comes with a checkpoint, but clients choose the data that it loops over and writes. Therefore every loop,
+call, filter and operator that can create a large value is metered: the size of its result is estimated before it runs,
+and billed after it has run.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from runtime.tokenizer.template_costs import (
     size_of,
 )
 
-MAX_SECONDS = 1.0  # processor time of this thread, so that a busy machine refuses no chat
-MAX_BYTES = 64 * 1024 * 1024  # sum over all values that rendering makes, even if they are freed
+MAX_SECONDS = 1.0  # processor time of this thread: wall-clock time would refuse chats on a busy machine
+MAX_BYTES = 64 * 1024 * 1024  # limit on the total size of all values that rendering creates, including freed ones
 STEP_BYTES = 64  # billed for every step, in addition to the size of its value
-CLOCK_STEPS = 16  # steps between two reads of the clock
+CLOCK_STEPS = 16  # number of steps between two reads of the clock
 LITERAL_PARTS = 8  # literal lists and dictionaries with more parts are billed
 
 _METER: ContextVar[Meter] = ContextVar("penstock_template_meter")
 
 
 class Meter:
-    """The remaining time and bytes of one rendering. Only one thread uses it."""
+    """The remaining time and bytes of one rendering. Not thread-safe."""
 
     def __init__(self, seconds: float, max_bytes: int) -> None:
         self._deadline = thread_time() + seconds
@@ -50,7 +50,7 @@ class Meter:
         self._steps = 0
 
     def bill(self, num_bytes: int = 0) -> None:
-        """Count one step that made `num_bytes`. Raises `TemplateLimit`."""
+        """Count one step that has created `num_bytes`. Raises `TemplateLimit` if a limit is exceeded."""
         self._bytes_left -= num_bytes + STEP_BYTES
         if self._bytes_left < 0:
             raise TemplateLimit("memory")
@@ -59,12 +59,15 @@ class Meter:
             raise TemplateLimit("time")
 
     def afford(self, num_bytes: float) -> None:
-        """Raise `TemplateLimit` if fewer than `num_bytes` are left. Bills nothing."""
+        """Raise `TemplateLimit` if fewer than `num_bytes` are left. Does not bill them."""
         if num_bytes > self._bytes_left:
             raise TemplateLimit("memory")
 
     def walk(self, value: Any) -> None:
-        """Bill one step for every part of a value that is about to be read. Shared parts count each time."""
+        """Bill one step for every nested part of a value that is about to be read.
+
+        A part that occurs several times is billed each time.
+        """
         if isinstance(value, str | int | float | None):
             return
         rest = [value]
@@ -91,7 +94,7 @@ def metered(seconds: float = MAX_SECONDS) -> Iterator[None]:
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox. Templates render only inside `metered` and raise `TemplateLimit` beyond its limits."""
+    """jinja2's sandbox with a meter. Templates render only inside `metered`, and raise `TemplateLimit` beyond it."""
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
@@ -167,10 +170,8 @@ class _Rewriter(NodeTransformer):
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
-        for side in [
-            node,
-            *node.ops[:-1],
-        ]:  # a comparison visits no more parts than its smaller side has, so one side is enough
+        # A comparison visits no more parts than its smaller side has, so it is enough to meter one side.
+        for side in [node, *node.ops[:-1]]:
             if not isinstance(side.expr, nodes.Const):
                 side.expr = _filtered(side.expr, "*walked")
         return node
@@ -195,7 +196,7 @@ def _filtered(node: Any, name: str, *args: nodes.Expr) -> nodes.Filter:
 
 
 class _Each:
-    """The values of a loop. Each iteration bills the constant text in the loop's body."""
+    """The values of a loop. Each iteration bills the length of the constant text in the loop's body."""
 
     def __init__(self, values: Any, num_constant: int) -> None:
         self._values, self._num_constant = values, num_constant
@@ -244,9 +245,9 @@ def _literal(value: Any, num_bytes: int) -> Any:
 
 @jinja2.pass_context
 def _finalize(context: Any, value: Any) -> Any:
-    """Bill and convert every value that a template writes.
+    """Bill a value that a template writes, and return it as text.
 
-    The parameter `context` is not used. It keeps jinja from calling the function at compile time.
+    The parameter `context` is not used. It prevents jinja from calling the function at compile time.
     """
     meter = _METER.get()
     meter.walk(value)

@@ -1,4 +1,4 @@
-"""Refuses far too long texts without encoding them, by a lower bound on their number of tokens."""
+"""Refuse texts that are far too long without encoding them, by a lower bound on their number of tokens."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Any
 from runtime.errors import ContextOverflow
 from runtime.tokenizer.backend import Backend, FastBackend
 
-# Encoding takes a hundred times the memory of the text. After texts of at least this size, free memory is returned to
-# the system (`give_back_memory`).
+# Encoding needs about a hundred times the memory of the text. After texts of at least this size, free memory is
+# returned to the system (`give_back_memory`).
 LARGE_TEXT_BYTES = 256 * 1024
-CHARS_AT_ONCE = 65_536  # counted without releasing the GIL, in a tenth of a millisecond
-# Normalizers and the largest factor by which each shrinks a text, in bytes of UTF-8. Other normalizers may drop any
-# amount of text.
+CHARS_AT_ONCE = 65_536  # characters counted without releasing the GIL, which takes a tenth of a millisecond
+# Normalizer -> the largest factor by which it shrinks a text, in UTF-8 bytes. Other normalizers may drop any amount of
+# text.
 _NORMALIZERS = {"Prepend": 1, "Replace": 1, "ByteLevel": 1, "NFC": 3, "NFD": 1, "NFKC": 4, "NFKD": 4}
 _PRE_TOKENIZERS = ("ByteLevel", "Metaspace", "Split", "Digits", "Punctuation")
 
 
 class TextLimit:
-    """A lower bound on the tokens of a text: its bytes divided by the bytes of the longest token."""
+    """Computes a lower bound on the tokens of a text: its bytes divided by the bytes of the longest token."""
 
     def __init__(self, bytes_per_token: int, ignores_spaces: bool) -> None:
         self.bytes_per_token = bytes_per_token  # maximum bytes of the client's text that one token can stand for
         self._ignores_spaces = ignores_spaces  # whether added tokens may absorb spaces next to them
 
     def least_tokens(self, parts: Sequence[str], enough: int) -> int:
-        """Lower bound on the number of tokens of the joined parts. Counting stops when it reaches `enough`."""
+        """Return a lower bound on the number of tokens of the joined parts. Counting stops at `enough`."""
         enough_bytes = enough * self.bytes_per_token
         if sum(map(len, parts)) * 4 < enough_bytes:
             return 0
@@ -43,11 +43,11 @@ class TextLimit:
         return size // self.bytes_per_token
 
     def check(self, parts: Sequence[str], context_length: int) -> None:
-        """Raise `ContextOverflow` if the joined parts cannot fit the context. For long texts, call it in a thread."""
+        """Raise `ContextOverflow` if the joined parts cannot fit the context. For long texts, call this in a thread."""
         self._require(self.least_tokens(parts, context_length + 1), parts, context_length)
 
     def check_length(self, text: str, context_length: int) -> None:
-        """Raise `ContextOverflow` if the text's number of characters alone shows that it cannot fit."""
+        """Raise `ContextOverflow` if the text has too many characters to fit. Takes constant time."""
         if not self._ignores_spaces:
             self._require(len(text) // self.bytes_per_token, [text], context_length)
 
@@ -70,7 +70,8 @@ def _pieces(parts: Sequence[str]) -> Iterator[str]:
 def text_limit_of(backend: Backend) -> TextLimit | None:
     """Return the limit for this tokenizer.
 
-    Returns None if no bound is known: the tokenizer may drop text, or write unknown text of any length as one token.
+    Returns None if there is no bound, because the tokenizer may drop text or encode unknown text of any length as one
+    token.
     """
     if not isinstance(backend, FastBackend):
         return None
@@ -85,7 +86,7 @@ def text_limit_of(backend: Backend) -> TextLimit | None:
     in_bytes = any(step["type"] == "ByteLevel" for step in steps)
     if not in_bytes and getattr(library.model, "byte_fallback", False) is not True:
         return None
-    # Each character of a byte-level token stands for a byte.
+    # Each character of a byte-level token stands for one byte.
     longest = max((len(token) if in_bytes else len(token.encode()) for token in library.get_vocab()), default=0)
     added = library.get_added_tokens_decoder().values()
     longest = max([longest, *(len(token.content.encode()) for token in added)])
@@ -94,7 +95,7 @@ def text_limit_of(backend: Backend) -> TextLimit | None:
 
 
 def _steps(component: Any, inner: str) -> list[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer of the library, with nested sequences flattened."""
+    """Return the steps of the library's normalizer or pre-tokenizer, with nested sequences flattened."""
     return [] if component is None else _flat(json.loads(component.__getstate__()), inner)
 
 
@@ -105,7 +106,7 @@ def _flat(state: dict[str, Any], inner: str) -> list[dict[str, Any]]:
 
 
 def give_back_memory() -> None:
-    """Return the C allocator's free memory to the system. Encoding long texts leaves hundreds of MB in it."""
+    """Return the C allocator's free memory to the system. Encoding long texts leaves hundreds of MB unused in it."""
     trim = _trim()
     if trim is not None:
         trim(0)

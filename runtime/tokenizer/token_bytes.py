@@ -1,7 +1,7 @@
-"""The bytes of every token, for tokenizers whose tokens do not depend on their neighbours.
+"""The bytes of every token, for tokenizers that decode tokens independently of their neighbours.
 
-With nearly all tokenizers, a text is the concatenation of its tokens' bytes, decoded as UTF-8. There are two
-exceptions: the first token of a text may lose its leading space, and a character may span several tokens.
+With nearly all tokenizers, a text is the concatenation of its tokens' bytes, decoded as UTF-8. A character may span
+several tokens. The first token of a text may lose its leading space.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class TokenBytes:
-    """Bytes of token ids, computed on first use. Ids beyond the vocabulary have no bytes.
+    """Tables from token id to bytes, computed on first use. Ids beyond the vocabulary have no bytes.
 
-    `first[i]` holds the bytes of token i at the beginning of a text, `rest[i]` its bytes elsewhere. In
-    `first_skipping` and `rest_skipping`, special tokens have no bytes.
+    `first[i]` has the bytes of token i at the beginning of a text, `rest[i]` its bytes elsewhere. In `first_skipping`
+    and `rest_skipping`, special tokens have no bytes.
     """
 
     def __init__(self, backend: Backend, first: Callable[[int], bytes], rest: Callable[[int], bytes]) -> None:
@@ -50,7 +50,7 @@ class TokenBytes:
         return self._showing[shown_ids]
 
     def counts(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether a token after this one is no longer the first of its text. False for skipped and unknown tokens."""
+        """Whether the token counts as the first token of a text. False for skipped special tokens and unknown ids."""
         if skip_special_tokens and token_id in self._backend.special_ids:
             return False
         return self._backend.token(token_id) is not None
@@ -67,7 +67,7 @@ class _Table(dict[int, bytes]):
 
 
 def token_bytes_of(backend: Backend) -> TokenBytes | None:
-    """Return the bytes of each token; None if a token's bytes depend on its neighbours or are not known."""
+    """Return the bytes of each token, or None if they depend on neighbouring tokens or are not known."""
     if isinstance(backend, PiecesBackend):
         return TokenBytes(backend, backend.bytes_of, backend.bytes_after)
     if not isinstance(backend, FastBackend):
@@ -116,7 +116,7 @@ def _byte_level(backend: FastBackend) -> TokenBytes:
 
 
 def _probed(backend: FastBackend, *, byte_fallback: bool) -> TokenBytes:
-    """Find the bytes by decoding each token alone (`first`) and after another token (`rest`)."""
+    """Return tables that decode a token alone for `first`, and after another token for `rest`."""
     anchor = _anchor(backend, byte_fallback)
     before = len(backend.decode([anchor], False))
 
@@ -150,7 +150,10 @@ def _byte(token: str | None) -> bytes | None:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: printable Latin-1 characters stand for themselves, other bytes count up from U+0100."""
+    """Return GPT-2's byte-level alphabet: character -> byte.
+
+    Printable Latin-1 characters stand for themselves; the other bytes have the characters from U+0100 on.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = sorted(set(range(256)) - set(printable))

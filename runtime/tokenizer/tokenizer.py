@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""A model's tokenizer: encodes text to token ids, and decodes token ids to text."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _CALL_END = "<|eom_id|>"  # Llama 3.1: the model waits for a tool's result
 class Tokenizer:
     """A loaded tokenizer. Immutable except for caches; any thread may call its methods.
 
-    `eos_ids` holds the tokenizer's EOS token and the end-of-turn tokens that its chat template writes.
-    `bytes_of` is None if the bytes of a token depend on its neighbours.
+    `eos_ids` contains the tokenizer's EOS token and the end-of-turn tokens that its chat template writes. `bytes_of` is
+    None if the bytes of a token depend on its neighbours.
     """
 
     def __init__(self, backend: Backend, special: Mapping[str, str], template: ChatTemplate | None = None) -> None:
         self.backend = backend
-        self.special = special  # "eos_token" -> "</s>"
+        self.special = special  # name -> special token, for example "eos_token" -> "</s>"
         self.bytes_of: TokenBytes | None = token_bytes_of(backend)
         self.text_limit = text_limit_of(backend)
         self.template = template
@@ -97,9 +97,9 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> str:
-        """Return the text of the ids. It equals the joined text of streaming the same ids.
+        """Return the text of the ids. It equals the joined text of a stream of the same ids.
 
-        Ids beyond the vocabulary are left out. Each invalid UTF-8 sequence becomes one replacement character.
+        Ids beyond the vocabulary are ignored. Each invalid UTF-8 sequence becomes one replacement character.
         """
         if self.bytes_of is None:
             return self.backend.decode(ids, skip_special_tokens)
@@ -113,7 +113,7 @@ class Tokenizer:
         spaces_between_special_tokens: bool = True,
         shown_special_ids: frozenset[int] = frozenset(),
     ) -> IncrementalDecoder:
-        """Return a decoder for the growing output of a sequence with this prompt."""
+        """Return an incremental decoder for the output of a sequence with this prompt."""
         return IncrementalDecoder(
             self.backend,
             self.bytes_of,
@@ -124,11 +124,11 @@ class Tokenizer:
         )
 
     def ids_of(self, texts: Iterable[str]) -> dict[str, int]:
-        """Map those of the texts that are added tokens to their ids. Other texts are left out."""
+        """Return the ids of the texts that are added tokens. Other texts are omitted."""
         return {text: self.backend.added[text] for text in texts if text in self.backend.added}
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Bytes that the token adds after other text, including a leading space; None if no token has this id."""
+        """Return the bytes that the token adds after other text, including a leading space; None for an unknown id."""
         if self.backend.token(token_id) is None:
             return None
         if self.bytes_of is None:
@@ -136,7 +136,7 @@ class Tokenizer:
         return self.bytes_of.rest[token_id]
 
     def token_text(self, token_id: int) -> str:
-        """The token as text, with replacement characters for invalid UTF-8; '' if no token has this id."""
+        """Return the token as text, with replacement characters for invalid UTF-8; '' for an unknown id."""
         return (self.token_bytes(token_id) or b"").decode(errors="replace")
 
 

@@ -1,4 +1,4 @@
-"""Caches the token ids of words, for tokenizers that encode each word separately (BERT's)."""
+"""Cache of the token ids of words, for tokenizers that encode each word separately (BERT's)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
-# Maximum characters of all texts of one call. Encoding that many holds the GIL for about 100 us, or for some
-# milliseconds if all words are new.
+# Maximum total number of characters in one call. Encoding this many characters holds the GIL for about 100 us, or for
+# some milliseconds if all words are new.
 MAX_CHARS = 8192
-MAX_WORDS = 32_768  # in the cache, which takes 5 MB for English words and 35 MB for Chinese ones
+MAX_WORDS = 32_768  # maximum number of cached words; they take 5 MB for English and 35 MB for Chinese
 MAX_WORD_CHARS = 32  # longer words are not cached
 
 
 class Words:
-    """Builds the ids of a text from the cached ids of its words, in a tenth of the time of encoding it.
+    """Builds the ids of a text from the cached ids of its words. This takes a tenth of the time of encoding the text.
 
-    Any thread may call it.
+    Thread-safe.
     """
 
     def __init__(self, library: tokenizers.Tokenizer, before: Sequence[int], after: Sequence[int]) -> None:
