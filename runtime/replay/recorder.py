@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Container, Hashable, Iterable
 from pathlib import Path
@@ -33,7 +34,9 @@ class RecordWriter:
             number += 1
             path = self.path.with_name(f"{self.path.name}.{number}")
         self.path = path
-        self._file: BinaryIO | None = path.open("xb", buffering=0)
+        # The file has the tokens of prompts and answers, so other users of this machine may not read it.
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._file: BinaryIO | None = os.fdopen(opened, "wb", buffering=0)
 
     def write(self, value: object) -> None:
         """Append a line. If the file cannot be written, log an error and end the record."""

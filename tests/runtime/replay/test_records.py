@@ -160,3 +160,5 @@ def test_a_second_record_gets_a_number(tmp_path: Path):
     for _ in range(3):
         schedule(tmp_path / "record", 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["record", "record.2", "record.3"]
+    # They have the tokens of prompts and answers.
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
