@@ -132,7 +132,10 @@ class ExpertRecorder:
                 folder = Path(os.environ.get(FOLDER_VARIABLE) or DEFAULT_FOLDER)
                 path = folder / f"expert_distribution_recorder_{time.time()}_{self._rank}.pt"
                 folder.mkdir(parents=True, exist_ok=True)
-                torch.save(body, path)
+                # A record of tokens has those of prompts, so other users of this machine may not read it.
+                opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                with open(opened, "wb") as file:
+                    torch.save(body, file)
                 done.set_result({**answer, "path": str(path)})
             except OSError as error:
                 done.set_exception(InvalidRequest(f"The record cannot be written: {error.strerror}."))

@@ -111,6 +111,7 @@ async def test_single_steps_and_tokens_are_recorded(mode: str, tmp_path: Path, m
         await engine.start_expert_distribution_record()
         await engine.generate(input_ids=PROMPT, sampling_params=one)
         [summary] = await engine.dump_expert_distribution_record()
+    assert Path(summary["path"]).stat().st_mode & 0o777 == 0o600  # it has the tokens of prompts
     records = torch.load(summary["path"], weights_only=True)["records"]
     assert len(records) == summary["num_steps"] == 3
     if mode == "per_pass":
