@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from runtime.actors.adapter_folder import AdapterFolder
 from runtime.config import buckets
 from runtime.config.plan import LoraPlan
-from runtime.errors import CheckpointError, EngineClosed, InvalidRequest
+from runtime.errors import CheckpointError, EngineClosed, InvalidRequest, Overloaded
 from runtime.metrics.series import Histogram
 from runtime.request import Adapter
 
@@ -209,7 +209,7 @@ class AdapterRegistry:
                 await self._freed.wait()
 
     async def _fetch(self, adapter: Adapter) -> None:
-        """Copy an adapter from a store to this machine. Raises `InvalidRequest` if this fails."""
+        """Copy an adapter from a store to this machine. Raises `Overloaded` if this fails."""
         if self._on_demand is None:
             return
         async with self._fetching:  # one at a time: requests for the same adapter wait for the first copy
@@ -219,7 +219,8 @@ class AdapterRegistry:
             try:
                 path = await self._on_demand.fetched(entry.adapter.path)
             except CheckpointError as error:
-                raise InvalidRequest(str(error), param="lora_path") from error
+                logger.error("The adapter %s cannot be copied: %s", adapter.name, error)
+                raise Overloaded(f"The adapter {adapter.name} cannot be copied now; retry later.") from error
             entry.adapter = entry.adapter._replace(path=path)
 
     async def _bring_back(self, adapter: Adapter) -> bool:

@@ -24,6 +24,7 @@ import http_server
 from greedy import NUM_NEW, model_path, prompts
 from lora_adapters import adapted, adapter
 from runtime.actors import adapter_folder
+from runtime.errors import CheckpointError
 from serve import Engine
 from serve.server.app import build_app
 
@@ -122,6 +123,17 @@ async def test_adapters_of_a_store_are_copied_when_named(tmp_path: Path, monkeyp
         assert answer.json()["output_ids"] == adapted(BASE, adapter(BASE, 2), PROMPT)
         assert (await http.post("/generate", json={**body, "lora_path": "../early"})).status_code == 400
         assert len([*tmp_path.iterdir()]) == 2
+
+        def fails(*_: Any) -> str:
+            raise CheckpointError("memory://adapters cannot be read: a key of the store")
+
+        put("third", 3)
+        monkeypatch.setattr(adapter_folder, "locate", fails)
+        body["lora_path"] = "third"
+        while "is not loaded" in (answer := await http.post("/generate", json=body)).text:
+            await asyncio.sleep(0.01)
+        assert answer.status_code == 503
+        assert "memory" not in answer.text
 
 
 async def test_adapter_that_does_not_fit_is_refused_by_name(http: httpx.AsyncClient, tmp_path: Path) -> None:
