@@ -156,7 +156,7 @@ async def _ask(client: httpx.AsyncClient, url: str, body: bytes) -> tuple[dict[s
 
 
 def max_line_bytes(plan: Plan, *, takes_ids: bool) -> int:
-    """Return the maximum length in bytes of a line whose request goes to a route with these kinds of input."""
+    """Return the maximum length in bytes of a batch line. `takes_ids`: whether its route accepts token ids."""
     return max_body_bytes(plan, takes_ids=takes_ids) + LINE_EXTRA_BYTES
 
 

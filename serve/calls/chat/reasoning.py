@@ -93,8 +93,8 @@ def read_reasoning(
 ) -> Reader[None]:
     """Read the reasoning block and the line breaks after it, if the output has a block.
 
-    If not `separate`, the block becomes content. A tool call also ends the block; `call_marks` are the marks that begin
-    one.
+    If not `separate`, the block becomes content. A tool call also ends the block, and begins with one of
+    `call_marks`.
     """
     source.trace()
     yield from source.skip()

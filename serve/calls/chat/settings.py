@@ -68,7 +68,7 @@ def grammar_of_chat(
     parallel: bool,
     fix_names: bool = True,
 ) -> Grammar | None:
-    """Return the grammar that enforces the constraints of a chat on its output. None: nothing is to be enforced.
+    """Return the grammar that enforces a chat's constraints on its output, or None if no grammar is needed.
 
     The constraints are: required calls, calls to strict tools, and the format of the answer's text (`wanted`). If there
     are none and `fix_names` is true, the grammar begins at the first call and enforces that calls name tools of the

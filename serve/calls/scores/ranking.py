@@ -168,8 +168,8 @@ class CutsTexts(Protocol):
 def truncation(core: EngineCore, body: CutsTexts) -> bool | None:
     """Return whether texts are truncated.
 
-    Texts in a chat prompt are never truncated. If they are too long, they are refused, even with truncate_prompt_tokens
-    -1 of vLLM.
+    Texts in a chat prompt are never truncated. If they are too long, they are refused, even with vLLM's
+    truncate_prompt_tokens -1.
     """
     if body.truncate_prompt_tokens is not None and core.facts.is_encoder:
         return True
