@@ -5,7 +5,8 @@
     │   └── CheckpointError       the checkpoint's files are missing or invalid
     ├── RequestError              the request is invalid; has an HTTP status and the parameter's path
     │   ├── InvalidRequest        400
-    │   │   └── ContextOverflow   400, the prompt does not fit
+    │   │   ├── ContextOverflow   400, the prompt does not fit
+    │   │   └── TakesLong         internal: the caller must prepare the chat on a thread
     │   ├── Unauthorized          401
     │   ├── Forbidden             403
     │   ├── DeadlinePassed        408, the request's own time limit
@@ -13,9 +14,10 @@
     │   ├── PayloadTooLarge       413
     │   └── NotSupported          501, the feature is not supported yet
     ├── Overloaded                503, try again later (Retry-After)
+    │   └── TooManyRequests       429, this client has too many open requests
     ├── WrongEventLoop            an engine was called from another event loop than its own
     └── EngineFailure             500, Penstock failed
-        ├── StepFailed            the forward fails for this request, which ends; the engine goes on
+        ├── StepFailed            the forward pass fails for this request, which ends; the engine continues
         │   ├── NotFinite         the model computed non-finite values for this request, which ends
         │   └── OutOfMemory       too little memory: one request ends, the others are recomputed
         ├── WorkerFailed          a worker process is gone, and so is its replica

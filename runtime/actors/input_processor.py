@@ -344,10 +344,7 @@ def _check_embedding(request: Request) -> None:
 
 
 def namespace_of(request: Request) -> Hashable:
-    """Return the namespace for prefix sharing. It includes everything besides tokens that changes the KV.
-
-    This is the adapter and the row values.
-    """
+    """Return the namespace for prefix sharing. It includes the adapter and the row values, which change the KV."""
     if not request.row_values and request.adapter is None:
         return request.namespace
     adapter_id = None if request.adapter is None else request.adapter.id

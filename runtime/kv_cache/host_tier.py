@@ -164,7 +164,7 @@ class HostTier:
     def begin_step(self) -> None:
         """Queue copies of waiting pages to the host, for the batch being built.
 
-        Pages of this batch itself wait for the next.
+        Pages that this batch computes wait for the next one.
         """
         if not self._waiting:
             return

@@ -188,8 +188,11 @@ class StateKind(CacheKind):
     def _cuts(self, sequence: Sequence, start: int, end: int) -> list[int]:
         """Return the ends of a row's spans.
 
-        They are the end of its last full page, the end of the last full page that a sequence with the same tokens could
-        share, and the position before a token that may be computed again.
+        A row is cut at these positions:
+        - the end of its last full page
+        - the end of the last full page that a sequence with the same tokens could share
+        - before its last token, if this token may be computed again
+        - the end of the row
         """
         size = self._size
         cuts = {end // size * size, (end - 1) // size * size, end}

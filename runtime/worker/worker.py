@@ -164,7 +164,7 @@ class CacheSetup:
     kinds: Mapping[str, int] = field(default_factory=dict)  # number of units of each other cache kind
     num_host_pages: int = 0  # number of pages in host memory
     host_blocks: bool = False  # whether each host page is one block of memory over all layers
-    direct_copies: bool = False  # whether a GPU copies pages by library copies instead of a kernel
+    direct_copies: bool = False  # whether a GPU copies pages with library calls in place of a kernel
 
 
 @dataclass(slots=True)
