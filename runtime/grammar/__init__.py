@@ -1,1 +1,1 @@
-"""What an output must match: JSON schemas, regular expressions and grammars."""
+"""Constrained decoding: JSON schemas, regular expressions and grammars that an output must match."""

@@ -1,4 +1,4 @@
-"""Compiles the grammars of requests in threads, and caches them for requests with the same grammar."""
+"""Compile the grammars of requests in threads, and cache them for requests with the same grammar."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ logger = logging.getLogger("penstock.grammar")
 
 COMPILE_THREADS = 2
 COMPILE_TIMEOUT_S = 20.0  # grammars within the size limits take less time, unless the machine is overloaded
-MAX_WAITING = 1024  # maximum number of grammars that wait for a thread; more are refused
+MAX_WAITING = 1024  # maximum number of grammars that wait for a thread; further ones are refused
 CACHE_BYTES = 256 * 1024 * 1024
-MAX_GRAMMARS = 512  # maximum in the cache, because a grammar's real memory grows with the outputs that use it
+MAX_GRAMMARS = 512  # maximum number in the cache: a grammar's real memory grows with the outputs that use it
 REFUSAL_BYTES = 4096  # size counted for a refused grammar in the cache
 MAX_MARKERS = 64
 
@@ -33,7 +33,7 @@ LoadBackend = Callable[[], Backend]
 
 
 class GrammarCompiler:
-    """The grammar compiler of an engine. Call its methods on the event loop; it compiles in its own threads."""
+    """The grammar compiler of an engine. It compiles in its own threads. Call its methods on the event loop."""
 
     def __init__(
         self,
@@ -61,9 +61,10 @@ class GrammarCompiler:
         self._threads.submit(self._loaded)
 
     async def constraint(self, grammar: Grammar, ends: Ends) -> GrammarConstraint:
-        """Compile a grammar and return its constraint for one request.
+        """Compile a grammar, and return its constraint for one request.
 
-        Raises `InvalidRequest` with the client's parameter if the grammar is refused, `Overloaded` if too many wait.
+        Raises `InvalidRequest`, which names the client's parameter, if the grammar is refused, and `Overloaded` if too
+        many grammars wait.
         """
         param = grammar.param or grammar.kind
         marker = self._marker(grammar.begins_after, param)
@@ -81,7 +82,7 @@ class GrammarCompiler:
         return GrammarConstraint(compiled, self._masks, ends, marker, grammar.opened_by, grammar.must_begin)
 
     def limited(self, limit: ThinkingLimit, inner: Constraint | None) -> LimitedThinking:
-        """Return a constraint that closes the block of reasoning at its limit.
+        """Return a constraint that closes the reasoning block at its limit of tokens.
 
         Raises `InvalidRequest` if this model's tokens cannot close the block.
         """
@@ -177,12 +178,12 @@ class GrammarConstraint:
         self._positions: dict[int, Position] = {}
         self.ends = ends
         self.marker = marker
-        # The token that starts the unconstrained part; None: the output starts unconstrained if there is a marker.
+        # Token that begins the unconstrained part. None: with a marker, the output starts unconstrained.
         self.opened_by = opened_by
         self.must_begin = must_begin
 
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
-        """Request the mask of the next token. The mask may allow all tokens while the constraint has not begun."""
+        """Request the mask of the next token. Before the constraint begins, the mask may allow all tokens."""
         position = self._positions.get(choice)
         if position is None:
             position = self._positions[choice] = Position(
@@ -192,16 +193,16 @@ class GrammarConstraint:
 
     @property
     def takes_drafts(self) -> bool:
-        """True: masks after drafts are computed on a copy of the choice's position."""
+        """True, because masks after draft tokens are computed on a copy of the choice's position."""
         return True
 
     def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
-        """Request the masks after drafts that follow this output."""
+        """Request the masks after the draft tokens that follow this output."""
         self._thread.submit_drafts(self._positions[choice], output, first, drafts)
 
 
 class _Cache:
-    """A least-recently-used cache of compiled grammars and refusals."""
+    """A least-recently-used cache of compiled grammars, and of the errors of refused grammars."""
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
@@ -209,7 +210,7 @@ class _Cache:
         self._kept: OrderedDict[Grammar, Matcher | InvalidGrammar] = OrderedDict()
 
     def get(self, grammar: Grammar) -> Matcher | None:
-        """Return the compiled grammar; None if it is not cached. If a refusal is cached, raises it."""
+        """Return the compiled grammar, or None if it is not cached. If an error is cached, raise it."""
         found = self._kept.get(grammar)
         if found is None:
             return None

@@ -1,4 +1,4 @@
-"""Creates an engine's grammar compiler from its plan."""
+"""Create an engine's grammar compiler from its plan."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _load(plan: Plan, facts: ModelFacts, tokenizer: Tokenizer, eos_ids: frozense
 
 
 class FirstOf:
-    """A `Backend` of two. Grammars that the first one refuses as `Unsupported` are compiled by the second."""
+    """A `Backend` that combines two. If the first raises `Unsupported` for a grammar, the second compiles it."""
 
     matcher = object
 

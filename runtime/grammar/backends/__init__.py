@@ -1,1 +1,1 @@
-"""Grammar libraries, and what is enforced beside them."""
+"""Grammar libraries, and the constraints that Penstock enforces itself."""

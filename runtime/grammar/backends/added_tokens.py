@@ -1,4 +1,4 @@
-"""Added tokens such as <think> and <|im_end|> whose text occurs in a grammar.
+"""Added tokens (for example <think> and <|im_end|>) whose text occurs in a grammar.
 
 llguidance treats special tokens, and other added tokens of the form <...>, as tokens without text. If a grammar
 requires the text of such a token, the library forces the token itself and then refuses it.
@@ -16,24 +16,24 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 _FORMS = (re.compile(r"<[^<>]+>"), re.compile(r"\[[^\[\]\s]+\]"))
-# A character as `expressions.escape` writes it; inside JSON the backslash is doubled. A match may start only at the
-# first backslash of several, else a long row of backslashes would take quadratic time.
+# A character as `expressions.escape` writes it; inside JSON the backslash is doubled. A match must start at the first
+# of several backslashes; otherwise a long row of backslashes would take quadratic time.
 _CHARACTER = r"(?<!\\)\\+x\{(10[0-9a-f]{4}|[0-9a-f]{1,5})\}"
 _ESCAPED = re.compile(_CHARACTER)
 _ESCAPED_TEXT = re.compile(f"(?:{_CHARACTER}|[0-9A-Za-z])+")
-_BY_NUMBER = re.compile(r"(?<!\\)\\+u([0-9a-f]{4})")  # an escape in JSON
+_BY_NUMBER = re.compile(r"(?<!\\)\\+u([0-9a-f]{4})")  # a JSON escape such as \u003c
 
 
 class AddedTokens(NamedTuple):
     """Added tokens that the library does not treat as text."""
 
-    ids: Mapping[str, int]  # maps the text of tokens that may be written in outputs to their ids
-    spelled: Mapping[int, list[int]]  # maps these ids to ordinary tokens with the same text
-    special: Mapping[str, int]  # maps the text of special and end-of-sequence tokens to their ids
+    ids: Mapping[str, int]  # text -> id, for tokens that may occur in an output
+    spelled: Mapping[int, list[int]]  # id in `ids` -> ordinary tokens with the same text
+    special: Mapping[str, int]  # text -> id, for special and end-of-sequence tokens
 
 
 def added_tokens(vocabulary: LLTokenizer, table: TokenBytes, special_ids: Iterable[int]) -> AddedTokens:
-    """Find the added tokens in the library's vocabulary. `table` has the bytes that each token adds to outputs."""
+    """Return the added tokens in the library's vocabulary. `table` has the bytes that each token adds to an output."""
     special_ids = frozenset(special_ids)
     ids, spelled, special = dict[str, int](), dict[int, list[int]](), dict[str, int]()
     for token_id in filter(vocabulary.is_special_token, range(vocabulary.vocab_size)):
@@ -51,7 +51,7 @@ def added_tokens(vocabulary: LLTokenizer, table: TokenBytes, special_ids: Iterab
 
 
 def marks_in(text: str) -> set[str]:
-    """Return all texts of the forms <...> and [...] in a grammar for llguidance, whether or not they are tokens."""
+    """Return all texts of the forms <...> and [...] in a grammar for llguidance. They need not be tokens."""
     written = [_BY_NUMBER.sub(_character, text)]
     for found in _ESCAPED_TEXT.finditer(text):
         if "{" in found[0]:

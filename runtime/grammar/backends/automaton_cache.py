@@ -1,4 +1,4 @@
-"""Caches automata on disk, because building one takes seconds and reading it takes milliseconds."""
+"""Cache of automata on disk. Building an automaton takes seconds; reading it takes milliseconds."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ DIGEST_BYTES = 32
 
 
 class AutomatonCache:
-    """A folder with one file per automaton, named by its key. Several processes may share it.
+    """A folder with one file per automaton, named by the hash of its key. Several processes may share the folder.
 
-    Each file begins with the SHA-256 of its content, so truncated files are ignored.
+    Each file begins with the SHA-256 of its content, so that damaged files are detected.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -32,14 +32,14 @@ class AutomatonCache:
         path = self._path(key)
         try:
             content = path.read_bytes()
-            os.utime(path)  # marks the file as used, because the least recently used files are deleted first
+            os.utime(path)  # marks the file as used: `_shrink` deletes the least recently used files
         except OSError:
             return None
         digest, found = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
         return found if hashlib.sha256(found).digest() == digest else None
 
     def put(self, key: Iterable[bytes], content: bytes) -> None:
-        """Store the content. Does nothing if it is too large; logs a warning if the disk fails."""
+        """Store the content. Do nothing if it is too large. Log a warning if it cannot be written."""
         if len(content) > MAX_FILE_BYTES:
             return
         path = self._path(key)

@@ -16,22 +16,23 @@ class Matcher(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Approximate number of bytes that the matcher takes in the cache."""
+        """Approximate size in bytes, which the cache of compiled grammars counts."""
         ...
 
     @property
     def error(self) -> str:
-        """Why the matcher cannot continue: a limit, or a token that is not allowed. "" if it can continue."""
+        """The reason why the matcher cannot continue (a limit, or a token that is not allowed), or ""."""
         ...
 
     def consume(self, token_ids: list[int]) -> bool:
-        """Advance by these tokens. Returns False if the grammar does not allow them; then all later calls return False
-        too.
+        """Advance by these tokens. Return False if the grammar does not allow them.
+
+        After a call that returned False, all later calls return False.
         """
         ...
 
     def copy(self) -> Matcher:
-        """An independent matcher at the same position."""
+        """Return an independent matcher at the same position."""
         ...
 
 
@@ -49,7 +50,7 @@ class Backend(Protocol):
         ...
 
     def compile(self, grammar: Grammar) -> Matcher:
-        """Return a matcher at the beginning of an output. Takes long, mostly without holding the GIL.
+        """Return a matcher at the beginning of an output. May take seconds, mostly without the GIL.
 
         Raises `InvalidGrammar` for a grammar that is malformed, too large, or cannot be enforced.
         """
@@ -58,9 +59,9 @@ class Backend(Protocol):
     def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
         """Write the tokens that `matchers[i]` allows next into row i of `masks`, int32 [n, words].
 
-        The model's end-of-sequence ids are allowed where the output matches the grammar. They are the only allowed
-        tokens if the output cannot continue. If a matcher has an error, its row becomes zero. Raises `TypeError` for a
-        matcher of another backend.
+        The model's end-of-sequence ids are allowed where the output matches the grammar. If the output is complete and
+        cannot be extended, only these ids are allowed. If a matcher has an error, its row becomes zero. Raises
+        `TypeError` for a matcher of another backend.
         """
         ...
 
@@ -73,7 +74,7 @@ M = TypeVar("M")
 
 
 def all_of_class(matchers: Sequence[Matcher], cls: type[M]) -> list[M]:
-    """Return the matchers with their type. Raises `TypeError` if one is not a `cls`, because rows would shift."""
+    """Return the matchers, typed as `cls`. Raises `TypeError` if a matcher is of another class."""
     typed = [matcher for matcher in matchers if isinstance(matcher, cls)]
     if len(typed) != len(matchers):
         raise TypeError(f"{cls.__name__} is the only kind of matcher that this backend has masks for.")
@@ -81,6 +82,6 @@ def all_of_class(matchers: Sequence[Matcher], cls: type[M]) -> list[M]:
 
 
 def refused(token_ids: Iterable[int], accept: Callable[[int], bool]) -> str:
-    """Offer tokens to a library one by one. Returns an error about the first refused token; "" if none is refused."""
+    """Pass tokens to `accept` until it refuses one. Return an error text about this token, or "" if none is refused."""
     token_id = next((each for each in token_ids if not accept(each)), None)
     return "" if token_id is None else f"token {token_id} is not allowed"

@@ -1,4 +1,4 @@
-"""Checks grammars, and writes them in the formats of llguidance."""
+"""Check grammars, and write them in the formats of llguidance."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NO_ESCAPES_BY_NUMBER = 'nrbtf\\"'  # JSON's escapes without \uXXXX (see `json_op
 
 
 def for_llguidance(grammar: Grammar, whitespace: str | None = None, unique: UniqueArrays | None = None) -> str:
-    """Return the grammar as the library's JSON text. `whitespace` is the server's default.
+    """Return the grammar as the library's JSON text. `whitespace` is the server's default pattern for whitespace.
 
-    If `unique` is given, the arrays whose items must be unique are added to it; if it is None, such arrays are refused.
-    Raises `InvalidGrammar`.
+    Arrays whose items must be unique are added to `unique`; if `unique` is None, they are refused. Raises
+    `InvalidGrammar`.
     """
     if len(grammar.source) > MAX_SOURCE:
         raise InvalidGrammar(f"it may have up to {MAX_SOURCE} characters, not {len(grammar.source)}")
@@ -38,21 +38,21 @@ def for_llguidance(grammar: Grammar, whitespace: str | None = None, unique: Uniq
 
 
 def texts_of(text: str) -> str:
-    """Return the texts of the result of `for_llguidance`, without references to tokens, because these add no text."""
+    """Return the result of `for_llguidance` without references to tokens, which add no text to an output."""
     [grammar] = json.loads(text)["grammars"]
     return without_tokens(grammar["lark_grammar"]) if "lark_grammar" in grammar else text
 
 
 def part_for_llguidance(schema: Any, at: str, whitespace: str | None = None) -> str:
-    """Return the library's JSON text for the part of a schema at the JSON pointer `at`. Raises `InvalidGrammar`."""
+    """Return the library's JSON text for only the part of a schema at JSON pointer `at`. Raises `InvalidGrammar`."""
     return _top(json_schema=_schema(schema, json_options(whitespace), {}, at=at))
 
 
 def json_options(whitespace: str | None) -> dict[str, Any]:
-    """Return the library's options for how JSON is written.
+    """Return the library's options for the JSON text of outputs.
 
-    The escape `\\uXXXX` is disabled: it would give each property name a second spelling, which bypasses the property's
-    schema.
+    The escape `\\uXXXX` is disabled. It would give each property name a second spelling, to which the property's schema
+    would not apply.
     """
     pattern = WHITESPACE if whitespace is None else check_whitespace(whitespace)
     options: dict[str, Any] = {"json_allowed_escapes": NO_ESCAPES_BY_NUMBER}
@@ -87,12 +87,12 @@ def _lark(grammar: Grammar, options: dict[str, Any]) -> str:
 
 
 def _place(grammar: Grammar, rule: str) -> str:
-    """Return the place of a schema: in a structural tag, the place itself is named instead of a rule."""
+    """Return the place of a schema for error messages. For structural tags, `rule` is already the place."""
     return rule if grammar.kind == "structural_tag" else grammar.places.get(rule, f"{rule}/%json")
 
 
 def schemas_in(grammar: Grammar) -> list[tuple[str, Any]]:
-    """Return (place, JSON schema) for each schema in a grammar. The place is "" if the grammar is a JSON schema."""
+    """Return (place, JSON schema) of each schema in a grammar. If the grammar is a JSON schema, its place is ""."""
     found: list[tuple[str, Any]] = []
     if grammar.kind == "json_schema":
         found = [("", json_text.parse(grammar.source))]

@@ -1,7 +1,7 @@
-"""Rewrites JSON schemas for libraries that ignore unsupported keywords.
+"""Rewrite JSON schemas for libraries that silently ignore unsupported keywords.
 
-The rewritten schema contains only keywords that the library is known to enforce. A schema with other keywords is
-refused as `Unsupported`, and llguidance compiles it instead.
+The rewritten schema contains only keywords that the library is known to enforce. For a schema with other keywords,
+`Unsupported` is raised, and llguidance compiles the schema instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Schema = dict[str, Any]
 # Names and strings that need no escapes, neither in JSON nor in the regular expressions of any library.
 _PLAIN = re.compile(r"[A-Za-z0-9_ \-]{0,200}")
 MAX_DEPTH = 32
-VALUE_SIZE = 4  # size counted for each value, which stands for whitespace and punctuation
+VALUE_SIZE = 4  # size counted for each value in addition to its characters, for whitespace and punctuation
 MAX_LIMIT = 10**9  # largest absolute value of `minimum` and `maximum`
 
 
@@ -28,15 +28,15 @@ class Enforced:
     """The keywords that a library enforces for each type, and the largest schema that it compiles fast enough."""
 
     keywords: Mapping[str, frozenset[str]]
-    max_size: int  # maximum characters of names and constants; items of arrays count repeatedly
-    text_size: int = 4  # size counted for a string of any content
+    max_size: int  # maximum size: characters of names and constants; items of arrays count repeatedly
+    text_size: int = 4  # size counted for an unrestricted string
 
 
 def plain_schema(source: str, enforced: Enforced) -> tuple[Schema, int]:
-    """Return (the schema, its size). The schema has only enforced keywords, and targets in place of references.
+    """Return the schema, rewritten with only enforced keywords, and its size.
 
-    Unlisted properties are not allowed. Raises `Unsupported` for a schema that another library may support, and
-    `InvalidGrammar` for an invalid one.
+    References are replaced by their targets, and unlisted properties are not allowed. Raises `Unsupported` for a schema
+    that another library may support, and `InvalidGrammar` for an invalid schema.
     """
     written = writer.for_backend(json_text.parse(source))
     definitions = written.get("$defs", {}) if isinstance(written, dict) else {}
@@ -54,7 +54,7 @@ class _Builder:
     size: int = 0
 
     def build(self, schema: Any, pointer: str, times: int = 1) -> Schema:
-        """Rewrite a schema. `times` is how often its value may occur in an output; it multiplies the counted size."""
+        """Rewrite a schema whose value may occur `times` times in an output. `times` multiplies the counted size."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise Unsupported("schema", pointer, "it is nested too deeply")
@@ -80,7 +80,7 @@ class _Builder:
         raise Unsupported("type", pointer, "there is none")
 
     def _about(self, name: str, schema: Schema) -> Schema:
-        """Return the keywords that apply to the type `name`, from a schema that allows several types."""
+        """Return `schema`, which allows several types, without the keywords that do not apply to the type `name`."""
         others = set[str]().union(
             *(_ABOUT[other] for other in _ABOUT if other != name and {other, name} != {"integer", "number"})
         )

@@ -1,8 +1,9 @@
-"""Structural tags: free text with tags that hold JSON or other constrained parts, as a Lark grammar.
+"""Structural tags: free text with tags that contain JSON or other constrained parts, converted to a Lark grammar.
 
-There are two forms. {"structures": [{"begin", "schema", "end"}], "triggers": [...]} is free text in which a trigger
-starts one of the tags that begin with it. {"format": {...}} nests formats: `const_string`, `json_schema`, `regex`,
-`any_text`, `tag`, `sequence`, `or`, `optional`, `star`, `plus`, `triggered_tags` and `tags_with_separator`.
+There are two forms. {"structures": [{"begin", "schema", "end"}], "triggers": [...]} is free text. When a trigger occurs
+in it, one of the structures whose `begin` starts with the trigger must follow. {"format": {...}} nests formats:
+`const_string`, `json_schema`, `regex`, `any_text`, `tag`, `sequence`, `or`, `optional`, `star`, `plus`,
+`triggered_tags` and `tags_with_separator`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ MAX_TAGS = 256
 MAX_FORMATS = 1024
 MAX_DEPTH = 16
 REPEATS: Mapping[str, str] = {"optional": "?", "star": "*", "plus": "+"}  # format -> Lark's operator
-WriteSchema = Callable[[Any, str], str]  # (schema, its path for error messages) -> its JSON text
+WriteSchema = Callable[[Any, str], str]  # (schema, its place for error messages) -> its JSON text
 
 _KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {  # format -> (required keys, optional keys)
     "const_string": (frozenset({"value"}), frozenset()),
@@ -38,7 +39,7 @@ _KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {  # format -> (req
 
 
 def structural_tag_to_lark(source: str, write_schema: WriteSchema) -> str:
-    """Return the grammar of a structural tag, given as JSON. Raises `InvalidGrammar` with the place of the error."""
+    """Return the Lark grammar of a structural tag, given as JSON. Raises `InvalidGrammar` with the error's place."""
     tag = json_text.parse(source)
     if not isinstance(tag, dict):
         raise InvalidGrammar("it must be an object")
@@ -51,7 +52,7 @@ def structural_tag_to_lark(source: str, write_schema: WriteSchema) -> str:
 
 
 def schemas_of_tag(source: str) -> list[tuple[str, Any]]:
-    """Return (place, JSON schema) for each schema."""
+    """Return (place, JSON schema) of each schema in a structural tag."""
     found: list[tuple[str, Any]] = []
 
     def find(schema: Any, place: str) -> str:
@@ -63,7 +64,7 @@ def schemas_of_tag(source: str) -> list[tuple[str, Any]]:
 
 
 def _old_form(tag: Mapping[str, Any]) -> tuple[list[tuple[Any, str]], Any, str]:
-    """Return the tags of the older form with their places, the triggers, and the place of the triggers."""
+    """Return, for the form with "structures", the tags with their places, the triggers, and the triggers' place."""
     structures = tag.get("structures")
     if not isinstance(structures, list) or not structures or len(structures) > MAX_TAGS:
         raise InvalidGrammar(f"structures must be a list of 1 to {MAX_TAGS} objects")
@@ -85,7 +86,7 @@ class _Writer:
         self._num_rules = 0
 
     def format(self, value: Any, place: str, end: Sequence[str] = ("",), depth: int = 0) -> str:
-        """Return Lark for a format and one of the texts `end` after it."""
+        """Return Lark for a format, followed by one of the texts in `end`."""
         kind = value.get("type") if isinstance(value, dict) else None
         if not isinstance(kind, str) or kind not in _KEYS:
             raise InvalidGrammar(f"{place}/type must be one of {', '.join(_KEYS)}")
@@ -125,7 +126,7 @@ class _Writer:
         return f"{self._plain(kind, value, place, depth)} {_any_of(end)}"
 
     def _repeated(self, kind: str, content: Any, place: str, depth: int) -> str:
-        """Return Lark for content that may be missing or repeat. Raises `InvalidGrammar` if it ends with free text."""
+        """Return Lark for optional or repeated content. Raises `InvalidGrammar` if the content ends with free text."""
         body = self.format(content, place, ("",), depth + 1)
         if _ends_freely(content):
             raise InvalidGrammar(f"{place} ends with free text, so {kind} must not contain it")
@@ -157,7 +158,7 @@ class _Writer:
         return f"({body})" if value.get("at_least_one") else f"({body})?"
 
     def _sequence(self, elements: Sequence[Any], place: str, end: Sequence[str], depth: int) -> str:
-        """Free text within a sequence ends where the fixed text after it begins."""
+        """Return Lark for a sequence. Free text in it ends where the fixed text of the next element begins."""
         parts: list[str] = []
         index = 0
         while index < len(elements):
@@ -190,9 +191,9 @@ class _Writer:
         first: bool = False,
         once: bool = False,
     ) -> str:
-        """Return Lark for free text in which a trigger starts one of the tags that begin with it.
+        """Return Lark for free text in which each trigger starts one of the tags whose `begin` starts with it.
 
-        `first`: the output begins with a tag. `once`: nothing follows the first tag.
+        With `first`, the output begins with a tag. With `once`, the output ends after the first tag.
         """
         if not isinstance(triggers, list) or not triggers or not all(isinstance(e, str) and e for e in triggers):
             raise InvalidGrammar(f"{place} must be a list of non-empty texts")
@@ -219,7 +220,7 @@ class _Writer:
         return f"{direct if first else ''} {some}* {self._text(end)}"
 
     def _text(self, end: Sequence[str]) -> str:
-        """Return Lark for free text up to and including one of the texts `end`; an empty one ends anywhere."""
+        """Return Lark for free text up to and including one of the texts in `end`; "" lets it end anywhere."""
         return "(" + " | ".join(self._until(text) if text else "TEXT" for text in end) + ")"
 
     def _until(self, text: str) -> str:
@@ -234,7 +235,7 @@ class _Writer:
 
 
 def _ends_freely(value: Any) -> bool:
-    """Whether a format that has been checked may end with free text."""
+    """Whether a format may end with free text. The format must already be checked."""
     kind = value["type"]
     if kind == "sequence":
         return _ends_freely(value["elements"][-1])

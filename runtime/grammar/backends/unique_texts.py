@@ -1,8 +1,8 @@
-"""Enforces `uniqueItems`, which no grammar can express, while an output is generated.
+"""Enforce `uniqueItems` while an output is generated, because no grammar can express it.
 
-Items are strings, or objects that differ in a string property. An array is identified by the name of the property above
-it: if one array under a name needs unique items, all arrays under this name get them. The grammar allows only one
-spelling of each string, so equal strings have equal bytes.
+Items are strings, or objects that differ in a string property. An array is identified by the name of the nearest
+property that contains it: if one array with this name needs unique items, all arrays with this name get unique items.
+The grammar allows only one spelling of each string, so equal strings have equal bytes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from runtime.grammar.schema.unique_items import MAX_LISTED, UniqueArrays
 
 QUOTE, BACKSLASH = 0x22, 0x5C
 TOKENS_BETWEEN_PAUSES = 256
-# Maximum number of earlier strings with the current prefix that are compared with all tokens. Above it, tokens that
-# hold text before a quote are forbidden, so the string ends with a token that begins with the quote.
+# Maximum number of earlier strings with the current prefix that are compared with all tokens. If there are more, tokens
+# with text before a quote are forbidden, so that the string ends with a token that begins with the quote.
 MAX_COMPARED = 32
 
 
@@ -34,10 +34,8 @@ class QuotingTokens:
         self.by_tail: dict[bytes, list[int]] = {}  # tokens that begin a string; keys are the string's first bytes
         counted: dict[int, list[int]] = {2: [], 3: [], 4: []}
         ending: list[int] = []  # tokens with a quote after other bytes
-        beginning: dict[int, list[int]] = {
-            1: [],
-            2: [],
-        }  # tokens that end inside a string, by their number of quotes
+        # Tokens that end inside a string, by their number of quotes.
+        beginning: dict[int, list[int]] = {1: [], 2: []}
         for token_id in range(vocab_size):
             if token_id % TOKENS_BETWEEN_PAUSES == 0:
                 time.sleep(0)  # yield the GIL
@@ -61,17 +59,17 @@ class QuotingTokens:
         self.not_into_text = {quotes: allowing_all_but(ids, num_words) for quotes, ids in beginning.items()}
 
     def equal(self, text: bytes) -> list[int]:
-        """The ids of the tokens whose bytes are exactly `text`."""
+        """Return the ids of the tokens whose bytes are exactly `text`."""
         return [each for each in self.starting(text) if self._bytes[each] == text]
 
     def starting(self, prefix: bytes) -> list[int]:
-        """The ids of the tokens whose bytes begin with `prefix`."""
+        """Return the ids of the tokens whose bytes begin with `prefix`."""
         found = self._by_first.get(prefix[:2], [])
         return found if len(prefix) <= 2 else [each for each in found if self._bytes[each].startswith(prefix)]
 
 
-# Keys are what must differ between an array's items: None for the item itself, or the name of a property. Values are
-# the allowed strings, sorted, spelled with their closing quote; () allows any string.
+# What must differ between an array's items -> the allowed strings. The key None means the items themselves; other keys
+# are property names. The strings are sorted and include their closing quote; () allows any string.
 _Unique = Mapping[str | None, tuple[bytes, ...]]
 
 
@@ -85,7 +83,7 @@ class _Frame:
         self.expects_key = is_object
         self.key = key  # an object's most recent property name; for an array, the name of the property above it
         self.unique = unique
-        # The spellings of the earlier strings, by the keys of `unique`.
+        # The bytes of the earlier strings, by the keys of `unique`.
         self.seen: dict[str | None, set[bytes]] = {each: set() for each in unique}
 
 
@@ -109,7 +107,7 @@ class UniqueTexts:
         self._text = bytearray()
 
     def copy(self) -> UniqueTexts:
-        """An independent copy at the same position."""
+        """Return an independent copy at the same position."""
         found = UniqueTexts({}, self._tokens)
         found._arrays = self._arrays
         found._in_text, found._escaped, found._text = self._in_text, self._escaped, self._text.copy()
@@ -121,7 +119,7 @@ class UniqueTexts:
         return found
 
     def feed(self, tokens: Iterable[bytes]) -> None:
-        """Advance by these tokens."""
+        """Advance by the bytes of these tokens."""
         for token in tokens:
             for byte in token:
                 if self._in_text:
@@ -133,7 +131,7 @@ class UniqueTexts:
                     self._take(byte)
 
     def restrict(self, mask: NDArray[np.int32]) -> None:
-        """Forbid the tokens that repeat or may repeat a string. Changes `mask`, int32 [words], in place."""
+        """Forbid all tokens that repeat or may repeat a string. Changes `mask`, int32 [words], in place."""
         tokens = self._tokens
         mask &= tokens.without_quotes[4]  # forbids tokens that could open an array and complete two items
         if self._in_text and self._in_item():
@@ -158,14 +156,14 @@ class UniqueTexts:
         unused = [each for each in values if each[:-1] not in before]
         for text in (seen + b'"' for seen in alike):
             end = len(text)
-            if values:  # forbid every token after which no unused string can follow
+            if values:  # forbid each token after which no unused string is possible
                 at = bisect_left(unused, text)
                 shared = max((_num_shared(text, each) for each in unused[max(at - 1, 0) : at + 1]), default=0)
                 end = min(max(shared, len(begun)) + 1, end)
             forbid(mask, tokens.starting(text[len(begun) : end]))
 
     def repeating(self, mask: NDArray[np.int32]) -> list[int]:
-        """The allowed tokens after which the current string equals an earlier one, so it must not end there."""
+        """Return the allowed tokens after which the current string equals an earlier one, so that it must not end."""
         values, before = self._unique_here() or (None, ())
         if values != ():
             return []
@@ -205,7 +203,7 @@ class UniqueTexts:
         return len(self._frames) > 1 and self._frames[-1].is_object and bool(self._frames[-2].unique)
 
     def _unique_here(self) -> tuple[tuple[bytes, ...], set[bytes]] | None:
-        """Return (allowed strings, earlier strings) for a string at this position; None if it need not be unique."""
+        """Return (allowed strings, earlier strings) for a string at this position, or None if it need not be unique."""
         frame = self._frames[-1] if self._frames else None
         array, key = frame, None
         if frame is not None and frame.is_object:
@@ -229,7 +227,7 @@ class UniqueTexts:
 
 
 def _num_shared(one: bytes, other: bytes) -> int:
-    """Return the length of the common prefix."""
+    """Return the length of the common prefix of both texts."""
     return next((at for at, (a, b) in enumerate(zip(one, other)) if a != b), min(len(one), len(other)))
 
 

@@ -1,4 +1,4 @@
-"""Converts a tokenizer's vocabulary to the forms that the grammar libraries read."""
+"""Convert a tokenizer's vocabulary to the forms that the grammar libraries read."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from runtime.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-# Number of random tokens whose bytes in the library are compared with ours. A sample is enough, because tokenizers
-# differ in whole classes of tokens.
+# Number of random tokens whose bytes in the library are compared with Penstock's. A sample is enough, because
+# differences affect whole classes of tokens.
 NUM_COMPARED = 512
 # Regular expressions for classes of tokens. If a string may continue with every text of a class, the library allows the
-# whole class at once. It tries all other tokens one by one. Its default classes (any characters of a JSON string, up to
-# 10, up to 30, any number) are too coarse near a string's maxLength, and in patterns that allow only letters.
+# tokens of the class at once; it tests all other tokens one by one. The library's default classes (up to 10, up to 30
+# and any number of JSON string characters) are too coarse near a string's maxLength, and for patterns that allow only
+# letters.
 _CHARACTER = r'[^"\\\x00-\x1F\x7F\x{2028}\x{2029}]'
 SLICES = [
     *(f"{_CHARACTER}{{1,{length}}}" for length in (1, 3, 5, 8, 12, 18, 30)),
@@ -31,8 +32,8 @@ SLICES = [
 def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> tuple[LLTokenizer, TokenBytes]:
     """Return llguidance's vocabulary for a model with `vocab_size` tokens, and the bytes of the tokens.
 
-    Holds the GIL for up to a second with 150,000 tokens. Raises `InvalidGrammar` if outputs of this tokenizer cannot
-    be constrained.
+    Holds the GIL for up to a second with 150,000 tokens. Raises `InvalidGrammar` if outputs of this tokenizer cannot be
+    constrained.
     """
     from llguidance import LLTokenizer
 
@@ -50,7 +51,7 @@ def load_vocabulary(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int
 
 
 def text_tokens(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> tuple[list[bytes], list[int]]:
-    """Return (the bytes of each token, the ids that end outputs). Special and unused tokens have no bytes.
+    """Return the bytes of each token, and the ids that end an output. Special and unused tokens have no bytes.
 
     Raises `InvalidGrammar` if outputs of this tokenizer cannot be constrained.
     """
@@ -72,7 +73,7 @@ def _checked(tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> t
 
 
 def _agrees(found: LLTokenizer, tokenizer: Tokenizer, table: TokenBytes) -> bool:
-    """Whether the library has the same bytes as `table` for sampled tokens, and knows all special tokens."""
+    """Whether the library has the same bytes as `table` for a sample of tokens, and knows all special tokens."""
     ids = range(tokenizer.vocab_size)
     special = tokenizer.special_ids
     for token_id in random.Random(0).sample(ids, min(NUM_COMPARED, len(ids))):
@@ -83,7 +84,7 @@ def _agrees(found: LLTokenizer, tokenizer: Tokenizer, table: TokenBytes) -> bool
 
 
 class _Tokens:
-    """A vocabulary in the form of llguidance, for tokenizers that it cannot read itself."""
+    """A vocabulary in the form that llguidance accepts, for tokenizers that it cannot read itself."""
 
     is_tokenizer_wrapper = True
 

@@ -1,4 +1,4 @@
-"""The llguidance backend. It compiles every kind of grammar in milliseconds and computes masks without the GIL."""
+"""The llguidance backend. It compiles all kinds of grammars in milliseconds, and computes masks without the GIL."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger("penstock.grammar")
 
 MAX_FIRST_MASK_S = 2.0
-# Beginnings of outputs are tried when a grammar is compiled, so that a grammar that exceeds the library's limits is
-# refused at once instead of ending its outputs with an error. The first allowed character of these comes next.
+# When a grammar is compiled, two trial outputs are begun, so that a grammar that exceeds the library's limits is
+# refused at once instead of failing during generation. The next character is the first allowed one in TRIED.
 LETTERS = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_/. "
 TRIED = (b'"{[:,' + LETTERS, LETTERS + b'"{[:,')
-NUM_WORDS = 16  # long words that come before the letters of the second beginning
+NUM_WORDS = 16  # number of long words that the second trial output prefers to single characters
 MAX_TRIED, MAX_TRIED_S = 12, 0.02
-# Estimate of a compiled grammar's memory: a constant, and bytes per character of the grammar. Measured with schemas of
-# 1 to 200 KiB and rounded up.
+# Estimate of a compiled grammar's memory: a constant, plus bytes per character of the grammar. Measured with schemas of
+# 1 to 200 KiB, and rounded up.
 BASE_BYTES, BYTES_PER_CHARACTER = 64 * 1024, 64
 BUILD_THREADS, BUILD_NICENESS = 2, 5
 COPIES_PER_LEXER = 256
-MAX_THREADS = 16  # maximum threads for masks; half of the processors, but at least two, are used
-WORDS_PER_THREAD = 1024  # words of a mask per thread: vocabularies of up to 32,768 tokens use one thread
-# The library's limits. Fuel is a unit of work in its lexer: a millisecond takes 14,000 to 50,000. A lexer state takes 1
-# to 2 KB.
+MAX_THREADS = 16  # maximum number of mask threads; half of the processors are used, but at least two
+WORDS_PER_THREAD = 1024  # mask words per thread: vocabularies of up to 32,768 tokens use one thread
+# The library's limits. Fuel is a unit of work in its lexer, which uses 14,000 to 50,000 per millisecond. A lexer state
+# takes 1 to 2 KB.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
@@ -71,7 +71,7 @@ LIMIT_WORDS = {
 class CompiledGrammar(NamedTuple):
     """The state that all matchers of a grammar share."""
 
-    make: Callable[[], LLMatcher]  # makes a matcher at the beginning of an output, with a new lexer
+    make: Callable[[], LLMatcher]  # returns a matcher at the beginning of an output, with a new lexer
     num_bytes: int
     token_bytes: Mapping[int, bytes]
     added: AddedTokens
@@ -81,9 +81,9 @@ class CompiledGrammar(NamedTuple):
 class LLGuidanceMatcher:
     """A `Matcher` of llguidance.
 
-    All copies of a matcher share one lexer, whose states grow with all their outputs. If one output exceeds the
-    limits, every copy fails from then on. Therefore a failing matcher is advanced again with a new lexer; only if that
-    fails too, the matcher itself is at fault. After `COPIES_PER_LEXER` copies, further copies get a new lexer.
+    All copies of a matcher share one lexer, whose states accumulate over all their outputs. When they exceed the
+    limits, every copy fails. Therefore a matcher that fails is advanced again from the beginning with a new lexer. Only
+    if this fails too does its own output exceed a limit. After every `COPIES_PER_LEXER` copies, a new lexer is made.
     """
 
     __slots__ = ("_consumed", "_is_lost", "_num_copies", "grammar", "inner", "unique")
@@ -97,7 +97,7 @@ class LLGuidanceMatcher:
     ) -> None:
         self.inner = inner
         self.grammar = grammar
-        self.unique = unique  # enforces `uniqueItems`, which llguidance cannot; None: not in the schema
+        self.unique = unique  # enforces `uniqueItems`, which llguidance cannot do; None: the schema has none
         self._consumed = list(consumed)
         self._num_copies = 0
         self._is_lost = False  # whether the output left the grammar
@@ -118,7 +118,7 @@ class LLGuidanceMatcher:
         return all(self._consume(self._as_text(token_id)) for token_id in token_ids)
 
     def spells(self, token_id: int) -> bool:
-        """Return whether the grammar allows the text of this added token at the current position."""
+        """Whether the grammar allows the text of this added token at the current position."""
         spelled = self.grammar.added.spelled[token_id]
         return self.inner.validate_tokens(spelled) == len(spelled)
 
@@ -142,7 +142,7 @@ class LLGuidanceMatcher:
         return LLGuidanceMatcher(self.inner.deep_copy(), self.grammar, unique, self._consumed)
 
     def renew(self) -> bool:
-        """Replace `inner` by a matcher with a new lexer at the same position. Returns False if that fails."""
+        """Replace `inner` by a matcher with a new lexer at the same position. Return False if this fails."""
         if self._is_lost:
             return False
         inner = self.grammar.make()
@@ -153,7 +153,7 @@ class LLGuidanceMatcher:
 
 
 class LLGuidanceBackend:
-    """A `Backend` that compiles every kind of grammar."""
+    """A `Backend` that compiles all kinds of grammars."""
 
     matcher = LLGuidanceMatcher
 
@@ -182,7 +182,7 @@ class LLGuidanceBackend:
         self._making_quoting = threading.Lock()
         self._limits = LLParserLimits(**LIMITS)
         num_threads = _num_threads(self.num_words)
-        # If one thread is enough, the calling thread computes: waking another takes longer than most masks.
+        # If one thread is enough, the calling thread computes masks: waking another thread takes longer than a mask.
         self._executor = LLExecutor(num_threads) if num_threads > 1 else None
         self._background = ThreadPoolExecutor(BUILD_THREADS, "penstock-grammar-build", _lower_priority)
 
@@ -211,13 +211,13 @@ class LLGuidanceBackend:
             raise self._placed(grammar, str(error)) from error
 
     def _placed(self, grammar: Grammar, error: str) -> InvalidGrammar:
-        """Return the library's error together with the place in the schema that causes it."""
+        """Return the library's error, with the place in the schema that causes it."""
         whitespace = grammar.whitespace if grammar.whitespace is not None else self._whitespace
 
         def refusal(schema: Any, pointer: str) -> str | None:
             try:
                 text = part_for_llguidance(schema, pointer, whitespace)
-            except InvalidGrammar:  # a reference that is not supported, but that no output needs
+            except InvalidGrammar:  # this part has an unsupported reference that no output needs
                 return None
             try:
                 self._background.submit(self._build, text, None).result()
@@ -243,8 +243,8 @@ class LLGuidanceBackend:
         if matcher.is_error():
             raise InvalidGrammar(_first_line(matcher.get_error()))
         began_s = time.perf_counter()
-        matcher.compute_bitmask()  # the first mask prepares state that later masks need
-        if matcher.is_error():  # after an error, the library allows the end of the output
+        matcher.compute_bitmask()  # the first mask also builds state that later masks need
+        if matcher.is_error():  # must be checked: after an error, the library's mask allows the end of the output
             raise InvalidGrammar(_limit(matcher.get_error()) or "no text matches it")
         if time.perf_counter() - began_s > MAX_FIRST_MASK_S:
             raise InvalidGrammar("its first mask takes too long to compute")
@@ -272,7 +272,7 @@ class LLGuidanceBackend:
         for index, token_id in only_tokens(masks[rows]).items():
             if _is_special_text(ours[rows[index]].inner, token_id):
                 logger.warning("A grammar requires the text of a special token.")
-                masks[rows[index]] = 0  # an empty mask, which also forbids the end of the output
+                masks[rows[index]] = 0  # an empty mask, so that the output fails instead of ending
 
     def _compute(self, rows: list[tuple[LLMatcher, int]], masks: NDArray[np.int32]) -> None:
         num_bytes = masks.shape[1] * masks.itemsize
@@ -284,16 +284,16 @@ class LLGuidanceBackend:
             matcher.unsafe_compute_mask_ptr(first + row * num_bytes, num_bytes)
 
     def _compute_anew(self, matcher: LLGuidanceMatcher, row: int, masks: NDArray[np.int32]) -> None:
-        """Compute the mask of a failed matcher again, with a new lexer. If that fails too, the row becomes zero."""
+        """Compute the mask of a failed matcher again, with a new lexer. If this fails too, set the row to zero."""
         if matcher.renew():
             self._compute([(matcher.inner, row)], masks)
-        if matcher.inner.is_error():  # after an error, the library allows the end of the output
+        if matcher.inner.is_error():  # must be checked: after an error, the library's mask allows the end of the output
             logger.warning("A grammar cannot continue: %s", _first_line(matcher.error))
             masks[row] = 0
 
 
 def _try(matcher: LLMatcher, tried: Sequence[int], until_s: float) -> None:
-    """Write the beginning of an output from these tokens. Raises `InvalidGrammar` if the library cannot continue it."""
+    """Begin a trial output with the first allowed tokens of `tried`. Raises `InvalidGrammar` if the library fails."""
     for _ in range(MAX_TRIED):
         mask = np.frombuffer(matcher.compute_bitmask(), np.int32)
         token_id = next((each for each in tried if allows(mask, each)), None)
@@ -306,12 +306,12 @@ def _try(matcher: LLMatcher, tried: Sequence[int], until_s: float) -> None:
 
 
 def _is_special_text(inner: LLMatcher, token_id: int) -> bool:
-    """Whether the grammar requires the text of `token_id`, the only allowed token, but refuses the token itself."""
+    """Whether the grammar requires the text of the only allowed token, `token_id`, but refuses the token itself."""
     return not inner.is_stopped() and inner.validate_tokens([token_id]) == 0
 
 
 def _forbid_dead_ends(inner: LLMatcher, unique: UniqueTexts, mask: NDArray[np.int32]) -> None:
-    """Forbid tokens that complete a repeated string if the grammar allows only the string's end after them."""
+    """Forbid each token that completes an earlier string again if the string would have to end after it."""
     for token_id in unique.repeating(mask):
         after = inner.deep_copy()
         after.consume_token(token_id)
@@ -321,26 +321,26 @@ def _forbid_dead_ends(inner: LLMatcher, unique: UniqueTexts, mask: NDArray[np.in
 
 
 def _lower_priority() -> None:
-    """Lower this thread's priority. It computes without the GIL, so the event loop does not wait for it."""
+    """Lower this thread's priority. The thread computes without the GIL, so the event loop never waits for it."""
     if sys.platform == "linux":
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), BUILD_NICENESS)
 
 
 def _num_threads(num_words: int) -> int:
-    """The number of mask threads. Small masks take microseconds, less than waking a second thread."""
+    """Return the number of mask threads. Computing a small mask takes less time than waking a second thread."""
     num_processors = os.cpu_count() or 1
     most = min(num_processors, MAX_THREADS, max(2, num_processors // 2))
     return min(most, -(-num_words // WORDS_PER_THREAD))
 
 
 def _limit(error: str) -> str | None:
-    """Return what exceeds a limit of the library, if that is its error."""
+    """Return the text for clients if the error is about a limit of the library, else None."""
     return next((words for said, words in LIMIT_WORDS.items() if said in error), None)
 
 
 def _first_line(error: str) -> str:
-    """Shorten the library's error for clients: leave out the dump of its state."""
+    """Return the library's error for clients, without the dump of its state."""
     if limit := _limit(error):
         return limit
     lines = [line.strip() for line in error.split("\n<state>")[0].splitlines() if line.strip()]

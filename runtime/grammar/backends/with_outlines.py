@@ -1,4 +1,4 @@
-"""The outlines-core backend. It compiles JSON schemas and choices to finite automata over the vocabulary."""
+"""The outlines-core backend. It compiles plain JSON schemas and choices to finite automata over the vocabulary."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ ENFORCED = Enforced(
         "array": frozenset({"items", "minItems", "maxItems"}),
         "object": frozenset({"properties", "required", "additionalProperties"}),
     },
-    # A schema of this size takes 3 s: each character is a state, and each state visits all tokens (150,000).
+    # A schema of this size takes 3 s with 150,000 tokens: each character is a state, and each state visits all tokens.
     max_size=1_000,
     text_size=50,  # the state of a string stores nearly all tokens: 2 MB for 150,000 tokens
 )
-BYTES_PER_STATE = 0.4  # average per token of the vocabulary; a string counts as `text_size` states
+BYTES_PER_STATE = 0.4  # average bytes per state and token of the vocabulary; a string counts as `text_size` states
 WHITESPACE = "[ ]?"
 
 
@@ -61,12 +61,12 @@ class OutlinesMatcher:
 
     def consume(self, token_ids: Sequence[int]) -> bool:
         self.error = self.error or refused(token_ids, self._advance)
-        # tokens after a refused token are kept too, so that a copy fails at the same place
+        # Tokens after a refused token are kept too, so that a copy fails at the same place.
         self._token_ids += token_ids
         return not self.error
 
     def _advance(self, token_id: int) -> bool:
-        # the library knows only one end-of-sequence id, so this class handles all of them
+        # The library supports only one end-of-sequence id, so this class handles all end-of-sequence ids itself.
         if token_id in self._eos_ids:
             self.ended = self.inner.is_finished()
             return self.ended
@@ -104,7 +104,7 @@ class OutlinesBackend:
         self._whitespace = whitespace
         self._cache = cache
         self._eos_ids = sorted(eos_ids)
-        self._name = (  # part of every automaton's key
+        self._name = (  # part of every automaton's cache key
             outlines_core.__name__.encode() + version("outlines-core").encode(),
             hashlib.sha256(b"".join(len(token).to_bytes(4, "little") + token for token in tokens)).digest(),
             repr(self._eos_ids).encode(),
@@ -124,12 +124,12 @@ class OutlinesBackend:
         whitespace: str | None,
         cache: AutomatonCache | None = None,
     ) -> OutlinesBackend:
-        """Raises `InvalidGrammar` if outputs of this tokenizer cannot be constrained."""
+        """Create the backend. Raises `InvalidGrammar` if outputs of this tokenizer cannot be constrained."""
         tokens, ends = text_tokens(tokenizer, vocab_size, eos_ids)
         return cls(tokens, ends, whitespace, cache)
 
     def compile(self, grammar: Grammar) -> OutlinesMatcher:
-        """Raises `Unsupported` for grammars that llguidance compiles instead."""
+        """Compile a plain schema or a choice. Raises `Unsupported` for grammars that llguidance compiles instead."""
         regex, size = self._regex(grammar)
         try:
             automaton = self._automaton(regex)
@@ -139,7 +139,7 @@ class OutlinesBackend:
         return OutlinesMatcher(automaton, self._eos_ids, num_bytes)
 
     def _automaton(self, regex: str) -> Index:
-        """The automaton, from disk if it is cached."""
+        """Return the automaton of a regular expression, from disk if it is cached."""
         key = (*self._name, regex.encode())
         kept = self._cache.get(key) if self._cache is not None else None
         if kept is not None:
@@ -151,7 +151,7 @@ class OutlinesBackend:
         return found
 
     def _regex(self, grammar: Grammar) -> tuple[str, int]:
-        """Return (the regular expression of a grammar, its size in the unit of `plain_schema`)."""
+        """Return the regular expression of a grammar, and its size in the unit of `plain_schema`."""
         from outlines_core.json_schema import build_regex_from_schema  # pyright: ignore[reportMissingImports]
 
         if grammar.kind == "choice":
@@ -181,4 +181,4 @@ class OutlinesBackend:
                 allow(masks[row], self._eos_ids)
 
     def close(self) -> None:
-        """Do nothing: the backend has no threads."""
+        """Do nothing, because the backend has no threads."""

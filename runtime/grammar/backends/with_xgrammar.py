@@ -1,4 +1,4 @@
-"""The xgrammar backend. It compiles JSON schemas whose keywords it is known to enforce."""
+"""The xgrammar backend. It compiles JSON schemas that have only keywords which xgrammar is known to enforce."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENFORCED = Enforced(
 )
 MAX_BLANKS = 20  # maximum number of whitespace characters between two JSON tokens
 COMPILE_THREADS = 2
-# Limit of the library's own cache of parts of grammars; `GrammarCompiler` caches whole grammars.
+# Limit of the library's own cache, which holds parts of grammars. `GrammarCompiler` caches whole grammars.
 CACHE_BYTES = 64 * 1024 * 1024
 
 
@@ -103,7 +103,8 @@ class XGrammarBackend:
         raise Unsupported("whitespace_pattern", "", "only none and the default are known there")
 
     def fill_masks(self, matchers: Sequence[Matcher], masks: NDArray[np.int32]) -> None:
-        # One by one: the library's batch matcher is not thread-safe, and two mask threads call this method.
+        # Masks are computed one by one: two mask threads call this method, and the library's batch matcher is not
+        # thread-safe.
         for row, matcher in enumerate(all_of_class(matchers, XGrammarMatcher)):
             if matcher.error:
                 masks[row] = 0
@@ -114,4 +115,4 @@ class XGrammarBackend:
                 matcher.inner.fill_next_token_bitmask(masks, row)
 
     def close(self) -> None:
-        """Do nothing: the backend keeps no threads."""
+        """Do nothing, because the backend has no threads."""

@@ -1,1 +1,1 @@
-"""Computes token masks while outputs are generated."""
+"""Computation of token masks while outputs are generated."""

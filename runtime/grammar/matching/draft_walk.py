@@ -1,4 +1,4 @@
-"""Follows the drafts of a row through their grammar, to compute the masks after them."""
+"""Advance a copy of an output's grammar position by draft tokens, to compute the masks after them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from runtime.grammar.matching.position import Position
 
 
 class DraftWalk:
-    """A copy of an output's position that goes on by one draft after the other. The mask thread owns it.
+    """A copy of an output's position that advances by one draft token after another. The mask thread owns it.
 
-    `first` is the data of the token before the drafts. A draft that its mask forbids is never accepted, so the walk
-    ends there: the data after it is skipped.
+    `first` has the mask of the first draft token. A draft token that its mask forbids is never accepted. The walk
+    therefore ends there, and the data of later tokens is skipped.
     """
 
     def __init__(self, position: Position, first: HostData, drafts: DraftData) -> None:
@@ -21,10 +21,10 @@ class DraftWalk:
         self._previous = first
         self._drafts = drafts
         self._ids = drafts.ids or ()
-        self._num_done = 0  # drafts whose data is set
+        self._num_done = 0  # number of draft tokens after which the data is set
 
     def go_on(self, num_words: int) -> bool:
-        """Advance up to a draft after which a mask must be computed. Return False if no draft is left."""
+        """Advance to the next draft token after which the backend must compute a mask. Return False at the end."""
         while self._num_done < len(self._ids):
             token_id = self._ids[self._num_done]
             if self._previous.failed or not _allows(self._previous.bitmask, token_id):
@@ -41,13 +41,13 @@ class DraftWalk:
         return False
 
     def give(self, mask: NDArray[np.int32] | None) -> None:
-        """Set the mask of the token after the draft to which the walk has advanced."""
+        """Set the mask after the draft token to which the walk has advanced."""
         self._previous = self._drafts.after[self._num_done]
         self._previous.give(mask)
         self._num_done += 1
 
     def stop(self) -> None:
-        """Skip all data that is not set."""
+        """End the walk, and skip all data that is not set."""
         self._drafts.skip_from(self._num_done)
 
 

@@ -1,4 +1,4 @@
-"""Finds the text in an output after which the constraint begins."""
+"""Find the text in an output after which the constraint begins."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ MAX_BYTES = 256
 
 
 class Marker:
-    """A text such as `</think>`, searched in the bytes of tokens. Not thread-safe.
+    """Searches for a text, for example `</think>`, in the bytes of tokens. Not thread-safe.
 
-    The constraint begins with the token after the one that completes the text. The completing token may hold further
-    bytes, which no constraint would check. Therefore tokens that complete the text and hold more than whitespace after
-    it are forbidden.
+    The constraint begins with the token after the one that completes the text. If the completing token had further
+    bytes, the constraint would not check them. Therefore tokens that complete the text and then continue with more than
+    whitespace are forbidden.
     """
 
     def __init__(self, text: str, token_bytes: Mapping[int, bytes], vocab_size: int) -> None:
@@ -29,7 +29,7 @@ class Marker:
         self._masks: dict[int, NDArray[np.int32] | None] = {}
 
     def advance(self, num_matched: int, token_id: int) -> int:
-        """Return the number of bytes matched after `token_id`; `length` if the token completes the text."""
+        """Return the number of matched bytes after `token_id`. It equals `length` if the token completes the text."""
         return self._advance(num_matched, self._bytes[token_id])[0]
 
     @property
@@ -37,14 +37,14 @@ class Marker:
         return len(self._text)
 
     def mask(self, num_matched: int, num_words: int) -> NDArray[np.int32] | None:
-        """Return a mask that excludes the forbidden tokens, int32 [num_words]; None if no token is forbidden."""
+        """Return a mask without the forbidden tokens, int32 [num_words], or None if no token is forbidden."""
         if num_matched not in self._masks:
             forbidden = [token_id for token_id in self._completing() if self._overruns(num_matched, token_id)]
             self._masks[num_matched] = allowing_all_but(forbidden, num_words) if forbidden else None
         return self._masks[num_matched]
 
     def _completing(self) -> list[int]:
-        """Tokens that may overrun: they hold the last byte of the text, and more than whitespace after it."""
+        """Return the tokens that may be forbidden: after the text's last byte, they have more than whitespace."""
         if self._candidates is None:
             last = self._text[-1:]
             self._candidates = [
@@ -60,7 +60,7 @@ class Marker:
         return matched == len(self._text) and bool(token[at:].strip())
 
     def _advance(self, num_matched: int, token: bytes) -> tuple[int, int]:
-        """Return (bytes matched, bytes of the token read), by the algorithm of Knuth, Morris and Pratt."""
+        """Return the matched bytes, and the bytes of the token that were read (Knuth-Morris-Pratt search)."""
         text, fallback = self._text, self._fallback
         for at, byte in enumerate(token, 1):
             while num_matched and text[num_matched] != byte:

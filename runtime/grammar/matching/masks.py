@@ -1,4 +1,4 @@
-"""Threads that compute token masks, beside the event loop and the forward pass."""
+"""Threads that compute token masks while the event loop and the forward pass run."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from runtime.grammar.matching.position import Position
 
 logger = logging.getLogger("penstock.grammar")
 
-SLOW_S = 0.004  # an output whose mask takes longer moves to the slow thread
-# A batch of n rows is slow above BATCH_SLOW_S + n * ROW_SLOW_S. After a slow batch, each of its outputs moves to the
-# slow thread, which times the output's next mask alone.
+SLOW_S = 0.004  # an output whose mask takes longer uses the slow thread next
+# A batch of n rows is slow if it takes more than BATCH_SLOW_S + n * ROW_SLOW_S. After a slow batch, all its outputs
+# move to the slow thread, which measures the next mask of each output separately.
 BATCH_SLOW_S, ROW_SLOW_S = 0.01, 0.0005
 
 
@@ -36,7 +36,7 @@ class MaskRequest(NamedTuple):
 
 class DraftRequest(NamedTuple):
     position: Position
-    output: Output  # the output before the row with drafts
+    output: Output  # the output before the draft tokens
     first: HostData  # the data of the token after `output`
     drafts: DraftData  # receives the masks after the drafts
 
@@ -47,15 +47,16 @@ Request: TypeAlias = "MaskRequest | DraftRequest"
 class MaskThread:
     """Computes the masks of a step together, on two threads.
 
-    Outputs with slow masks use the second thread, so the other outputs never wait for them. If a mask allows only one
-    token, the following masks are computed too, until a mask allows several tokens or `max_forced` tokens are known.
-    All these forced tokens are then published together. Their masks are kept: if the scheduler does not append the
-    tokens at once, no mask is computed again.
+    Outputs with slow masks use the second thread, so that other outputs never wait for them.
+
+    If a mask allows only one token, this token is forced. The next masks are then computed too, until a mask allows
+    several tokens or `max_forced` tokens are known. All forced tokens are published together. Their masks are kept, in
+    case the scheduler does not append the tokens at once.
     """
 
     def __init__(self, backend: Backend, eos_ids: Iterable[int] = (), max_forced: int = 0) -> None:
         self._backend = backend
-        self._ends = places_of(eos_ids)  # the backend allows these tokens where an output may end
+        self._ends = places_of(eos_ids)  # places of the tokens that the backend allows where an output may end
         self._max_forced = max_forced
         self._num_words = backend.num_words
         self._slow = _Lane("penstock-masks-slow", self._compute_each, self._compute_each_draft)
@@ -64,20 +65,21 @@ class MaskThread:
     def submit(self, position: Position, output: Output, data: HostData) -> None:
         """Request the mask of the token after `output`. Returns at once.
 
-        Call it on the event loop: all requests of one turn of the loop form one batch.
+        Call this on the event loop. All requests from one turn of the loop form one batch.
         """
         self._submit(MaskRequest(position, output, data))
 
     def submit_drafts(self, position: Position, output: Output, first: HostData, drafts: DraftData) -> None:
-        """Request the masks after drafts that follow `output`, as soon as their ids are known. Returns at once.
+        """Request the masks after the draft tokens that follow `output`. Returns at once.
 
-        Call it on the event loop, after `submit` with the same output and `first`.
+        The masks are computed when the ids of the draft tokens are known. Call this on the event loop, after `submit`
+        with the same output and `first`.
         """
         self._submit(DraftRequest(position, output, first, drafts))
 
     def _submit(self, request: Request) -> None:
         position = request.position
-        if position.num_submitted == position.num_done:  # with pending requests, the same thread must go on
+        if position.num_submitted == position.num_done:  # the thread may change only if no request is pending
             position.on_slow_thread = position.slow
         position.num_submitted += 1
         (self._slow if position.on_slow_thread else self._fast).submit(request)
@@ -88,7 +90,7 @@ class MaskThread:
         self._slow.close()
 
     def _compute(self, requests: Sequence[MaskRequest]) -> None:
-        """Compute all masks together. If two requests are for the same position, compute one after the other."""
+        """Compute all masks together, or one by one if two requests are for the same position."""
         if len({request.position for request in requests}) < len(requests):
             self._compute_each(requests)
             return
@@ -97,7 +99,7 @@ class MaskThread:
         self._fill(rows)
         if time.perf_counter() - began_s > BATCH_SLOW_S + ROW_SLOW_S * len(rows):
             for request in rows:
-                # The slow thread resets this if the mask is fast when it is computed alone.
+                # The slow thread resets this if the next mask is fast.
                 request.position.slow = True
 
     def _compute_each(self, requests: Sequence[MaskRequest]) -> None:
@@ -114,11 +116,12 @@ class MaskThread:
             request.position.slow = time.perf_counter() - began_s > SLOW_S
 
     def _compute_drafts(self, requests: Sequence[DraftRequest]) -> None:
-        """Compute the masks after the drafts of these rows, for all rows after their first drafts, and so on."""
+        """Compute the masks after the draft tokens of all rows: first after each row's first one, and so on."""
         began_s = time.perf_counter()
         walks = []
         for position, output, first, drafts in requests:
-            # If the position is elsewhere, the row yielded no token or fewer, so no step waits for this data.
+            # If the position is not at the end of this output, its row yielded fewer tokens or none, so no step waits
+            # for this data.
             if position.num_seen == output.num_output and first.is_there:
                 walks.append(DraftWalk(position, first, drafts))
             else:
@@ -131,7 +134,7 @@ class MaskThread:
                 request.position.slow = True
 
     def _fill_after_drafts(self, walks: Sequence[DraftWalk]) -> None:
-        """Compute one mask for each of these walks."""
+        """Compute one mask for each of these walks. If a grammar fails, only its own walk ends."""
         try:
             for walk, mask in zip(walks, self._masks([walk.position for walk in walks])):
                 walk.give(mask)
@@ -144,7 +147,7 @@ class MaskThread:
                 walks[0].stop()
 
     def _masks(self, positions: Sequence[Position]) -> NDArray[np.int32]:
-        """Return the masks of the next tokens, int32 [n, words]."""
+        """Return the masks of the next token of each position, int32 [n, words]."""
         masks = np.zeros((len(positions), self._num_words), np.int32)
         if not positions:
             return masks
@@ -156,7 +159,7 @@ class MaskThread:
         return masks
 
     def _advance(self, request: MaskRequest) -> bool:
-        """Advance the position. Returns whether the backend must compute a mask; if not, the request is complete."""
+        """Advance the position. Return True if the backend must compute a mask, False if the request is complete."""
         position = request.position
         try:
             if not position.advance(request.output):
@@ -167,25 +170,26 @@ class MaskThread:
                 request.data.give(position.next_mask)
             else:
                 return True
-        # an error of a grammar library, or a grammar above its limits: only this output fails
+        # The grammar library failed, or the grammar exceeds a limit. Only this output fails.
         except Exception as error:
             _fail(request.data, error)
         return False
 
     def _fill(self, requests: Sequence[MaskRequest]) -> None:
-        """Complete all requests. Rows with a forced token need another mask; all these masks are computed together."""
+        """Complete all requests. Rows with a forced token need a further mask; these masks are computed together."""
         while requests:
             requests = self._fill_once(requests)
 
     def _fill_once(self, requests: Sequence[MaskRequest]) -> list[MaskRequest]:
         """Compute one mask per request.
 
-        Returns the requests whose matcher has consumed a forced token and needs another mask. The others are complete.
+        Return the requests whose matcher has consumed a forced token and which need a further mask. All other requests
+        are complete.
         """
         try:
             masks = self._masks([request.position for request in requests])
         except Exception as error:
-            if len(requests) > 1:  # find the failing row; the remaining rows must not fail with it
+            if len(requests) > 1:  # compute rows one by one, so that only the failing row fails
                 return [further for request in requests for further in self._fill_once([request])]
             _fail(requests[0].data, error)
             return []
@@ -205,7 +209,7 @@ class MaskThread:
         return further
 
     def _continues_run(self, request: MaskRequest, token_id: int) -> bool:
-        """Whether to compute the mask after `token_id`, the only allowed token."""
+        """Whether to force `token_id`, the only allowed token, and compute the mask after it."""
         position = request.position
         if not request.output.wants_forced or len(position.forced) >= self._max_forced:
             return False
@@ -213,10 +217,10 @@ class MaskThread:
 
 
 class _Lane:
-    """A thread that always takes all requests in its inbox together.
+    """A thread that takes all requests in its inbox together.
 
-    The event loop wakes the thread once per turn, at the end of the turn. If the first request of a turn woke it, it
-    would compete with the event loop for the GIL and see only a part of the step's requests.
+    The event loop wakes the thread once per turn, at the end of the turn. If the first request of a turn woke the
+    thread, it would compete with the event loop for the GIL, and see only a part of the step's requests.
     """
 
     def __init__(
@@ -262,14 +266,14 @@ class _Lane:
                 if isinstance(request, DraftRequest):
                     if request.drafts.ids is not None:
                         drafts.append(request)
-                    else:  # it comes back when the draft model has proposed the ids, and counts as pending until then
+                    else:  # it returns to the inbox when the draft model has proposed the ids, and stays pending
                         request.drafts.when_proposed(partial(self._inbox.put, [request]))
             try:
                 if masks:
                     self._compute(masks)
                 if drafts:
                     self._compute_drafts(drafts)
-            except Exception:  # an internal error: these outputs fail, but the thread continues
+            except Exception:  # an internal error: these outputs fail, and the thread continues
                 logger.exception("Grammar masks could not be computed.")
                 for request in masks:
                     request.data.fail()
@@ -280,7 +284,7 @@ class _Lane:
 
 
 def _goes_on(walk: DraftWalk, num_words: int) -> bool:
-    """Advance a walk. Return whether a mask must be computed for it; a grammar that fails ends it."""
+    """Advance a walk, and return whether a mask must be computed for it. If the grammar fails, the walk ends."""
     try:
         return walk.go_on(num_words)
     except Exception as error:
@@ -290,7 +294,7 @@ def _goes_on(walk: DraftWalk, num_words: int) -> bool:
 
 
 def _matcher(position: Position) -> Matcher:
-    """Return a position's matcher. Raises RuntimeError if it has none: leaving it out would shift the rows."""
+    """Return the matcher of a position. Raises RuntimeError if the constraint has not begun."""
     matcher = position.matcher
     if matcher is None:
         raise RuntimeError("A mask is computed for an output whose constraint has not begun.")
@@ -298,10 +302,10 @@ def _matcher(position: Position) -> Matcher:
 
 
 def _force(request: MaskRequest, token_id: int, mask: NDArray[np.int32]) -> bool:
-    """Let the matcher consume `token_id`.
+    """Let the matcher consume `token_id`, the only token that `mask` allows, and return True.
 
-    If the matcher refuses the token, publish the forced tokens up to this one and return False. The output fails later,
-    when its mask after this token is requested.
+    If the matcher refuses the token, publish all forced tokens including this one, and return False. The output then
+    fails when the mask after this token is requested.
     """
     position = request.position
     with suppress(Exception):

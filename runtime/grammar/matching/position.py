@@ -13,12 +13,12 @@ from runtime.grammar.matching.marker import Marker
 
 
 class Ends(NamedTuple):
-    """When an output may end."""
+    """The rules for when an output may end."""
 
-    model: frozenset[int]  # end-of-sequence ids, which the backend allows where the grammar accepts
-    request: frozenset[int]  # further ids that end this request's output, allowed where the grammar accepts
-    # While the output has fewer than `min_tokens` tokens, or always if `avoid` is set, it ends only if the grammar
-    # allows nothing else.
+    model: frozenset[int]  # the model's end-of-sequence ids; the backend allows them where the output matches
+    request: frozenset[int]  # further ids that end this request's output; allowed where the output matches
+    # While the output has fewer than `min_tokens` tokens (or always, if `avoid` is set), it may end only if the grammar
+    # allows no other token.
     min_tokens: int
     avoid: bool
 
@@ -45,25 +45,25 @@ class Position:
         self.opened_by = opened_by
         self._must_begin = must_begin
         self._start()
-        self.slow = False  # whether its masks take so long that other outputs must not wait for them
-        # Forced tokens may cause a second request while the first is pending: one thread must complete both in order.
-        # Only the event loop writes `num_submitted`, only the mask thread writes `num_done`.
+        self.slow = False  # whether masks take so long that other outputs must not wait for them
+        # Forced tokens may cause a second request while the first is pending. One thread must then complete both in
+        # order. Only the event loop writes `num_submitted`; only the mask thread writes `num_done`.
         self.num_submitted = self.num_done = 0
         self.on_slow_thread = False  # whether the slow thread has the pending requests
 
     def _start(self) -> None:
-        self.forced: list[int] = []  # tokens that the matcher has consumed and the output does not have yet
+        self.forced: list[int] = []  # tokens that the matcher has consumed, and that the output does not yet have
         self.forced_masks: list[NDArray[np.int32]] = []  # [i]: the mask that allows only forced[i]
         self.next_mask: NDArray[np.int32] | None = None  # the mask after the forced tokens; None: not computed
         self.matcher: Matcher | None = None  # None: the constraint has not begun
         self._num_seen = 0  # number of output tokens
-        self._num_matched = 0  # number of bytes of the marker that are matched
+        self._num_matched = 0  # number of matched bytes of the marker
         self._is_free = self._marker is not None and self.opened_by is None
 
     def advance(self, output: Output) -> bool:
-        """Advance to the end of `output`. The output extends that of the previous call, or starts again.
+        """Advance to the end of `output`, which extends the output of the previous call or starts again.
 
-        Returns whether the constraint has begun. Raises `ValueError` if the grammar does not allow the output.
+        Return whether the constraint has begun. Raises `ValueError` if the grammar does not allow the output.
         """
         new, num_before = output.new_ids, output.num_before
         if num_before != self._num_seen:
@@ -78,7 +78,7 @@ class Position:
         return self._follow(new)
 
     def follow(self, new: list[int]) -> bool:
-        """Advance by further tokens, like `advance`."""
+        """Advance by further tokens. Return value and errors are those of `advance`."""
         self._num_seen += len(new)
         return self._follow(new)
 
@@ -101,12 +101,12 @@ class Position:
 
     @property
     def num_seen(self) -> int:
-        """Number of output tokens."""
+        """Number of output tokens up to this position."""
         return self._num_seen
 
     @property
     def known_mask(self) -> NDArray[np.int32] | None:
-        """The mask of the next token if it was computed already, else None."""
+        """The mask of the next token if it has already been computed, else None."""
         return self.forced_masks[0] if self.forced else self.next_mask
 
     def copy(self) -> Position:
@@ -123,7 +123,7 @@ class Position:
         return token_id in self._ends.model or token_id in self._ends.request
 
     def force(self, token_id: int, mask: NDArray[np.int32]) -> bool:
-        """Let the matcher consume the only token that `mask` allows. Returns False if the matcher refuses it."""
+        """Let the matcher consume the only token that `mask` allows. Return False if the matcher refuses it."""
         if self.matcher is None or not self.matcher.consume([token_id]):
             return False
         self.forced.append(token_id)
@@ -131,7 +131,7 @@ class Position:
         return True
 
     def _after_marker(self, new: list[int]) -> list[int]:
-        """Search the new tokens for the marker. If found, begin the constraint and return the tokens after it."""
+        """Search the new tokens for the marker. If it is found, begin the constraint, and return the later tokens."""
         marker = self._marker
         if marker is None or not self._is_free:
             self.matcher = self._compiled.copy()
@@ -144,9 +144,9 @@ class Position:
         return []
 
     def free_mask(self, num_words: int) -> NDArray[np.int32] | None:
-        """Return the mask while the constraint has not begun. None allows all tokens.
+        """Return the mask for an output whose constraint has not begun. None allows all tokens.
 
-        If the constraint must begin, the output cannot end before.
+        If the constraint must begin, the mask does not allow the output to end.
         """
         if self._marker is None:
             return None
@@ -158,7 +158,7 @@ class Position:
         return mask
 
     def finish_mask(self, mask: NDArray[np.int32], may_end: bool) -> None:
-        """Apply the request's rules on endings to the backend's mask, int32 [words], in place.
+        """Apply the rules in `Ends` to the backend's mask, int32 [words], in place.
 
         `may_end` says whether the backend's mask allows an end-of-sequence id of the model.
         """

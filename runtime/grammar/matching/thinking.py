@@ -1,4 +1,4 @@
-"""Limits the reasoning of a model: the block of reasoning is closed after a number of tokens."""
+"""Limit the reasoning of a model: close the reasoning block after a number of tokens."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from runtime.constraint import Constraint, DraftData, DraftedConstraint, HostDat
 from runtime.grammar.matching.marker import Marker
 from runtime.grammar_spec import ThinkingLimit
 
-BEFORE_OPEN = 4  # maximum number of tokens, for example line breaks, before the block
+BEFORE_OPEN = 4  # maximum number of tokens (for example line breaks) before the block
 
 
 class LimitedThinking:
     """A `runtime.constraint.Constraint` that runs on the event loop.
 
-    After `max_tokens` tokens in the block, only the tokens of the closing marker are allowed until the block is closed.
-    For all other tokens, the inner constraint applies.
+    After `max_tokens` tokens in the reasoning block, only the tokens of the closing marker are allowed until the block
+    is closed. For all other tokens, the inner constraint applies.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class LimitedThinking:
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether the inner constraint takes drafts."""
+        """Whether the inner constraint, if there is one, takes draft tokens."""
         return self._inner is None or (isinstance(self._inner, DraftedConstraint) and self._inner.takes_drafts)
 
     def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
-        """Set the masks after drafts at which the block must be closed; the inner constraint sets the others."""
+        """Set the masks after draft tokens where the block must be closed. The inner constraint sets other masks."""
         block = self._blocks[choice].copy()
 
         def follow() -> None:
@@ -74,7 +74,7 @@ class LimitedThinking:
 
 
 class _Block:
-    """The state of one choice's block of reasoning."""
+    """The state of one choice's reasoning block."""
 
     __slots__ = (
         "_also_close", "_close", "_is_closed", "_limit", "_num_matched", "_num_seen", "_num_tokens", "_open", "_reopen",
@@ -84,23 +84,23 @@ class _Block:
     def __init__(
         self, opening: Marker | None, close: Marker, limit: ThinkingLimit, also_close: tuple[Marker, ...]
     ) -> None:
-        self._open = opening  # the marker that opens the block; None: the block is open
+        self._open = opening  # the marker that will open the block; None: the block is open
         self._reopen = opening if limit.reopens else None
         self._limit = limit
         self._close = close
         self._is_closed = False
         self._also_close = [(marker, 0) for marker in also_close]  # other closing markers, with their matched bytes
-        self._num_matched = 0  # matched bytes of the next marker (the opening or the closing one)
-        self._num_tokens = 0  # tokens within the block
-        self._num_seen = 0
-        self.num_passed_on = 0  # tokens that the inner constraint has seen
+        self._num_matched = 0  # number of matched bytes of the next marker (opening or closing)
+        self._num_tokens = 0  # number of tokens in the block
+        self._num_seen = 0  # number of output tokens
+        self.num_passed_on = 0  # number of output tokens that the inner constraint has seen
 
     def copy(self) -> _Block:
         """Return an independent block in the same state."""
-        return copy(self)  # its lists and markers are replaced, never changed
+        return copy(self)  # a shallow copy is enough: lists and markers are replaced, never changed
 
     def advance(self, new_ids: list[int]) -> int:
-        """Read new tokens. Returns the number of tokens in the block, or -1 if no block is open now."""
+        """Read new tokens. Return the number of tokens in the block, or -1 if no block is open."""
         for token_id in new_ids:
             self._num_seen += 1
             if not self._is_closed:
@@ -108,7 +108,7 @@ class _Block:
         return -1 if self._is_closed or self._open is not None else self._num_tokens
 
     def closed_by(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the tokens up to and including the one that closes the block, or all of them if none does."""
+        """Return the tokens up to and including the token that closes the block, or all tokens if none closes it."""
         matched = self._num_matched
         for count, token_id in enumerate(ids, 1):
             matched = self._close.advance(matched, token_id)

@@ -1,1 +1,1 @@
-"""Regular expressions: parsed once, compared as automata, and written for a grammar library."""
+"""Regular expressions: parsing, comparison as automata, and conversion for a grammar library."""

@@ -1,9 +1,9 @@
-"""Converts regular expressions to automata, for intersections, complements and disjoint partitions.
+"""Convert regular expressions to automata, for intersections, complements and disjoint partitions.
 
-ECMA-262 and Python differ, so each pattern has two readings. The narrow reading matches texts that match in both
-dialects. The wide reading matches texts that match in at least one. If a text must not match a pattern, the wide
-reading is used, so the text matches in neither dialect. Beyond ASCII, every character is a digit and a letter in the
-wide reading.
+The dialects ECMA-262 and Python differ, so each pattern has two readings. The narrow reading matches texts that match
+in both dialects. The wide reading matches texts that match in at least one dialect; in it, every character beyond ASCII
+counts as a digit and as a letter. If a text must not match a pattern, the wide reading is used, so that the text
+matches in neither dialect.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from typing import Any, NamedTuple
 
 from runtime.grammar.patterns.expressions import Either, Node, PatternError, Repeat, Row, Text, rows
 
-MAX_LETTERS = 1_000  # maximum characters of all patterns together
-MAX_PARTS = 3_000  # maximum states of the nondeterministic automaton
-MAX_STATES = 600  # maximum states of the deterministic automaton
-MAX_STEPS = 100_000  # maximum transitions that are visited
-MAX_WRITTEN_STATES = 150
-MAX_WRITTEN = 20_000  # maximum characters of a written pattern
-STEPS_PER_COUNT = 16  # this many steps count as one unit of work, like resolving a reference
+MAX_LETTERS = 1_000  # maximum number of characters of all patterns together
+MAX_PARTS = 3_000  # maximum number of states of the nondeterministic automaton
+MAX_STATES = 600  # maximum number of states of the deterministic automaton
+MAX_STEPS = 100_000  # maximum number of transitions that are visited
+MAX_WRITTEN_STATES = 150  # maximum number of states of an automaton that is converted to a pattern
+MAX_WRITTEN = 20_000  # maximum number of characters of such a pattern
+STEPS_PER_COUNT = 16  # number of steps that count as one unit of work, like resolving one reference
 
 Ranges = tuple[tuple[int, int], ...]  # code points, inclusive, ascending
-Count = Callable[[Any], object]  # called for each unit of work; raises above a limit
+Count = Callable[[Any], object]  # called for each unit of work; raises an error above a limit
 
 EVERY: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
 _ANY = r"(?:.|[\n\r\u2028\u2029])"
 
 
 class TooComplexError(Exception):
-    """Comparing these patterns takes too much work."""
+    """Raised if comparing patterns would take too much work."""
 
 
 class Reading(NamedTuple):
@@ -46,7 +46,7 @@ def intersects(patterns: Iterable[str], count: Count) -> bool:
 
 
 def complement(pattern: str, count: Count) -> str | None:
-    """Return an ECMA-262 pattern for the texts that `pattern` does not match; None if it matches all texts.
+    """Return an ECMA-262 pattern for the texts that `pattern` does not match, or None if it matches all texts.
 
     Raises `TooComplexError`.
     """
@@ -56,10 +56,10 @@ def complement(pattern: str, count: Count) -> str | None:
 def partition(
     patterns: Sequence[str], count: Count, *, with_ambiguous: bool = True
 ) -> list[tuple[str, tuple[int, ...]]]:
-    """Return disjoint ECMA-262 patterns, each with the indices of the patterns that its texts match.
+    """Return disjoint ECMA-262 patterns, each with the indices of those in `patterns` that its texts match.
 
-    `with_ambiguous` adds a pattern without indices: the texts on which ECMA-262 and Python differ. Raises
-    `TooComplexError`.
+    With `with_ambiguous`, the result includes a pattern without indices, for the texts on which ECMA-262 and Python
+    differ. Raises `TooComplexError`.
     """
     readings = [Reading(pattern, wide) for pattern in patterns for wide in (False, True)]
     automaton = _automaton(tuple(readings), count)
@@ -77,9 +77,9 @@ def partition(
 def ambiguous(patterns: Iterable[str]) -> str | None:
     """Return an ECMA-262 pattern that matches all texts on which ECMA-262 and Python may differ.
 
-    These are texts with a character that a class such as `\\d` matches in one dialect only. The result matches no text
-    that one of `patterns` matches in both dialects. Returns "" if there are no such texts, None if no pattern of this
-    simple kind exists. Raises `TooComplexError`.
+    Such a text has a character that a class, for example `\\d`, matches in only one dialect. The result matches no text
+    that one of `patterns` matches in both dialects. Returns "" if there are no such texts, and None if they cannot be
+    described by such a simple pattern. Raises `TooComplexError`.
     """
     told: set[tuple[int, int]] = set()
     known: set[tuple[int, int]] = set()
@@ -104,7 +104,7 @@ def ambiguous(patterns: Iterable[str]) -> str | None:
 
 
 def _texts(row: Row) -> list[str]:
-    """Return all characters and classes of a row, including nested groups."""
+    """Return all characters and classes of a row, including those in nested groups."""
     found: list[str] = []
     pending: list[Node] = list(row)
     while pending:
@@ -129,9 +129,9 @@ def _holds(ranges: Ranges, code: int) -> bool:
 
 
 def _agreed(matched: tuple[bool, ...]) -> tuple[int, ...] | None:
-    """Return the indices of the matching patterns. `matched` holds the narrow and the wide match of each pattern.
+    """Return the indices of the matching patterns. `matched` has the narrow and the wide match of each pattern in turn.
 
-    Returns () if the two readings of a pattern differ, None if no pattern matches.
+    Returns () if the two readings of a pattern differ, and None if no pattern matches.
     """
     narrow, wide = matched[::2], matched[1::2]
     if narrow != wide:
@@ -156,7 +156,11 @@ class Automaton(NamedTuple):
 
 
 class _Parts:
-    """A nondeterministic automaton. `free[state]` lists the states that are reached without reading a character."""
+    """A nondeterministic automaton that is being built.
+
+    `free[state]` lists the states that are reached without reading a character. `edges[state]` lists the characters of
+    each transition and its target.
+    """
 
     def __init__(self) -> None:
         self.free: list[list[int]] = []
@@ -202,7 +206,7 @@ class _Parts:
         return end
 
     def pattern(self, reading: Reading) -> tuple[int, int]:
-        """Add a pattern. Returns (start state, accepting state)."""
+        """Add a pattern. Return its start state and its accepting state."""
         first, last = self.add(), self.add()
         for at_start, row, at_end in rows(reading.pattern, is_wide=reading.is_wide):
             begin = self.add()
@@ -232,7 +236,7 @@ class _Parts:
 
 
 def exact_automaton(pattern: str) -> Automaton:
-    """Return the automaton of the texts that match a pattern without anchors from beginning to end.
+    """Return the automaton for texts that match a pattern without anchors from beginning to end.
 
     Raises `TooComplexError`.
     """
@@ -253,7 +257,7 @@ def _automaton(readings: tuple[Reading, ...], count: Count) -> Automaton:
 
 @lru_cache(64)
 def _cached(readings: tuple[Reading, ...]) -> tuple[Automaton | None, int]:
-    """Return (the automaton of several patterns, or None if it is too large; the number of steps taken)."""
+    """Return the automaton of several patterns, or None if it is too large, and the number of steps taken."""
     parts = _Parts()
     try:
         if sum(len(each.pattern) for each in readings) > MAX_LETTERS:
@@ -291,7 +295,10 @@ def _cached(readings: tuple[Reading, ...]) -> tuple[Automaton | None, int]:
 
 
 def _classes(every: set[Ranges]) -> tuple[list[Ranges], dict[Ranges, list[int]]]:
-    """Divide all characters into classes such that no pattern distinguishes two characters of a class."""
+    """Divide all characters into classes of characters that no pattern distinguishes.
+
+    Return the classes, and for each set of ranges in `every` the indices of its classes.
+    """
     cuts = {0, 0xD800, 0xE000, 0x110000}
     for ranges in every:
         cuts.update(edge for low, high in ranges for edge in (low, high + 1))
@@ -319,7 +326,7 @@ def characters(regex: str) -> Ranges:
 
 
 def _class(regex: str, at: int) -> tuple[list[tuple[int, int] | int], int]:
-    """Return (the ranges of the class whose opening bracket is at `at` - 1, the index after the class)."""
+    """Return the ranges of the class whose opening bracket is at `at` - 1, and the index after the class."""
     negated = regex[at] == "^"
     at += negated
     found: list[tuple[int, int] | int] = []
@@ -345,7 +352,7 @@ def _class(regex: str, at: int) -> tuple[list[tuple[int, int] | int], int]:
 
 
 def _one(regex: str, at: int) -> tuple[int, int]:
-    """Return (the code point of the character that is spelled at `at`, the index after its spelling)."""
+    """Return the code point of the character that is written at `at`, and the index after it."""
     if regex[at] != "\\":
         return ord(regex[at]), at + 1
     kind = regex[at + 1]
@@ -373,9 +380,10 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def _written(of: Automaton, wanted: Callable[[tuple[bool, ...]], bool], count: Count) -> str | None:
-    """Return a pattern for the texts that end in a wanted state; None if there are none. Raises `TooComplexError`.
+    """Return a pattern for the texts that end in a wanted state, or None if there are none.
 
-    States are eliminated one by one; the transitions through a state become expressions between its neighbours.
+    The states are eliminated one by one: the paths through a state become expressions between its neighbours. Raises
+    `TooComplexError`.
     """
     ends = _minimized(of, [wanted(matched) for matched in of.matched], count)
     start, end = -1, -2
@@ -419,7 +427,7 @@ def _written(of: Automaton, wanted: Callable[[tuple[bool, ...]], bool], count: C
 
 
 def _growth(name: int, sources: Sequence[int], edges: Mapping[int, Mapping[int, str]]) -> int:
-    """Approximate growth of the expressions, in characters, if this state is eliminated."""
+    """Return the approximate growth of the expressions, in characters, if this state is eliminated."""
     after = [len(text) + 2 for target, text in edges[name].items() if target != name]
     before = [len(edges[source][name]) + 2 for source in sources]
     loop = len(edges[name].get(name, ""))
@@ -453,7 +461,7 @@ def _drop_dead(edges: dict[int, dict[int, str]], end: int) -> None:
 
 
 def _spelled(ranges: Ranges) -> str:
-    """Return a class with these characters. Of the control characters, it has only those with a short JSON escape."""
+    """Return a class with these characters, without control characters that have no short JSON escape."""
     if ranges == EVERY:
         return _ANY
     letters = [(code, code) for code in (8, 9, 10, 12, 13) if _holds(ranges, code)]

@@ -1,8 +1,9 @@
-"""Parses regular expressions of JSON schemas and requests, and writes them for the backend.
+"""Parse regular expressions of JSON schemas and requests, and write them for the backend.
 
-A pattern is ECMA-262 in JSON Schema, Python in many validators, and Rust in the backend. The dialects differ in
-`\\d`, `\\w`, `\\s` and `.`, in operators inside classes, and in anchors. The written expression matches only texts
-that match in both ECMA-262 and Python, and all dialects read its spelling alike. Other patterns are refused.
+JSON Schema reads a pattern as ECMA-262, many validators read it as Python's dialect, and the backend reads Rust's
+dialect. The dialects differ in `\\d`, `\\w`, `\\s` and `.`, in operators inside classes, and in anchors. The written
+expression matches only texts that match in both ECMA-262 and Python, and it means the same in all dialects. Patterns
+for which there is no such expression are refused.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 MAX_DEPTH = 64
-# Maximum characters of all patterns of a grammar together. Four times as many take 2 s to compile.
+# Maximum number of characters of all patterns of a grammar together. Four times as many take 2 s to compile.
 MAX_PATTERN = 128 * 1024
 MAX_REPEAT = 65_535
 MAX_LEAST = 20_000  # maximum length of the shortest matching text
-# Maximum of the product `_least` * `_spare`. The library visits about as many states, in about 1 s.
+# Maximum of the product `_least` * `_spare`, which estimates the states that the library visits. This many take 1 s.
 MAX_AMBIGUOUS = 6_000_000
 
 MAX_BRANCHES = 64  # maximum number of branches after groups with anchors are expanded
@@ -24,31 +25,31 @@ MAX_BRANCHES = 64  # maximum number of branches after groups with anchors are ex
 ANYTHING = "(?s:.*)"
 _DOT = r"[^\n\r\x{2028}\x{2029}]"
 _SPACES = r"\t\n\x0b\x0c\r\x20\xa0\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}"
-# The characters of a class that match in both dialects (_NARROW), and in at least one (_WIDE). A negated class such as
-# `\D` excludes the wide characters.
+# The characters that a class matches in both dialects (_NARROW), and in at least one dialect (_WIDE). A negated class
+# such as `\D` excludes the wide characters.
 _NARROW = {"d": "0-9", "w": "0-9A-Za-z_", "s": _SPACES}
 _WIDE = {"d": r"\p{Nd}", "w": r"\p{L}\p{N}_", "s": _SPACES + r"\x1c-\x1f\x85\x{feff}"}
-# `_WIDE` without Unicode properties: all characters beyond ASCII take their place.
+# `_WIDE` with all characters beyond ASCII in place of Unicode properties.
 _WIDEST = {"d": r"0-9\x{80}-\x{10ffff}", "w": r"0-9A-Za-z_\x{80}-\x{10ffff}", "s": _WIDE["s"]}
-# Characters that the library cannot write in a JSON string: JSON has only \\u escapes for them, and these are disabled
+# Characters that cannot occur in the JSON strings of outputs: JSON has only \\u escapes for them, which are disabled
 # (see `backends.grammar_text`).
 UNWRITTEN = frozenset(map(chr, (*range(0x08), 0x0B, *range(0x0E, 0x20), 0x7F)))
-_NOTHING = r"[\x{0}\x{1}]"  # a class of characters that no JSON string holds, so it never matches
+_NOTHING = r"[\x{0}\x{1}]"  # a class that never matches, because no JSON string has these characters
 _CONTROLS = {"t": "\t", "n": "\n", "r": "\r", "f": "\f", "v": "\v"}
 
 
 class PatternError(ValueError):
-    """The pattern is malformed, or cannot be enforced exactly."""
+    """Raised if a pattern is malformed, or cannot be enforced exactly."""
 
 
 @dataclass(slots=True)
 class PatternBudget:
-    """The characters that the patterns of one grammar may still use."""
+    """The number of characters that further patterns of one grammar may have."""
 
     left: int = MAX_PATTERN
 
     def take(self, pattern: str) -> None:
-        """Use up the characters of `pattern`. Raises `PatternError` if too few are left."""
+        """Subtract the length of `pattern`. Raises `PatternError` if too few characters are left."""
         self.left -= len(pattern)
         if self.left < 0:
             raise PatternError(f"all patterns together may have up to {MAX_PATTERN} characters")
@@ -91,7 +92,7 @@ def search(pattern: str) -> str:
 
 
 def full(pattern: str) -> str:
-    """Return an expression for texts that match `pattern` from beginning to end. Anchors at its ends change nothing.
+    """Return an expression for texts that match `pattern` from beginning to end. Anchors at its ends have no effect.
 
     Raises `PatternError`.
     """
@@ -101,8 +102,9 @@ def full(pattern: str) -> str:
 def rows(pattern: str, *, is_wide: bool) -> Iterator[tuple[bool, Row, bool]]:
     """Yield each alternative of a pattern as (is anchored at the start, nodes, is anchored at the end).
 
-    The nodes match texts that match in ECMA-262 and Python or, if `is_wide`, texts that match in either one and
-    possibly further texts beyond ASCII. In Python a line break may follow the end. Raises `PatternError`.
+    The nodes match texts that match in ECMA-262 and in Python. If `is_wide`, they match all texts that match in at
+    least one dialect, and possibly further texts beyond ASCII. The caller must consider that Python's `$` also matches
+    before a final line break. Raises `PatternError`.
     """
     inner, outer = (_WIDEST, _NARROW) if is_wide else (_NARROW, _WIDEST)
     dot = r"[^\n]" if is_wide else _DOT
@@ -110,7 +112,7 @@ def rows(pattern: str, *, is_wide: bool) -> Iterator[tuple[bool, Row, bool]]:
 
 
 def _stripped(parsed: Either) -> Iterator[tuple[bool, Row, bool]]:
-    """Yield each branch as (had an anchor at the start, nodes without these anchors, had an anchor at the end)."""
+    """Yield each branch as (is anchored at the start, nodes without these anchors, is anchored at the end)."""
     for row in _branches(parsed):
         at_start = at_end = False
         while row and isinstance(row[0], Start):
@@ -145,7 +147,7 @@ def _anchored(pattern: str, around: str) -> str:
 
 
 def _least(node: Node) -> int:
-    """Approximate length of the shortest matching text."""
+    """Return the approximate length of the shortest matching text."""
     if isinstance(node, Repeat):
         return node.low * _least(node.item)
     if isinstance(node, Either):
@@ -154,9 +156,9 @@ def _least(node: Node) -> int:
 
 
 def _spare(node: Node) -> int:
-    """Approximate number of characters that a match may have beyond the shortest one.
+    """Return the approximate number of characters that a match may have in addition to the shortest match.
 
-    A repetition without an upper limit counts as one repetition beyond its minimum.
+    A repetition without an upper limit counts as one repetition more than its minimum.
     """
     if isinstance(node, Repeat):
         span = 1 if node.high is None else node.high - node.low
@@ -167,13 +169,13 @@ def _spare(node: Node) -> int:
 
 
 def _is_one_repeat(node: Either) -> bool:
-    """Whether the pattern is one repeated character or class, which is never ambiguous."""
+    """Whether the pattern consists of one repeated character or class. Such a pattern is never ambiguous."""
     items = [item for row in node.branches for item in row if not isinstance(item, Start | End)]
     return len(items) == 1 and isinstance(items[0], Repeat) and isinstance(items[0].item, Text)
 
 
 def _branches(node: Either) -> list[Row]:
-    """The branches of an alternation. Groups with anchors at a branch's ends are expanded into branches."""
+    """Return the branches of an alternation. A group with anchors at the end of a branch is expanded into branches."""
     branches: list[Row] = []
     pending = [(row, 0) for row in reversed(node.branches)]
     while pending:
@@ -224,10 +226,10 @@ def _literal(character: str) -> str:
 
 @dataclass(slots=True)
 class _Parser:
-    """A recursive-descent parser, for up to `MAX_DEPTH` nested groups."""
+    """A recursive-descent parser for patterns with up to `MAX_DEPTH` nested groups."""
 
     pattern: str
-    in_json: bool = False  # whether the pattern is for a JSON string, which may hold escapes
+    in_json: bool = False  # whether the pattern is for a JSON string, which may contain escapes
     inner: Mapping[str, str] = field(default_factory=lambda: _NARROW)  # the characters of classes such as \\d
     outer: Mapping[str, str] = field(default_factory=lambda: _WIDE)  # the characters that their negations exclude
     dot: str = _DOT
@@ -396,8 +398,8 @@ class _Parser:
         if self.in_json and not negated and begins_with_controls and len(covered) < 2:
             raise PatternError("a range of control characters beside a missing quote or backslash is not enforced")
         if self.in_json and negated and covered:
-            # If a class excludes quotes or backslashes, the library allows them as escapes, unless the class excludes
-            # control characters too.
+            # The library allows an excluded quote or backslash as an escape, unless the class also excludes control
+            # characters.
             parts.append(r"\x00-\x1f")
         if self.at == begin:
             raise PatternError("an empty class means different things in different dialects")
@@ -407,7 +409,7 @@ class _Parser:
         return f"[{'^' if negated else ''}{''.join(parts)}]"
 
     def _class_item(self, negated: bool) -> tuple[str, str | None]:
-        """Return (an item of a class in the backend's syntax, its character; None for a class such as `\\d`)."""
+        """Return an item of a class in the backend's syntax, and its character (None for a class such as `\\d`)."""
         character = self._take()
         if character == "\\":
             character = self._take()

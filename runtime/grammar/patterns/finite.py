@@ -1,4 +1,4 @@
-"""Recognises patterns that match only a few texts, such as `^[A-D]$`."""
+"""Recognise patterns that match only a few texts, for example `^[A-D]$`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from runtime.grammar.patterns.expressions import Either, Node, PatternError, Rep
 
 
 def matches_few(pattern: str, most: int) -> bool:
-    """Whether the pattern matches at most `most` texts, by an upper bound on their number. False if it is malformed."""
+    """Whether an upper bound on the number of matching texts is at most `most`. False for a malformed pattern."""
     total = 0
     try:
         for at_start, row, at_end in rows(pattern, is_wide=False):
@@ -25,7 +25,7 @@ def _count_row(row: Row, most: int) -> int:
 
 
 def _count(node: Node, most: int) -> int:
-    """Return an upper bound on the number of matching texts; counting stops at `most` + 1."""
+    """Return an upper bound on the number of matching texts. Counting stops at `most` + 1."""
     if isinstance(node, Text):
         total = sum(high - low + 1 for low, high in characters(node.regex))
     elif isinstance(node, Either):

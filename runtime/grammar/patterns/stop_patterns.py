@@ -1,4 +1,4 @@
-"""Compiles the regular expressions of `stop_regex` to automata, whose cost per character is bounded."""
+"""Compile the regular expressions of `stop_regex` to automata, whose cost per character is bounded."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from runtime.grammar.patterns.automata import TooComplexError, exact_automaton
 from runtime.grammar.patterns.expressions import PatternError, rows
 from runtime.tokenizer.stop import StopPattern
 
-MAX_STATES = 256  # of all automata of a request: each may be live for each character of a text
+MAX_STATES = 256  # maximum number of states of all automata of a request; each state may cost time at every character
 
 
 def stop_patterns(patterns: Iterable[str]) -> tuple[StopPattern, ...]:
-    """Return the automata of a request's patterns. Call it on a thread, like `stop_pattern`.
+    """Return the automata of a request's patterns. Call this in a thread, like `stop_pattern`.
 
-    Raises `InvalidRequest` for a pattern that cannot be used, or if they are too complex together.
+    Raises `InvalidRequest` if a pattern cannot be used, or if all patterns together are too complex.
     """
     automata = tuple(map(stop_pattern, patterns))
     num_states = sum(len(each.accepts) for each in automata)
@@ -31,7 +31,7 @@ def stop_patterns(patterns: Iterable[str]) -> tuple[StopPattern, ...]:
 
 @lru_cache(256)
 def stop_pattern(pattern: str) -> StopPattern:
-    """Return the automaton of a pattern. Takes up to 0.1 s for a new pattern: call it on a thread.
+    """Return the automaton of a pattern. Call this in a thread, because a new pattern takes up to 0.1 s.
 
     Raises `InvalidRequest` if the pattern is malformed, too complex, has an anchor or matches the empty text.
     """

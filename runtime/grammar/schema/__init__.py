@@ -1,1 +1,1 @@
-"""JSON schemas, rewritten with the keywords that a grammar library enforces exactly."""
+"""Rewriting of JSON schemas with the keywords that a grammar library enforces exactly."""

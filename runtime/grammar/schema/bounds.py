@@ -1,4 +1,4 @@
-"""Rewrites limits of numbers in JSON schemas so that the library enforces them exactly."""
+"""Rewrite limits of numbers in JSON schemas, so that the library enforces them exactly."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from runtime.grammar.schema.formats import INTEGER_BITS
 from runtime.grammar.schema.references import Unsupported
 
-MAX_EXACT = 2**53  # floating-point numbers do not distinguish larger integers
+MAX_EXACT = 2**53  # float64 does not distinguish all larger integers
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 Schema = dict[str, Any]
 
 
 def limit(value: Any, pointer: str, schema: Schema) -> Schema:
-    """Rewrite `minimum`, `maximum`, `exclusiveMinimum` or `exclusiveMaximum`; `pointer` ends with the keyword."""
+    """Rewrite `minimum`, `maximum`, `exclusiveMinimum` or `exclusiveMaximum`, the last part of `pointer`."""
     keyword = pointer.rpartition("/")[2]
     value = _within_exact(value, keyword)
     check_number(value, keyword, pointer)
@@ -28,7 +28,8 @@ def limit(value: Any, pointer: str, schema: Schema) -> Schema:
         return {keyword: value}
     if keyword == limit and not is_number(beside):
         return _limited(limit, value)
-    # A parser reads 1.00000000000000000001 as 1, so an exclusive limit becomes the next number, inclusive.
+    # A JSON parser reads 1.00000000000000000001 as 1. Therefore an exclusive limit becomes an inclusive limit at the
+    # next number.
     both = {
         keyword: value,
         **({exclusive if keyword == limit else limit: beside} if is_number(beside) else {}),
@@ -49,7 +50,7 @@ def is_number(value: Any) -> bool:
 
 
 def _within_exact(value: Any, keyword: str) -> Any:
-    """Return the limit, clipped to the range in which floating-point numbers distinguish all integers."""
+    """Return the limit, clipped to the range in which float64 distinguishes all integers."""
     if not isinstance(value, bool) and isinstance(value, int | float):
         inside = MAX_EXACT - keyword.startswith("exclusive")
         if keyword.endswith("aximum") and value > inside:
@@ -67,9 +68,10 @@ def check_number(value: Any, keyword: str, pointer: str) -> None:
 
 
 def _limited(keyword: str, limit: float) -> Schema:
-    """Return a schema with a minimum or maximum of so few digits that the library does not round it.
+    """Return a schema with a minimum or maximum that has few enough digits that the library does not round it.
 
-    The library wrongly rejects some numbers with fewer digits, such as 4.9 for `maximum: 4.95`. An enum adds them.
+    The library wrongly rejects some numbers with fewer digits than the limit, for example 4.9 for `maximum: 4.95`. An
+    enum allows these numbers.
     """
     upwards = keyword == "minimum"
     exact, step = Decimal(repr(limit)), _step(limit)
@@ -89,7 +91,7 @@ def _step(value: float) -> Decimal:
 
 
 def _next(value: float, upwards: bool) -> float:
-    """The next limit above or below `value`."""
+    """Return the next limit above `value`, or below it if `upwards` is false."""
     step = _step(value)
     near = Decimal(repr(value)).quantize(step, ROUND_FLOOR if upwards else ROUND_CEILING)
     found = near + step if upwards else near - step

@@ -1,7 +1,7 @@
 """Complements of JSON schemas, written with keywords that are enforced.
 
-The writer uses them for `not`, `if` and `oneOf`. A complement never accepts a value that the schema
-accepts, but it may reject more: the complement of `{"type": "integer"}` rejects all numbers.
+The writer uses complements for `not`, `if` and `oneOf`. A complement never accepts a value that the schema accepts.
+It may also reject values that the schema rejects: the complement of `{"type": "integer"}` rejects all numbers.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 from runtime.grammar.patterns import automata
 
 MAX_DEPTH = 8
-MAX_LETTERS = 2_000  # maximum characters of all strings of an enum together
+MAX_LETTERS = 2_000  # maximum number of characters of all strings of an enum together
 
 Schema = Any
-Peek = Callable[[Any], Any]  # `References.peek`: returns the target of a reference, any other schema itself
-# The type "integer" is missing, because integers are numbers.
+Peek = Callable[[Any], Any]  # `References.peek`: returns the target of a reference, and any other schema unchanged
+# All types except "integer", which is a part of "number".
 TYPES = ("null", "boolean", "number", "string", "array", "object")
 ANY_TEXT = r"(?:.|[\n\r\u2028\u2029])*"
 
 
 class NoComplementError(Exception):
-    """The complement of this keyword cannot be written."""
+    """Raised if the complement of a keyword cannot be written."""
 
 
 def complement(schema: Schema, peek: Peek, known: Iterable[str], depth: int = 0) -> Schema:
     """Return a schema that accepts only values that `schema` rejects.
 
-    `known` are the keywords that limit values; other keywords are annotations. Raises `NoComplementError` with the
+    `known` has the keywords that limit values; other keywords are annotations. Raises `NoComplementError` with the
     keyword whose complement cannot be written.
     """
     if isinstance(schema, bool):
@@ -53,7 +53,7 @@ def complement(schema: Schema, peek: Peek, known: Iterable[str], depth: int = 0)
                     parts.append({"type": "object", "required": [name], "properties": {name: other}})
         elif keyword == "items" and isinstance(value, dict | bool):
             other = complement(value, peek, known, depth + 1)
-            # The complement holds only arrays whose first item violates `items`. It rejects other arrays.
+            # The complement accepts only arrays whose first item violates `items`, and rejects all other arrays.
             if other is not False and "prefixItems" not in schema:
                 parts.append({"type": "array", "minItems": 1, "items": [other], "additionalItems": True})
         elif keyword == "pattern":
@@ -67,7 +67,10 @@ def complement(schema: Schema, peek: Peek, known: Iterable[str], depth: int = 0)
 
 
 def without_values(values: Iterable[Any]) -> Schema:
-    """Return a schema for all other values. If `values` holds an array or object, it rejects all arrays or objects."""
+    """Return a schema that rejects these values and accepts all others.
+
+    If an array (or object) is among the values, the schema rejects all arrays (or objects).
+    """
     texts: set[str] = set()
     numbers: set[float] = set()
     rest: dict[str, list[Any]] = {"boolean": [False, True], "null": [None]}
@@ -91,7 +94,7 @@ def without_values(values: Iterable[Any]) -> Schema:
 
 
 def without_texts(texts: Iterable[str]) -> str:
-    """Return an ECMA-262 pattern for all texts that are not in `texts`."""
+    """Return an ECMA-262 pattern that matches all texts except those in `texts`."""
     texts = set(texts)
     if sum(map(len, texts)) > MAX_LETTERS:
         raise NoComplementError("enum")

@@ -1,6 +1,6 @@
-"""Rewrites `propertyNames` and the keywords for dependencies as simpler schemas.
+"""Rewrite `propertyNames` and the keywords for dependencies as simpler schemas.
 
-Each function returns a schema that rejects every value that the keyword rejects, and perhaps more.
+Each function returns a schema that rejects every value that the keyword rejects, and possibly further values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from runtime.grammar.schema.complement import NoComplementError
 
 Schema = Any
-Peek = Callable[[Any], Any]  # `References.peek`: returns the target of a reference, any other schema itself
+Peek = Callable[[Any], Any]  # `References.peek`: returns the target of a reference, and any other schema unchanged
 MAX_DEPENDENCIES = 8  # maximum per object, because each dependency doubles the number of alternatives
 # Keywords that never limit a value.
 ANNOTATIONS = frozenset({"title", "description", "$comment", "examples", "default", "$id", "$schema"})

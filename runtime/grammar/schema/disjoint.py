@@ -1,4 +1,4 @@
-"""Whether two JSON schemas are disjoint."""
+"""Test whether two JSON schemas are disjoint, that is, whether no value satisfies both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from runtime.grammar.patterns import automata
 MAX_DEPTH = 8
 
 Constant = tuple[str, Any]  # (type, value)
-Peek = Callable[[Any], Any]  # `References.peek`: returns the target of a reference, any other schema itself
+Peek = Callable[[Any], Any]  # `References.peek`: returns the target of a reference, and any other schema unchanged
 
 
 def are_disjoint(one: Any, other: Any, peek: Peek) -> bool:
@@ -46,8 +46,9 @@ def _are_disjoint(one: Any, other: Any, peek: Peek, depth: int) -> bool:
 
 
 def conjuncts(schema: Any, peek: Peek, depth: int = 0) -> list[dict[str, Any]]:
-    """Return `schema`, which must not be a reference, and all schemas in its `allOf`. A value must satisfy all of
-    them.
+    """Return `schema` and all schemas in its `allOf`, which a value must satisfy together.
+
+    `schema` must not be a reference.
     """
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return []
@@ -76,7 +77,7 @@ def all_of(schemas: Sequence[Any]) -> Any:
 
 
 def _no_common_text(parts: Iterable[dict[str, Any]], values: Iterable[set[Constant] | None], peek: Peek) -> bool:
-    """Whether no text is in all lists of values and matches all patterns of `parts`. False if it is not known."""
+    """Whether it is certain that no text is in all lists of values and matches all patterns of `parts`."""
     patterns = [part["pattern"] for part in parts if isinstance(part.get("pattern"), str)]
     listed = [[automata.spelled(text) for kind, text in each if kind == "str"] for each in values if each]
     patterns += [f"^(?:{'|'.join(texts)})$" for texts in listed]
@@ -89,7 +90,7 @@ def _no_common_text(parts: Iterable[dict[str, Any]], values: Iterable[set[Consta
 
 
 def _values(parts: Iterable[dict[str, Any]]) -> set[Constant] | None:
-    """Return the constants that all schemas allow; None if no schema has a list of only scalars."""
+    """Return the constants that all schemas allow, or None if no schema lists constants that are all scalars."""
     allowed: set[Constant] | None = None
     for part in parts:
         found = [part["const"]] if "const" in part else part.get("enum")
@@ -100,13 +101,13 @@ def _values(parts: Iterable[dict[str, Any]]) -> set[Constant] | None:
 
 
 def _key(value: Any) -> Constant:
-    """Return (type, value). In JSON, 1 and 1.0 are the same number, but true is another value."""
+    """Return (type, value). In JSON, 1 and 1.0 are the same number, but 1 and true are different values."""
     kind = type(value).__name__
     return ("number", value) if kind in ("int", "float") else (kind, value)
 
 
 def _types(parts: Iterable[dict[str, Any]], values: Iterable[Constant] | None) -> set[str]:
-    """Return the types that all schemas allow. If "number" is allowed, so is "integer"."""
+    """Return the types that all schemas allow. "number" in a schema also allows "integer"."""
     types = {*_ALL}
     for part in parts:
         named = part.get("type")

@@ -1,7 +1,7 @@
 """The formats of JSON Schema as regular expressions for `expressions.full`.
 
-An expression matches only valid texts, but not always all of them. Every format of a draft of JSON Schema is in
-`FORMATS` or `NOT_ENFORCED`; other names are annotations, and limit nothing.
+An expression matches only valid texts, but not always all valid texts. Every format in a draft of JSON Schema is in
+`FORMATS` or `NOT_ENFORCED`. Other names are annotations, which do not limit values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _IPV4 = f"(?:{_OCTET}\\.){{3}}{_OCTET}"
 _H16 = "[0-9a-fA-F]{1,4}"
 _LETTER, _INNER = "[a-zA-Z0-9]", "[a-zA-Z0-9-]"
-# A label from its third character on. The third and the fourth character are not both hyphens, because no expression
+# A label from its third character on. The third and fourth characters must not both be hyphens, because no expression
 # can check the text after `xn--`.
 _FROM_THIRD = f"(?:{_INNER}{_LETTER}|(?:{_LETTER}{_INNER}|-{_LETTER}){_INNER}{{0,58}}{_LETTER})"
 _LABEL = f"{_LETTER}(?:{_INNER}?{_LETTER}|{_INNER}{_FROM_THIRD})?"
@@ -48,7 +48,7 @@ _DAYS = "(?:[0-9]{1,9}Y(?:[0-9]{1,9}M(?:[0-9]{1,9}D)?)?|[0-9]{1,9}M(?:[0-9]{1,9}
 def _ipv6() -> str:
     """Return a pattern for IPv6 addresses (RFC 4291).
 
-    An address has eight groups. One run of zero groups may be omitted, and the last two may be an IPv4 address.
+    An address has eight groups. One run of zero groups may be omitted. An IPv4 address may replace the last two groups.
     """
     shapes = [f"(?:{_H16}:){{7}}{_H16}", f"(?:{_H16}:){{1,7}}:", f":(?::{_H16}){{1,7}}", "::"]
     shapes += [f"(?:{_H16}:){{{left}}}(?::{_H16}){{1,{7 - left}}}" for left in range(1, 7)]
@@ -56,7 +56,7 @@ def _ipv6() -> str:
     return f"(?:{'|'.join(shapes)})"
 
 
-_LOCAL = "|".join(  # at most 64 characters in total, so the limit per part depends on the number of dots
+_LOCAL = "|".join(  # at most 64 characters in total, so the maximum length of a part depends on the number of dots
     f"(?:{_ATEXT}{{1,{size}}}\\.){{{dots}}}{_ATEXT}{{1,{size}}}" for dots, size in enumerate((64, 31, 20, 15))
 )
 # Regular expressions without nested groups, references, braces and complex classes.
@@ -96,7 +96,7 @@ FORMATS: Mapping[str, str] = {
     "base64url": "(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2}==|[A-Za-z0-9_-]{3}=)?",
     "byte": "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?",
 }
-# Formats that are refused. Fewer than one in a thousand published schemas use them.
+# Formats that are refused. Fewer than one in a thousand published schemas uses them.
 NOT_ENFORCED = frozenset({"uri-template", "color", "relative-json-pointer"})
 MAX_LENGTHS: Mapping[str, int] = {
     "hostname": 253,
@@ -105,7 +105,7 @@ MAX_LENGTHS: Mapping[str, int] = {
     "email": 254,
     "idn-email": 254,
 }
-# Bits of the integer formats of OpenAPI and pydantic. int64 has 54, up to which floating-point numbers are exact.
+# Bits of the integer formats of OpenAPI and pydantic. int64 has 54 bits, because float64 is exact only up to 2^53.
 INTEGER_BITS: Mapping[str, int] = {
     "int8": 8,
     "int16": 16,
@@ -119,6 +119,6 @@ INTEGER_BITS: Mapping[str, int] = {
 
 @cache
 def format_regex(name: str) -> str | None:
-    """Return the regular expression of a format for the backend; None if `FORMATS` lacks the name."""
+    """Return the regular expression of a format for the backend, or None if the name is not in `FORMATS`."""
     source = FORMATS.get(name)
     return None if source is None else expressions.full(source)

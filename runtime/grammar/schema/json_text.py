@@ -1,4 +1,4 @@
-"""Parses JSON from clients, with limits, and writes JSON."""
+"""Parse JSON from clients, with limits, and write JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def parse(source: str) -> Any:
 
 
 def dumps(value: Any) -> str:
-    """Return the value as ASCII JSON. Names keep their order."""
+    """Return the value as ASCII JSON text. Names keep their order."""
     return json.dumps(value, ensure_ascii=True, allow_nan=False)
 
 
@@ -29,7 +29,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _check_depth(source: str) -> None:
-    """Raise `InvalidGrammar` for deep nesting, before a recursive parser runs. Most texts need only the first test."""
+    """Raise `InvalidGrammar` for deep nesting. Must be called before a recursive parser runs."""
     if source.count("[") + source.count("{") <= MAX_DEPTH:
         return
     depth, in_string, escaped = 0, False, False

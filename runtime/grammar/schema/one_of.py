@@ -1,4 +1,4 @@
-"""Finds conditions for the schemas of a `oneOf`, so that no value satisfies two of them."""
+"""Find conditions for the schemas of a `oneOf`, so that no value satisfies two of the schemas."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from runtime.grammar.schema.complement import NoComplementError, complement
 from runtime.grammar.schema.disjoint import are_disjoint, conjuncts, property_of
 
 Schema = Any
-Peek = Callable[[Any], Any]  # `References.peek`: returns the target of a reference, any other schema itself
-MAX_UNKNOWN = 8  # maximum number of alternatives "requires a property that the other schema forbids"
+Peek = Callable[[Any], Any]  # `References.peek`: returns the target of a reference, and any other schema unchanged
+MAX_UNKNOWN = 8  # maximum number of properties in the condition "requires a property that the other schema forbids"
 
 
 def exclusive(options: list[Schema], peek: Peek) -> list[list[Schema]] | tuple[int, int]:
     """Return further conditions for each schema of a `oneOf`, which make the schemas disjoint.
 
-    For each pair that is not known to be disjoint, each schema is narrowed by the first of these that applies: it
-    requires a property on which the two differ; it forbids a property that the other requires; it requires a property
-    that the other forbids; it excludes the other's values by their complement. Returns the indices of a pair that
-    still overlaps, if no such conditions are found.
+    For each pair that is not known to be disjoint, each schema A gets the first possible condition against the other
+    schema B:
+    1. A requires a property whose schemas in A and B are disjoint.
+    2. A forbids a property that B requires.
+    3. A requires a property that B forbids.
+    4. A must satisfy the complement of B.
+    If a pair still overlaps, its two indices are returned instead.
     """
     schemas = [peek(option) for option in options]
     conditions: list[list[Schema]] = [[] for _ in options]
@@ -39,7 +42,7 @@ def exclusive(options: list[Schema], peek: Peek) -> list[list[Schema]] | tuple[i
 
 
 def _partial_complement(schema: Schema, peek: Peek) -> Schema:
-    """Return the complement of `schema`; False, which accepts no value, if it cannot be written."""
+    """Return the complement of `schema`, or False (which accepts no value) if it cannot be written."""
     try:
         return complement(schema, peek, known=())
     except NoComplementError:
@@ -47,7 +50,7 @@ def _partial_complement(schema: Schema, peek: Peek) -> Schema:
 
 
 def _distinction(one: Schema, other: Schema, peek: Peek) -> Schema | None:
-    """Return a condition that makes values of `one` violate `other`; None if no simple condition is known."""
+    """Return a condition that makes values of `one` violate `other`, or None if no simple condition is known."""
     if not isinstance(one, dict) or not isinstance(other, dict):
         return None
     ones, others = conjuncts(one, peek), conjuncts(other, peek)

@@ -1,4 +1,4 @@
-"""Replaces overlapping patterns of `patternProperties` by disjoint patterns."""
+"""Replace overlapping patterns of `patternProperties` by disjoint patterns."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Any
 
 from runtime.grammar.patterns.automata import TooComplexError, ambiguous, intersects, partition
 
-Peek = Callable[[Any], Any]  # called for each unit of work; raises above a limit
-MAX_OVERLAPPING = 16  # maximum number of patterns that overlap, directly or through others
+Peek = Callable[[Any], Any]  # called for each unit of work; raises an error above a limit
+MAX_OVERLAPPING = 16  # maximum number of patterns that overlap, directly or through other patterns
 
 
 def disjoint_patterns(
     patterns: Sequence[str], peek: Peek, *, is_closed: bool
 ) -> list[tuple[str | int, tuple[int, ...]]] | None:
-    """Return a list of disjoint patterns: no name matches two of them.
+    """Return a list of disjoint patterns, so that no name matches two of them.
 
-    Each entry is (pattern, indices). The pattern is a new one, or an index into `patterns`. The indices say which of
-    `patterns` the names match. If they are empty, ECMA-262 and Python differ on the names, which must not be written.
-    Closed objects (`additionalProperties: false`, `is_closed`) need no such entry, because other names are not allowed.
+    Each entry is (pattern, indices). The pattern is a new pattern, or an index into `patterns`. Its names match the
+    patterns in `patterns` with these indices. If the indices are empty, ECMA-262 and Python differ on the names, and an
+    output must not contain them. Closed objects (`additionalProperties: false`, `is_closed`) need no such entry,
+    because they allow no other names.
 
-    If patterns are too complex to compare, an open object returns None. A closed object returns the patterns unchanged;
-    the library refuses them later if they overlap.
+    If the patterns are too complex to compare, return None for an open object. For a closed object, return the patterns
+    unchanged; the library refuses them later if they overlap.
     """
     groups = _overlapping(patterns, peek)
     unchanged = [(index, (index,)) for index in range(len(patterns))]
@@ -44,7 +45,7 @@ def disjoint_patterns(
 
 
 def _overlapping(patterns: Sequence[str], peek: Peek) -> list[list[int]]:
-    """Return the indices of the patterns in groups. No name matches patterns of two groups."""
+    """Return the indices of the patterns in groups, so that no name matches patterns of two groups."""
     groups: list[list[int]] = []
     for index, pattern in enumerate(patterns):
         joined, others = [index], []
@@ -58,7 +59,7 @@ def _overlapping(patterns: Sequence[str], peek: Peek) -> list[list[int]]:
 
 
 def _may_intersect(one: str, other: str, peek: Peek) -> bool:
-    """Whether a name may match both patterns. False if they are too complex: the library compares them itself."""
+    """Whether a name may match both patterns. False if they are too complex, because the library compares them too."""
     try:
         return intersects([one, other], peek)
     except TooComplexError:

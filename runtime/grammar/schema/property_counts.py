@@ -1,4 +1,4 @@
-"""Rewrites `minProperties` and `maxProperties`. The library enforces them only if no property is optional."""
+"""Rewrite `minProperties` and `maxProperties`, which the library enforces only if no property is optional."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import combinations
 from typing import Any
 
 Schema = Any
-Peek = Callable[[Any], Any]  # `References.peek`: returns the target of a reference, any other schema itself
+Peek = Callable[[Any], Any]  # `References.peek`: returns the target of a reference, and any other schema unchanged
 MAX_NAMES = 2_000  # maximum number of optional names, summed over all alternatives
 
 
 def alternatives(
     optional: Sequence[str], num_required: int, least: int, most: int | None, *, open_: bool
 ) -> list[Schema] | None:
-    """Return one schema for each allowed set of optional properties; None if there are too many.
+    """Return one schema for each allowed set of optional properties, or None if there are too many sets.
 
-    `open_` says whether unlisted names are allowed. At most one unlisted name counts for the minimum: JSON text may
-    repeat a name, and a parser would then see one property.
+    `open_` says whether unlisted names are allowed. At most one unlisted name counts towards the minimum, because JSON
+    text may repeat a name, which a parser reads as one property.
     """
     count, least = len(optional), max(0, least - num_required)
     most = None if most is None else max(0, most - num_required)
@@ -31,7 +31,7 @@ def alternatives(
     ways: list[Schema] = []
     for size in sizes:
         for present in combinations(optional, size):
-            # Without a maximum, properties after the last counted one stay optional.
+            # Without a maximum, the properties after the last one in `present` stay optional.
             end = count if most is not None else optional.index(present[-1]) if present else 0
             limits: Schema = {}
             if size < least:
@@ -56,9 +56,9 @@ def _with_exactly(present: Sequence[str], optional: Sequence[str], limits: Schem
 
 
 def may_exceed_maximum(schema: Schema, peek: Peek) -> bool:
-    """Whether an object may require more names than its `maxProperties`, in which case the library ignores the limit.
+    """Whether an object may require more names than its `maxProperties`. The library would then ignore the limit.
 
-    `schema` is already rewritten for the backend.
+    `schema` must already be rewritten for the backend.
     """
     pending: list[tuple[Schema, frozenset[str], int, float]] = [(schema, frozenset(), 0, math.inf)]
     num_visited = 0
@@ -77,7 +77,7 @@ def may_exceed_maximum(schema: Schema, peek: Peek) -> bool:
 
 
 def _required(schema: Schema, peek: Peek) -> tuple[frozenset[str], float, list[list[Schema]]]:
-    """Return (names that are always required, `maxProperties` or inf, the lists of `anyOf`) of an object's schema."""
+    """Return the names that an object's schema always requires, its `maxProperties` or inf, and its `anyOf` lists."""
     names, most, choices = set[str](), math.inf, list[list[Schema]]()
     pending, seen = [schema], set[int]()
     while pending:

@@ -1,4 +1,4 @@
-"""Resolves the references (`$ref`) of a JSON schema. They may point only into the schema itself."""
+"""Resolve the references (`$ref`) of a JSON schema. References may point only into the schema itself."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from urllib.parse import unquote
 
 from runtime.grammar_spec import InvalidGrammar
 
-MAX_COMPARED = 100_000  # maximum calls of `References.peek`, which comparisons and complements make
+MAX_COMPARED = 100_000  # maximum number of calls of `References.peek` by comparisons and complements
 MAX_STEPS = 16  # maximum length of a chain of references
-MAX_PASSES = 20  # maximum passes over recursive definitions
+MAX_PASSES = 20  # maximum number of passes over recursive definitions
 COMPARED_BETWEEN_PAUSES = 64
 
 
 class Unsupported(InvalidGrammar):
-    """A keyword is malformed or cannot be enforced. The message names the keyword and its JSON pointer."""
+    """Raised if a keyword is malformed or cannot be enforced. The message has the keyword and its JSON pointer."""
 
     def __init__(self, keyword: str, pointer: str, reason: str) -> None:
         super().__init__(f"{keyword} at {pointer or '/'}: {reason}")
@@ -25,7 +25,7 @@ class Unsupported(InvalidGrammar):
         self.reason = reason
 
     def inside(self, place: str) -> Unsupported:
-        """Return this error with `place`, the schema's place in a larger document, before the pointer."""
+        """Return this error with `place` before the pointer. `place` is the schema's place in a larger document."""
         return Unsupported(self.keyword, place + self.pointer, self.reason)
 
 
@@ -35,18 +35,18 @@ def escaped(name: str) -> str:
 
 
 class References:
-    """The references of one schema. Each target gets one name and becomes one definition."""
+    """The references of one schema. Each target of a reference gets a name, and becomes one definition."""
 
     def __init__(self, root: Any) -> None:
         identity = root.get("$id", root.get("id")) if isinstance(root, dict) else None
         self._root = root
         self._root_id = identity.rstrip("#") if isinstance(identity, str) else ""
-        self._names: dict[str, str] = {}  # maps JSON pointers of targets to the names of their definitions
+        self._names: dict[str, str] = {}  # JSON pointer of a target -> name of its definition
         self._pending: list[str] = []
         self._num_compared = 0
 
     def name(self, reference: Any, pointer: str) -> str:
-        """Return the name of the definition for a reference's target. Raises `Unsupported` if there is no target."""
+        """Return the name of the definition that a reference points to. Raises `Unsupported` if there is none."""
         target = self.target(reference, pointer)
         self.resolve(target)
         if target not in self._names:
@@ -55,11 +55,11 @@ class References:
         return self._names[target]
 
     def place(self, name: str) -> str:
-        """Return the JSON pointer of the definition `name`."""
+        """Return the JSON pointer of the definition called `name`."""
         return next(pointer for pointer, each in self._names.items() if each == name)
 
     def definitions(self, write: Callable[[Any, str], Any]) -> dict[str, Any]:
-        """Return all definitions, written by `write(schema, pointer)`, which may name further targets."""
+        """Return all definitions, rewritten by `write(schema, pointer)`, which may add further definitions."""
         definitions: dict[str, Any] = {}
         while self._pending:
             pointer = self._pending.pop()
@@ -67,7 +67,7 @@ class References:
         return definitions
 
     def peek(self, schema: Any) -> Any:
-        """Return the target if `schema` is a reference, else `schema`. Limits the number of calls for each schema."""
+        """Return the target if `schema` is a reference, else `schema`. Raises `Unsupported` after too many calls."""
         self._num_compared += 1
         if self._num_compared > MAX_COMPARED:
             raise Unsupported("schema", "", "there is too much in it to compare")
@@ -96,7 +96,7 @@ class References:
         return found
 
     def target(self, reference: Any, pointer: str) -> str:
-        """Return the JSON pointer that a reference names. `pointer` is the reference's own place, for errors."""
+        """Return the JSON pointer that a reference names. `pointer` is the place of the reference, for errors."""
         if not isinstance(reference, str):
             raise Unsupported("$ref", pointer, "it must be a string")
         if self._root_id and reference.startswith(self._root_id + "#"):
@@ -112,13 +112,13 @@ class References:
 
 
 def endless(definitions: Mapping[str, Any], pause: Callable[[], None]) -> set[str]:
-    """Return the names of definitions that require themselves, so that no finite text matches.
+    """Return the names of definitions that require themselves, so that no finite text matches them.
 
-    An output of such a definition would never end. `definitions` are already rewritten for the backend. `pause` is
+    An output of such a definition would never end. `definitions` must already be rewritten for the backend. `pause` is
     called for each visited schema.
     """
     ending: set[str] = set()
-    open_ = list(definitions)[::-1]  # inner definitions are named later: checking them first saves passes
+    open_ = list(definitions)[::-1]  # inner definitions come last; checking them first saves passes
     for _ in range(MAX_PASSES):
         found = [name for name in open_ if _ends(definitions[name], ending, pause)]
         if not found:
@@ -129,7 +129,7 @@ def endless(definitions: Mapping[str, Any], pause: Callable[[], None]) -> set[st
 
 
 def written_parts(schemas: Collection[Any], pause: Callable[[], None]) -> Iterator[dict[str, Any]]:
-    """Yield `schemas`, which are rewritten for the backend, and all schemas inside them."""
+    """Yield `schemas` and all schemas inside them. They must already be rewritten for the backend."""
     pending = list(schemas)
     while pending:
         part = pending.pop()
@@ -145,12 +145,12 @@ def written_parts(schemas: Collection[Any], pause: Callable[[], None]) -> Iterat
 
 
 def definition_of(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Any:
-    """Return the target of a `$ref`. The schema is already rewritten for the backend."""
+    """Return the target of a `$ref` in a schema that is already rewritten for the backend."""
     return definitions[schema["$ref"].removeprefix("#/$defs/")]
 
 
 def _ends(schema: Any, ending: set[str], pause: Callable[[], None]) -> bool:
-    """Whether a finite text may match `schema` if only the definitions in `ending` have finite texts."""
+    """Whether a finite text may match `schema`, if only the definitions in `ending` are known to match finite texts."""
     pause()
     if not isinstance(schema, dict):
         return schema is not False

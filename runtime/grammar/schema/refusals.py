@@ -1,7 +1,7 @@
-"""Finds the part of a JSON schema that the library refuses, because the library's errors hardly ever name it.
+"""Find the part of a JSON schema that causes the library to refuse the schema. The library's errors rarely name it.
 
 Each part of a refused schema is compiled alone, with the definitions that it refers to. If a part is refused for the
-same reason, its own parts are tried next. The result is the innermost part that is refused.
+same reason as the schema, its own parts are tried next. The result is the innermost part that is refused.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from runtime.grammar.schema.references import References, Unsupported, escaped
 from runtime.grammar_spec import InvalidGrammar
 
 MAX_TRIES = 128  # maximum number of parts that are compiled
-MAX_S = 0.3
+MAX_S = 0.3  # maximum time of the search
 
-# Called with a schema and a JSON pointer. Returns the library's error for the part there; None if it is accepted.
+# (schema, JSON pointer) -> the library's error for the part at this place, or None if the library accepts it.
 Refusal = Callable[[Any, str], str | None]
 
 
 class Reason(NamedTuple):
     """A reason for which the library refuses schemas."""
 
-    said: str  # text by which the library's message is recognised
-    keyword: str
-    words: str
+    said: str  # text in the library's message by which the reason is recognised
+    keyword: str  # the keyword to name in the error
+    words: str  # the explanation for the client
 
 
 NO_VALUE = "no value satisfies it"
@@ -54,17 +54,18 @@ REASONS = (
     Reason("too large", "schema", TOO_LARGE),
     Reason("too many", "schema", TOO_LARGE),
 )
-# Keywords whose value is a subschema, a list of subschemas, and a mapping of names to subschemas.
+# Keywords whose value is a subschema (_PARTS), a list of subschemas (_LISTS), or a map of names to subschemas (_MAPS).
 _PARTS = ("items", "additionalProperties", "additionalItems", "if", "then", "else", "not")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies")
 
 
 def placed(schemas: Sequence[tuple[str, Any]], error: str, refusal: Refusal) -> InvalidGrammar:
-    """Return the library's refusal `error` of a grammar, with the keyword and the place that cause it.
+    """Return the library's error for a refused grammar, with the keyword and the place that cause it.
 
-    `schemas` are (place, schema) of all schemas in the grammar. Compiles up to `MAX_TRIES` parts in about `MAX_S`. If
-    that is not enough, the place of a larger part is named. If no schema is refused alone, no place is added.
+    `schemas` has (place, schema) for each schema in the grammar. Compiles up to `MAX_TRIES` parts in about `MAX_S`
+    seconds; if this is not enough, the error names a larger part. If no schema is refused alone, the error has no
+    place.
     """
     until_s = time.perf_counter() + MAX_S
     for place, schema in schemas:
@@ -77,7 +78,7 @@ def placed(schemas: Sequence[tuple[str, Any]], error: str, refusal: Refusal) -> 
 
 
 def _part(schema: Any, reason: Reason, refusal: Callable[[str], str | None], until_s: float) -> Unsupported:
-    """Find the innermost part of a schema that is refused alone for this reason, and return the error about it."""
+    """Return an error about the innermost part of a schema that is refused alone for this reason."""
     references = References(schema)
     path, seen = [""], {""}
     inside = _inside(references, "", reason)
@@ -92,7 +93,7 @@ def _part(schema: Any, reason: Reason, refusal: Callable[[str], str | None], unt
                 path.append(pointer)
                 inside = _inside(references, pointer, reason)
     found = path[-1]
-    if reason.keyword == "$ref":  # a cycle has no innermost part: name a reference that has other keywords beside it
+    if reason.keyword == "$ref":  # a cycle has no innermost part, so name a schema with $ref and other keywords
         found = next((each for each in reversed(path) if _refers(references.resolve(each))), found)
     where = f"{found}/{reason.keyword}" if _has(references.resolve(found), reason.keyword) else found
     return Unsupported(reason.keyword, where, reason.words)
@@ -103,7 +104,7 @@ def _reason(error: str) -> Reason:
 
 
 def _inside(references: References, pointer: str, reason: Reason) -> Iterator[str]:
-    """Yield the JSON pointers of the parts of the schema at `pointer`, and last the target of its reference."""
+    """Yield the JSON pointers of the parts of the schema at `pointer`, and finally of its reference's target."""
     schema = references.resolve(pointer)
     if not isinstance(schema, dict):
         return
@@ -111,7 +112,7 @@ def _inside(references: References, pointer: str, reason: Reason) -> Iterator[st
     for keyword, value in schema.items():
         if isinstance(value, dict) and keyword in _MAPS:
             names: Sequence[str] = list(value)
-            if no_value:  # an optional property without values can be left out, so it is not the cause
+            if no_value:  # an optional property that no value satisfies can be omitted, so it is not the cause
                 names = [name for name in names if name in schema.get("required", ()) and keyword == "properties"]
             yield from (f"{pointer}/{keyword}/{escaped(name)}" for name in names)
         elif isinstance(value, list) and keyword in _LISTS:
@@ -120,12 +121,12 @@ def _inside(references: References, pointer: str, reason: Reason) -> Iterator[st
         elif keyword in _PARTS and (not no_value or (keyword == "items" and "minItems" in schema)):
             yield f"{pointer}/{keyword}"
     if "$ref" in schema:
-        with suppress(Unsupported):  # an unsupported reference that no output needs
+        with suppress(Unsupported):  # the reference is unsupported, but no output needs it
             yield references.target(schema["$ref"], pointer)
 
 
 def _refers(schema: Any) -> bool:
-    """Whether the schema has `$ref` and other keywords beside it."""
+    """Whether the schema has `$ref` together with other keywords."""
     return isinstance(schema, dict) and "$ref" in schema and len(schema) > 1
 
 

@@ -1,7 +1,7 @@
-"""Finds the arrays of a JSON schema whose items must be unique (`uniqueItems`).
+"""Find the arrays of a JSON schema whose items must be unique (`uniqueItems`).
 
-No grammar can express unique items, so `backends.unique_texts` enforces them while an output is generated. Items are
-strings, or objects that are distinguished by one string property.
+No grammar can express unique items, so `backends.unique_texts` enforces them while an output is generated. Items must
+be strings, or objects that differ in one string property.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from typing import Any
 from runtime.grammar.patterns.finite import matches_few
 from runtime.grammar.schema.references import Unsupported
 
-MAX_LISTED = 256  # a longer list of allowed strings is treated as if any string were allowed
+MAX_LISTED = 256  # a longer list of allowed strings is treated as if every string were allowed
 MAX_DEPTH = 8
-MAX_PLACES = 50_000  # maximum number of pairs (subschema, name of the property above it)
-# Keywords whose subschemas apply to the same value (_SAME), to properties of any name, and to items of an array.
+MAX_PLACES = 50_000  # maximum number of pairs (subschema, name of the nearest enclosing property)
+# Keywords whose subschemas apply to the same value (_SAME), to properties of any name (_ANY_NAME), and to items of an
+# array (_ITEMS).
 _SAME = ("anyOf", "oneOf", "allOf", "not", "if", "then", "else", "dependentSchemas", "dependencies")
 _ANY_NAME = ("patternProperties", "additionalProperties")
 _ITEMS = ("items", "prefixItems", "additionalItems")
 
 Schema = Any
-Peek = Callable[[Any], Any]  # `References.peek`: returns the target of a reference, any other schema itself
-# The unique arrays of a schema. The outer keys are the name of the nearest property above an array: "" if there is
-# none, None if the property may have any name. The inner keys say what must differ: None for the items themselves,
-# which are strings, else the name of a string property. The values are the strings that the schema lists; () if it
-# allows others.
+Peek = Callable[[Any], Any]  # `References.peek`: returns the target of a reference, and any other schema unchanged
+# The unique arrays of a schema. An outer key is the name of the nearest property that contains the array: "" if there
+# is none, None if the property may have any name. An inner key says what must differ: None for the items themselves,
+# which are strings, or the name of a string property. The values are the strings that the schema lists, or () if it
+# allows other strings.
 UniqueArrays = dict[str | None, dict[str | None, tuple[str, ...]]]
 
 
 def texts(items: Schema, peek: Peek, depth: int = 0) -> tuple[str, ...] | None:
-    """Return the strings that a schema lists; () if it allows any strings, None if it may allow other types."""
+    """Return the strings that a schema lists, () if it allows unlisted strings, or None if it may allow other types."""
     items = peek(items)
     if not isinstance(items, dict) or depth > MAX_DEPTH:
         return None
@@ -40,7 +41,7 @@ def texts(items: Schema, peek: Peek, depth: int = 0) -> tuple[str, ...] | None:
         return tuple(dict.fromkeys(listed)) if all(isinstance(each, str) for each in listed) else None
     if items.get("type") == "string":
         pattern = items.get("pattern")
-        # With few possible strings, an array could run out of them and still have to go on.
+        # With few possible strings, an array could use all of them before it has enough items.
         return None if isinstance(pattern, str) and matches_few(pattern, MAX_LISTED) else ()
     for keyword in ("anyOf", "oneOf"):
         options = items.get(keyword)
@@ -55,9 +56,9 @@ def texts(items: Schema, peek: Peek, depth: int = 0) -> tuple[str, ...] | None:
 
 
 def text_properties(items: Schema, peek: Peek, depth: int = 0) -> dict[str, tuple[str, ...]] | None:
-    """Map the properties that are always strings to the results of `texts` for them, required properties first.
+    """Return the properties that are always strings -> the results of `texts` for them, required properties first.
 
-    Returns None if the schema may allow values that are no objects.
+    Returns None if the schema may allow values other than objects.
     """
     items = peek(items)
     if not isinstance(items, dict) or depth > MAX_DEPTH:
@@ -84,9 +85,9 @@ def text_properties(items: Schema, peek: Peek, depth: int = 0) -> dict[str, tupl
 
 
 def text_property(items: Schema, peek: Peek) -> tuple[str, tuple[str, ...]] | None:
-    """Return (name, strings) of the property by which items differ, preferably one that allows any string.
+    """Return (name, result of `texts`) of the property in which items must differ, or None if there is none.
 
-    Returns None if no property is always a string.
+    The property must always be a string. Properties that allow unlisted strings are preferred.
     """
     found = text_properties(items, peek) or {}
     name = next((name for name, values in found.items() if not values), next(iter(found), None))
@@ -98,7 +99,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def unique_names(root: Schema, peek: Peek) -> UniqueArrays:
-    """Find all unique arrays in a schema. Raises `Unsupported` if the schema is too large."""
+    """Return all unique arrays in a schema. Raises `Unsupported` if the schema is too large."""
     found: UniqueArrays = {}
     pending: list[tuple[Schema, str | None]] = [(root, "")]
     seen: set[tuple[int, str | None]] = set()
@@ -122,7 +123,7 @@ def unique_names(root: Schema, peek: Peek) -> UniqueArrays:
 
 
 def _places(schema: dict[str, Any], name: str | None, peek: Peek) -> Iterable[tuple[Schema, str | None]]:
-    """Yield (subschema, name of the nearest property above its values) for each subschema; None means any name."""
+    """Yield (subschema, name of the nearest property that contains its values); None means any name."""
     for keyword, value in schema.items():
         if keyword == "$ref":
             yield peek({"$ref": value}), name

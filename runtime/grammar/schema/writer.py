@@ -1,9 +1,9 @@
-"""Rewrites a JSON schema for a grammar library, or refuses it with the keyword and its place.
+"""Rewrite a JSON schema for a grammar library, or refuse it with the keyword and its place.
 
-llguidance ignores unknown keywords, reads options from the schema itself (`x-guidance`, one of which ignores keywords
-that are not implemented), and enforces some keywords only approximately. Therefore the library never sees a client's
-schema. It gets a schema written here, from keywords whose enforcement is tested against a validator. Only references
-into the schema itself are followed.
+llguidance ignores unknown keywords, and enforces some keywords only approximately. It also reads options from the
+schema (`x-guidance`), one of which makes it ignore keywords that are not implemented. Therefore the library never reads
+a client's schema. It reads a schema that is written here, with keywords whose enforcement is tested against a
+validator. Only references into the schema itself are followed.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from runtime.grammar.schema.unique_items import (
     unique_names,
 )
 
-MAX_NODES = 12_000  # maximum number of subschemas and constants, in all definitions
+MAX_NODES = 12_000  # maximum number of subschemas and constants in all definitions
 MAX_ITEMS = 2_000  # largest minItems and maxItems
 MAX_ALL_ITEMS = 20_000  # largest sum of all minItems and maxItems of a schema
 MAX_TEXT = 100_000  # largest minLength and maxLength
-MAX_PROPERTIES = 1_000  # largest minProperties and maxProperties, and maximum names in `properties`
-MAX_MULTIPLE = 2**32
+MAX_PROPERTIES = 1_000  # largest minProperties and maxProperties, and maximum number of names in `properties`
+MAX_MULTIPLE = 2**32  # largest product of all values of multipleOf
 MAX_ALTERNATIVES = 256  # maximum number of schemas in `oneOf`
 NODES_BETWEEN_PAUSES = 64
 
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-# Refused keyword -> what to use instead. Each keyword limits JSON values in at least one draft of JSON Schema.
+# Refused keyword -> advice for the client. Each keyword limits JSON values in at least one draft of JSON Schema.
 UNSUPPORTED: Mapping[str, str] = {
     "contains": "use prefixItems",
     "unevaluatedProperties": "use additionalProperties false",
@@ -58,7 +58,7 @@ UNSUPPORTED: Mapping[str, str] = {
     "disallow": "",
     "divisibleBy": "use multipleOf",
 }
-# Keywords that are rewritten with other keywords if possible; the values say what to use instead if not.
+# Keyword that is rewritten with other keywords if possible -> advice for the client if it is not possible.
 CONDITIONS: Mapping[str, str] = {
     "not": "",
     "if": "",
@@ -77,11 +77,11 @@ def for_backend(
     *,
     at: str = "",
 ) -> Schema | bool:
-    """Return the schema with only those keywords that the backend enforces exactly. Raises `Unsupported`.
+    """Return the schema, rewritten with only keywords that the backend enforces exactly. Raises `Unsupported`.
 
-    If `unique` is given, the arrays whose items must be unique are added to it, and the caller must enforce them; if it
-    is None, such arrays are refused. `budget` limits the patterns of all schemas in a grammar together. `at` is a JSON
-    pointer: only the schema at this place is rewritten, with the definitions that it refers to.
+    Arrays whose items must be unique are added to `unique`, and the caller must enforce them; if `unique` is None, such
+    arrays are refused. `budget` limits the patterns of all schemas in a grammar together. Only the schema at the JSON
+    pointer `at` is rewritten, with the definitions that it refers to.
     """
     writer = _Writer(schema, References(schema), budget or expressions.PatternBudget(), keeps_unique=unique is not None)
     written = writer.write(at)
@@ -92,7 +92,7 @@ def for_backend(
 
 @dataclass(slots=True)
 class _Writer:
-    """Rewrites one schema. It visits every part once, and the target of every reference once."""
+    """Rewrites one schema. Visits each part and each target of a reference once."""
 
     root: Any
     references: References
@@ -100,10 +100,10 @@ class _Writer:
     num_nodes: int = 0
     num_items: int = 0
     keeps_unique: bool = False  # whether the caller enforces unique items
-    has_unique: bool = False
+    has_unique: bool = False  # whether the schema has arrays that the caller must enforce
     has_maximum: bool = False  # whether the schema has a `maxProperties`
-    multiple: int = 1  # the product of all values of multipleOf
-    multiples: set[int] = field(default_factory=set)
+    multiple: int = 1  # the product of `multiples`
+    multiples: set[int] = field(default_factory=set)  # all values of multipleOf
 
     def write(self, at: str = "") -> Schema | bool:
         written = self.schema(self.references.resolve(at), at)
@@ -120,13 +120,13 @@ class _Writer:
         return {"$defs": definitions, **written}
 
     def check_maximum(self, whole: list[Any], definitions: Schema) -> None:
-        """Refuse objects that may require more names than `maxProperties`: the library ignores the limit then."""
+        """Refuse objects that may require more names than `maxProperties`. The library would ignore the limit."""
         for schema in written_parts(whole, lambda: self.pause("")):
             if property_counts.may_exceed_maximum(schema, lambda part: definition_of(part, definitions)):
                 raise Unsupported("maxProperties", "", "an object may require more names than this")
 
     def pause(self, pointer: str, nodes: int = 1) -> None:
-        """Count visited nodes, and yield the GIL regularly: the event loop runs beside this thread."""
+        """Count visited nodes, and yield the GIL regularly to the event loop's thread."""
         before = self.num_nodes
         self.num_nodes += nodes
         if self.num_nodes > MAX_NODES:
@@ -156,7 +156,7 @@ class _Writer:
         return written
 
     def check(self, schema: Schema, pointer: str) -> None:
-        """Raise `Unsupported` for keywords that are not enforced."""
+        """Raise `Unsupported` if the schema has keywords that cannot be enforced."""
         for keyword, advice in UNSUPPORTED.items():
             if keyword not in schema:
                 continue
@@ -167,11 +167,11 @@ class _Writer:
             raise Unsupported("$id", pointer, "references inside a subschema with its own $id are not followed")
 
     def narrow(self, schema: Schema, written: Schema, pointer: str) -> None:
-        """Finish a rewritten schema: handle keywords whose meaning depends on other keywords."""
+        """Finish a rewritten schema: handle keywords that depend on other keywords."""
         self.count(written, pointer)
         multiple = schema.get("multipleOf")
         if isinstance(multiple, int) and written.get("type") == "number":
-            # A number that is a multiple of an integer is an integer. The library rounds numbers, but not integers.
+            # Multiples of an integer are integers. The library checks integers exactly, but rounds other numbers.
             written["type"] = "integer"
         for keyword in ("minItems", "minLength"):
             limit = written.get(keyword.replace("min", "max"))
@@ -189,7 +189,7 @@ class _Writer:
         optional = [name for name in named if name not in required and named[name] is not False]
         closed = written.get("additionalProperties") is False and not written.get("patternProperties")
         if most is not None and most < len(required):
-            optional, least = [*named, *required], 0  # no alternative satisfies both limits
+            optional, least = [*named, *required], 0  # no object satisfies both, so no alternative is left
         if optional and (most is not None or least > len(required)):
             ways = property_counts.alternatives(optional, len(required), least, most, open_=not closed)
             if ways is None:
@@ -235,7 +235,7 @@ class _Writer:
         return {"const": value}
 
     def value(self, value: Any, pointer: str) -> None:
-        """Raise `Unsupported` for a constant that JSON text cannot hold exactly."""
+        """Raise `Unsupported` for a constant that JSON text cannot represent exactly."""
         self.pause(pointer)
         if isinstance(value, dict):
             for key, item in value.items():
@@ -277,7 +277,7 @@ class _Writer:
         if value > limit:
             if keyword not in ("maxLength", "maxItems"):
                 raise Unsupported(keyword, pointer, f"it may be up to {limit}")
-            value = limit  # stricter than the schema, which is allowed
+            value = limit  # stricter than the client's schema, so outputs still satisfy it
         if "Items" in keyword:
             self.num_items += value
             if self.num_items > MAX_ALL_ITEMS:
@@ -373,7 +373,7 @@ class _Writer:
         return written
 
     def unique_items(self, value: Any, pointer: str, schema: Schema) -> Schema:
-        """Accept unique strings, and objects with a unique string. The caller enforces them during generation."""
+        """Accept arrays of unique strings, or of objects with a unique string, which the caller enforces."""
         if value is False or (bounds.is_number(schema.get("maxItems")) and schema["maxItems"] <= 1):
             return {}
         if value is True and self.keeps_unique and "prefixItems" not in schema:
@@ -401,7 +401,7 @@ class _Writer:
         return {"allOf": self._list(value, pointer)}
 
     def one_of(self, value: Any, pointer: str, schema: Schema) -> Schema:
-        """Write `anyOf`, with conditions that make the schemas disjoint."""
+        """Rewrite `oneOf` as `anyOf` with conditions that make the schemas disjoint."""
         if not isinstance(value, list) or not value or len(value) > MAX_ALTERNATIVES:
             raise Unsupported("oneOf", pointer, f"it must be a list of 1 to {MAX_ALTERNATIVES} schemas")
         self.pause(pointer, len(value) * len(value) // 32)
@@ -437,7 +437,7 @@ class _Writer:
         return {"allOf": [self.schema(rewritten, pointer)]}
 
     def conditional(self, schema: Schema, pointer: str, otherwise: Any) -> Schema:
-        """Write `if`, `then` and `else` as two alternatives. `otherwise` is the complement of `if`."""
+        """Rewrite `if`, `then` and `else` as two alternatives. `otherwise` is the complement of `if`."""
         if not schema.keys() & {"then", "else"}:
             return {}
         beside = pointer.rpartition("/")[0]
@@ -505,6 +505,6 @@ def _is_old(root: Any) -> bool:
 
 
 def types_of(schema: Mapping[str, Any]) -> Sequence[str]:
-    """Return the types that the schema's `type` allows; all types if it has none."""
+    """Return the types that the schema's `type` allows, or all types if there is no `type`."""
     value = schema.get("type")
     return [value] if isinstance(value, str) else value if isinstance(value, list) else TYPES

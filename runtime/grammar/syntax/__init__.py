@@ -1,1 +1,1 @@
-"""Other languages that grammars are written in: EBNF and Lark."""
+"""Grammar languages of clients: EBNF and Lark."""

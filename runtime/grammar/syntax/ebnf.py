@@ -1,7 +1,8 @@
 """Grammars in EBNF, in the dialect of llama.cpp (GBNF) and xgrammar: `root ::= "a" [b-z]* | other`.
 
-llguidance's lexer takes the longest match of each lexeme, so `[a-z]+ "x"` would never match, unlike in EBNF. Therefore
-a grammar without recursion becomes one regular expression, and in other grammars each lexeme is one character.
+llguidance's lexer takes the longest match of each lexeme. If `[a-z]+` were a lexeme, `[a-z]+ "x"` would never match,
+unlike in EBNF. Therefore a grammar without recursion becomes one regular expression. In other grammars, each lexeme is
+one character.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from runtime.grammar_spec import InvalidGrammar
 MAX_DEPTH = 64
 MAX_RULES = 2_000
 MAX_REPEAT = 10_000
-MAX_REGEX = 64 * 1024  # maximum characters of the regular expression
-MAX_LEXEMES = 50_000  # maximum characters and classes of a grammar that cannot become one regular expression
+MAX_REGEX = 64 * 1024  # maximum number of characters of the regular expression
+MAX_LEXEMES = 50_000  # maximum number of characters and classes of a grammar that does not become a regular expression
 
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r\n]+|\#[^\n]*)
@@ -185,7 +186,7 @@ def _unescaped(text: str) -> str:
 
 
 def _characters(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield (character, whether it was escaped)."""
+    """Yield (character, whether it is escaped) for each character of a literal or class."""
     at = 0
     while at < len(text):
         if text[at] != "\\":
@@ -242,7 +243,7 @@ def _references(node: Node | Either) -> Iterator[str]:
 
 
 def _used_rules(rules: dict[str, Either]) -> list[str]:
-    """Return the names of all rules that root uses, root first. Raises `InvalidGrammar` for an undefined rule."""
+    """Return the names of all rules that `root` uses, `root` first. Raises `InvalidGrammar` for an undefined rule."""
     used, pending = {"root": None}, ["root"]
     while pending:
         for name in _references(rules[pending.pop()]):
@@ -255,7 +256,7 @@ def _used_rules(rules: dict[str, Either]) -> list[str]:
 
 
 def _as_regex(rules: dict[str, Either], used: list[str]) -> str | None:
-    """Return the whole grammar as one regular expression; None if it is recursive or too long."""
+    """Return the whole grammar as one regular expression, or None if it is recursive or too long."""
     needs = {name: set(_references(rules[name])) for name in used}
     written: dict[str, str] = {}
     while len(written) < len(used):

@@ -1,4 +1,4 @@
-"""Checks grammars in llguidance's dialect of Lark, and rewrites the JSON schemas inside them."""
+"""Check grammars in llguidance's dialect of Lark, and rewrite the JSON schemas inside them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runtime.grammar_spec import InvalidGrammar
 
 MAX_DEPTH = 64  # maximum depth of brackets outside strings and JSON
 
-WriteSchema = Callable[[Any, str], str]  # (schema, name of the rule that contains it)
+WriteSchema = Callable[[Any, str], str]  # (schema, name of the rule that contains it) -> the schema's JSON text
 
 _TOKEN = re.compile(
     r"""(?P<skip>[ \t\r\n]+|(?:\#|//)[^\n]*)
@@ -25,10 +25,10 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 _BLANKS = re.compile(r"\s*")
-# Keywords and options that are passed on unchanged.
+# Keywords and options that are passed to the library unchanged.
 _KEYWORDS = frozenset({"%ignore", "%import", "%declare", "%override", "%if", "%lark"})
 _OPTIONS = frozenset({"no_forcing", "allow_initial_skip", "ignore_once"})
-# Attributes of rules that are refused: they would change sampling, or remove tokens that were generated.
+# Attributes of rules that are refused, because they would change sampling or remove generated tokens.
 _ATTRIBUTES = frozenset({"temperature", "max_tokens", "stop"})
 
 
@@ -74,13 +74,13 @@ def quoted(text: str) -> str:
 
 
 def without_tokens(source: str) -> str:
-    """Return a grammar that `check_lark` wrote, without comments and without references to tokens."""
+    """Return a grammar (a result of `check_lark`) without comments and without references to tokens."""
     tokens = _TOKEN.finditer(source)
     return "".join(token[0] for token in tokens if token.lastgroup != "skip" and not token[0].startswith("<"))
 
 
 def _with_json(source: str, at: int, keyword: str, rule: str, write_schema: WriteSchema) -> tuple[int, str]:
-    """Rewrite a keyword and the value after it. Returns (index after the value, the rewritten text)."""
+    """Rewrite a keyword and the value after it. Return the index after the value, and the rewritten text."""
     begin = _BLANKS.match(source, at).end()  # pyright: ignore[reportOptionalMemberAccess]
     end = _value_end(source, begin)
     value = json_text.parse(source[begin:end])
