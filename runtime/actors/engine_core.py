@@ -449,22 +449,28 @@ class EngineCore:
 
         Raises `InvalidRequest` if recording is off.
         """
-        await self._call_all("start_expert_record")
+        await self._call_recorders("start_expert_record")
 
     async def stop_expert_record(self) -> None:
         """Stop recording the experts of steps."""
-        await self._call_all("stop_expert_record")
+        await self._call_recorders("stop_expert_record")
 
     async def dump_expert_record(self) -> list[dict[str, Any]]:
         """Write the record to files and discard it. Return the path and the sums of each rank that records.
 
         Raises `InvalidRequest` if no step was recorded.
         """
-        answers = await self._call_all("dump_expert_record")
-        return [answer for answer in answers if answer is not None]
+        answers = [answer for answer in await self._call_recorders("dump_expert_record") if answer is not None]
+        if not answers:
+            raise InvalidRequest("No step has been recorded; start a record first.")
+        return answers
 
-    async def _call_all(self, verb: str) -> list[Any]:
-        """Run a verb on all ranks of all replicas, and return their answers."""
+    async def _call_recorders(self, verb: str) -> list[Any]:
+        """Run a verb about records of experts on all ranks of all replicas, and return their answers."""
+        if not self.plan.experts.records:
+            raise InvalidRequest(
+                "The use of experts is not recorded; start the server with --expert-distribution-recorder-mode."
+            )
         answers = [await asyncio.shield(runner.call(verb, {})) for runner in self.runners]
         return [answer for of_replica in answers for answer in of_replica]
 

@@ -108,8 +108,8 @@ class ExpertRecorder:
                 ((total.mean(-1) + EPSILON) / (total.amax(-1) + EPSILON)).mean().item(),
             )
 
-    def dump(self) -> Future[dict[str, Any]]:
-        """Write the record to a file on a thread, and discard it.
+    def dump(self) -> Future[dict[str, Any]] | None:
+        """Write the record to a file on a thread, and discard it. Return None if no step was recorded.
 
         The result has the file's path and the sums by layer.
         """
@@ -117,7 +117,7 @@ class ExpertRecorder:
         self._steps.clear()
         self._records.clear()
         if not steps:
-            raise InvalidRequest("No step has been recorded; start a record first.")
+            return None
         total = torch.stack([each.by_expert for each in steps]).sum(0)
         answer = {
             "num_steps": len(steps),

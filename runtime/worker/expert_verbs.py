@@ -8,35 +8,35 @@ from typing import Any
 
 import torch
 
-from runtime.errors import InvalidRequest
-from runtime.worker.expert_moves import RankExperts, any_rank, move_experts
+from runtime.worker.expert_moves import any_rank, move_experts
+from runtime.worker.expert_recorder import ExpertRecorder
 from runtime.worker.rank_state import RankState
 
 
 def start_expert_record(rank: RankState, payload: Mapping[str, Any]) -> None:
     """Discard recorded steps and record the next ones."""
-    if (recorder := _experts(rank).recorder) is not None:
+    if (recorder := _recorder(rank)) is not None:
         recorder.start()
 
 
 def stop_expert_record(rank: RankState, payload: Mapping[str, Any]) -> None:
     """Record no further steps."""
-    if (recorder := _experts(rank).recorder) is not None:
+    if (recorder := _recorder(rank)) is not None:
         recorder.stop()
 
 
 def dump_expert_record(rank: RankState, payload: Mapping[str, Any]) -> Future[dict[str, Any]] | None:
     """Write the record to a file and discard it (see `ExpertRecorder.dump`).
 
-    Returns None on ranks that do not record.
+    Returns None on ranks that have recorded nothing.
     """
-    recorder = _experts(rank).recorder
+    recorder = _recorder(rank)
     return None if recorder is None else recorder.dump()
 
 
 def await_expert_loads(rank: RankState, payload: Mapping[str, Any]) -> Future[Any] | None:
     """Wait for the loads of the next "num_steps" steps (see `ExpertRecorder.when_due`)."""
-    recorder = _experts(rank).recorder
+    recorder = _recorder(rank)
     return None if recorder is None else recorder.when_due(payload["num_steps"])
 
 
@@ -46,8 +46,9 @@ def place_experts(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]
     Returns {"moved": the number of experts that this rank received, or None}. While weights are being updated, no rank
     moves experts, because the update prepares tensors for the current placement.
     """
-    experts = _experts(rank)
-    device = rank.device.torch_device
+    experts, device = rank.experts, rank.device.torch_device
+    if experts is None:
+        return {"moved": 0}
     with torch.inference_mode(), rank.device.forward():
         if any_rank(experts.stage, rank.weights is not None and rank.weights.is_changing, device):
             return {"moved": None}
@@ -63,19 +64,17 @@ def place_experts(rank: RankState, payload: Mapping[str, Any]) -> dict[str, Any]
 
 def expert_places(rank: RankState, payload: Mapping[str, Any]) -> dict[str, list[int]]:
     """Return the expert of each slot, by layer of this rank."""
-    experts = _experts(rank)
+    experts = rank.experts
+    if experts is None:
+        return {}
     return {
         str(layer): list(experts.sharing.placement(layer, mixture.num_experts).experts)
         for layer, mixture in experts.mixtures.items()
     }
 
 
-def _experts(rank: RankState) -> RankExperts:
-    if rank.experts is None:
-        raise InvalidRequest(
-            "The use of experts is not recorded; start the server with --expert-distribution-recorder-mode."
-        )
-    return rank.experts
+def _recorder(rank: RankState) -> ExpertRecorder | None:
+    return None if rank.experts is None else rank.experts.recorder
 
 
 EXPERT_VERBS: Mapping[str, Callable[[RankState, Mapping[str, Any]], Any]] = {

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import http_server
 import tiny_checkpoints
-from runtime.errors import ConfigurationError
+from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.layers.expert_sharing import EXCHANGE_TOKENS, ExpertSharing
 from serve import Engine
 from serve.server.app import build_app
@@ -132,9 +132,22 @@ async def test_balance_is_logged_from_the_start(caplog: pytest.LogCaptureFixture
     assert "Expert balancedness of the last 40 steps: ranks 1.000, experts 0." in caplog.text
 
 
-async def test_without_the_option_nothing_is_recorded() -> None:
+@pytest.mark.slow
+async def test_replicas_without_steps_have_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR", str(tmp_path))
+    async with Engine(model_path(), **PLAIN, dp_size=2, expert_distribution_recorder_mode="stat") as engine:
+        await engine.start_expert_distribution_record()
+        await engine.generate(input_ids=PROMPT, sampling_params={**GREEDY, "max_new_tokens": 3})
+        [summary] = await engine.dump_expert_distribution_record()
+        assert Path(summary["path"]).exists()
+        with pytest.raises(InvalidRequest, match="No step has been recorded"):
+            await engine.dump_expert_distribution_record()
+
+
+@pytest.mark.parametrize("options", [{}, pytest.param({"tp_size": 2, "ep_size": 2}, marks=pytest.mark.slow)])
+async def test_without_the_option_nothing_is_recorded(options: dict[str, Any]) -> None:
     async with (
-        Engine(model_path(), **PLAIN) as engine,
+        Engine(model_path(), **PLAIN, **options) as engine,
         http_server.serving(build_app(engine.core)) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as http,
     ):
