@@ -42,7 +42,7 @@ async def transcribe(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def translate(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return an English transcript of an audio file."""
+    """Return an English translation of the speech in an audio file."""
     return await _answer(http, core, "translate")
 
 
