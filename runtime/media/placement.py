@@ -28,12 +28,13 @@ def expanded(text: str, placeholders: Mapping[Kind, str], items: Sequence[tuple[
     """
     found: list[tuple[int, Kind]] = []
     kinds: list[Kind] = [kind for kind, _ in items]
-    for kind in set(kinds):
+    for kind in dict.fromkeys(kinds):
         place, at = placeholders[kind], -1
+        _check_count(text.count(place), kind, kinds, placeholders)  # fast, whatever the text has
         while (at := text.find(place, at + 1)) >= 0:
             found.append((at, kind))
     found.sort()
-    order = _order([kind for _, kind in found], kinds, placeholders)
+    order = _order([kind for _, kind in found], kinds)
     pieces, end = [], 0
     for (at, kind), index in zip(found, order):
         pieces += [text[end:at], items[index][1]]
@@ -47,27 +48,31 @@ def expanded_ids(
     """Return the ids with every placeholder replaced by its item's tokens. Also return the order, like `expanded`."""
     array = np.asarray(ids, np.int64)
     found: list[tuple[int, Kind]] = []
-    kinds: set[Kind] = {block.kind for block in blocks}
-    for kind in kinds:
-        for at in np.flatnonzero(array == placeholders[kind]).tolist():
-            found.append((at, kind))
+    kinds: list[Kind] = [block.kind for block in blocks]
+    for kind in dict.fromkeys(kinds):
+        places = np.flatnonzero(array == placeholders[kind])
+        _check_count(len(places), kind, kinds, names)
+        found.extend((at, kind) for at in places.tolist())
     found.sort()
-    order = _order([kind for _, kind in found], [block.kind for block in blocks], names)
+    order = _order([kind for _, kind in found], kinds)
     borders = [-1, *(at for at, _ in found), len(array)]
     texts = [array[before + 1 : after] for before, after in pairwise(borders)]
     pieces = [texts[0], *(part for index, text in zip(order, texts[1:]) for part in (blocks[index].token_ids, text))]
     return tuple(np.concatenate(pieces).tolist()), order
 
 
-def _order(found: Sequence[Kind], kinds: Sequence[Kind], placeholders: Mapping[Kind, str]) -> list[int]:
-    """Return the index of each placeholder's item. Raises `InvalidRequest` if the numbers differ."""
-    for kind in dict.fromkeys(kinds):
-        if found.count(kind) != kinds.count(kind):
-            raise InvalidRequest(
-                f"The prompt has {found.count(kind)} places for {PLURALS[kind]} ({placeholders[kind]}) and the request "
-                f"has {kinds.count(kind)} {PLURALS[kind]}.",
-                param=f"{kind}_data",
-            )
+def _check_count(found: int, kind: Kind, kinds: Sequence[Kind], placeholders: Mapping[Kind, str]) -> None:
+    """Raise `InvalidRequest` unless a prompt has as many places for items of this kind as there are items."""
+    if found != kinds.count(kind):
+        raise InvalidRequest(
+            f"The prompt has {found} places for {PLURALS[kind]} ({placeholders[kind]}) and the request has "
+            f"{kinds.count(kind)} {PLURALS[kind]}.",
+            param=f"{kind}_data",
+        )
+
+
+def _order(found: Sequence[Kind], kinds: Sequence[Kind]) -> list[int]:
+    """Return the index of each placeholder's item."""
     queues = {kind: iter([index for index, each in enumerate(kinds) if each == kind]) for kind in kinds}
     return [next(queues[kind]) for kind in found]
 

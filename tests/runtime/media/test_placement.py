@@ -76,6 +76,17 @@ def test_wrong_numbers_of_places_are_refused() -> None:
         place((1, 9, 9, 8, 9), [block("a", 1)], None, 100, mutual=False)
 
 
+def test_places_are_counted_before_they_are_listed() -> None:
+    """A text of millions of placeholders does not delay the event loop."""
+
+    class Long(str):
+        def find(self, *_: Any) -> int:
+            raise AssertionError("too many places are searched for")
+
+    with pytest.raises(InvalidRequest, match="3 places for images"):
+        expanded(Long("<image>" * 3), PLACES, [("image", "A")])
+
+
 def test_keys_of_pages_depend_on_the_image() -> None:
     ids = (1, 2, 3, 4, 9, 9, 8, 9, 9, 8, 5, 6)
     pages = {name: page_keys(sequence(ids, [block(name)]), 3, 4) for name in ("a", "b")}
