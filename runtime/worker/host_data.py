@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.batch import UNKNOWN, Batch, Longs
+from runtime.batch import UNKNOWN, Batch, Ints, Longs
 from runtime.constraint import HostData
 from runtime.worker.device import Device
 
@@ -71,7 +71,7 @@ class HostDataGate:
         if self._without_last_token:
             without_token = {row for row in requested if self._is_without_last_token(batch, sampling.row_of[row])}
             requested = {row: data for row, data in requested.items() if row not in without_token}
-        self._wait(requested.values(), len(batch.counts))
+        self._wait(requested, sampling.row_of, len(batch.counts))
         bitmasks: dict[int, NDArray[np.int32]] = {}
         processes, failed, biases = {}, set[int](), {}
         for row, data in requested.items():
@@ -113,16 +113,17 @@ class HostDataGate:
         logger.error("A bitmask has the wrong shape %s or dtype %s.", bitmask.shape, bitmask.dtype)
         return False
 
-    def _wait(self, requested: Collection[HostData], num_rows: int) -> None:
+    def _wait(self, requested: Mapping[int, HostData], row_of: Ints, num_rows: int) -> None:
         """Wait until all of this host data has arrived, or until shortly after the forward pass."""
         before_s, self._began_s = self._began_s, perf_counter()
-        pending = [data for data in requested if not data.is_there]
+        pending = [data for data in requested.values() if not data.is_there]
         if not pending:
             return
         patience_s = self._grace_s
         if patience_s:
             step_s = min(self._began_s - before_s, MAX_PATIENCE_S)
-            patience_s = max(patience_s, step_s * len(pending) / num_rows)
+            late_rows = {int(row_of[index]) for index, data in requested.items() if not data.is_there}
+            patience_s = max(patience_s, step_s * len(late_rows) / num_rows)
         forward, end_s = self._device.record(), None
         arrived, last = Event(), None
         while pending:
