@@ -16,7 +16,7 @@ from hashlib import sha256
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 from uuid import uuid4
 
 import torch
@@ -140,7 +140,8 @@ def _post(plan: ModelPlan, route: str, body: Mapping[str, Any]) -> None:
     content = json.dumps({key: value for key, value in body.items() if value is not None}).encode()
     request = Request(f"http://{seed}/{route}", content, headers)
     try:
-        with urlopen(request, timeout=10 * JOIN_TIMEOUT_S) as answer:
+        # Never through a proxy of the environment, which would read the key.
+        with build_opener(ProxyHandler({})).open(request, timeout=10 * JOIN_TIMEOUT_S) as answer:
             answer.read(MAX_ANSWER_BYTES)
     except HTTPError as error:
         text = error.read(MAX_ANSWER_BYTES).decode(errors="replace")

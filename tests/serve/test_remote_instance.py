@@ -74,7 +74,8 @@ async def test_a_new_server_computes_the_same(family: str, options: dict[str, An
         seed.core.check()
 
 
-async def test_a_model_with_another_layout_is_refused(tmp_path: Path) -> None:
+async def test_a_model_with_another_layout_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_ports(1)[0]}")  # unused: it would read the key
     path = checkpoint(0)
     folder = without_weights(path, tmp_path / "new", intermediate_size=96)
     async with serving(path) as (seed, http):
