@@ -385,7 +385,7 @@ class AllowedTokens:
         return True
 
     def draft_data_after(self, choice: int, output: Output, first: HostData, drafts: DraftData) -> None:
-        """Set the constant mask after each draft."""
+        """Set the constant mask after each draft token."""
         for data in drafts.after:
             data.give(self._bitmask)
 

@@ -121,12 +121,11 @@ class AdapterRegistry:
     async def load(
         self, name: str, path: str, *, pinned: bool = False, replace: bool = False, temporary: bool = False
     ) -> Adapter:
-        """Load an adapter from a local folder and give it a name. A `temporary` folder is removed when the adapter is
-        freed.
+        """Load an adapter from a local folder and give it a name.
 
-        With `replace`, the name may already be in use; new requests with this name then get the new adapter. Raises
-        `InvalidRequest` if the name is invalid or if there is no room, and `CheckpointError` if the adapter does not
-        fit.
+        A `temporary` folder is removed when the adapter is freed. With `replace`, the name may already be in use; new
+        requests with this name then get the new adapter. Raises `InvalidRequest` if the name is invalid or if there is
+        no room, and `CheckpointError` if the adapter does not fit.
         """
         self._check_on()
         _check_name(name)

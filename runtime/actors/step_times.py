@@ -80,16 +80,15 @@ class StepTimes:
         """
         if not self._short_decode_s or not self._short_prompt_token_s:
             return None
-        # number of prompt tokens that take as long as one decode step
+        # Number of prompt tokens that take as long as one decode step.
         step_tokens = self._short_decode_s / self._short_prompt_token_s
         prefill = max(MIN_PROMPT_TOKENS, int(step_tokens / OVERHEAD))
         return prefill, min(prefill, max(MIN_PROMPT_TOKENS, int(step_tokens * PAUSE_STEPS)))
 
     def tokens_within(self, target_s: float) -> int | None:
-        """Return how many prompt tokens a mixed step of about `target_s` seconds may have. None before steps are
-        measured.
+        """Return how many prompt tokens a mixed step of about `target_s` seconds may have.
 
-        The averages rise fast and fall slowly, so most steps take less time.
+        None before steps are measured. The averages rise fast and fall slowly, so most steps take less time.
         """
         if self._decode_s is None or not self._prompt_token_s:
             return None

@@ -224,8 +224,8 @@ class Storage:
     async def _found(self, store: PageStore, wanted: Wanted) -> int:
         """Return how many of the wanted pages the store has.
 
-        If a prefill server computes the prompt, wait for all its pages, as long as their number grows. A client's
-        header alone has no such effect with other stores.
+        If a prefill server computes the prompt, wait for all its pages, as long as their number grows. With other
+        stores, a client's header has no effect.
         """
         keys = wanted.keys[wanted.first :]
         number = await anyio.to_thread.run_sync(store.exists, keys)

@@ -48,12 +48,11 @@ class _Launched(NamedTuple):
 
 
 class CommonSteps:
-    """Combines the batches of several replicas into common steps. Must be used on the event loop of the replicas'
-    actors.
+    """Combines the batches of several replicas into common steps.
 
-    A step begins as soon as every busy replica has launched a batch. If no step is in flight, it begins after a few
-    turns of the event loop, with the batches launched so far. Equally busy replicas therefore stay in step, and none
-    waits for an idle one.
+    Must be used on the event loop of the replicas' actors. A step begins as soon as every busy replica has launched a
+    batch. If no step is in flight, it begins after a few turns of the event loop, with the batches launched so far.
+    Equally busy replicas therefore stay in step, and none waits for an idle one.
     """
 
     def __init__(self, runner: JointRunner, num_replicas: int, ranks_each: int, max_in_flight: int) -> None:

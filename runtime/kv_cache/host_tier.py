@@ -240,9 +240,7 @@ class HostTier:
         self._kept = frozenset()
 
     def check(self, tree_pages: Iterable[int]) -> None:
-        """Raise `ValueError` unless every host page is accounted for, and the tier knows exactly the pages of the
-        tree.
-        """
+        """Raise `ValueError` unless all host pages are accounted for and the tier knows exactly `tree_pages`."""
         if self._tree.keys() != set(tree_pages):
             raise ValueError("The host tier does not know the pages of the prefix tree.")
         if not self._waiting.keys() <= self._tree.keys():

@@ -151,9 +151,7 @@ class CacheKind:
         """
 
     def replace(self, sequence: Sequence, first: int, private: Seq[int], shared: Seq[int]) -> None:
-        """Called after `shared` tree pages replaced `private` pages in a sequence's page list, from index `first`
-        on.
-        """
+        """Called after tree pages (`shared`) replaced private pages of a sequence, from index `first` on."""
 
     def leave(self, sequence: Sequence) -> None:
         """Called before a sequence loses all its pages. `free` is called for its private pages afterwards."""

@@ -135,8 +135,9 @@ class PagedKVCache(NamedTuple):
         batch: ForwardBatch,
         options: AttentionOptions,
     ) -> Tensor:
-        """Return attention [T, H * V] of the queries (q_nope [T, H, N], q_pe [T, H, P]) over their rows' latent
-        vectors.
+        """Return the attention [T, H * V] of queries over the latent vectors of their rows.
+
+        Each query consists of `q_nope` [T, H, N] and `q_pe` [T, H, P].
         """
         metadata = self._metadata(batch)
         return kernels.attend_latent(q_nope, q_pe, self.k, weights, metadata, options, kernels.attend)

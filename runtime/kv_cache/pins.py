@@ -18,10 +18,10 @@ class _Pin(NamedTuple):
 
 
 class Pins:
-    """The pinned prefixes of a tree, by client and name. A new pin of a client replaces its older pin with the same
-    name.
+    """The pinned prefixes of a tree, by client and name.
 
-    If the pins exceed the budget, the client with the most pinned pages loses its oldest pin.
+    A new pin of a client replaces its older pin with the same name. If the pins exceed the budget, the client with the
+    most pinned pages loses its oldest pin.
     """
 
     def __init__(self, tree: RadixTree, max_pages: int) -> None:

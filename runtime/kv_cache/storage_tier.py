@@ -4,7 +4,8 @@ This is the synchronous part, which decides which pages are loaded and saved. `a
 here. The ranks perform it concurrently with the steps, and the actor reports the results. While work is in progress,
 its host pages are used by nothing else:
 
-- A page is saved after the step that copied it to the host has succeeded. It stays in the host tier until then.
+- A page is saved after the step that copied it to the host has succeeded. It stays in the host tier until the
+  save has ended.
 - A page is loaded into an unused host page. It enters the host tier after it has arrived and its checksum is right.
 
 `reserved` lists the host pages of work in progress that are not in the host tier.
@@ -279,8 +280,9 @@ class StorageTier:
             pages.clear()
 
     def _pays(self, count: int) -> bool:
-        """Whether to load `count` pages: loading seems faster than computing, is not measured yet, or must be measured
-        again.
+        """Return whether to load `count` pages.
+
+        They are loaded if this seems faster than computing them, or if its speed must be measured (again).
         """
         compute_s = self._host.compute_s
         if self.load_s is None or compute_s is None or self.load_s <= GAIN * compute_s:

@@ -100,8 +100,8 @@ class NewTokenRatio:
 
     For a request with max_new_tokens, it is a share of this limit. The share decays with every decode step, because
     most outputs end early. A retraction raises it. A request without max_new_tokens is expected to have `open_tokens`
-    output tokens: initially a value of the plan, then a moving average of such outputs. In any case, pages are reserved
-    for the plan's `reserved_tokens`, if so many output tokens remain possible.
+    output tokens: initially a value of the plan, then a moving average of such outputs. Pages are always
+    reserved for at least the plan's `reserved_tokens`, or for all tokens that may follow if these are fewer.
     """
 
     __slots__ = ("_decay", "_initial", "_minimum", "_reserved", "open_tokens", "value")
@@ -171,7 +171,7 @@ def pages_ahead(
 ) -> int:
     """Return how many pages a sequence lacks for its known and pending tokens and for `ratio` of its remaining output.
 
-    The pages hold at least `least` further tokens, if so many are possible.
+    The pages hold at least `least` further tokens, or all that may follow if these are fewer.
     """
     known = len(sequence.ids) + sequence.num_pending
     output = min(sequence.max_tokens - known, max_output, RESERVED_OUTPUT_TOKENS)

@@ -69,7 +69,7 @@ class Drafting:
         if self._gain is not None and not self._gain.allows(len(self._running)):
             return proposed
         left = self._max_step - num_drafted
-        share = left // max(len(decodes), 1) if self.by_model else left  # a model proposes as many for each sequence
+        share = left // max(len(decodes), 1) if self.by_model else left  # the same number for each
         for sequence in decodes:
             if sequence.drafter is None or left <= 0:
                 continue

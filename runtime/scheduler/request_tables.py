@@ -180,11 +180,10 @@ class Running:
             self.tables.write_pages(sequence.sequence_index, first, more)
 
     def rewind(self, sequence: Sequence, count: int = 1) -> None:
-        """Mark the last `count` computed positions as not computed. Later steps compute them again, perhaps with other
-        tokens.
+        """Mark the last `count` computed positions as not computed.
 
-        Pages without any computed position are freed immediately. Steps in flight may still write to them, but run
-        before any step of the pages' next owner.
+        Later steps compute them again, perhaps with other tokens. Pages without any computed position are freed
+        immediately. Steps in flight may still write to them, but run before any step of the pages' next owner.
         """
         if sequence.sequence_index < 0 or not count:  # retracted in the meantime
             return

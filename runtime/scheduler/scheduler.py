@@ -327,11 +327,10 @@ class Scheduler:
         return True
 
     def take_copies(self) -> tuple[PageCopy, ...]:
-        """Return and clear the page copies that wait for the next batch. The caller must perform them before its
-        forward pass.
+        """Return and clear the page copies that wait for the next batch.
 
-        If no sequence runs, the result also contains the copies of all pages that still wait to be copied to the host
-        tier.
+        The caller must perform them before its forward pass. If no sequence runs, the result also contains the copies
+        of all pages that still wait to be copied to the host tier.
         """
         if self._cache.tier is not None and not self._running:
             self._cache.tier.write_all()
@@ -455,10 +454,9 @@ class Scheduler:
 
 
 def _first_prompt_logprobs(sequence: Sequence) -> Logprobs | None:
-    """Return the log-probability entry of the first requested prompt token. Its values are None: no position predicts
-    it.
+    """Return the log-probability entry of the first requested prompt token.
 
-    Returns None if the request wants no prompt log-probabilities.
+    Its values are None: no position predicts it. Returns None if the request wants no prompt log-probabilities.
     """
     params: LogprobParams | None = sequence.request.logprobs
     if params is None or params.start < 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 DRAFT = -2  # placeholder for an id that the draft model proposes in the step that verifies it
-LEAST_RATE = 0.3  # below this share of rows whose first draft is accepted, drafts cost more than they save
+LEAST_RATE = 0.3  # share of accepted first draft tokens below which draft tokens do not pay off
 MEMORY = 8  # number of rows over which this share is averaged
 FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # number of tokens without draft tokens
 

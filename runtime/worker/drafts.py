@@ -36,7 +36,7 @@ def draft_arrays(batch: Batch) -> dict[str, np.ndarray]:
     return {
         "draft_sequences": batch.sequence_indices[rows].astype(np.int64),  # [R]
         "draft_firsts": firsts.astype(np.int64),  # [R], index into [N] of each row's first sampled position
-        "draft_owners": owners.astype(np.int64),  # [D], index into [R] of each row with drafts
+        "draft_owners": owners.astype(np.int64),  # [D], index into [R] of each row with draft tokens
         "draft_ids": np.where(is_draft, ids, -1).astype(np.int64),  # [D, K]; -1 is never equal to a token
         "draft_lengths": batch.starts[drafts.rows] + np.int32(1),  # [D], computed tokens if none is accepted
     }

@@ -55,10 +55,10 @@ def profile_batch(
     kinds: Mapping[str, int] = MappingProxyType({}),
     is_embedding: bool = False,
 ) -> Batch:
-    """Return a batch of rows with these token counts. All rows use page 0, and sample in the way that needs most
-    memory.
+    """Return a batch of rows with these token counts.
 
-    With `is_embedding`, the rows compute embeddings and sample no tokens.
+    All rows use page 0, and sample in the way that needs most memory. With `is_embedding`, the rows compute embeddings
+    and sample no tokens.
     """
     num_rows = len(counts)
     nothing: Any = None  # the runner never reads a sequence

@@ -231,10 +231,10 @@ class StepExecutor:
         draft_model: DraftModel | HeadDrafter | None = None,
         experts: RankExperts | None = None,
     ) -> None:
-        """Without pipeline parallelism, `forward` computes hidden states, and `cpu_graph` computes whole steps in one
-        call.
+        """Create the executor of a rank.
 
-        If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample tokens. `draft_model`
+        Without pipeline parallelism, `forward` computes hidden states, and `cpu_graph` computes whole steps in one
+        call. If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample tokens. `draft_model`
         proposes tokens; its pool has the same pages as `pool`.
         """
         self.device = device
