@@ -234,8 +234,8 @@ class StepExecutor:
         """Create the executor of a rank.
 
         Without pipeline parallelism, `forward` computes hidden states, and `cpu_graph` computes whole steps in one
-        call. If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample tokens. `draft_model`
-        proposes tokens; its pool has the same pages as `pool`.
+        call. If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample tokens.
+        `draft_model` proposes tokens; its pool has the same pages as `pool`.
         """
         self.device = device
         rank = mesh.rank_info.rank if mesh is not None else 0
