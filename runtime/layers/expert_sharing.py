@@ -121,7 +121,7 @@ class ExpertSharing:
     def exchanges(self, x: Tensor) -> bool:
         """Whether a step of tokens x [T, E] combines results by all-to-all.
 
-        Steps that CUDA graphs capture do not, because the host reads how many rows are sent.
+        Steps that CUDA graphs capture never do, because the host reads how many rows are sent.
         """
         if not (self._exchanges and self.is_shared and len(x) >= EXCHANGE_TOKENS):
             return False

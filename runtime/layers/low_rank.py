@@ -1,4 +1,4 @@
-"""LoRA adapters of a linear layer. Each row of the batch may use another adapter."""
+"""LoRA adapters of a linear layer. Each row of the batch may use a different adapter."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ class GatedDeltaNet(Weighted):
         q, k, v = mixed.split(self._channels, dim=-1)
         q, k = (each.unflatten(-1, (-1, self.key_dim)) for each in (q, k))
         v = v.unflatten(-1, (-1, self.value_dim))
-        out = kernels.delta_rule(q, k, v, a, b, self.rate, self.shift, cache.states, segments)  # [T, H, E]
+        out = kernels.delta_rule(q, k, v, a, b, self.rate, self.shift, cache.states, segments)  # [T, H, value_dim]
         return self.out(kernels.modulate(self.norm(out).flatten(1), z, "silu"), batch)
 
 

@@ -77,7 +77,7 @@ def read_facts(path: str, overrides: Mapping[str, Any] | None = None, *, model_i
 
 
 def _usual_name(architecture: str) -> str:
-    """Return the name of the architecture in transformers, unless a native family has that name. Imports torch."""
+    """Return the architecture's name in transformers, or `architecture` if a native family has it. Imports torch."""
     from runtime.models.by_transformers.facts import usual_name
 
     name = usual_name(architecture)

@@ -121,9 +121,8 @@ def _heads(header: GgufHeader, name: str) -> dict[str, Any]:
     """Return head size, rotated part of heads and scaling of scores; for Gemma also the activation."""
     values, config = header.values, {}
     rotated, size = values.get(f"{name}.rope.dimension_count"), values.get(f"{name}.attention.key_length")
-    if (
-        name == "phi3" and (values.get(f"{name}.attention.head_count") or 0) > 0
-    ):  # phi3 files do not state the head size
+    # phi3 files do not state the head size.
+    if name == "phi3" and (values.get(f"{name}.attention.head_count") or 0) > 0:
         size = values.get(f"{name}.embedding_length", 0) // values[f"{name}.attention.head_count"]
     if size is not None or rotated is not None:
         config["head_dim"] = size or rotated

@@ -84,9 +84,8 @@ def load_model(
     memory if a tensor is missing, unexpected or has a wrong shape; the error names these tensors.
     """
     if plan.by_transformers:
-        from runtime.loading.by_transformers import (
-            load_by_transformers,
-        )  # imported here, because it imports transformers' models
+        # Imported here, because it imports transformers' models.
+        from runtime.loading.by_transformers import load_by_transformers
 
         model = load_by_transformers(facts, plan, kernels)
         model.pooler = make_pooler(model, facts, plan)

@@ -158,7 +158,7 @@ class LoadedWeights:
 
     @property
     def staged(self) -> StagedWeights:
-        """The trainer's weights that wait for `commit`. Raises CheckpointError if the model's weights are fixed."""
+        """The trainer's weights that wait for `commit`. Raises CheckpointError if they cannot be replaced."""
         if self._staged is None:
             facts, plan = self._source.facts, self._source.plan
             if plan.by_transformers:
@@ -207,7 +207,7 @@ class LoadedWeights:
         self._snapshot = checksums(self._model)
 
     def compare(self) -> list[str]:
-        """Return the names of the parameters that differ from the snapshot. Raises InvalidRequest without one."""
+        """Return the names of the parameters that differ from the snapshot. Raises InvalidRequest if there is none."""
         if self._snapshot is None:
             raise InvalidRequest("There is no snapshot of the weights. Send action snapshot first.", param="action")
         now = checksums(self._model)
@@ -268,7 +268,7 @@ class LoadedWeights:
         if backup is not None:
             backup.close()
 
-    # --- parts ---
+    # --- reading a checkpoint ---
 
     def _target(self, path: str, load_format: str | None) -> WeightSource:
         facts, plan = self._source.facts, self._source.plan
@@ -295,7 +295,7 @@ class LoadedWeights:
         return WeightSource.of(new_facts, replace(plan, path=path, load_format=load_format or usual))
 
     def _outline(self, source: WeightSource) -> Outline:
-        """Outline the checkpoint's model. Raises CheckpointError if it and the loaded model differ beyond weights."""
+        """Outline the checkpoint's model. Raises CheckpointError if more than weights differs from the loaded one."""
         facts, info = source.facts, self._mesh.rank_info
         stage = info.stage_layers(facts.num_layers)
         outline = outline_model(facts, source.plan, self._kernels, self._mesh, stage, info, self._experts)

@@ -14,7 +14,7 @@ from runtime.grammar.syntax.ebnf import ebnf_to_lark
 from runtime.grammar.syntax.lark import check_lark, quoted, without_tokens
 from runtime.grammar_spec import WHITESPACE, Grammar, InvalidGrammar, check_whitespace
 
-MAX_SOURCE = 512 * 1024  # maximum characters of a grammar
+MAX_SOURCE = 512 * 1024  # maximum number of characters of a grammar
 MAX_CHOICES = 10_000
 NO_ESCAPES_BY_NUMBER = 'nrbtf\\"'  # JSON's escapes without \uXXXX (see `json_options`) and \/
 

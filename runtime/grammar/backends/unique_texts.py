@@ -81,7 +81,7 @@ class _Frame:
     def __init__(self, is_object: bool, key: str, unique: _Unique) -> None:
         self.is_object = is_object
         self.expects_key = is_object
-        self.key = key  # an object's most recent property name; for an array, the name of the property above it
+        self.key = key  # an object's most recent property name; for an array, the nearest property that contains it
         self.unique = unique
         # The bytes of the earlier strings, by the keys of `unique`.
         self.seen: dict[str | None, set[bytes]] = {each: set() for each in unique}

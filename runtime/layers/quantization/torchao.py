@@ -1,7 +1,7 @@
 """`--torchao-config`: round the weights of linear layers as torchao does, without that library.
 
     int8wo    8 bits, one scale per output (Int8WeightOnlyConfig)
-    int4wo-G  4 bits, a scale and a zero per group of G inputs (Int4WeightOnlyConfig, tinygemm's numbers)
+    int4wo-G  4 bits, a scale and a zero per group of G inputs (Int4WeightOnlyConfig, rounded as for tinygemm)
     fp8wo     e4m3, one scale per output (Float8WeightOnlyConfig)
 
 LM heads, routers and experts stay unquantised, as in torchao. Only 4-bit weights with the C++ kernels stay packed in

@@ -1,4 +1,4 @@
-"""Formats of quantised checkpoints, one file each: `FORMATS` in config/quantization.py.
+"""Formats of quantised checkpoints. Each file reads one format; config/quantization.py lists them in `FORMATS`.
 
 A file defines
 

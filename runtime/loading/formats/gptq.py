@@ -56,9 +56,9 @@ def _numbers(words: Tensor, bits: int, count: int, fields: Fields) -> Tensor:
 def _zeros(words: Tensor, bits: int, count: int, fields: Fields) -> Tensor:
     """Return the zeros [G, O].
 
-    The first version stores each zero minus 1. Writers subtracted from whole words, so a zero of 0 borrows from the
-    next number; this function therefore adds to whole words, except for bit widths whose numbers span two words. For 3
-    bits, tools write zeros differently, but symmetric rounding always has the zero 4.
+    The first version stores each zero minus 1. Writers subtracted the 1s from whole packed words, so a zero of 0
+    borrows from the next number; this function therefore adds to whole words, except for bit widths whose numbers span
+    two words. For 3 bits, tools write zeros differently, but symmetric rounding always has the zero 4.
     """
     if _format(fields) != "gptq":
         return _numbers(words, bits, count, fields)
