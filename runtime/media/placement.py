@@ -30,7 +30,7 @@ def expanded(text: str, placeholders: Mapping[Kind, str], items: Sequence[tuple[
     kinds: list[Kind] = [kind for kind, _ in items]
     for kind in dict.fromkeys(kinds):
         place, at = placeholders[kind], -1
-        _check_count(text.count(place), kind, kinds, placeholders)  # fast, whatever the text has
+        _check_count(text.count(place), kind, kinds, placeholders)  # counting is fast for any text
         while (at := text.find(place, at + 1)) >= 0:
             found.append((at, kind))
     found.sort()
@@ -62,7 +62,7 @@ def expanded_ids(
 
 
 def _check_count(found: int, kind: Kind, kinds: Sequence[Kind], placeholders: Mapping[Kind, str]) -> None:
-    """Raise `InvalidRequest` unless a prompt has as many places for items of this kind as there are items."""
+    """Raise `InvalidRequest` unless a prompt has one placeholder for each item of this kind."""
     if found != kinds.count(kind):
         raise InvalidRequest(
             f"The prompt has {found} places for {PLURALS[kind]} ({placeholders[kind]}) and the request has "

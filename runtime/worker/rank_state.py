@@ -32,7 +32,7 @@ class RankState:
     copier: PageCopier | None = None
     pages: PageIO | None = None  # None: host pages are not blocks, so no storage can be attached
     groups: dict[str, TransferGroup] = field(default_factory=dict)  # process groups with trainers, by name
-    experts: RankExperts | None = None  # None: no layer here has experts that are recorded or shared
+    experts: RankExperts | None = None  # None: experts of this rank are neither recorded nor shared
     received: dict[str, Tensor] = field(default_factory=dict)  # tensors of a transfer that are not yet staged
 
     @property

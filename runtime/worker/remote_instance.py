@@ -140,7 +140,7 @@ def _post(plan: ModelPlan, route: str, body: Mapping[str, Any]) -> None:
     content = json.dumps({key: value for key, value in body.items() if value is not None}).encode()
     request = Request(f"http://{seed}/{route}", content, headers)
     try:
-        # Never through a proxy of the environment, which would read the key.
+        # Proxies of the environment are not used, because they would read the key.
         with build_opener(ProxyHandler({})).open(request, timeout=10 * JOIN_TIMEOUT_S) as answer:
             answer.read(MAX_ANSWER_BYTES)
     except HTTPError as error:
