@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Thread
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 from runtime.batch import Batch
 from runtime.config.plan import ExpertPlan
 from runtime.errors import InvalidRequest
+from runtime.experts.placement import Placement
 from runtime.layers.expert_sharing import ExpertSharing
 from runtime.layers.moe import MoE
 
@@ -35,6 +37,16 @@ class Counts(NamedTuple):
     by_expert: Tensor  # number of tokens, int32 [L, X]
     by_slot: Tensor  # int32 [L, P]
     utilization: Tensor  # float32 [], mean load of the ranks divided by the largest load, averaged over layers
+
+
+@dataclass(slots=True)
+class _Due:
+    """The loads that a balancer waits for."""
+
+    num_steps: int
+    future: Future[Any]
+    total: Tensor | None = None  # sum of `Counts.by_expert`
+    utilizations: list[Tensor] = field(default_factory=list)
 
 
 class ExpertRecorder:
@@ -55,10 +67,8 @@ class ExpertRecorder:
         self._num_experts = max(each.num_experts for each in mixtures.values())
         self._is_running = plan.log_balance
         self._number = 0  # steps since the start
-        # Set by `when_due`: the number of steps after which the future gets the loads.
-        self._due: tuple[int, Future[Any]] | None = None
-        self._window: deque[Counts] = deque()  # steps since the last call of `when_due`
-        self._max_window = plan.balance_steps if plan.balance else 0
+        self._due: _Due | None = None  # set by `when_due`
+        self._experts: tuple[list[Placement], Tensor] | None = None  # current placements, and their experts [L, P]
 
     def start(self) -> None:
         """Discard recorded steps and record the next ones."""
@@ -76,7 +86,7 @@ class ExpertRecorder:
         With data-parallel attention, `count` may exceed the number of the batch's tokens. `captured` has the buffers to
         which a graph writes the chosen experts.
         """
-        if not self._is_running and not self._max_window:
+        if not self._is_running and self._due is None:
             return
         present = {}
         for layer, mixture in self._mixtures.items():
@@ -86,11 +96,8 @@ class ExpertRecorder:
             present[layer] = chosen[:count]
         self._number += 1
         counts = self._count(present)
-        if self._max_window:
-            self._window.append(counts)
-            if len(self._window) > self._max_window:
-                self._window.popleft()
-            self._settle()
+        if self._due is not None:
+            self._settle(self._due, counts)
         if not self._is_running:
             return
         self._steps.append(counts)
@@ -147,32 +154,35 @@ class ExpertRecorder:
 
     def when_due(self, num_steps: int) -> Future[Any]:
         """Return a future that gets the loads of the next `num_steps` steps: {"loads": [X] by layer, "utilization"}."""
-        self._window.clear()
-        future: Future[Any] = Future()
-        self._due = (num_steps, future)
-        return future
+        self._due = _Due(num_steps, Future())
+        return self._due.future
 
     def close(self) -> None:
         """Set the result of a waiting `when_due` to None."""
         if self._due is not None:
-            self._due[1].set_result(None)
+            self._due.future.set_result(None)
             self._due = None
 
-    def _settle(self) -> None:
-        if self._due is None or len(self._window) < self._due[0]:
+    def _settle(self, due: _Due, counts: Counts) -> None:
+        due.total = counts.by_expert.clone() if due.total is None else due.total.add_(counts.by_expert)
+        due.utilizations.append(counts.utilization)
+        if len(due.utilizations) < due.num_steps:
             return
-        total = torch.stack([each.by_expert for each in self._window]).sum(0)
-        loads = dict(zip(map(str, self._mixtures), total.tolist(), strict=True))
-        self._due[1].set_result({"loads": loads, "utilization": _mean_utilization(list(self._window))})
+        loads = dict(zip(map(str, self._mixtures), due.total.tolist(), strict=True))
         self._due = None
-        self._window.clear()
+        due.future.set_result({"loads": loads, "utilization": _mean(due.utilizations)})
+
+    def _experts_of_slots(self, device: torch.device) -> Tensor:
+        """Return the expert of each slot, [L, P]. It is copied to the device only after experts have moved."""
+        places = [self._sharing.placement(layer, mixture.num_experts) for layer, mixture in self._mixtures.items()]
+        if self._experts is None or self._experts[0] != places:
+            self._experts = places, torch.tensor([each.experts for each in places], device=device)
+        return self._experts[1]
 
     def _count(self, chosen: Mapping[int, Tensor]) -> Counts:
         sharing = self._sharing
-        placements = [sharing.placement(layer, mixture.num_experts) for layer, mixture in self._mixtures.items()]
         ids = torch.stack([each.reshape(-1) for each in chosen.values()]).long()  # [L, T * k]
-        lines = torch.arange(len(ids)).unsqueeze(1)
-        experts = torch.tensor([each.experts for each in placements], device=ids.device)  # [L, P]
+        experts = self._experts_of_slots(ids.device)  # [L, P]
         ones = torch.ones_like(ids, dtype=torch.int32)
         if sharing.has_copies:
             by_slot = torch.zeros(experts.shape, dtype=torch.int32, device=ids.device).scatter_add_(1, ids, ones)
@@ -180,7 +190,7 @@ class ExpertRecorder:
         else:
             by_expert = torch.zeros(len(ids), self._num_experts, dtype=torch.int32, device=ids.device)
             by_expert.scatter_add_(1, ids, ones)
-            by_slot = by_expert[lines.to(ids.device), experts]
+            by_slot = by_expert.gather(1, experts)
         of_ranks = by_slot.view(len(ids), sharing.axis.size, -1).sum(-1).float()
         utilization = ((of_ranks.mean(-1) + EPSILON) / (of_ranks.amax(-1) + EPSILON)).mean()
         return Counts(by_expert, by_slot, utilization)
@@ -225,4 +235,8 @@ class ExpertRecorder:
 
 
 def _mean_utilization(steps: list[Counts]) -> float:
-    return round(torch.stack([each.utilization for each in steps]).mean().item(), 6)
+    return _mean([each.utilization for each in steps])
+
+
+def _mean(values: list[Tensor]) -> float:
+    return round(torch.stack(values).mean().item(), 6)
