@@ -28,10 +28,11 @@ def balanced(
 ) -> dict[int, list[int]]:
     """Return the expert of each slot of each layer. `loads` has the number of tokens of each expert, [X], by layer.
 
-    "auto" means hierarchical if the number of nodes divides the number of expert groups.
+    "auto" means hierarchical if the number of nodes divides the numbers of expert groups and ranks.
     """
     layers, weight = list(loads), np.array([*loads.values()], np.float32)
-    hierarchical = algorithm == "deepseek_hierarchical" or (algorithm == "auto" and num_groups % num_nodes == 0)
+    divides = not (num_groups % num_nodes or num_ranks % num_nodes)
+    hierarchical = algorithm == "deepseek_hierarchical" or (algorithm == "auto" and divides)
     groups, nodes = (num_groups, num_nodes) if hierarchical else (1, 1)
     experts = place_experts(weight, num_slots, groups, nodes, num_ranks)
     return {layer: line.tolist() for layer, line in zip(layers, experts, strict=True)}

@@ -38,6 +38,13 @@ def expert_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan) -> Ex
         for option in BALANCING:
             if builder.args.changed(option) and option != "eplb_rebalance_num_iterations":
                 builder.refuse(option, f"{_flag(option)} needs --enable-eplb.")
+    nodes = builder.args.parallel.nnodes
+    if args.eplb_algorithm == "deepseek_hierarchical" and (facts.num_expert_groups % nodes or ep_size.value % nodes):
+        builder.refuse(
+            "eplb_algorithm",
+            f"--eplb-algorithm deepseek_hierarchical: --nnodes {nodes} must divide the {facts.num_expert_groups} "
+            f"groups of experts and --ep-size {ep_size.value}; use auto.",
+        )
     if builder.args.graphs.enable_torch_compile and (record.value is not None or _is_fake(builder)):
         builder.refuse(
             "enable_torch_compile",

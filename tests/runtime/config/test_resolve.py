@@ -235,6 +235,15 @@ def test_halves_of_steps_need_ranks_that_share_layers() -> None:
     assert "--tbo-token-distribution-threshold needs" in refusals(tbo_token_distribution_threshold=0.1)
 
 
+def test_groups_of_experts_must_fit_the_machines() -> None:
+    mixture = replace(FACTS, config={"num_experts": 8, "n_group": 4})
+    options = {"tp_size": 8, "ep_size": 2, "nnodes": 4, "dist_init_addr": "first:5000", "enable_eplb": True}
+    assert plan(facts=mixture, **options).experts.balance
+    hierarchical = {**options, "eplb_algorithm": "deepseek_hierarchical"}
+    assert "--nnodes 4 must divide the 4 groups of experts and --ep-size 2" in refusals(facts=mixture, **hierarchical)
+    assert plan(facts=mixture, **{**hierarchical, "nnodes": 2}).experts.balance_algorithm == "deepseek_hierarchical"
+
+
 def test_check_refuses_what_needs_no_model() -> None:
     assert check(Args.of(model_path="org/model", context_length=10**9), CPU) == "org/model"
     assert check(Args.of(), CPU, demo_path="/demo") == "/demo"

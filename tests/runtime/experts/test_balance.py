@@ -117,6 +117,8 @@ def test_auto_is_hierarchical_if_the_nodes_divide_the_groups() -> None:
     )
     assert balanced(load, num_groups=3, **common) == balanced(load, num_groups=3, algorithm="deepseek", **common)
     assert balanced(load, num_groups=4, **common) != balanced(load, num_groups=4, algorithm="deepseek", **common)
+    fewer: Any = {"num_slots": 16, "num_ranks": 2, "num_nodes": 4}  # parts of experts that span two machines
+    assert balanced(load, num_groups=4, **fewer) == balanced(load, num_groups=4, algorithm="deepseek", **fewer)
 
 
 def test_sizes_that_do_not_divide_are_refused() -> None:
