@@ -129,6 +129,7 @@ async def test_a_missing_seed_and_its_refusal_are_named(tmp_path: Path) -> None:
         ({**copied_from(1), "tp_size": 2}, "with 2 ports"),
         ({**copied_from(1), "dp_size": 2}, "--dp-size"),
         ({**copied_from(1), "kv_cache_dtype": "fp8_e4m3"}, "8-bit KV cache"),
+        ({**copied_from(1, ranks=2), "tp_size": 2, "enable_ep_moe": True}, "may have moved"),
     ],
 )
 async def test_options_that_do_not_fit_are_refused(options: dict[str, Any], named: str) -> None:

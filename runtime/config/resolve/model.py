@@ -160,7 +160,7 @@ def _seed_group_ports(builder: PlanBuilder, facts: ModelFacts) -> Decision[tuple
         why = f"the layout of a quantised checkpoint ({facts.quantization}) is known only from its files"
     elif builder.args.cache.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
         why = "the scales of an 8-bit KV cache are no weights; leave --kv-cache-dtype out"
-    elif builder.args.moe.ep_size > 1:
+    elif builder.args.moe.ep_size > 1 or builder.args.moe.enable_ep_moe:
         why = "experts of ranks may have moved; leave --ep-size out"
     elif facts.pooling is not None:
         why = "pooling layers are read from files"
