@@ -10,7 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
@@ -262,14 +262,16 @@ class MediaPreparer:
                 yield await self._thread(self._read, content if fetched else await self._fetcher.read(source), source)
 
     async def _encoded(self, source: MediaSource, wanted: Callable[[], bool], asker: Asker) -> EncodedBlock:
-        async with self._decoded(source, asker, wanted) as (image, digest):
+        async with AsyncExitStack() as slot:
+            image, digest = await slot.enter_async_context(self._decoded(source, asker, wanted))
             known = self.cache.get(digest)
             if known is not None:
                 return known
             pending = self._pending.get(digest)
             if pending is None:
-                # A separate task, because other requests may wait for the same image.
-                pending = asyncio.ensure_future(self._compute(image, digest, source))
+                # A separate task, because other requests may wait for the same image. It holds the slot until its end,
+                # even if this request fails before.
+                pending = asyncio.ensure_future(self._computed(image, digest, source, slot.pop_all()))
                 self._pending[digest] = pending
                 pending.add_done_callback(lambda done: self._forget(digest, done))
             return await asyncio.shield(pending)
@@ -279,6 +281,10 @@ class MediaPreparer:
             del self._pending[digest]
         if not done.cancelled():
             done.exception()  # raised in the requests that wait for it
+
+    async def _computed(self, image: Any, digest: bytes, source: MediaSource, slot: AsyncExitStack) -> EncodedBlock:
+        async with slot:
+            return await self._compute(image, digest, source)
 
     async def _compute(self, image: Any, digest: bytes, source: MediaSource) -> EncodedBlock:
         tower = self._tower

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 from PIL import Image
 
 import tiny_seeing
-from runtime.errors import EngineFailure, Overloaded
+from runtime.errors import EngineFailure, InvalidRequest, Overloaded
 from runtime.media import preparation
+from runtime.media.images import decode_image
 from runtime.media_source import MediaSource
 from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
@@ -171,6 +173,34 @@ async def test_a_client_with_many_images_does_not_delay_another() -> None:
         assert media.cache.num_misses < len(many), "the other client's images took turns with it"
         await greedy.whole()
         engine.core.check()
+
+
+async def test_an_image_of_a_request_that_failed_holds_its_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests with a good and a broken image cannot pile up decoded images before the encoder."""
+    family = "llava"
+    async with Engine(tiny_seeing.cached(family), mm_threads=2, **PLAIN) as engine:
+        media = engine.core.media
+        assert media is not None
+        encode, begun, go_on = media._tower.encode, threading.Event(), threading.Event()
+
+        def slow(*arguments: Any) -> Any:
+            begun.set()
+            assert go_on.wait(60)
+            return encode(*arguments)
+
+        def broken_later(content: Any, *arguments: Any) -> Any:
+            assert not isinstance(content, bytes) or begun.wait(60)
+            return decode_image(content, *arguments)
+
+        monkeypatch.setattr(media._tower, "encode", slow)
+        monkeypatch.setattr(preparation, "decode_image", broken_later)
+        images = (MediaSource("object", pictures()[0]), MediaSource("bytes", b"broken"))
+        with pytest.raises(InvalidRequest):
+            await engine.core.submit(Request(text=prompt(family, TEXT, 2), media=images, sampling=SAMPLING)).whole()
+        assert media._workers._num_free == 1
+        go_on.set()
+        assert (await answer(engine, family, (0,)))[0].agrees(expected(family, (0,)))
+        assert media._workers._num_free == 2
 
 
 async def test_waiting_images_are_limited_in_bytes_also_where_tokens_are_counted(
