@@ -247,8 +247,10 @@ GREEDY = {"temperature": 0, "max_tokens": 48, "model": MODEL}
 PROCESSORS: Fields = {"custom_logit_processor": "mine", "custom_params": {"custom_params": {"a": 1}}}
 # They need a prefill or decode server.
 PREFILLED: Fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 1}
+HIDDEN: Fields = {"return_hidden_states": True}  # --enable-return-hidden-states; test_hidden_states.py asks for them
 REFUSED_BY_OPENAI: Fields = {
     **PROCESSORS,
+    **HIDDEN,
     "model": "other",
     "priority": 3,
     "best_of": 7,
@@ -269,6 +271,7 @@ LOADING = (
 )
 LOADING += ("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only")
 NO_DRAFTS = "this server has no drafts"
+ALONE = "test_determinism.py compares answers beside other requests"
 PREFIX = "the demo model's tokenizer adds no tokens of its own"
 ROUTES: Mapping[str, Route] = {
     "/v1/chat/completions": Route(
@@ -284,6 +287,7 @@ ROUTES: Mapping[str, Route] = {
             "spaces_between_special_tokens": SPACES,
             "add_special_tokens": PREFIX,
             "speculative": NO_DRAFTS,
+            "deterministic": ALONE,
             "parallel_tool_calls": "the demo model makes one call",
         },
     ),
@@ -300,6 +304,7 @@ ROUTES: Mapping[str, Route] = {
             "spaces_between_special_tokens": SPACES,
             "add_special_tokens": PREFIX,
             "speculative": NO_DRAFTS,
+            "deterministic": ALONE,
         },
     ),
     "/generate": Route(
@@ -308,6 +313,7 @@ ROUTES: Mapping[str, Route] = {
         declared(GenerateBody),
         refused={
             **PREFILLED,
+            **HIDDEN,
             "priority": 3,
             "lora_path": "none",
             "image_data": "aGk=",
@@ -339,6 +345,7 @@ ROUTES: Mapping[str, Route] = {
             "spaces_between_special_tokens": SPACES,
             "stream_interval": "asked below",
             "speculative": NO_DRAFTS,
+            "deterministic": ALONE,
         },
         inside="sampling_params",
     ),
@@ -360,6 +367,7 @@ ROUTES: Mapping[str, Route] = {
             "prompt_cache_retention": "every prefix is cached",
             "client_metadata": "reported to nobody",
             "speculative": NO_DRAFTS,
+            "deterministic": ALONE,
         },
     ),
     "/v1/messages": Route(
