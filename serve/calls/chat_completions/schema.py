@@ -28,7 +28,6 @@ WITHOUT_EFFECT = frozenset(
         "early_stopping",  # an option of beam search, which is refused; so is length_penalty
         "guided_decoding_backend",
         "length_penalty",
-        "media_io_kwargs",  # options of vLLM for reading videos
         "metadata",
         "mirostat_eta",  # options of mirostat sampling, which is refused
         "mirostat_tau",
@@ -251,6 +250,7 @@ class ChatBody(OpenAIBody):
     chat_template: NotBuilt = None
     documents: NotBuilt = None
     mm_processor_kwargs: dict[str, Any] | None = None  # options of the model's processor for images and videos
+    media_io_kwargs: NotBuilt = None  # vLLM: options for reading media; `mm_processor_kwargs` has the ones for videos
     add_generation_prompt: bool = True
     add_special_tokens: bool = False  # the chat template writes them
 
