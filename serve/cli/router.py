@@ -29,6 +29,7 @@ from serve.http.forwarding import MAX_BODY_BYTES, failure, read_body, too_large
 
 KIND = "RouterError"
 MAX_BODIES_BYTES = 8 * MAX_BODY_BYTES  # limit on the bodies of all requests in progress
+SMALL_BYTES = 2**20  # bodies up to this size are accepted even if large ones fill the limit
 BODY_S = 60.0  # time limit for a client to send its body, in seconds
 ANSWER_S = 3600.0  # longest wait for the head of an answer, and for each further part, in seconds
 # Paths of requests with prompts. All other requests go only to a decode server.
@@ -101,8 +102,9 @@ class _Held:
         self._bodies = bodies
 
     def add(self, num_bytes: int) -> None:
-        """Count more bytes. Raises `_TooManyBytes` if all requests together hold too many bytes."""
-        if self._bodies.num_bytes + num_bytes > MAX_BODIES_BYTES:
+        """Count more bytes. Raises `_TooManyBytes` if this body is large and all requests together hold too many."""
+        is_full = self._bodies.num_bytes + num_bytes > MAX_BODIES_BYTES
+        if is_full and self._num_bytes + num_bytes > SMALL_BYTES:
             raise _TooManyBytes
         self._num_bytes += num_bytes
         self._bodies.num_bytes += num_bytes

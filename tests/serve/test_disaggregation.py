@@ -242,6 +242,7 @@ async def test_the_router_limits_the_bodies_and_the_wait_for_an_answer(monkeypat
         return Response("done")
 
     monkeypatch.setattr(router_module, "MAX_BODIES_BYTES", 1000)
+    monkeypatch.setattr(router_module, "SMALL_BYTES", 150)
     app = Starlette(routes=[Route("/v1/embeddings", compute, methods=["POST"])])
     async with (
         app_serving(app) as url,
@@ -256,8 +257,12 @@ async def test_the_router_limits_the_bodies_and_the_wait_for_an_answer(monkeypat
         await began.wait()
         full = await client.post(f"{router}/v1/embeddings", content=b"y" * 200)
         assert (full.status_code, full.headers["retry-after"]) == (503, "1")
+        began.clear()
+        small = asyncio.create_task(client.post(f"{router}/v1/embeddings", content=b"z" * 150))
+        await asyncio.wait({small, asyncio.ensure_future(began.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        assert began.is_set(), "large bodies keep no small one out"
         release.set()
-        assert (await first).text == "done"
+        assert {(await first).text, (await small).text} == {"done"}
         for path in ("/v1/embeddings", "/generate", "/generate", "/v1/embeddings"):  # all bytes are free again
             while (answer := await client.post(f"{router}{path}", content=b"y" * 1000)).status_code == 503:
                 continue  # a moment after an answer, its body still counts
