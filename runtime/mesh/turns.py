@@ -24,16 +24,14 @@ class Turns:
         self._may_run[number].acquire()
 
     def wait(self, work: Any) -> None:
-        """Let the other thread compute until this collective has ended and the other thread passes the turn back."""
+        """Let the other thread compute until it passes the turn back. Then wait for this collective."""
         number = self._numbers[threading.get_ident()]
         if self._has_ended[1 - number]:
             work.wait()
             return
         self._may_run[1 - number].release()
-        try:
-            work.wait()
-        finally:
-            self._may_run[number].acquire()
+        self._may_run[number].acquire()
+        work.wait()  # not before: on a GPU, the stream of both threads waits from here on
 
     def leave(self, number: int) -> None:
         """End thread `number`, which has the turn. The other thread then runs alone."""

@@ -65,9 +65,13 @@ def test_halves_are_the_step_wherever_it_is_cut(at: int) -> None:
 
 
 class Work:
-    """A collective that ends at once."""
+    """A collective that ends at once, and notes when a thread waits for it."""
 
-    def wait(self) -> None: ...
+    def __init__(self, waited: list[tuple[int, int]], number: int, each: int) -> None:
+        self._waited, self._id = waited, (number, each)
+
+    def wait(self) -> None:
+        self._waited.append(self._id)
 
 
 @pytest.mark.parametrize("counts", [(3, 3), (1, 4), (4, 1), (0, 2), (2, 0)])
@@ -78,7 +82,7 @@ def test_threads_begin_their_collectives_in_one_order(counts: tuple[int, int]) -
         turns.enter(number)
         for each in range(counts[number]):
             begun.append((number, each))
-            turns.wait(Work())
+            turns.wait(Work([], number, each))
         turns.leave(number)
 
     with ThreadPoolExecutor(2) as pool:
@@ -88,3 +92,20 @@ def test_threads_begin_their_collectives_in_one_order(counts: tuple[int, int]) -
     in_turns = [(number, each) for each in range(both) for number in (0, 1)]
     assert begun[: 2 * both] == in_turns
     assert len(begun) == sum(counts)
+
+
+def test_a_thread_waits_for_its_collective_only_when_it_has_the_turn_again() -> None:
+    """The threads share a stream: if a wait came first, it would hold up the work of the other thread."""
+    turns, log = Turns(), list[tuple[int, int]]()
+
+    def run(number: int) -> None:
+        turns.enter(number)
+        for each in range(2):
+            log.append((number, each))
+            turns.wait(Work(log, number, each))
+        turns.leave(number)
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(run, number) for number in (1, 0)]:
+            done.result(timeout=30)
+    assert log == [(0, 0), (1, 0), (0, 0), (0, 1), (1, 0), (1, 1), (0, 1), (1, 1)]
