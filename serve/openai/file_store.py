@@ -113,7 +113,7 @@ class FileStore:
 
     def new(self, filename: str, purpose: str, owner: str) -> FileObject:
         """Return a new file object. The caller writes its content."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users may not read clients' files
         return FileObject(
             id=f"file-{uuid4().hex}",
             bytes=0,

@@ -209,6 +209,13 @@ async def test_answers_of_a_batch_stop_where_the_folder_is_full(
     assert batch["request_counts"]["completed"] < 12
 
 
+async def test_other_users_of_the_machine_cannot_read_a_new_folder(tokenizer: Tokenizer, tmp_path: Path):
+    folder = tmp_path / "new"
+    async with client_of(fake_core.FakeCore(tokenizer, file_storage=str(folder))) as client:
+        assert (await upload(client)).status_code == 200
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
 async def test_a_broken_description_harms_nobody(client: httpx.AsyncClient, tmp_path: Path):
     made = (await upload(client)).json()
     (tmp_path / f"file-{'a' * 32}.json").write_bytes(b'{"id": "file-')
