@@ -176,7 +176,7 @@ class Transcriber:
             try:
                 ids = self._processor.get_prompt_ids(request.prompt, return_tensors="pt")
             except ValueError as error:
-                raise InvalidRequest(f"prompt: {error}", param="prompt") from error
+                raise InvalidRequest("prompt must not contain special tokens.", param="prompt") from error
             most = self._model.config.max_target_positions // 2 - 1  # like OpenAI's: the end of the prompt counts
             if len(ids) > most:
                 ids = ids[[0, *range(len(ids) - most + 1, len(ids))]]  # the first id marks the beginning of a prompt

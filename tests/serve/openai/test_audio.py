@@ -141,6 +141,8 @@ async def test_wrong_forms_are_refused_by_name() -> None:
             answer = await http.post("/v1/audio/transcriptions", data=form, files=files)
             assert answer.status_code == 400, (form, answer.text)
             assert answer.json()["error"]["param"] == param, (form, answer.text)
+            if param == "prompt":
+                assert answer.json()["error"]["message"] == "prompt must not contain special tokens."
         files = {"file": named(SHORT)}
         assert (await http.post("/v1/audio/transcriptions", data={"model": "gpt"}, files=files)).status_code == 404
         assert (await http.post("/v1/audio/transcriptions", json=good)).status_code == 400
