@@ -86,7 +86,9 @@ METRICS: tuple[Metric, ...] = (
         observed=f"{_STEP}.launched",
     ),
     _replica_metric(
-        "sglang:spec_accept_length", "gauge", "Average tokens of a row with drafts: the accepted ones and one more."
+        "sglang:spec_accept_length",
+        "gauge",
+        "Mean number of tokens that a row with draft tokens yields: the accepted ones and one more.",
     ),
     _replica_metric("sglang:spec_accept_rate", "gauge", "Share of the drafts that the model accepted."),
     _replica_metric("vllm:spec_decode_num_drafts", "counter", "Rows with drafts that steps verified."),
@@ -100,7 +102,7 @@ METRICS: tuple[Metric, ...] = (
     ),
     _replica_metric("sglang:lora_pool_slots_used", "gauge", "Slots with LoRA adapters of running sequences."),
     _replica_metric("sglang:lora_pool_slots_total", "gauge", "Slots for LoRA adapters (--max-loras-per-batch)."),
-    _replica_metric("penstock:adapter_slot_evictions", "counter", "LoRA adapters that left their slot for another."),
+    _replica_metric("penstock:adapter_slot_evictions", "counter", "LoRA adapters evicted from their slot."),
     _replica_metric("penstock:steps", "counter", "Steps since the start."),
     _replica_metric(
         "penstock:forced_tokens", "counter", "Tokens that grammars forced and that took no step of their own."
@@ -108,25 +110,29 @@ METRICS: tuple[Metric, ...] = (
     _replica_metric(
         "penstock:recomputed_tokens",
         "counter",
-        "Tokens that were computed once more because their request had made room for others.",
+        "Tokens that were computed again after their request was retracted.",
     ),
     _replica_metric(
         "penstock:swapped_out_pages",
         "counter",
-        "Pages copied to host memory because their request made room for others.",
+        "Pages of retracted requests that were copied to host memory.",
     ),
     _replica_metric("penstock:swapped_in_pages", "counter", "Pages copied back to the device."),
     _replica_metric("sglang:hicache_host_used_tokens", "gauge", "Tokens of prefixes in the host tier."),
     _replica_metric("sglang:hicache_host_total_tokens", "gauge", "Tokens that fit into the host tier."),
     _replica_metric("penstock:host_written_pages", "counter", "Pages of prefixes copied to the host tier."),
     _replica_metric("penstock:host_restored_pages", "counter", "Pages of prefixes copied back from the host tier."),
-    _replica_metric("penstock:host_evicted_pages", "counter", "Pages that left the host tier for others."),
+    _replica_metric("penstock:host_evicted_pages", "counter", "Pages evicted from the host tier."),
     _replica_metric("penstock:storage_saved_pages", "counter", "Pages written to storage."),
     _replica_metric("penstock:storage_loaded_pages", "counter", "Pages read from storage and verified."),
-    _replica_metric("penstock:storage_missed_pages", "counter", "Pages that storage was asked for and did not have."),
+    _replica_metric("penstock:storage_missed_pages", "counter", "Pages that were looked up in storage and not found."),
     _replica_metric("penstock:storage_corrupt_pages", "counter", "Pages of storage whose checksum was wrong."),
-    _replica_metric("penstock:storage_failed_pages", "counter", "Pages that storage did not take."),
-    _replica_metric("penstock:storage_slow_pages", "counter", "Stored pages that were computed, since this is faster."),
+    _replica_metric("penstock:storage_failed_pages", "counter", "Pages that could not be written to storage."),
+    _replica_metric(
+        "penstock:storage_slow_pages",
+        "counter",
+        "Stored pages that were computed instead of read, because computing is faster.",
+    ),
     _replica_metric(
         "penstock:step_seconds",
         "histogram",
@@ -141,7 +147,7 @@ METRICS: tuple[Metric, ...] = (
     _replica_metric(
         "penstock:queue_age_seconds",
         "gauge",
-        "How long the oldest request that has not been in a step waits.",
+        "Seconds that the oldest request without a step has waited.",
     ),
     _replica_metric(
         "penstock:pages",
@@ -162,7 +168,11 @@ METRICS: tuple[Metric, ...] = (
     _request_metric("sglang:cached_tokens", "counter", "Prompt tokens of ended requests that the prefix cache had."),
     _request_metric("sglang:num_requests", "counter", "Requests that ended."),
     _request_metric("sglang:num_so_requests", "counter", "Requests with a grammar that ended."),
-    _request_metric("sglang:num_aborted_requests", "counter", "Requests that their sender gave up."),
+    _request_metric(
+        "sglang:num_aborted_requests",
+        "counter",
+        "Requests that ended because the client disconnected or cancelled them.",
+    ),
     _request_metric(
         "sglang:time_to_first_token_seconds",
         "histogram",
@@ -172,7 +182,7 @@ METRICS: tuple[Metric, ...] = (
     _request_metric(
         "sglang:inter_token_latency_seconds",
         "histogram",
-        "Seconds between two tokens of one choice; tokens that come together share their time.",
+        "Seconds between two tokens of one choice. Tokens of one step share the time of the step.",
         observed=_SENT,
     ),
     _request_metric(
@@ -200,7 +210,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "penstock:event_loop_lag_seconds",
         "histogram",
-        "How late the event loop wakes whom it promised to wake.",
+        "Delay with which the event loop runs a timer.",
         "actors.loop_watch.watch_loop",
     ),
     Metric("penstock:tokenizer_seconds", "histogram", "Seconds to turn a request's text into tokens.", _ENDED),
@@ -227,7 +237,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("penstock:image_cache_misses", "counter", "Images that were processed and encoded.", _SCRAPE),
     Metric("penstock:image_cache_bytes", "gauge", "Bytes of cached vectors of images.", _SCRAPE),
     Metric("penstock:loaded_adapters", "gauge", "LoRA adapters in host memory.", _SCRAPE),
-    Metric("penstock:adapter_evictions", "counter", "LoRA adapters that left host memory for others.", _SCRAPE),
+    Metric("penstock:adapter_evictions", "counter", "LoRA adapters evicted from host memory.", _SCRAPE),
     Metric(
         "penstock:adapter_load_seconds",
         "histogram",
@@ -237,15 +247,15 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "penstock:adapter_requests",
         "counter",
-        "Requests by LoRA adapter, of the 100 adapters with most of them.",
+        "Requests by LoRA adapter, for the 100 adapters with the most requests.",
         _SCRAPE,
         (*MODEL, "lora_name"),
     ),
-    Metric("penstock:requests", "gauge", "Requests in the engine, in whatever state.", _SCRAPE),
+    Metric("penstock:requests", "gauge", "Requests in the engine, waiting or running.", _SCRAPE),
     Metric(
         "penstock:http_requests",
         "counter",
-        "HTTP requests by path of the route and status of the answer; for a stream, of its beginning.",
+        "HTTP requests by route and status code. For a stream, the status code is that of its start.",
         "serve.http.endpoint.Endpoint",
         (*MODEL, "endpoint", "status_code"),
     ),

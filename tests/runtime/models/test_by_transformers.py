@@ -125,39 +125,41 @@ SEEING = (  # multimodal models, of which only the text part is served
 )  # fmt: skip
 USUAL_SEEING = ("llava", "mistral3", "qwen2_5_vl", "qwen3_vl")
 NOT_SERVED = {
-    "cpmant": "the tokens of a prompt see each other",
+    "cpmant": "the tokens of a prompt attend to each other in both directions",
     "moshi": "with a cache it attends to other tokens than without one",
-    "prophetnet": "it predicts several tokens at once, in streams of their own",
-    "xlm": "tokens see later ones",
-    "xlnet": "tokens see later ones",
+    "prophetnet": "it predicts several tokens at once, in separate streams",
+    "xlm": "tokens attend to later tokens",
+    "xlnet": "tokens attend to later tokens",
 }
 NOT_TRIED = {  # models for which no small checkpoint can be made
     "inkling2_loop_text": "a small model of its shape cannot be made; not tried",
-    "blt": "its tokens are made of patches of bytes by further models; not tried",
-    "dots3_note": "its configuration is that of several models; not tried",
-    **dict.fromkeys(("emu3", "mllama"), "transformers does not know again what it writes of its text part; not tried"),
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it drafts for another model; not tried"),
-    "moss_transcribe_diarize": "its configuration is that of several models; not tried",
-    **dict.fromkeys(("musicgen", "musicgen_melody"), "it writes sound; not tried"),
+    "blt": "further models build its tokens from patches of bytes; not tried",
+    "dots3_note": "its configuration holds several models; not tried",
+    **dict.fromkeys(
+        ("emu3", "mllama"), "transformers cannot load a text-only checkpoint that it has written; not tried"
+    ),
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it is a draft model; not tried"),
+    "moss_transcribe_diarize": "its configuration holds several models; not tried",
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "it generates audio; not tried"),
 }
 SEEING_NOT_SERVED = {
     **dict.fromkeys(
         ("apertus1p5", "hy_v4_vl", "inkling2_loop"), "a small model of its shape cannot be made; not tried"
     ),
-    **dict.fromkeys(("blip", "idefics", "kosmos-2"), "it writes nothing without a picture"),
+    **dict.fromkeys(("blip", "idefics", "kosmos-2"), "it generates nothing without an image"),
     **dict.fromkeys(
         ("florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder"),
         "it has an encoder",
     ),
-    **dict.fromkeys(("fast_vlm", "perception_lm"), "it sees through a library of its own; not tried"),
-    "diffusion_gemma": "it writes blocks of tokens by diffusion",
-    "dots3_note": "its configuration is that of several models; not tried",
-    "evolla": "it reads proteins; not tried",
-    "glm5_next": "its smallest model is too slow to try; not tried",
-    "kosmos-2.5": "it gives no hidden states to choose tokens by",
-    "pi0": "it moves robots",
-    "pp_chart2table": "transformers reads its class by another configuration; not tried",
-    "unlimited_ocr": "how far its tokens see depends on where the prompt ends",
+    **dict.fromkeys(("fast_vlm", "perception_lm"), "its vision tower needs another library; not tried"),
+    "diffusion_gemma": "it generates blocks of tokens by diffusion",
+    "dots3_note": "its configuration holds several models; not tried",
+    "evolla": "its input is proteins; not tried",
+    "glm5_next": "even a small model of its shape is too slow to test; not tried",
+    "kosmos-2.5": "it returns no hidden states",
+    "pi0": "its output is robot actions",
+    "pp_chart2table": "transformers registers its class under another configuration; not tried",
+    "unlimited_ocr": "the attention window of its tokens depends on the end of the prompt",
 }
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
