@@ -17,7 +17,7 @@ import httpx
 
 from runtime.config.plan import MediaPlan
 from runtime.errors import InvalidRequest
-from runtime.media_source import MediaSource
+from runtime.media_source import EXAMPLES, MediaSource
 
 PIECE = 2**20  # number of base64 characters decoded in one call
 
@@ -35,30 +35,32 @@ class Fetcher:
         Cancellation closes the connection.
         """
         if source.form in ("bytes", "object"):
-            return self._checked(source.content, source.param)
+            return self._checked(source.content, source)
         if source.form == "base64":
-            return await anyio.to_thread.run_sync(self._decode, source.content, source.param)
+            return await anyio.to_thread.run_sync(self._decode, source)
         if source.form == "path":
-            return await anyio.to_thread.run_sync(self._read_file, source.content, source.param)
-        return await self._fetch(source.content, source.param)
+            return await anyio.to_thread.run_sync(self._read_file, source)
+        return await self._fetch(source)
 
     async def close(self) -> None:
         """Close all connections."""
         if self._client is not None:
             await self._client.aclose()
 
-    def _checked(self, content: Any, param: str) -> Any:
+    def _checked(self, content: Any, source: MediaSource) -> Any:
         if isinstance(content, bytes) and len(content) > self._plan.max_bytes:
-            raise self._too_large(param)
+            raise self._too_large(source)
         return content
 
-    def _too_large(self, param: str) -> InvalidRequest:
-        return InvalidRequest(f"{param}: the image has more than {self._plan.max_bytes} bytes.", param=param)
+    def _too_large(self, source: MediaSource) -> InvalidRequest:
+        text = f"{source.param}: the {source.kind} has more than {self._plan.max_bytes} bytes."
+        return InvalidRequest(text, param=source.param)
 
-    def _decode(self, text: str, param: str) -> bytes:
+    def _decode(self, source: MediaSource) -> bytes:
         """Decode base64 text in pieces, because decoding holds the GIL."""
+        text, param = source.content, source.param
         if len(text) > self._plan.max_bytes // 3 * 4 + 1024:
-            raise self._too_large(param)
+            raise self._too_large(source)
         content, rest = bytearray(), ""
         try:
             for start in range(0, len(text), PIECE):
@@ -72,11 +74,11 @@ class Fetcher:
             raise InvalidRequest(f"{param} is not valid base64.", param=param)
         return bytes(content)
 
-    def _read_file(self, path: str, param: str) -> bytes:
-        folder = self._plan.folder
+    def _read_file(self, source: MediaSource) -> bytes:
+        path, param, folder = source.content, source.param, self._plan.folder
         if folder is None:
             raise InvalidRequest(
-                f"{param}: files are not read; send the image itself, or start the server with "
+                f"{param}: files are not read; send the {source.kind} itself, or start the server with "
                 "--allowed-local-media-path FOLDER.",
                 param=param,
             )
@@ -93,30 +95,31 @@ class Fetcher:
                 content = file.read(self._plan.max_bytes + 1)
         except (OSError, ValueError) as error:
             raise refusal from error
-        return self._checked(content, param)
+        return self._checked(content, source)
 
-    async def _fetch(self, url: str, param: str) -> bytes:
+    async def _fetch(self, source: MediaSource) -> bytes:
+        param = source.param
         if not self._plan.domains:
             raise InvalidRequest(
-                f"{param}: URLs are not fetched; send the image itself (data:image/png;base64,...), or start the "
-                "server with --allowed-media-domains.",
+                f"{param}: URLs are not fetched; send the {source.kind} itself (data:{EXAMPLES[source.kind]};base64,"
+                "...), or start the server with --allowed-media-domains.",
                 param=param,
             )
         try:
             with anyio.fail_after(self._plan.timeout_s):
-                return await self._get(url, param)
+                return await self._get(source)
         except TimeoutError:
             raise InvalidRequest(
-                f"{param}: the image did not arrive within {self._plan.timeout_s:g} s.", param=param
+                f"{param}: the {source.kind} did not arrive within {self._plan.timeout_s:g} s.", param=param
             ) from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             raise InvalidRequest(
-                f"{param}: the image cannot be fetched ({type(error).__name__}).", param=param
+                f"{param}: the {source.kind} cannot be fetched ({type(error).__name__}).", param=param
             ) from error
 
-    async def _get(self, url: str, param: str) -> bytes:
+    async def _get(self, source: MediaSource) -> bytes:
         """Fetch a URL from an address that was checked. Redirects are refused, because they may lead to other hosts."""
-        parsed = httpx.URL(url)
+        parsed, param = httpx.URL(source.content), source.param
         host = parsed.host
         if parsed.scheme not in ("http", "https") or parsed.userinfo or not _is_allowed(host, self._plan.domains):
             raise InvalidRequest(f"{param}: the server does not fetch from this host.", param=param)
@@ -132,7 +135,11 @@ class Fetcher:
         request = self._client.build_request(
             "GET",
             parsed.copy_with(host=addresses[0]),
-            headers={"Host": parsed.netloc.decode("ascii"), "Accept": "image/*", "Accept-Encoding": "identity"},
+            headers={
+                "Host": parsed.netloc.decode("ascii"),
+                "Accept": f"{source.kind}/*",
+                "Accept-Encoding": "identity",
+            },
             extensions={"sni_hostname": host},
         )
         response = await self._client.send(request, stream=True)
@@ -143,7 +150,7 @@ class Fetcher:
             async for part in response.aiter_raw():
                 content += part
                 if len(content) > self._plan.max_bytes:
-                    raise self._too_large(param)
+                    raise self._too_large(source)
             return bytes(content)
         finally:
             await response.aclose()
