@@ -227,6 +227,46 @@ def joined(first: Logprobs | None, second: Logprobs | None) -> Logprobs | None:
     return Logprobs(first.chosen + second.chosen, first.top + second.top, first.requested + second.requested)
 
 
+class HiddenParts:
+    """The hidden states of a choice's tokens, in the parts that steps computed.
+
+    The scheduler adds parts. Other threads may read meanwhile.
+    """
+
+    __slots__ = ("_parts", "end")
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[int, Floats]] = []
+        self.end = 0  # number of leading tokens that have states
+
+    def add(self, start: int, states: Floats) -> None:
+        """Add the states [N, E] of the tokens from index `start` on. They replace earlier states of these tokens."""
+        self._parts.append((start, states))
+        if start <= self.end:
+            self.end = max(self.end, start + len(states))
+
+    def first(self, count: int) -> Floats | None:
+        """Return the states [N, E] of the first `count` tokens that have states, or None if there are none.
+
+        Takes up to 30 ms, because it copies them.
+        """
+        count = min(count, self.end)
+        if count <= 0:
+            return None
+        parts = list(self._parts)
+        whole = np.empty((count, parts[0][1].shape[1]), np.float32)
+        for start, states in parts:
+            whole[start : start + len(states)] = states[: max(count - start, 0)]
+        return whole
+
+    def last(self, count: int) -> Floats | None:
+        """Return the state [E] of the last of the first `count` tokens that have states, or None."""
+        index = min(count, self.end) - 1
+        parts = ((start, states) for start, states in reversed(self._parts) if start <= index < start + len(states))
+        start, states = next(parts, (0, None))
+        return None if states is None else states[index - start]
+
+
 class Delta(NamedTuple):
     """The output that one step added to one choice. The scheduler sends it to the detokenizer."""
 
@@ -238,7 +278,7 @@ class Delta(NamedTuple):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
-    hidden: Floats | None = None  # [N, E], of all computed tokens; with the finish, if requested
+    hidden: HiddenParts | None = None  # of the tokens computed so far, if requested
 
 
 class Chunk(NamedTuple):
@@ -253,4 +293,4 @@ class Chunk(NamedTuple):
     prompt_logprobs: Logprobs | None = None  # only in the first chunk
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
     prompt_ids: tuple[int, ...] | None = None  # only in the first chunk, if the request returns ids
-    hidden: Floats | None = None  # [N, E], as in `Delta`; after a stop string, N may exceed the number of tokens
+    hidden: HiddenParts | None = None  # with the finish, if requested; may have states of further tokens

@@ -6,40 +6,12 @@ from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from typing import Any
 
-import numpy as np
-
 from runtime.constraint import HostData, SequenceConstraint
-from runtime.request import DraftCounts, Finish, Floats, Logprobs, Request
+from runtime.request import DraftCounts, Finish, HiddenParts, Logprobs, Request
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.chain import ChainDrafter
 from runtime.speculative.model_drafts import ModelDrafter
 from runtime.speculative.ngram import NgramDrafter
-
-
-class HiddenParts:
-    """The hidden states of a sequence's tokens, in the parts that steps computed."""
-
-    __slots__ = ("_parts", "end")
-
-    def __init__(self) -> None:
-        self._parts: list[tuple[int, Floats]] = []
-        self.end = 0  # number of leading tokens that have states
-
-    def add(self, start: int, states: Floats) -> None:
-        """Add the states [N, E] of the tokens from index `start` on. They replace earlier states of these tokens."""
-        self._parts.append((start, states))
-        if start <= self.end:
-            self.end = max(self.end, start + len(states))
-
-    def joined(self, count: int) -> Floats | None:
-        """Return the states [count, E] of the first `count` tokens, or None if some are missing."""
-        if not 0 < count <= self.end:
-            return None
-        width = self._parts[0][1].shape[1]
-        whole = np.empty((max(count, self.end), width), np.float32)
-        for start, states in self._parts:
-            whole[start : start + len(states)] = states[: len(whole) - start]
-        return whole[:count]
 
 
 class Sequence:

@@ -93,7 +93,7 @@ class ChoiceDecoder:
             self._prompt_logprobs,
             delta.embedding,
             self._prompt_ids,
-            delta.hidden,
+            None if finish is None else delta.hidden,
         )
         self._held_text = ""
         self._held_ids = []

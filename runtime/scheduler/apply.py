@@ -59,7 +59,7 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
             _append_prompt_logprobs(sequence, logprobs)
         for row, states in output.hidden:
             sequence = batch.sequences[row]
-            if sequence.hidden is not None:
+            if sequence.hidden is not None and sequence.finish is None:
                 sequence.hidden.add(int(batch.starts[row]), states)
         failed = frozenset(output.failed)
         for row, (sequence, tokens) in enumerate(zip(batch.sequences, output.tokens)):
@@ -153,8 +153,9 @@ def _delta(
             sequence.draft_counts,
         ),
     )
-    hidden = None if finish is None or sequence.hidden is None else sequence.hidden.joined(num_known - 1)
-    return _new(Delta, (request.id, sequence.index, tokens, finish, usage, logprobs, prompt_logprobs, None, hidden))
+    return _new(
+        Delta, (request.id, sequence.index, tokens, finish, usage, logprobs, prompt_logprobs, None, sequence.hidden)
+    )
 
 
 def _with_forced(forced: list[int], logprobs: Logprobs | None, params: LogprobParams | None) -> Logprobs | None:
@@ -186,8 +187,9 @@ def final_delta(sequence: Sequence, finish: Finish, embedding: list[float] | Non
         sequence.draft_counts,
     )
     prompt_logprobs = sequence.prompt_logprobs if finish.kind == "length" else None
-    hidden = None if sequence.hidden is None else sequence.hidden.joined(min(len(sequence.ids), sequence.hidden.end))
-    return Delta(sequence.request.id, sequence.index, [], finish, usage, None, prompt_logprobs, embedding, hidden)
+    return Delta(
+        sequence.request.id, sequence.index, [], finish, usage, None, prompt_logprobs, embedding, sequence.hidden
+    )
 
 
 def first_logprobs(logprobs: Logprobs, count: int) -> Logprobs:

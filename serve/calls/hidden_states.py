@@ -17,16 +17,18 @@ def hidden_states(chunk: Chunk) -> list[Any]:
     """
     if chunk.hidden is None:
         return []
-    prompt, states = chunk.usage.prompt, chunk.hidden
-    return [states[:prompt], *states[prompt : prompt + max(chunk.usage.output - 1, 0)]]
+    states = chunk.hidden.first(_num_computed(chunk))
+    return [] if states is None else [states[: chunk.usage.prompt], *states[chunk.usage.prompt :]]
 
 
 def last_hidden(chunk: Chunk) -> list[float]:
     """Return the hidden state [E] from which the last token was sampled, or an empty list if there is none."""
-    states = hidden_states(chunk)
-    if not states:
-        return []
-    return (states[-1] if len(states) > 1 else states[0][-1]).tolist()
+    state = None if chunk.hidden is None else chunk.hidden.last(_num_computed(chunk))
+    return [] if state is None else state.tolist()
+
+
+def _num_computed(chunk: Chunk) -> int:
+    return chunk.usage.prompt + max(chunk.usage.output - 1, 0)
 
 
 def as_fragment(states: list[Any]) -> orjson.Fragment:

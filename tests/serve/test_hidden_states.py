@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 import http_server
 import tiny_checkpoints
 from runtime.errors import ConfigurationError, InvalidRequest
+from runtime.request import HiddenParts
 from serve import Engine
 from serve.demo import WEIGHTS
 from serve.server.app import build_app
@@ -77,6 +78,35 @@ async def test_retracted_requests_have_all_states() -> None:
             assert got.shape == wanted.shape
             assert np.abs(got - wanted).max() < 1e-4
         assert engine.status().num_retracted
+
+
+async def test_a_choice_that_a_stop_string_ends_has_states() -> None:
+    async with Engine(str(WEIGHTS), **RETURNS) as engine:
+        options: dict[str, Any] = {"return_hidden_states": True}
+        whole = await engine.generate("Once upon a time", sampling_params=SAMPLING, **options)
+        stop = {**SAMPLING, "stop": [whole["text"].strip()[4:8]]}
+        found = await engine.generate("Once upon a time", sampling_params=stop, **options)
+        assert found["meta_info"]["finish_reason"]["type"] == "stop"
+        prompt, *output = found["meta_info"]["hidden_states"]
+        assert len(output) == found["meta_info"]["completion_tokens"] - 1 < 5
+        wanted = whole["meta_info"]["hidden_states"]
+        for one, other in zip([prompt, *output], wanted, strict=False):
+            assert np.abs(one - other).max() < 1e-5
+
+
+def test_parts_may_replace_others_and_have_a_last_state() -> None:
+    parts = HiddenParts()
+    assert (parts.first(3), parts.last(3)) == (None, None)
+    parts.add(0, np.zeros((4, 2), np.float32))
+    parts.add(3, np.ones((3, 2), np.float32))
+    states, last = parts.first(5), parts.last(5)
+    assert states is not None
+    assert last is not None
+    assert states[:, 0].tolist() == [0, 0, 0, 1, 1]
+    assert last.tolist() == [1, 1]
+    fewer = parts.first(99)
+    assert fewer is not None
+    assert len(fewer) == 6
 
 
 async def test_all_apis_return_them() -> None:
