@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from runtime.errors import InvalidRequest
 from runtime.media.containers import Deadline, opened
 
+MARGIN = 1024  # samples by which the lengths of frames may exceed the resampled length
+
 
 def decode_audio(content: Any, rate: int, max_s: float, param: str) -> NDArray[np.float32]:
     """Return samples [N] from -1 to 1, at `rate` samples per second. Blocks; call it on a thread.
@@ -42,6 +44,9 @@ def _of_file(content: bytes, rate: int, max_s: float, param: str) -> NDArray[np.
         resampler = AudioResampler(format="flt", layout="mono", rate=rate)
         for frame in container.decode(stream):
             deadline.check()
+            # Checked before resampling: at 1 Hz, a small frame becomes gigabytes.
+            if count + frame.samples / frame.sample_rate * rate > max_s * rate + MARGIN:
+                raise _too_long(max_s, param)
             for resampled in resampler.resample(frame):
                 pieces.append(resampled.to_ndarray()[0].copy())
                 count += len(pieces[-1])

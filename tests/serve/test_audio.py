@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import importlib.util
+import io
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -130,3 +131,28 @@ async def test_other_rates_and_channels_are_resampled() -> None:
     assert len(found) == pytest.approx(16_000, abs=64)
     count = min(len(found), len(slow)) - 200
     assert np.abs(found[100:count] - slow[100:count]).max() < 0.02
+
+
+@needs_av
+async def test_audio_that_resampling_makes_too_long_is_refused_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 40 kB with one sample per second would become 1.3 GB."""
+    import av
+
+    from runtime.media.sounds import decode_audio
+
+    class Unused:
+        def __init__(self, **_: Any) -> None:
+            pass
+
+        def resample(self, frame: Any) -> Any:
+            raise AssertionError
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as container:
+        stream: Any = container.add_stream("pcm_s16le", rate=1, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 20_000), np.int16), format="s16", layout="mono")
+        frame.sample_rate = 1
+        container.mux([*stream.encode(frame), *stream.encode(None)])
+    monkeypatch.setattr(av, "AudioResampler", Unused)
+    with pytest.raises(InvalidRequest, match="longer than 10 s"):
+        decode_audio(file.getvalue(), 16_000, 10.0, "audio_data")
