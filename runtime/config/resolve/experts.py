@@ -38,6 +38,12 @@ def expert_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan) -> Ex
         for option in BALANCING:
             if builder.args.changed(option) and option != "eplb_rebalance_num_iterations":
                 builder.refuse(option, f"{_flag(option)} needs --enable-eplb.")
+    if record.value == "per_token" and builder.args.parallel.enable_dp_attention:
+        builder.refuse(
+            "expert_distribution_recorder_mode",
+            "--expert-distribution-recorder-mode per_token: with --enable-dp-attention, rank 0 knows only the tokens "
+            "of its own attention group; use stat or per_pass.",
+        )
     nodes = builder.args.parallel.nnodes
     if args.eplb_algorithm == "deepseek_hierarchical" and (facts.num_expert_groups % nodes or ep_size.value % nodes):
         builder.refuse(

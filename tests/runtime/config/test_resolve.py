@@ -239,6 +239,8 @@ def test_groups_of_experts_must_fit_the_machines() -> None:
     mixture = replace(FACTS, config={"num_experts": 8, "n_group": 4})
     options = {"tp_size": 8, "ep_size": 2, "nnodes": 4, "dist_init_addr": "first:5000", "enable_eplb": True}
     assert plan(facts=mixture, **options).experts.balance
+    groups = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+    assert "per_token: with" in refusals(facts=mixture, **groups, expert_distribution_recorder_mode="per_token")
     hierarchical = {**options, "eplb_algorithm": "deepseek_hierarchical"}
     assert "--nnodes 4 must divide the 4 groups of experts and --ep-size 2" in refusals(facts=mixture, **hierarchical)
     assert plan(facts=mixture, **{**hierarchical, "nnodes": 2}).experts.balance_algorithm == "deepseek_hierarchical"
