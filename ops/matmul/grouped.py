@@ -166,7 +166,9 @@ def round_to_float8(weight: Tensor) -> GroupedWeight:
     """
     largest = torch.finfo(torch.float8_e4m3fn).max
     wide = weight.detach().float()
-    scales = (wide.abs().amax(-1, keepdim=True) / largest).clamp_min(SMALLEST_SCALE)
+    info = torch.finfo(weight.dtype)
+    smallest = max(SMALLEST_SCALE, info.smallest_normal * info.eps)  # float16 would round smaller scales to 0
+    scales = (wide.abs().amax(-1, keepdim=True) / largest).clamp_min(smallest)
     scales = scales.to(weight.dtype).float()
     numbers = (wide / scales).clamp_(-largest, largest).to(torch.float8_e4m3fn)
     return GroupedWeight(numbers.view(torch.uint8), scales, bits=8, floating=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cpp_kernels import DTYPES, LESSER, THREADS, backend
-from ops.matmul.grouped import GroupedWeight, GroupForm, common_form, round_to_groups
+from ops.matmul.grouped import GroupedWeight, GroupForm, common_form, round_to_float8, round_to_groups
 from ops.matmul.with_cpp import PackedWeight, PackedWeight4
 from ops.select import select
 
@@ -209,3 +209,10 @@ def test_rounding_keeps_the_largest_of_a_group_and_brings_little_error() -> None
     assert torch.equal(round_to_groups(torch.zeros(1, 32), 32).dequantised(), torch.zeros(1, 32))
     with pytest.raises(ValueError, match="groups of 32"):
         round_to_groups(torch.zeros(1, 40), 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_float8_keeps_rows_of_zeros_and_small_rows(dtype: torch.dtype) -> None:
+    plain = torch.tensor([[0.0, 0.0], [1e-5, -1e-5], [1.0, 0.5]]).repeat(1, 16).to(dtype)
+    found = round_to_float8(plain).dequantised()
+    torch.testing.assert_close(found, plain.float(), rtol=0.07, atol=0)
