@@ -99,9 +99,10 @@ async def test_every_grammar_in_other_ways(way: str, method: str, plain: list[li
 
 
 @pytest.mark.long
-async def test_every_grammar_on_two_ranks() -> None:
-    expected = [answer["output_ids"] for answer in await answers(tp_size=2)]
-    check(await answers(**METHODS["NGRAM"], **ALWAYS, tp_size=2), expected)
+@pytest.mark.parametrize("more", [{}, {"dp_size": 2, "enable_dp_attention": True}], ids=["ranks", "groups"])
+async def test_every_grammar_on_two_ranks(more: dict[str, Any]) -> None:
+    expected = [answer["output_ids"] for answer in await answers(tp_size=2, **more)]
+    check(await answers(**METHODS["NGRAM"], **ALWAYS, tp_size=2, **more), expected)
 
 
 @pytest.mark.slow
