@@ -14,7 +14,7 @@ from torch import Tensor
 # Values of the 4-bit codes 0 .. 15 if they represent integers.
 WHOLE = tuple(float(number) for number in range(-8, 8))
 CODE_BITS = (4, 5, 6, 8)  # supported numbers of bits of a code
-SMALLEST_SCALE = 1e-12  # scale of a float8 row that contains only zeros
+SMALLEST_SCALE = 1e-12  # scale of a row that contains only zeros
 ROWS_AT_ONCE = 256  # number of rows that are rounded at a time, so that they stay in the cache
 
 
@@ -159,6 +159,12 @@ def round_to_groups(weight: Tensor, group: int) -> GroupedWeight:
     return GroupedWeight(codes, scales)
 
 
+def smallest_scale(dtype: torch.dtype) -> float:
+    """Return the scale of a row of zeros: 1e-12, or the smallest positive number of this dtype if it is larger."""
+    info = torch.finfo(dtype)
+    return max(SMALLEST_SCALE, info.smallest_normal * info.eps)
+
+
 def round_to_float8(weight: Tensor) -> GroupedWeight:
     """Return a weight [..., O, I] rounded to float8 (e4m3), with one scale per output: its largest magnitude / 448.
 
@@ -166,9 +172,7 @@ def round_to_float8(weight: Tensor) -> GroupedWeight:
     """
     largest = torch.finfo(torch.float8_e4m3fn).max
     wide = weight.detach().float()
-    info = torch.finfo(weight.dtype)
-    smallest = max(SMALLEST_SCALE, info.smallest_normal * info.eps)  # float16 would round smaller scales to 0
-    scales = (wide.abs().amax(-1, keepdim=True) / largest).clamp_min(smallest)
+    scales = (wide.abs().amax(-1, keepdim=True) / largest).clamp_min(smallest_scale(weight.dtype))
     scales = scales.to(weight.dtype).float()
     numbers = (wide / scales).clamp_(-largest, largest).to(torch.float8_e4m3fn)
     return GroupedWeight(numbers.view(torch.uint8), scales, bits=8, floating=True)

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ops.matmul.grouped import round_to_groups
+from ops.matmul.grouped import round_to_float8, round_to_groups, smallest_scale
 from runtime.errors import CheckpointError
 from runtime.loading.checkpoint import DESCRIPTIONS, SAFETENSORS_INDEX, find_weights
 from runtime.loading.facts import read_facts
@@ -24,7 +24,6 @@ FILE_BYTES = 4 * 10**9  # size of an output file; memory use is about the same
 # Routers, embeddings and LM heads stay unquantised.
 MATRIX = re.compile(r".*\.(\w+_proj|fc1|fc2|w[123])\.weight")
 IGNORE = ["lm_head", r"re:.*\.gate$", r"re:.*\.router$", r"re:.*embed.*"]
-FLOAT8_MAX = 448.0  # largest value of e4m3
 
 Rounded = dict[str, Tensor]
 
@@ -40,15 +39,15 @@ def _w4a16(weight: Tensor) -> Rounded:
 
 
 def _w8a8(weight: Tensor) -> Rounded:
-    scale = (weight.float().abs().amax(1, keepdim=True) / 127).clamp_min(1e-12).to(weight.dtype)
+    scale = weight.float().abs().amax(1, keepdim=True) / 127
+    scale = scale.clamp_min(smallest_scale(weight.dtype)).to(weight.dtype)
     numbers = (weight.float() / scale.float()).round().clamp(-127, 127).to(torch.int8)
     return {"weight": numbers, "weight_scale": scale}
 
 
 def _fp8(weight: Tensor) -> Rounded:
-    scale = (weight.float().abs().amax(1, keepdim=True) / FLOAT8_MAX).clamp_min(1e-12).to(weight.dtype)
-    numbers = (weight.float() / scale.float()).clamp(-FLOAT8_MAX, FLOAT8_MAX).to(torch.float8_e4m3fn)
-    return {"weight": numbers, "weight_scale": scale}
+    rounded = round_to_float8(weight)
+    return {"weight": rounded.codes.view(torch.float8_e4m3fn), "weight_scale": rounded.scales.to(weight.dtype)}
 
 
 def _scheme(form: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None) -> dict[str, Any]:

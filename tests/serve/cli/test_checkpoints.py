@@ -15,6 +15,7 @@ import paged_forward
 import tiny_checkpoints
 from quantized_checkpoints import MOE_SHAPE, SHAPE
 from runtime.loading.facts import read_facts
+from runtime.loading.quantize import METHODS as ROUNDINGS
 from serve import Engine
 from serve.cli.checkpoints import METHODS
 from serve.cli.main import REFUSED, run
@@ -80,6 +81,14 @@ async def test_fp8_rounds_while_loading_as_quantize_does(family: str, tmp_path: 
             input_ids=IDS[0], sampling_params={"temperature": 0, "max_new_tokens": 12}, return_logprob=True
         )
         assert [each[0] for each in result["meta_info"]["output_token_logprobs"]] != answers[0][1]
+
+
+@pytest.mark.parametrize("method", ["w8a8", "fp8"])
+def test_rows_of_zeros_in_float16_are_finite(method: str) -> None:
+    write, _ = ROUNDINGS[method]
+    made = write(torch.zeros(2, 32, dtype=torch.float16))
+    assert not made["weight"].float().any()
+    assert (made["weight_scale"] > 0).all()
 
 
 def test_experts_are_rounded_and_routers_are_not(tmp_path: Path) -> None:
