@@ -86,6 +86,7 @@ class LoadedWeights:
         self._mesh = mesh
         self._fixed = fixed
         self._scaled_cache = scaled_cache
+        self._is_loading = False  # whether the last `load` was neither accepted nor undone
         self._changed = False  # whether weights have changed since the last load began
         self._backup: MemoryFile | None = None  # weights before a load or release, if they are in no checkpoint
         self._released = False
@@ -113,7 +114,7 @@ class LoadedWeights:
 
         After an error some weights may be new, so no step may run before `restore`.
         """
-        self._previous, self._changed = self._source, False
+        self._previous, self._changed, self._is_loading = self._source, False, True
         try:
             if not self._from_files:
                 self._back_up()
@@ -126,6 +127,7 @@ class LoadedWeights:
 
     def loaded(self) -> None:
         """Accept the weights of the last `load`. Call this after all ranks have loaded them."""
+        self._is_loading = False
         self._from_files = True
         self.unset.clear()
         self._forget_backup()
@@ -136,6 +138,7 @@ class LoadedWeights:
         Raises RuntimeError if they cannot be read again. The model is then unusable.
         """
         source = self._source = self._previous
+        self._is_loading = False
         if self._backup is not None:
             try:
                 self._backup.restore()
@@ -193,7 +196,7 @@ class LoadedWeights:
     def is_changing(self) -> bool:
         """Whether an update or a release of weights is in progress, so that experts must not move."""
         staged = self._staged is not None and self._staged.is_pending
-        return staged or self._released or self._backup is not None
+        return staged or self._is_loading or self._released or self._backup is not None
 
     def experts_moved(self) -> None:
         """Forget which tensors this rank has, because experts have moved. Call this while `is_changing` is false."""

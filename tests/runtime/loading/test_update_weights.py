@@ -134,8 +134,11 @@ def test_tensors_that_do_not_fit_are_refused_and_change_nothing(change: Any, mes
     weights, new = weights_of(model, path), write(tmp_path, changed, path)
     with pytest.raises(CheckpointError, match=message):
         weights.check(new, None)
+    assert not weights.is_changing
     assert re.search(message, weights.load(new, None)["error"])
+    assert weights.is_changing  # experts that move now would mix old and new weights
     weights.restore()
+    assert not weights.is_changing
     assert torch.equal(logits(model), wanted)
 
 
