@@ -83,7 +83,7 @@ def _dependence(
 
 
 def _batch_dependence(builder: PlanBuilder, machine: Machine, device: str, dtype: str, facts: ModelFacts) -> str | None:
-    """Return why the kernels' results depend on the batch or on places in memory, or None if they do not."""
+    """Return why results depend on the batch, on earlier requests or on places in memory, or None."""
     if device != "cpu":
         return "products and attention on a GPU depend on the batch; use --device cpu"
     if facts.by_transformers:
@@ -101,6 +101,19 @@ def _batch_dependence(builder: PlanBuilder, machine: Machine, device: str, dtype
         )
     if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
         return "attention in torch depends on the batch; leave the options of attention backends out"
+    moe, drafts = builder.args.moe, builder.args.speculative
+    if moe.enable_eplb or moe.ep_num_redundant_experts or moe.moe_a2a_backend == "all_to_all":
+        return (
+            "which ranks add up the results of experts depends on other requests with --enable-eplb, "
+            "--ep-num-redundant-experts and --moe-a2a-backend all_to_all; leave them out"
+        )
+    if moe.ep_dispatch_algorithm == "fake":
+        return "--ep-dispatch-algorithm fake chooses experts at random"
+    if min(drafts.speculative_accept_threshold_single, drafts.speculative_accept_threshold_acc) < 1:
+        return (
+            "the thresholds --speculative-accept-threshold-* accept tokens that depend on the number of drafts, and so "
+            "on other requests; leave them out"
+        )
     return None
 
 

@@ -15,6 +15,7 @@ from runtime.config import Args, Option, options
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
 from runtime.config.resolve import check, decide, resolve
+from runtime.config.resolve.kernels import CPP_NEEDS
 from runtime.errors import ConfigurationError
 from small_facts import FACTS
 
@@ -244,6 +245,27 @@ def test_groups_of_experts_must_fit_the_machines() -> None:
     hierarchical = {**options, "eplb_algorithm": "deepseek_hierarchical"}
     assert "--nnodes 4 must divide the 4 groups of experts and --ep-size 2" in refusals(facts=mixture, **hierarchical)
     assert plan(facts=mixture, **{**hierarchical, "nnodes": 2}).experts.balance_algorithm == "deepseek_hierarchical"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, None),
+        ({"enable_eplb": True}, "--enable-eplb"),
+        ({"ep_num_redundant_experts": 2}, "--ep-num-redundant-experts"),
+        ({"moe_a2a_backend": "all_to_all"}, "all_to_all"),
+        ({"ep_dispatch_algorithm": "fake"}, "at random"),
+        ({"speculative_algorithm": "NGRAM", "speculative_accept_threshold_single": 0.5}, "accept-threshold"),
+    ],
+)
+def test_options_that_make_results_depend_on_other_requests(options: dict[str, Any], reason: str | None) -> None:
+    machine = replace(CPU, compiler="/usr/bin/c++", cpu_flags=CPP_NEEDS)
+    mixture = replace(FACTS, config={"num_experts": 8})
+    common: dict[str, Any] = {"tp_size": 2, "ep_size": 2}
+    found = plan(machine, mixture, **common, **options).model.dependence
+    assert found is None if reason is None else reason in str(found)
+    if reason is not None:
+        assert reason in refusals(machine, mixture, **common, **options, enable_deterministic_inference=True)
 
 
 def test_check_refuses_what_needs_no_model() -> None:
