@@ -101,6 +101,8 @@ def _batch_dependence(builder: PlanBuilder, machine: Machine, device: str, dtype
         )
     if any(name.endswith("attention_backend") for name in builder.args.explicitly_set):
         return "attention in torch depends on the batch; leave the options of attention backends out"
+    if builder.args.parallel.tp_size > 2:
+        return "more than two ranks add numbers in an order that depends on the batch; use --tp-size 2 or 1"
     moe, drafts = builder.args.moe, builder.args.speculative
     if moe.enable_eplb or moe.ep_num_redundant_experts or moe.moe_a2a_backend == "all_to_all":
         return (

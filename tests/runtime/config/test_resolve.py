@@ -251,6 +251,7 @@ def test_groups_of_experts_must_fit_the_machines() -> None:
     ("options", "reason"),
     [
         ({}, None),
+        ({"tp_size": 4}, "--tp-size 2 or 1"),
         ({"enable_eplb": True}, "--enable-eplb"),
         ({"ep_num_redundant_experts": 2}, "--ep-num-redundant-experts"),
         ({"moe_a2a_backend": "all_to_all"}, "all_to_all"),
@@ -261,11 +262,11 @@ def test_groups_of_experts_must_fit_the_machines() -> None:
 def test_options_that_make_results_depend_on_other_requests(options: dict[str, Any], reason: str | None) -> None:
     machine = replace(CPU, compiler="/usr/bin/c++", cpu_flags=CPP_NEEDS)
     mixture = replace(FACTS, config={"num_experts": 8})
-    common: dict[str, Any] = {"tp_size": 2, "ep_size": 2}
-    found = plan(machine, mixture, **common, **options).model.dependence
+    options = {"tp_size": 2, "ep_size": 2, **options}
+    found = plan(machine, mixture, **options).model.dependence
     assert found is None if reason is None else reason in str(found)
     if reason is not None:
-        assert reason in refusals(machine, mixture, **common, **options, enable_deterministic_inference=True)
+        assert reason in refusals(machine, mixture, **options, enable_deterministic_inference=True)
 
 
 def test_check_refuses_what_needs_no_model() -> None:
