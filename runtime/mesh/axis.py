@@ -187,7 +187,7 @@ def _gloo(store: Any, rank: int, size: int, timeout: timedelta, address: str) ->
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]  # listens on this address only
     options._timeout = timeout
-    options._threads = 1  # one thread is enough, because calls of a group never overlap
+    options._threads = 1  # one thread is enough, because calls of one group run one after the other
     return dist.ProcessGroupGloo(store, rank, size, options)
 
 
