@@ -93,7 +93,7 @@ class AttentionBackend(Backend):
     max_head_dim: int | None = None
     dtypes: tuple[str, ...] = ()
     page_sizes: tuple[int, ...] = ()
-    float8_cache: bool = True  # whether it reads a float8 cache if the model has another dtype
+    float8_cache: bool = True  # whether it also reads a float8 cache; False: only a cache in the model's dtype
     lacks: frozenset[str] = frozenset()  # the `AttentionShape.features` that it does not support
     # Major compute capability of the GPUs on which this backend is the default, if its compiled kernels are installed.
     default_on: int | None = None
@@ -211,7 +211,8 @@ SAMPLING: Mapping[str, SamplingBackend] = {
     ),
     "pytorch": SamplingBackend(file="native", kernels="plain torch"),
 }
-# Operations without an option use the first backend that runs on the machine.
+# These operations all use the first backend of SMALL that runs on the machine, unless `runtime.config.resolve.kernels`
+# overrides it (C++ kernels on a CPU, --lora-backend, --enable-torch-compile).
 SMALL_OPERATIONS = ("activation", "kv", "low_rank", "norm", "rope")
 GPU_OPERATIONS = ("embedding", "moe")  # Triton or torch on a GPU, C++ or torch on a CPU
 SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}

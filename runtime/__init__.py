@@ -1,1 +1,1 @@
-"""The machine: actors, scheduling, cache, model execution. Knows nothing of HTTP."""
+"""The engine: actors, scheduling, cache, model execution. Knows nothing of HTTP."""

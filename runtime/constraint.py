@@ -44,7 +44,7 @@ class HostData:
 
     is_there = False
     failed = False  # the constraint failed or allows no token; the choice ends with an error
-    skipped = False  # only after a draft token: no token is chosen with this data
+    skipped = False  # the position with this data yields no token; set only for positions after a draft token
     # Changes the row's logits (float32 [V]) in place. Must not wait for a device. May be set before `is_there`.
     process: Callable[[Any], None] | None = None
     # (token ids int64 [n], values float32 [n]) to add to the logits. Set before `is_there`.

@@ -166,7 +166,10 @@ class Finish(NamedTuple):
 
 
 class DraftCounts(NamedTuple):
-    """How many draft tokens were verified and accepted. A row with draft tokens is verified in one step."""
+    """How many draft tokens were proposed and accepted, and in how many rows.
+
+    One row with draft tokens is one verification.
+    """
 
     verified: int = 0  # rows with draft tokens
     proposed: int = 0

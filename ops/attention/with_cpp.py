@@ -18,7 +18,10 @@ HEAD_DIM_MULTIPLE = 16
 
 
 def make_attend(launcher: KernelLauncher) -> Attend:
-    """Return an `attend` (see `ops.attention`). `native` computes unsupported tensors."""
+    """Return an `attend` (see `ops.attention`).
+
+    Dtypes and head sizes that the C++ kernel does not support are computed in torch (`native`).
+    """
     parts = torch.empty(NUM_PARTS)
 
     def attend(

@@ -224,7 +224,7 @@ def _keys_block(q: Tensor, shared: dict[str, Any]) -> int:
     return 64 if shared["DIM_BLOCK"] <= 128 else 32
 
 
-# varies between steps; a specialised kernel would be compiled for each value
+# Varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_kernel(
     q,  # [T, H, DIM]
@@ -363,7 +363,7 @@ def _merge_kernel(
     tl.store(out + index, (summed / total * v_scale).to(out.dtype.element_ty), mask=dims < DIM)
 
 
-# both vary between steps; a specialised kernel would be compiled for each value
+# Both vary between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def _prefill_kernel(
     q,  # [T, H, DIM]

@@ -84,7 +84,8 @@ class Library:
         self.close_pool.argtypes, self.close_pool.restype = (c_void_p,), None
         check_sizes((_Size * (len(STRUCTURES) + 1)).in_dll(self._library, "STRUCTURE_SIZES"))
         self.panel_width = int(self._library.panel_width())
-        self.byte_step = int(self._library.byte_step())  # 8-bit products pad the depth to a multiple of it
+        # bytes; 8-bit matmuls pad the input dimension (K) to a multiple of this
+        self.byte_step = int(self._library.byte_step())
         self.max_byte_depth = int(self._library.max_byte_depth())
         self._library.instruction_set.restype = c_char_p
         self._library.uses_matrix_unit.restype = c_bool

@@ -43,10 +43,11 @@ class LatentWeights(NamedTuple):
 
 
 def min_tokens_to_expand(rank: int, nope_dim: int, value_dim: int) -> int | None:
-    """Return the minimum number of tokens for which expansion makes a row faster, or None if it never does.
+    """Return the minimum number of new tokens of a sequence for which MLA is faster with expanded keys and values.
 
-    A row computes C tokens after S cached ones, and each token sees S + C / 2 positions on average. One head needs
-    these multiplications:
+    Returns None if absorbed MLA is always faster. Let a sequence have C new tokens after S cached ones; a token then
+    sees S + C / 2 positions on average. R is the latent size, P the rotated part and N the unrotated part of a key, and
+    V the value size. One head needs these multiplications:
 
     - absorbed: C (S + C / 2) (2 R + P) for attention, and C R (N + V) before and after it;
     - expanded: C (S + C / 2) (N + P + V) for attention, and (S + C) R (N + V) for the keys and values.

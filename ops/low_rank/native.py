@@ -1,4 +1,4 @@
-"""Low-rank additions in plain torch, one slot after the other."""
+"""LoRA in plain torch: the products of one adapter slot after the other."""
 
 from __future__ import annotations
 

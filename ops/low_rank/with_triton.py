@@ -86,7 +86,7 @@ def _block(count: int) -> int:
     return max(16, triton.next_power_of_2(count))
 
 
-# varies between steps; a specialised kernel would be compiled for each value
+# Varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _shrink_kernel(
     x,  # [num_tokens, IN]
@@ -134,7 +134,7 @@ def _shrink_kernel(
         slot = tl.max(left, axis=0)
 
 
-# both vary between steps; a specialised kernel would be compiled for each value
+# Both vary between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_tokens", "num_sums"])
 def _expand_kernel(
     shrunk,  # [num_sums, num_tokens, PARTS, RANK]

@@ -206,7 +206,7 @@ def _round_kernel(
         tl.store(numbers + row * (GROUPS * GROUP) + offsets + base, to_float8(part), mask=inside)
 
 
-# varies between steps; a specialised kernel would be compiled for each value
+# Varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x,  # [num_rows, IN]
@@ -261,6 +261,7 @@ def _product_kernel(
     tl.store(out + position, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
 
 
+# Varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_kernel(
     parts,  # [SPLITS, num_rows, OUT]

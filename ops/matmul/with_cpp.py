@@ -106,7 +106,10 @@ PACKED = (PackedWeight, PackedWeight8, PackedWeight4)
 
 
 def scratch8(launcher: KernelLauncher, rows: int, in_size: int) -> Tensor:
-    """Return memory for rows of x in 8 bits, each padded to whole byte steps and followed by its scale and sum."""
+    """Return memory for `rows` 8-bit rows of x.
+
+    Each is padded to a multiple of `byte_step` bytes, and one more such unit holds its scale and sum.
+    """
     step = launcher.library.byte_step
     return launcher.empty((rows, (-(-in_size // step) + 1) * step), torch.uint8)
 

@@ -162,7 +162,7 @@ def _tile(num_rows: int, group: int, dtype: torch.dtype, *, of_4_bits: bool) -> 
     return {"ROWS_BLOCK": 64, "OUT_BLOCK": 128, "IN_BLOCK": 64, "num_warps": 8, "num_stages": 3}
 
 
-# varies between steps; a specialised kernel would be compiled for each value
+# Varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x,  # [num_rows, IN]

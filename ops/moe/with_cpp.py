@@ -81,7 +81,7 @@ def route(
 def prepare_experts(launcher: KernelLauncher, mixture: Mixture, *, bits: int | None = None) -> Mixture:
     """Return the packed weights of all experts, or `mixture` itself if the kernels do not support it.
 
-    In `gate_up`, each panel consists of rows of the gate and the same number of rows of `up`.
+    In `gate_up`, one half of the rows of each panel comes from the gate, and the other half from `up`.
     """
     gate_up, down, gate_up_bias, down_bias = mixture
     (num_experts, twice, size), dtype = gate_up.shape, gate_up.dtype
@@ -90,7 +90,7 @@ def prepare_experts(launcher: KernelLauncher, mixture: Mixture, *, bits: int | N
     if size * dtype.itemsize % 4 or (bits == 8 and max(size, twice) > launcher.library.max_byte_depth):
         return mixture
     width, pack = launcher.library.panel_width, partial(matmul.prepare, launcher)
-    padding = -(twice // 2) % DEPTH  # zeros after the inner activations
+    padding = -(twice // 2) % DEPTH  # number of zeros that pad the intermediate size to a multiple of DEPTH
     inner = twice // 2 + padding
     gate_up = _interleave(gate_up.detach(), padding, width // 2).reshape(-1, size)
     down = F.pad(down.detach(), (0, padding, 0, -size % width))

@@ -228,7 +228,7 @@ def _route_kernel(
     tl.store(experts + token * TOP_K + positions, chosen, mask=inside)
 
 
-# varies between steps; a specialised kernel would be compiled for each value
+# Varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_pairs"])
 def _sort_kernel(
     experts,  # [num_pairs]

@@ -79,7 +79,7 @@ class Segments:
 
     @classmethod
     def build(cls, spans: Sequence[Span], device: torch.device | str = "cpu") -> Self:
-        """Return the segments of these spans, which cover all tokens of a step in order."""
+        """Return `Segments` with these spans. Together the spans must cover all tokens of the step, in order."""
         return cls(torch.tensor(spans, dtype=torch.int32, device=device).view(-1, 4))
 
     @cached_property

@@ -150,7 +150,8 @@ def _bitmask_kernel(
     tl.store(logits + tl.load(rows + entry) * stride + ids, float("-inf"), mask=inside & is_forbidden)
 
 
-@triton.jit(do_not_specialize=["num_ids"])  # varies between requests
+# Varies between requests. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+@triton.jit(do_not_specialize=["num_ids"])
 def _score_kernel(
     logits,  # [R, VOCAB]
     temperature,  # [R]

@@ -98,7 +98,8 @@ def _num_parts(num_rows: int, num_blocks: int) -> int:
     return max(1, min(MAX_PARTS.value, num_blocks, triton.cdiv(PROGRAMS, num_rows)))
 
 
-@triton.jit(do_not_specialize=["part_size"])  # it depends on the number of rows
+# Depends on the number of rows. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+@triton.jit(do_not_specialize=["part_size"])
 def _peak_kernel(
     logits,  # [R, VOCAB]
     stride,

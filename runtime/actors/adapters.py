@@ -39,7 +39,7 @@ OFF = "LoRA adapters are off on this server; start it with --enable-lora."
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    """An adapter that has a name, or that lost its name and is still in use."""
+    """An adapter that requests can name, or that was unloaded or replaced and is still in use."""
 
     adapter: Adapter
     num_users: int = 0  # requests in the engine that use it
@@ -385,7 +385,7 @@ class AdapterRegistry:
             await asyncio.to_thread(shutil.rmtree, entry.adapter.path, ignore_errors=True)
 
     async def _call(self, verb: str, payload: Mapping[str, Any]) -> list[Any]:
-        """Run a verb on all ranks of all replicas, and return their answers."""
+        """Run a verb (see `runtime.worker.verbs`) on all ranks of all replicas, and return their answers."""
         actors = self._alive()
         if not actors:
             raise EngineClosed("No replica is alive.")
@@ -400,7 +400,10 @@ class AdapterRegistry:
         return found
 
     def _retire(self, entry: _Entry) -> asyncio.Task[None]:
-        """Free an adapter that has lost its name, as soon as no request uses it."""
+        """Free an adapter that was unloaded or replaced, as soon as no request uses it.
+
+        Return the task that does this.
+        """
         self._retired.add(entry)
 
         async def free() -> None:

@@ -466,7 +466,7 @@ class EngineCore:
         return answers
 
     async def _call_recorders(self, verb: str) -> list[Any]:
-        """Run a verb about expert records on all ranks of all replicas. Return their answers."""
+        """Run a verb (see `runtime.worker.verbs`) about expert records on all ranks. Return all replicas' answers."""
         if not self.plan.experts.records:
             raise InvalidRequest(
                 "The use of experts is not recorded; start the server with --expert-distribution-recorder-mode."

@@ -51,7 +51,7 @@ class LiveRequest:
     )
 
     def __init__(self, request: Request, output: OutputStream) -> None:
-        self.request = request  # written by the tokenizer, when the ids are known
+        self.request = request  # replaced by the tokenizer: compiled grammar, media, token ids
         self.output = output  # written by the engine core
         self.times = output.times = RequestTimes()
         self.ends: list[Chunk] = []  # last chunk of each choice, written by the part that puts it into the output

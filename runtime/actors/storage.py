@@ -308,7 +308,7 @@ class Storage:
 
 
 def refuse_unsafe(attachment: Attachment, plan: Plan) -> None:
-    """Raise `NotSupported` if a client specifies a folder or a class that the command line does not name.
+    """Raise `NotSupported` if a client names a folder or a class, unless it repeats the command line's settings.
 
     Raises `InvalidRequest` if the backend does not exist.
     """

@@ -52,8 +52,9 @@ async def ask(
     payload: Mapping[str, Any],
     of_replica: Callable[[int], Mapping[str, Any]] = lambda index: {},
 ) -> list[Any]:
-    """Call a verb on each replica. Return, for each replica, the list of its ranks' answers or an exception.
+    """Run a verb (see `runtime.worker.verbs`) on every rank of each replica.
 
+    Return, for each replica, the list of its ranks' answers or an exception.
     `of_replica(index)` returns additional payload values for a replica.
     """
     calls = [actor.runner.call(verb, {**payload, **of_replica(actor.index)}) for actor in actors]

@@ -22,7 +22,7 @@ TURNS = 6
 
 
 class JointRunner(Protocol):
-    """Computes common steps of all replicas, and runs verbs on some ranks."""
+    """Computes common steps of all replicas, and runs verbs (see `runtime.worker.verbs`) on some ranks."""
 
     @property
     def kernels_description(self) -> str: ...
@@ -32,7 +32,7 @@ class JointRunner(Protocol):
         ...
 
     def call(self, verb: str, payload: Mapping[str, Any], ranks: range | None = None) -> asyncio.Future[list[Any]]:
-        """Run a verb on these ranks."""
+        """Run a verb (see `Runner.call`) on these ranks."""
         ...
 
     async def watch(self) -> None: ...

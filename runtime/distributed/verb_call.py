@@ -1,4 +1,4 @@
-"""Verbs sent to all ranks of a group, and their answers (`Runner.call`)."""
+"""Verbs (see `runtime.worker.verbs`) sent to all ranks of a group, and their answers (`Runner.call`)."""
 
 from __future__ import annotations
 

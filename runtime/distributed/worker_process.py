@@ -93,7 +93,7 @@ def _follow(executor: StepExecutor, frame: Frame) -> None:
 
 
 def _answer(link: WorkerLink, executor: StepExecutor, frame: Frame) -> None:
-    """Run a verb and send the answer. An exception other than a refusal ends this rank."""
+    """Run a verb (see `runtime.worker.verbs`) and send the answer. An exception other than a refusal ends this rank."""
     from runtime.worker.verbs import run_verb
 
     number, verb = frame.body["call"], frame.body["verb"]

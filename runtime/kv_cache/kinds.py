@@ -136,11 +136,11 @@ class CacheKind:
         """Called after `pages` were allocated to a sequence. There are at most `num_available` of them."""
 
     def step_arrays(self, sequences: Seq[Sequence], starts: Ints, counts: Ints, page_table: Ints) -> dict[str, Ints]:
-        """Return the int32 arrays that the device gets for a step, by name.
+        """Return this kind's int32 arrays for one step, by name. They are copied to the device.
 
-        Called once per step, when its rows are known and before any of its pages changes owner. If there is an array
-        "page_table" of the shape of `page_table` [B, W], it lists the rows' pages in the kind's own pool. The device
-        then also gets a slot mapping for this pool.
+        Called once per step, after its rows are chosen and before any of their pages is shared or freed. `page_table`
+        [B, W] has the rows' pages in the prefix cache. A kind with its own pages returns an array "page_table" of the
+        same shape, with the page ids in its own pool. The worker then also computes a slot mapping for that pool.
         """
         return {}
 

@@ -35,7 +35,10 @@ def page_keys(sequence: Sequence, count: int, page_size: int) -> list[bytes]:
 
 
 def _contents(tokens: list[int], page_size: int, *, plain: bool) -> Iterator[bytes]:
-    """Yield the bytes of each page. `plain` means that the tokens include no image keys, which take more bytes."""
+    """Yield the bytes to hash for each page: the keys of its tokens.
+
+    `plain` means that the sequence has no media (images, videos, audio), whose tokens have keys of more than 64 bits.
+    """
     if plain:
         content, width = np.array(tokens, np.int64).tobytes(), 8 * page_size
         yield from (content[offset : offset + width] for offset in range(0, len(content), width))

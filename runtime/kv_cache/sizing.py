@@ -75,9 +75,9 @@ def size_pool(
 ) -> tuple[int, str]:
     """Return the number of pages in a device's KV pool, and the reason for this number.
 
-    `available_bytes` of the device's `total_bytes` are free after the weights (`weight_bytes`) are loaded. `specs` are
-    the specs of the device's layers. The memory of `steps` stays free regardless of the configured fraction. Raises
-    `ConfigurationError` if not even one page fits.
+    Of the device's `total_bytes`, `available_bytes` are free after the weights (`weight_bytes`) are loaded. `specs` are
+    the cache specs of its layers. The pool leaves `steps.reserved_bytes` (activations and CUDA graphs) free, even if
+    the memory fraction would allow a larger pool. Raises `ConfigurationError` if not even one page fits.
     """
     cache, schedule = plan.cache, plan.scheduler
     if not specs:

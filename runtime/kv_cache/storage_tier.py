@@ -264,7 +264,7 @@ class StorageTier:
         self._note(num_saved=len(save.entries) - num_failed, num_failed=num_failed)
 
     def note_corrupt(self, num_corrupt: int) -> None:
-        """Set the number of pages with a wrong checksum."""
+        """Raise the number of pages with a wrong checksum to `num_corrupt`, if it is larger."""
         self._counts = self._counts._replace(num_corrupt=max(num_corrupt, self._counts.num_corrupt))
 
     def attach(self) -> None:

@@ -136,7 +136,10 @@ class SubLayer(NamedTuple):
     transposed: bool = False
 
     def pieces(self, rows: ShardRange) -> Iterator[tuple[int, ShardRange]]:
-        """Yield the parts of `rows` that are consecutive in the tensor: (offset in `rows`, range in the tensor)."""
+        """Split `rows` into parts that are each contiguous in the tensor.
+
+        Yield (offset in `rows`, range in the tensor) of each part.
+        """
         piece = self.piece or self.size
         done = 0
         while done < rows.size:

@@ -49,7 +49,7 @@ class WeightSource:
 
     @classmethod
     def of(cls, facts: ModelFacts, plan: ModelPlan) -> WeightSource:
-        """Return the source with the current state of its files."""
+        """Make the source of this checkpoint, with the current size and modification time of each file."""
         return cls(facts, plan, _stamps(Path(facts.path)))
 
     @property

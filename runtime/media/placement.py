@@ -30,7 +30,8 @@ def expanded(text: str, placeholders: Mapping[Kind, str], items: Sequence[tuple[
     kinds: list[Kind] = [kind for kind, _ in items]
     for kind in dict.fromkeys(kinds):
         place, at = placeholders[kind], -1
-        _check_count(text.count(place), kind, kinds, placeholders)  # counting is fast for any text
+        # before the loop, which would be slow for a text with millions of placeholders
+        _check_count(text.count(place), kind, kinds, placeholders)
         while (at := text.find(place, at + 1)) >= 0:
             found.append((at, kind))
     found.sort()
@@ -72,7 +73,10 @@ def _check_count(found: int, kind: Kind, kinds: Sequence[Kind], placeholders: Ma
 
 
 def _order(found: Sequence[Kind], kinds: Sequence[Kind]) -> list[int]:
-    """Return the index of each placeholder's item."""
+    """Return the index in `kinds` (the items' kinds) for each placeholder in `found` (their kinds, in prompt order).
+
+    The n-th placeholder of a kind belongs to the n-th item of this kind.
+    """
     queues = {kind: iter([index for index, each in enumerate(kinds) if each == kind]) for kind in kinds}
     return [next(queues[kind]) for kind in found]
 

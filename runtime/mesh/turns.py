@@ -31,7 +31,8 @@ class Turns:
             return
         self._may_run[1 - number].release()
         self._may_run[number].acquire()
-        work.wait()  # not before: on a GPU, the stream of both threads waits from here on
+        # Only now: on a GPU, this makes the stream wait, which both threads share. The other thread enqueues first.
+        work.wait()
 
     def leave(self, number: int) -> None:
         """End thread `number`, which has the turn. The other thread then runs alone."""

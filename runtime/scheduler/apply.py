@@ -214,7 +214,8 @@ def _up_to_end(sequence: Sequence, tokens: list[int]) -> list[int]:
 def _finish_without_token(batch: Batch, row: int, failed: frozenset[int], stuck: Collection[int]) -> Finish | None:
     sequence = batch.sequences[row]
     if row in failed:
-        # Under a constraint, the cause may be that the constraint allows only tokens that the request bans.
+        # A row fails if its logits are not finite or no token is allowed. With a constraint and banned tokens, assume
+        # the latter: together they may forbid every token.
         is_stuck = row in stuck or (sequence.constraint is not None and bool(sequence.banned_ids))
         return Finish("abort", message=NOTHING_ALLOWED if is_stuck else NOT_FINITE)
     end = int(batch.starts[row]) + int(batch.counts[row])

@@ -86,7 +86,11 @@ class FastForward:
         return self._enabled and (self.step_s is None or self.step_s >= MIN_ROW_S * len(self._running))
 
     def _is_candidate(self, sequence: Sequence) -> bool:
-        """Return whether the sequence lacks one token and is in at most one step."""
+        """Return whether forced tokens can be appended now.
+
+        This requires that every token but the last is in a launched step, that at most one sampled token is pending,
+        and that the sequence does not wait for host data.
+        """
         num_pending = sequence.num_pending
         lacks_one = len(sequence.ids) + num_pending - sequence.num_computed == 1
         return lacks_one and num_pending <= 1 and sequence not in self._running.stalled

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 from runtime.sequence import Sequence
 
-MAX_ROUNDS = 2  # after this many rounds without a culprit, a failed step ends all its requests
+# Number of consecutive rounds that may find no culprit. In a round, a step fails outside trials, and its requests are
+# then bisected. The next such failure ends all requests of its step.
+MAX_ROUNDS = 2
 MAX_ALONE = 3  # after this many consecutive requests fail alone, all requests are ended: none is the cause
 
 

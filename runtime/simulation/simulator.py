@@ -1,4 +1,7 @@
-"""Runs the scheduler over a virtual clock. All its decisions are real; only the steps take no time."""
+"""Runs the real scheduler on a virtual clock.
+
+Steps are not computed; each one advances the clock by its predicted time.
+"""
 
 from __future__ import annotations
 

@@ -94,7 +94,10 @@ def metered(seconds: float = MAX_SECONDS) -> Iterator[None]:
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox with a meter. Templates render only inside `metered`, and raise `TemplateLimit` beyond it."""
+    """jinja2's sandbox, which counts the time and memory of rendering.
+
+    Render templates only inside `metered`. Rendering raises `TemplateLimit` when a limit of `metered` is exceeded.
+    """
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 

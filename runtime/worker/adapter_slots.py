@@ -64,7 +64,8 @@ class LayerSlots:
                 self.layers.append(layer)
         if not self.layers:
             raise CheckpointError("--enable-lora: this model has no linear layer that an adapter could change.")
-        # Mixtures whose experts may change, by block. Quantised experts cannot have adapters.
+        # Block index -> MoE layer whose experts adapters can change. Quantised experts are left out: their weights
+        # cannot be read.
         self.mixtures: dict[int, MoE] = {}
         for mixture in model.modules():
             if isinstance(mixture, MoE) and (block := BLOCK.search(f".{mixture.name}.")) and mixture.takes_adapters:

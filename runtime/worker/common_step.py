@@ -89,7 +89,8 @@ class CommonStep:
         if not self._head_by_group:
             logits = self._model.logits(self._groups.all_gather(states, counts))
             return logits if self._stage.rank == 0 else None
-        count = len(states)  # kernels get at least one row
+        count = len(states)
+        # Kernels need at least one row. Without states, a row of zeros is computed and dropped.
         own = self._model.logits(states if count else states.new_zeros(1, states.shape[1]))[:count]
         if self._tp.rank:
             return None

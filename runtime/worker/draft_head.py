@@ -135,7 +135,7 @@ class HeadDrafter:
         [prompts] = np.nonzero(is_prompt)
         if len(prompts):
             begins = self._computed[indices[prompts]]
-            # For positions before the row, only the ids of the last `kept` positions before the row's end are known.
+            # Ids before the row come from a ring buffer, which has only the last `kept` positions up to the row's end.
             oldest = np.minimum(starts[prompts] - 1, ends[prompts] - self._kept)
             begins = np.maximum(begins, np.maximum(oldest, 0))
             last = ends[prompts] - 1

@@ -116,9 +116,10 @@ class ExpertRecorder:
             )
 
     def dump(self) -> Future[dict[str, Any]] | None:
-        """Write the record to a file on a thread, and discard it. Return None if no step was recorded.
+        """Clear the record, and write its former contents to a file on a thread.
 
-        The result has the file's path and the sums by layer.
+        Return a future of the summary: path, number of steps, utilization, and sums by layer. Return None if no step
+        was recorded.
         """
         steps, records = list(self._steps), list(self._records)
         self._steps.clear()

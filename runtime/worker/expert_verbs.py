@@ -1,4 +1,4 @@
-"""Verbs about experts: recording of their use, and their placement."""
+"""Verbs (see `runtime.worker.verbs`) about experts: recording of their use, and their placement."""
 
 from __future__ import annotations
 

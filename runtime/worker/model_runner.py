@@ -244,7 +244,8 @@ class StepExecutor:
         self.mesh = mesh if mesh is not None and mesh.rank_info.world_size > 1 else None
         self.pipelined = mesh is not None and mesh.rank_info.pp_size > 1
         self.last_tokens = torch.zeros(num_sequences, dtype=torch.int64, device=device.torch_device)
-        # Number of computed tokens of each sequence, after its newest row with draft tokens.
+        # By sequence index: number of computed tokens, including accepted draft tokens, after the latest step that
+        # verified its draft tokens. The next batch may be built before the host knows it (`unknown_starts`).
         self.lengths = torch.zeros(num_sequences, dtype=torch.int32, device=device.torch_device)
         self._model = model
         self._pool = pool
@@ -320,7 +321,10 @@ class StepExecutor:
         return states_for_draft_head(self._final_hidden(begun), self._model.tapped, count)
 
     def end(self) -> Read[StepOutput]:
-        """Enqueue the end of the oldest step that has begun."""
+        """Enqueue the rest of the oldest step that `begin` started.
+
+        The rest is sampling, prompt scores, pooling and the copy to the host.
+        """
         with self.profiled(self._begun[0].batch), self.enqueueing():
             return self._end(self._begun.popleft())
 
@@ -487,7 +491,7 @@ class StepExecutor:
         return _Begun(batch, inputs.samples, None, inputs.requested)
 
     def _begin_in_cpu_graph(self, graph: CpuGraph, batch: Batch) -> _Begun:
-        """Compute a step by one native call, which also samples if all rows are greedy."""
+        """Compute a step by one call of the CPU graph, which also samples if all rows are greedy."""
         sampling, samples = batch.sampling, samples_on_host(batch)
         is_plain = batch.embedding_rows is None and sampling is not None and chooses_greedily(sampling)
         if is_plain and graph.chooses and self._graphs_choose:

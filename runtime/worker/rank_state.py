@@ -1,4 +1,4 @@
-"""The state of a rank that verbs read and change."""
+"""The state of a rank that verbs (see `runtime.worker.verbs`) read and change."""
 
 from __future__ import annotations
 

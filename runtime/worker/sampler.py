@@ -33,15 +33,15 @@ from runtime.worker.step_inputs import NO_ARRAYS, NOT_STAGED, Staged, Staging
 
 logger = logging.getLogger("penstock.scheduler")
 
-# Names of the row arrays that `choose` reads (FIELDS), and of those that change the logits first (PENALTIES).
-FIELDS = SamplingArrays._fields
+FIELDS = SamplingArrays._fields  # names of the arrays that `choose` takes
 PARAMS = tuple(name for name in FIELDS if name in ROW_ARRAYS)
 ROWS_WITH_DRAFTS = 64  # maximum number of rows with draft tokens whose token counts are copied at a time
+# names of the row arrays that `penalize` applies to the logits before `choose`
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 def check_row_arrays(declared: Mapping[str, RowArray]) -> None:
-    """Raise TypeError if the sampler would ignore a declared row array, or if it lacks a row array."""
+    """Raise TypeError if the sampler would ignore a declared row array, or if one that it needs is not declared."""
     for name, array in declared.items():
         if name not in FIELDS and name not in PENALTIES:
             raise TypeError(f"{name} has a RowArray, but ops.sampling.SamplingArrays has no field {name}.")
@@ -185,9 +185,10 @@ class Sampler:
     def sample(self, logits: Tensor, batch: Batch, staged: Staged = NOT_STAGED) -> Sampled:
         """Sample a token for each row of `logits` (float32 [N, V], changed in place).
 
-        `staged` has the batch's `arrays` if they are already on the device. The method waits only for the host data of
-        rows with a constraint, at most until shortly after the forward pass. Log-probabilities belong to the
-        distribution after penalties, bias, host data and temperature (1 for greedy rows), before truncation. With
+        `staged` has the batch's `arrays` if they are already on the device. The method waits only for host data
+        (grammar masks, logits processors, biases) of rows with a constraint. It stops waiting shortly after the forward
+        pass; late rows get no token. Log-probabilities are those of the distribution after penalties, biases, masks,
+        logits processors and temperature (1 for greedy rows), but before the truncation by top-k, top-p and min-p. With
         `raw_logprobs`, they are computed from the given `logits` without these changes.
         """
         sampling = batch.sampling

@@ -1,4 +1,4 @@
-"""Verbs that replace, read, check and move the weights of a rank, and that release its memory."""
+"""Verbs (see `runtime.worker.verbs`) that replace, read, check and move a rank's weights, and release its memory."""
 
 from __future__ import annotations
 

@@ -257,7 +257,8 @@ class ModelWorker:
         all graphs. Raises `ConfigurationError` if a step does not fit into memory.
         """
         device = open_device(self.device)
-        # Layers of kinds with pages share the single page of the profile.
+        # One unit for each kind without pages (such as recurrent states). Kinds with their own pages (windows) are left
+        # out: their layers then use the pool's pages, of which the profile run needs only one.
         kinds = {
             name: 1
             for name in by_kind(self.cache_specs, plan)

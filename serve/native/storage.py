@@ -50,7 +50,10 @@ async def show(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(StorageBody)
 async def attach(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Attach a storage backend. Refused for a folder or a class that the command line does not name."""
+    """Attach a storage backend.
+
+    A body that names a folder or a class is refused, unless it repeats the settings of the command line.
+    """
     body = await read_body(http, lambda raw: decode(StorageBody, parse_object(raw)))
     config = dict(body.hicache_storage_backend_extra_config or {})
     if body.hicache_storage_backend_extra_config_json:

@@ -236,7 +236,7 @@ class _Parts:
 
 
 def exact_automaton(pattern: str) -> Automaton:
-    """Return the automaton for texts that match a pattern without anchors from beginning to end.
+    """Return the automaton of the texts that a pattern matches as a whole. The pattern must have no anchors.
 
     Raises `TooComplexError`.
     """

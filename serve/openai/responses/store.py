@@ -33,10 +33,10 @@ class StoredResponse:
         return self.response["id"]
 
     def measure(self) -> int:
-        """Return the approximate size in bytes.
+        """Return the approximate size in bytes, including the conversation before it.
 
-        Messages that several conversations share are counted for each of them, because any of these may stay the
-        longest.
+        Messages that several stored responses share are counted in each of them, because any of these responses may be
+        the last that keeps them in memory.
         """
         return self.num_bytes_before + 2 * len(orjson.dumps(self.response["output"]))
 
