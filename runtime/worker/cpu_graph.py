@@ -1,7 +1,7 @@
-"""The CPU graph: one call of a C++ function computes a step. It is captured from the model's forward pass.
+"""The CPU graph: the C++ kernels of a step, captured from the model's forward pass and run by one call.
 
 It is the counterpart of a CUDA graph. A step of a small model has hundreds of operations. Each takes microseconds in
-Python and torch, and holds the GIL, which the event loop needs too. A captured step runs C++ kernels without the GIL, from
+Python and torch, and holds the GIL, which the event loop needs too. A captured step is one call without the GIL, from
 the batch's arrays to its tokens, for any batch of up to `capacity` tokens.
 """
 
