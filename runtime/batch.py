@@ -98,9 +98,9 @@ class Batch:
     # Arrays of cache kinds other than pages (`CacheKind.step_arrays`), by kind and name.
     kinds: Mapping[str, Mapping[str, Ints]] = field(default_factory=dict)
     drafts: Drafts | None = None  # None: no row has draft tokens
-    # bool [B], rows that follow draft tokens in flight. Their `starts` are upper bounds, which are exact only if all
-    # draft tokens are accepted. The device takes the exact starts from its own array of lengths. None: all starts are
-    # exact.
+    # bool [B], rows that follow draft tokens which are not verified yet. Their `starts` are upper bounds, which are
+    # exact only if all draft tokens are accepted. The device takes the exact starts from its own array of lengths.
+    # None: all starts are exact.
     unknown_starts: NDArray[np.bool_] | None = None
     # [3, T], offset of each token's position from its position in the row, on each axis (time, height, width). After an
     # image, the three axes of a row have equal offsets. None: all offsets are 0.
@@ -259,8 +259,8 @@ class StepShare(NamedTuple):
 class StepOutput(NamedTuple):
     """The results of a step on the host, for the B rows of its batch."""
 
-    # [B], new ids of each row: one, or the accepted draft tokens and one more. Empty if the row samples no token or
-    # waits for host data.
+    # [B], new ids of each row: one sampled id, or the accepted draft tokens and the id sampled after them. Empty if the
+    # row samples no token or waits for host data.
     tokens: list[list[int]]
     failed: list[int]  # rows whose logits were not finite, or whose constraint failed
     logprobs: list[Logprobs | None] | None = None  # [B], of the new ids; None: not requested

@@ -106,7 +106,7 @@ class Request:
     add_special_tokens: bool = True  # False for chats, whose template writes special tokens itself
     truncate: bool = False  # cut a prompt that is too long in place of refusing it
     cut_output: bool = False  # lower `max_new_tokens` to what fits in place of refusing
-    # Keep this number of tokens at the end of the prompt; -1: as many as leave room for the output; None: keep all.
+    # Keep this number of tokens at the end of the prompt; -1: all that fit beside the output; None: keep all.
     keep_last: int | None = None
     wants_embedding: bool = False
     returns_hidden: bool = False  # whether the last chunk of each choice contains the hidden states of its tokens
@@ -186,7 +186,10 @@ class DraftCounts(NamedTuple):
 
     @property
     def accept_length(self) -> float:
-        """Average number of tokens from a row with draft tokens (accepted ones and one more); 0 without such rows."""
+        """Average number of tokens from a row with draft tokens: the accepted draft tokens and one sampled token.
+
+        0 without such rows.
+        """
         return 1 + self.accepted / self.verified if self.verified else 0.0
 
     @property

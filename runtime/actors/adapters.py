@@ -63,7 +63,7 @@ class AdapterRegistry:
         self._plan = plan
         self._alive = alive
         self._names: dict[str, _Entry] = {}
-        self._retired: set[_Entry] = set()  # adapters without a name; freed when no request uses them
+        self._retired: set[_Entry] = set()  # unloaded or replaced adapters, freed when no request uses them
         self._ids, self._clock = count(1), count(1)
         self._lock = asyncio.Lock()  # held while ranks load or free adapters
         self._fetching = asyncio.Lock()  # held while an adapter is copied from a store
@@ -155,7 +155,7 @@ class AdapterRegistry:
         return entry.adapter
 
     async def unload(self, name: str, *, timeout_s: float = UNLOAD_TIMEOUT_S) -> bool:
-        """Remove an adapter's name, wait until its requests have ended, and free it.
+        """Refuse new requests for an adapter, wait until its requests have ended, and free it.
 
         Returns False if the requests did not end within `timeout_s`; the adapter is then freed when they end. Raises
         `InvalidRequest` if no adapter has this name.
@@ -223,7 +223,7 @@ class AdapterRegistry:
             entry.adapter = entry.adapter._replace(path=path)
 
     async def _bring_back(self, adapter: Adapter) -> bool:
-        """Load an adapter that has a name. Return False if there is no room for it."""
+        """Load an adapter that requests may name. Return False if there is no room for it."""
         entry = self._entry(adapter)
         if entry is None or entry.resident:
             return True

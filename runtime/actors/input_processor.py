@@ -251,7 +251,7 @@ class InputProcessor:
         return frozenset(ids[0] for ids in (*without_space, *with_space) if len(ids) == 1)
 
     def _truncated(self, request: Request, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the last `keep_last` ids. -1 keeps as many as leave room for the output. None keeps all ids."""
+        """Return the last `keep_last` ids. -1: all that fit into the context beside the output. None: all ids."""
         keep = request.keep_last
         if keep is None:
             return ids

@@ -26,7 +26,7 @@ MAX_RESTARTS = 3  # failed attempts to restart a replica before it is abandoned
 RESTART_RETRY_S = 10  # clients should retry after this time while no replica is alive
 RESTART_DELAY_S = 1.0  # wait before the second attempt; doubled for each further attempt
 
-# `longest_prefix` chooses no replica with more requests than this number plus twice those of the least busy replica. A
+# If the least busy replica has n requests, `longest_prefix` chooses no replica with more than 2 * n + PREFIX_SLACK. A
 # popular prefix is then computed on a second replica, and both replicas can serve it.
 PREFIX_SLACK = 8
 

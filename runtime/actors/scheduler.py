@@ -410,8 +410,8 @@ class SchedulerActor:
     async def _gather(self) -> None:
         """Wait some microseconds for requests that arrive together. Called when no step is running.
 
-        Without this wait, the first request would be computed alone, and all later ones would wait for its step and,
-        with overlap, for one more. The wait ends early when the waiting prompts fill a step.
+        Without this wait, the first request would be computed alone, and all later requests would wait for its
+        step and, with overlap, for the next step. The wait ends early when the waiting prompts fill a step.
         """
         num_before, num_quiet = 0, 0
         for _ in range(MAX_ARRIVAL_TURNS):

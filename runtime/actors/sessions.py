@@ -1,8 +1,8 @@
 """Sessions: requests that continue the tokens of an earlier request without sending them again.
 
 A session keeps the tokens (prompt and output) of its ended requests by their rid. A new request of the session names
-one of them; its own tokens follow the kept ones. The prefix cache then supplies the earlier request's pages, unless
-they were evicted.
+an ended request, and its prompt begins with the kept tokens of that request. The prefix cache then supplies the earlier
+request's pages, unless they were evicted.
 """
 
 from __future__ import annotations

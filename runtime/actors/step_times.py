@@ -32,7 +32,7 @@ class StepTimes:
         self._prompt_token_s: float | None = None
         self._short_decode_s: float | None = None  # estimate that excludes delays by other work
         self._short_prompt_token_s: float | None = None
-        self._short_scored_s: float | None = None  # like the above, for the log-probabilities of one prompt token
+        self._short_scored_s: float | None = None  # time of one prompt token's log-probabilities, without delays
 
     def note(self, batch: Batch, seconds: float) -> None:
         """Record the measured time of a step in seconds."""

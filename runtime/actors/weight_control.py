@@ -222,9 +222,10 @@ class WeightControl:
         return frozenset(self._released)
 
     async def release(self, tags: Sequence[str], *, keep: bool = True) -> int:
-        """Give memory back to the system, and return the number of bytes. No step runs until all of it is resumed.
+        """Give memory back to the system, and return the number of bytes.
 
-        With `keep`, the weights are kept in files for `resume`. Running requests are recomputed after that.
+        No step runs until `resume` has allocated all released memory again. Running requests are then recomputed. With
+        `keep`, the weights are kept in files for `resume`.
         """
         with anyio.CancelScope(shield=True):
             async with self._lock:
@@ -291,7 +292,7 @@ class WeightControl:
 
     @asynccontextmanager
     async def _changing(self) -> AsyncIterator[None]:
-        """Exclude other changes of the weights, and protect this one from cancellation."""
+        """Run the block while no other change of the weights runs, and protect it from cancellation."""
         with anyio.CancelScope(shield=True):
             async with self._lock:
                 self._check_weights()

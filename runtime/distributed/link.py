@@ -64,7 +64,7 @@ def decode(content: bytearray | bytes, text_length: int) -> Frame:
 
 
 class LinkClosed(Exception):
-    """The other end has closed the link or sent invalid data. In the latter case, `__cause__` is the decoding error."""
+    """The other end has closed the link or sent invalid data. For invalid data, `__cause__` is the decoding error."""
 
 
 class Link:

@@ -24,8 +24,8 @@ from runtime.layers.forward_batch import ForwardBatch, KVSpec
 class PagedKVCache(NamedTuple):
     """The keys and values of one layer in pages, each [num_pages + 1, K, page, D], updated in place.
 
-    If keys contain the values (MLA), `k` and `v` are the same tensor. `kind` names the page table that the pages belong
-    to: that of the prefix cache, or a cache kind's own one.
+    If keys contain the values (MLA), `k` and `v` are the same tensor. `kind` says to which page table the pages belong:
+    that of the prefix cache, or that of a cache kind.
     """
 
     k: Tensor

@@ -146,7 +146,7 @@ class MediaPreparer:
             raise Overloaded("Too many images are waiting.", retry_after_s=retry_after_s)
 
     def hold(self, num_bytes: int) -> None:
-        """Count the bytes of a request's images as waiting, until `let_go` is called with the same number."""
+        """Count the bytes of a request's images as waiting, until `let_go` is called with this number of bytes."""
         self._held_bytes += num_bytes
 
     def let_go(self, num_bytes: int) -> None:

@@ -57,7 +57,8 @@ class BatchBuilder:
         self.prompt_limits: tuple[int | None, int | None] = (None, None)
         # Maximum number of prompt tokens of a mixed step. It cuts prompts. None: no limit.
         self.mixed_limit: int | None = None
-        self.scored_limits: tuple[int, int] = SCORED_TOKENS  # as `prompt_limits`, of tokens with log-probabilities
+        # Limits on prompt tokens with log-probabilities: in a prefill-only step, and in a mixed step.
+        self.scored_limits: tuple[int, int] = SCORED_TOKENS
         self._plan = plan
         self._cache = cache
         self._running = running

@@ -61,7 +61,7 @@ class Drafting:
         sequence.drafter = ChainDrafter(looking, asking) if looking and asking else looking or asking
 
     def propose(self, decodes: Collection[Sequence], num_drafted: int = 0) -> dict[Sequence, list[int]]:
-        """Return the proposed tokens of sequences that lack one token each, and allocate their pages.
+        """Return the proposed tokens of sequences with a single token that has no KV yet, and allocate their pages.
 
         `num_drafted` is the number of tokens proposed in other rows of the step.
         """
@@ -69,7 +69,7 @@ class Drafting:
         if self._gain is not None and not self._gain.allows(len(self._running)):
             return proposed
         left = self._max_step - num_drafted
-        share = left // max(len(decodes), 1) if self.by_model else left  # the same number for each
+        share = left // max(len(decodes), 1) if self.by_model else left  # an equal share for each sequence
         for sequence in decodes:
             if sequence.drafter is None or left <= 0:
                 continue

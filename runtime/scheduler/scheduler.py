@@ -39,7 +39,7 @@ class Load(NamedTuple):
     num_used_tokens: int  # capacity of the used pages, in tokens
     num_evictable_pages: int
     token_usage: float  # share of all pages that running sequences use
-    window_usage: float  # the same share of sliding-window pages; 0 if the model has none
+    window_usage: float  # share of sliding-window pages that running sequences use; 0 without such pages
     new_token_ratio: float
     num_retracted: int  # since the start
     num_recomputed: int  # tokens recomputed after retractions, since the start

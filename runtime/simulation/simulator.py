@@ -114,7 +114,7 @@ class Simulator:
         self._special -= isinstance(output, list)  # also for embeddings, whose output is []
 
     def _note(self, batch: Batch, seconds: float, num_tokens: int) -> None:
-        """Pass the scheduler the same measurements as `SchedulerActor`."""
+        """Pass the scheduler the measurements of a step that `SchedulerActor` would pass."""
         times, scheduler = self._times, self.scheduler
         times.note(batch, seconds)
         scheduler.note_step_time(times.decode_s)

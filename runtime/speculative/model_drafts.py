@@ -11,7 +11,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # number of tokens without draft tokens
 class ModelDrafter:
     """Chooses how many ids the draft model proposes for one sequence. Only the device knows the ids.
 
-    The number grows by one if all ids are accepted. If most are rejected, it falls to one more than the accepted ids.
+    The number grows by one if all ids are accepted. If most are rejected, it falls to the number of accepted ids + 1.
     If the first id is rejected too often, the number is 0 for a pause. Each further pause is twice as long.
     """
 

@@ -17,7 +17,7 @@ class NgramDrafter:
     """Proposes draft tokens for one sequence from an index of its n-grams.
 
     The n-gram sizes are `max_window`, its repeated halves, and `min_window`. The longest n-gram that occurred before is
-    used. The proposals grow while they are accepted, and shrink to one more than the number of tokens accepted last.
+    used. The proposals grow while they are accepted, and shrink to the number of tokens accepted last + 1.
     They pause after failures, so that text without repetitions is decoded as fast as without draft tokens.
     """
 

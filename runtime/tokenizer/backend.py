@@ -24,7 +24,7 @@ class Backend(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """The highest token id plus one."""
+        """The highest token id + 1."""
         ...
 
     @property

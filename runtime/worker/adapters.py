@@ -64,7 +64,7 @@ class Adapters:
     def measure(self, adapter_id: int) -> bool:
         """Measure one more layer of a loaded adapter (DoRA). Return whether any layer remains.
 
-        This takes about as long as a step with as many tokens as the layer has inputs. All ranks must call it together.
+        If the layer has n inputs, this takes about as long as a step of n tokens. All ranks must call it together.
         """
         adapter = self._loaded.get(adapter_id)
         return adapter is not None and adapter.measure()

@@ -18,7 +18,7 @@ from runtime.worker.draft_model import NO_ALTERNATIVES, NO_BATCH, draft_sampling
 from runtime.worker.sampler import Sampler, chooses_greedily
 from runtime.worker.step_inputs import Staging, prepare
 
-MISSING = 62  # maximum number of entries that a sequence may lack before it has draft tokens
+MISSING = 62  # a sequence gets draft tokens only if at most this number of its cache entries are missing
 
 Longs = NDArray[np.int64]
 

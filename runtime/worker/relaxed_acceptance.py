@@ -18,8 +18,8 @@ class RelaxedAcceptance(NamedTuple):
     """SGLang's thresholds for accepting a draft token of probability p.
 
     The draft token is accepted if p >= `single`, otherwise with probability min(1, p / `divisor`). Without thresholds,
-    a draft token is accepted if the model draws it, which has probability p. Thresholds accept further ones, so outputs
-    no longer have the model's distribution.
+    a draft token is accepted if the model draws it, which has probability p. Thresholds accept further draft tokens, so
+    outputs no longer have the model's distribution.
     """
 
     single: float  # in [0, 1]

@@ -20,7 +20,8 @@ class RequestDefaults:
 
     model: str | None
     ignore_eos: bool = True
-    extra: Mapping[str, Any] = field(default_factory=dict)  # fields that are added to each body, or replace its own
+    # fields to add to each body; they replace fields of the same name
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Event(NamedTuple):

@@ -595,9 +595,10 @@ class Engine:
         return await check_weights(self.core, decode(WeightsCheckerBody, {"action": action}))
 
     async def release_memory_occupation(self, tags: Sequence[str] | None = None, *, keep: bool = True) -> None:
-        """Give memory back to the system: "weights", "kv_cache", or both by default. Requests wait until it is resumed.
+        """Give memory back to the system: "weights", "kv_cache", or both by default.
 
-        With `keep=False`, the weights are discarded and must be loaded again.
+        Requests wait until `resume_memory_occupation` has allocated the memory again. With `keep=False`, the weights
+        are discarded and must be loaded again.
         """
         await self.core.weights.release(tags_of(tags), keep=keep)
 

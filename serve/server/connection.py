@@ -32,7 +32,8 @@ HEAD_S = 10.0  # time limit for a request's head, from the connection's start or
 BODY_S = 30.0  # time limit for `BODY_BYTES` of the body to arrive; it then starts again
 BODY_BYTES = 1_000_000
 STALL_S = 30.0  # the connection is closed if the client reads nothing of its answer for this long
-# Limits on the rest of a body that a client still sends after it got its answer. The connection closes beyond them.
+# Limits on the rest of a body that a client still sends after it got its answer. The connection closes if one of them
+# is exceeded.
 LINGER_S, LINGER_BYTES = 10.0, 32 * 1024 * 1024
 
 

@@ -116,7 +116,7 @@ class MaskThread:
             request.position.slow = time.perf_counter() - began_s > SLOW_S
 
     def _compute_drafts(self, requests: Sequence[DraftRequest]) -> None:
-        """Compute the masks after the draft tokens of all rows: first after each row's first one, and so on."""
+        """Compute the masks after all rows' draft tokens: after each row's first draft token, then its second, ..."""
         began_s = time.perf_counter()
         walks = []
         for position, output, first, drafts in requests:
