@@ -90,7 +90,7 @@ class GiveBack(NamedTuple):
 
 
 class Wake(NamedTuple):
-    """Wakes the actor, for example when host data arrived for a sequence that is in no step."""
+    """Wakes the actor, for example when a late grammar mask arrived for a sequence that is in no step."""
 
 
 WAKE = Wake()

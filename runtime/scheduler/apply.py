@@ -32,7 +32,7 @@ class Effects(NamedTuple):
 
     # arguments: the sequence, its finish, and whether its KV is valid
     retire: Callable[[Sequence, Finish, bool], None]
-    stall: Callable[[Sequence], None]  # called if no token was sampled because host data was late
+    stall: Callable[[Sequence], None]  # called if no token was sampled because its `HostData` was late
     rewind: Callable[[Sequence, int], None]  # the int is the number of rejected draft tokens
     note_drafts: Callable[[Sequence, int, int], None]  # the ints are the numbers of proposed and accepted draft tokens
 

@@ -135,7 +135,7 @@ class Running:
         self.tables = RequestTables(num_rows, vocab_size)
         self._vocab_size = vocab_size
         self.full = False
-        self.stalled: set[Sequence] = set()  # sequences that no step computes until their host data arrives
+        self.stalled: set[Sequence] = set()  # sequences that no step computes until their `HostData` arrives
         self.on_resume: Callable[[Sequence], object] | None = None  # called with each resumed sequence
         # Sequences with a constraint, in order of admission.
         self.constrained: dict[Sequence, SequenceConstraint] = {}

@@ -184,7 +184,7 @@ class Scheduler:
 
     @property
     def awaited(self) -> list[HostData]:
-        """The host data for which stalled sequences wait."""
+        """The host data (such as grammar masks) for which stalled sequences wait."""
         return [sequence.next_host_data for sequence in self._running.stalled]
 
     @property

@@ -81,8 +81,8 @@ def with_proposals(batch: Batch, proposed: Batch) -> Batch:
 def accept_limits(batch: Batch, late: Collection[int]) -> np.ndarray | None:
     """Return the maximum number of draft tokens that each row may accept, int64 [D], or None if there is no limit.
 
-    `late` are the sampled positions (of N) without host data. The last token of a row must come from a position with
-    data.
+    `late` are the sampled positions (of N) whose `HostData` is missing. The last token of a row must come from a
+    position with data.
     """
     sampling, drafts = batch.sampling, batch.drafts
     if not late or sampling is None or drafts is None:

@@ -53,7 +53,7 @@ def prompt_logprobs(logprobs: Logprobs, tokenizer: Tokenizer, num_top: int) -> l
     """Return vLLM's `prompt_logprobs`: one entry per token, None for the first token.
 
     An entry maps token ids, as text, to `{logprob, rank, decoded_token}`. The prompt's own token comes first. If it is
-    not among the best tokens, its rank is one more than their number, which is a lower bound.
+    not among the n best tokens, its rank is n + 1, which is a lower bound.
     """
     found: list[dict[str, Any] | None] = []
     for index, (value, token_id) in enumerate(logprobs.chosen):

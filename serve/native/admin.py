@@ -91,7 +91,7 @@ async def ready(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 
 async def health_generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Answer 200 if the model generates a token in time. Also 200 if it is too busy for this probe, or paused."""
+    """Answer 200 if the model generates a token in time, or if it is paused or too busy for this probe."""
     if core.pause.paused or core.weights.released:
         return Response(status_code=200)
     is_embedding = core.plan.model.is_embedding
