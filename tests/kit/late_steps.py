@@ -115,8 +115,13 @@ def model_plan(family: str = "qwen3") -> ModelPlan:
     return paged_forward.plan_for(facts(family).path, context_length=CONTEXT)
 
 
-@cache
 def model(family: str = "qwen3") -> Decoder:
+    """Return the model of this family that all steps use. Replacing one of its methods also changes the steps."""
+    return _model(family)
+
+
+@cache  # not `model`: it would keep one model for `model()` and another one for `model("qwen3")`
+def _model(family: str) -> Decoder:
     return load_model(facts(family), model_plan(family), kernels())
 
 
