@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import fake_core
 import late_steps
 from fake_device import ReplayingDevice
 from late_steps import PAGE_SIZE
 from runtime.batch import Batch, Sampling
-from runtime.config.plan import GraphPlan, KernelPlan
+from runtime.config.plan import GraphPlan, KernelPlan, ParallelPlan
 from runtime.distributed.group_runner import decode_batch, encode_batch
 from runtime.distributed.link import HEAD, decode
 from runtime.errors import EngineFailure
@@ -27,9 +28,7 @@ from runtime.worker.model_runner import StepExecutor
 from runtime.worker.worker import TARGET, CacheSetup, ModelSetup, ModelWorker, WorkerSetup
 
 CACHE = CacheSetup(num_pages=12, page_size=PAGE_SIZE, kv_dtype="float32", num_sequences=4)
-PLAN: Any = SimpleNamespace(
-    kernels=KernelPlan(), parallel=SimpleNamespace(ranks=2), scheduler=SimpleNamespace(max_model_drafts=0)
-)
+PLAN = replace(fake_core.make_plan(), parallel=ParallelPlan(tp_size=2))
 TIMEOUT_S = 60.0
 
 
@@ -116,6 +115,7 @@ def test_all_ranks_capture_and_replay_the_same_steps(tmp_path: Path, devices: li
         (tmp_path / name).mkdir()
         ranks = Ranks(tmp_path / name, sizes)
         executors = ranks.start()
+        assert [type(executor) for executor in executors] == [StepExecutor] * 2, executors
         graphs = executors[0].cuda_graphs
         assert graphs is None or not graphs.is_waiting()  # nothing is left to capture
         found.append(ranks.tokens(executors, batches()))
