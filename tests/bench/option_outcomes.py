@@ -40,6 +40,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "nccl_port": _NODES,
     "schedule_low_priority_values_first": {"enable_priority_scheduling": True},
     "priority_scheduling_preemption_threshold": {"enable_priority_scheduling": True},
+    "service_tier_priorities": {"enable_priority_scheduling": True},
     **{
         f"hicache_{name}": {"enable_hierarchical_cache": True}
         for name in (
@@ -111,6 +112,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "disaggregation_prefill": ("first:8998",),
     "hicache_storage_backend_extra_config": {"path": "pages"},
     "limit_mm_per_prompt": {"image": 4},
+    "service_tier_priorities": {"flex": -1},
 }
 
 

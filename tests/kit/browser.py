@@ -98,11 +98,11 @@ class Page:
 
     async def click(self, selector: str) -> None:
         """Click into the middle of the element. Fails if another element covers it."""
-        await self._call("POST", f"/element/{await self._find(selector)}/click")
+        await self._of_element(selector, "POST", "click")
 
     async def text(self, selector: str) -> str:
         """Return the visible text of the element."""
-        return await self._call("GET", f"/element/{await self._find(selector)}/text")
+        return await self._of_element(selector, "GET", "text")
 
     async def value(self, expression: str) -> Any:
         """Return the value of the JavaScript expression in the page."""
@@ -134,6 +134,15 @@ class Page:
         """Return errors and policy violations that the browser has logged since the last call."""
         entries = await self._call("POST", "/se/log", type="browser")
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
+
+    async def _of_element(self, selector: str, method: str, command: str) -> Any:
+        """Run a command on the element. Finds it again if the page has replaced it meanwhile."""
+        while True:
+            try:
+                return await self._call(method, f"/element/{await self._find(selector)}/{command}")
+            except AssertionError as error:
+                if "stale element" not in str(error):
+                    raise
 
     async def _find(self, selector: str) -> str:
         found = await self._call("POST", "/element", using="css selector", value=selector)

@@ -116,7 +116,7 @@ async def test_message_says_why_a_body_cannot_be_read(
         ({"text": "a", "image_data": 5}, "image_data"),
         ({"text": "a", "session_params": 5}, "session_params"),
         ({"text": "a", "custom_logit_processor": 5}, "custom_logit_processor"),
-        ({"text": "a", "return_hidden_states": True}, "return_hidden_states"),
+        ({"text": "a", "return_hidden_states": 5}, "return_hidden_states"),
         ({"text": "a", "input_embeds": [[0.5]]}, "input_embeds"),
     ],
 )
