@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import tiny_checkpoints
 from greedy import NUM_NEW
+from runtime.layers.moe import BLOCK
 
 _FOLDER = TemporaryDirectory(prefix="penstock-adapters-")
 
@@ -94,7 +95,7 @@ def merged_pair(base: str, folder: Path, rank: int = 8) -> tuple[str, str]:
     tensors, random = load_file(merged / "model.safetensors"), torch.Generator().manual_seed(1)
     pairs: dict[str, torch.Tensor] = {}
     for name, weight in tensors.items():
-        if ".layers." in name and weight.dim() == 2:
+        if BLOCK.search(name) and weight.dim() == 2:
             a = torch.randn(rank, weight.shape[1], generator=random) * weight.shape[1] ** -0.5
             b = torch.randn(weight.shape[0], rank, generator=random) * rank**-0.5
             layer = f"base_model.model.{name.removesuffix('.weight')}"
