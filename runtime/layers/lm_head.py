@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.embedding import Embedding, VocabularyWeight
-from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range
+from runtime.layers.sharding import ShardRange, TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import Shard, frozen, parameter, whole
 
 NOT_ADAPTED: Mapping[int, Tensor] = MappingProxyType({})
@@ -25,7 +25,7 @@ class LMHead(VocabularyWeight):
     Logits are multiplied by `scale`, then replaced by soft_cap * tanh(logit / soft_cap). Then `bias` is added. With
     tensor parallelism each rank computes the logits of its part of the vocabulary; rank 0 returns all logits, other
     ranks return their part. `unit` scales the rows or the columns of the weight to length one; such a head cannot be
-    tied.
+    tied. To scale columns, each rank reads the weight of the whole vocabulary and then keeps its part.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class LMHead(VocabularyWeight):
     def allocate(self) -> None:
         self.weight, self.kept = None, nn.ModuleList()
         if not self.tied:
-            self.weight = self.make_weight(self.name, self._ids, self._embedding[0].size)
+            self.weight = self.make_weight(self.name, self._ids_read, self._embedding[0].size)
         self.bias = parameter(self._ids.size) if self.has_bias else None
 
     def split(self, group: TensorParallelGroup) -> None:
@@ -68,7 +68,7 @@ class LMHead(VocabularyWeight):
 
     def shards(self) -> Iterator[Shard]:
         if self.weight is not None and not self.kept:
-            yield whole(f"{self.name}.weight", self.weight, ("vocab", None), self._ids)
+            yield whole(f"{self.name}.weight", self.weight, ("vocab", None), self._ids_read)
         if self.bias is not None:
             yield whole(f"{self.name}.bias", self.bias, ("vocab",), self._ids)
 
@@ -82,13 +82,16 @@ class LMHead(VocabularyWeight):
             self.weight = frozen(self.method.prepare_weight(self._scaled(self.weight), self.kernels))
 
     def _scaled(self, weight: Tensor) -> Tensor:
-        """Return the weight [V, E], scaled as `unit` says. An all-reduce adds the squares of columns over ranks."""
+        """Scale the weight that was read as `unit` says. Return this rank's rows of it."""
         if self.unit != "columns":
             return F.normalize(weight, dim=1) if self.unit else weight
-        squares = weight.float().square().sum(0)
-        if self._group is not None:
-            squares = self._group.all_reduce(squares)
-        return (weight.float() / squares.sqrt().clamp_min(1e-7)).to(weight.dtype)
+        lengths = weight.float().square().sum(0).sqrt().clamp_min(1e-7)
+        return (weight[self._ids.slice].float() / lengths).to(weight.dtype)
+
+    @property
+    def _ids_read(self) -> ShardRange:
+        """The part of the vocabulary whose rows of the weight this rank reads."""
+        return whole_range(self._ids.full) if self.unit == "columns" else self._ids
 
     @property
     def prepared(self) -> Tensor:

@@ -203,7 +203,7 @@ class LayerSlots:
             if replaced is None and pair is None:
                 continue
             if is_head and module.unit:
-                raise CheckpointError(f"{folder} changes {name}, whose rows are scaled to length one.")
+                raise CheckpointError(f"{folder} changes {name}, whose {module.unit} are scaled to length one.")
             if pair is not None and pair.magnitude is not None:
                 raise CheckpointError(f"{folder} changes {name} with DoRA, which works for linear layers in blocks.")
             changes[name] = self._vocabulary_change(folder, name, pair, replaced)
