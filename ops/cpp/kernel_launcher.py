@@ -241,11 +241,11 @@ class KernelGraph:
         joined.close()
         return joined
 
-    def without(self, kernel: str) -> KernelGraph:
-        """Return a graph that runs all kernels except those with this name. It uses the memory of this graph."""
+    def without(self, kernels: Collection[str]) -> KernelGraph:
+        """Return a graph that runs all kernels except those with these names. It uses the memory of this graph."""
         rest = KernelGraph(self._launcher, self.capacity)
         name_of = self._launcher.library.name_of
-        rest.nodes = [node for node in self.nodes if name_of(node.kernel) != kernel]
+        rest.nodes = [node for node in self.nodes if name_of(node.kernel) not in kernels]
         rest._parts = (self,)
         rest.close()
         return rest

@@ -5,7 +5,7 @@ A backend file defines
     add_low_rank(y [T, O], x [T, I], weights, slots [T]) -> y        y += B (A x), in place
 
 A and B are the matrices in the token's slot (`LowRank`). Slot 0 adds nothing. A x is computed and kept in float32, and
-y is rounded once. A token's result does not depend on other tokens.
+y is rounded once, to its dtype: that of x, or float32. A token's result does not depend on other tokens.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from ops.cpp.library import address, contiguous_tokens
 from ops.cpp.structures import AddLowRank
 from ops.low_rank import LowRank
 
-KERNEL = "add_low_rank"  # a graph without it computes the model without adapters
+KERNEL, WIDE_KERNEL = "add_low_rank", "add_low_rank_wide"  # the wide kernel adds to float32
+KERNELS = frozenset({KERNEL, WIDE_KERNEL})  # a graph without them computes the model without adapters
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
@@ -42,7 +43,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
             parts=parts,
             rank=rank,
         )
-        launcher.launch(KERNEL, y.dtype, operands)
+        launcher.launch(KERNEL if y.dtype == x.dtype else WIDE_KERNEL, x.dtype, operands)
         return y
 
     return {"add_low_rank": add_low_rank}

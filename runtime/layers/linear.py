@@ -117,6 +117,16 @@ class Linear(Weighted):
             self.adapters.add(out, x, bias, batch)
         return out if group is None else group.all_reduce(out)
 
+    def logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Return the output without rounding, in float32 if the kernels can compute it.
+
+        The layer must be whole and in full precision, and must not have a bias.
+        """
+        out = self.kernels.logits(x, self.get_parameter("weight"))
+        if self.adapters is not None:
+            self.adapters.add(out, x, None, batch)
+        return out
+
 
 def from_heads(name: str, num_heads: int, head_dim: int, size: int, build: Build, *, bias: bool) -> Linear:
     """Return the output projection of attention, [T, H * D] -> [T, size], split at head boundaries."""

@@ -274,10 +274,7 @@ class MoE(Weighted):
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the weighted sum of the experts' outputs, x [T, E] -> [T, E]."""
         routing, kernels = self.routing, self.kernels
-        if routing.wide:
-            logits = kernels.logits(x, self.router.get_parameter("weight"))
-        else:
-            logits = self.router(x, batch)
+        logits = self.router.logits(x, batch) if routing.wide else self.router(x, batch)
         weights, experts = kernels.route(
             logits,
             routing.top_k,

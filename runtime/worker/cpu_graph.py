@@ -16,7 +16,7 @@ from torch import Tensor
 from ops import captured_step
 from ops.cpp.kernel_launcher import KernelGraph, NotCapturable
 from ops.cpp.structures import Step
-from ops.low_rank.with_cpp import KERNEL as ADD_LOW_RANK
+from ops.low_rank.with_cpp import KERNELS as ADD_LOW_RANK
 from ops.select import Kernels
 from runtime.batch import ADAPTER, Batch, Ints, MediaSpan
 from runtime.kv_cache.pools import KVPool

@@ -16,6 +16,11 @@ constexpr auto begin_any = begin;
 template <class T>
 constexpr auto angles_any = angles;
 
+template <class T>
+constexpr auto add_low_rank_alike = add_low_rank<T, T>;
+template <class T>
+constexpr auto add_low_rank_wide = add_low_rank<T, float>;
+
 KERNELS(begin, begin_any)
 KERNELS(last, last)
 KERNELS(pool_rows, pool_rows)
@@ -30,7 +35,8 @@ KERNELS(rotate, rotate)
 KERNELS(store, store_kv)
 KERNELS(rotate_store, rotate_store)
 KERNELS(gate, gate)
-KERNELS(add_low_rank, add_low_rank)
+KERNELS(add_low_rank, add_low_rank_alike)
+KERNELS(add_low_rank_wide, add_low_rank_wide)
 KERNELS(convolve, convolve)
 KERNELS(recur, recur)
 KERNELS(copy_heads, copy_heads)

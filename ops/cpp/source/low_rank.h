@@ -13,7 +13,7 @@ namespace penstock {
 
 struct AddLowRankOperands {
     const void* x;         // [tokens, size]
-    void* y;               // [tokens, out_size], in place
+    void* y;               // [tokens, out_size], in place; float in the wide kernel
     const int32_t* slots;  // [tokens]; 0: nothing is added
     const void* a;         // [num_slots, parts, rank, size]
     const void* b;         // [num_slots, rank, out_size]
@@ -76,8 +76,8 @@ inline void shrink_rows(const T* x, const T* a, int64_t size, float* out) {
 }
 
 // Adds the product of one line of `shrunk` with `count` columns of B, at most VECTORS * LANES, to y.
-template <int VECTORS, class T>
-inline void expand_columns(const float* shrunk, const T* b, int64_t stride, int64_t rank, T* y, int64_t count) {
+template <int VECTORS, class T, class Y>
+inline void expand_columns(const float* shrunk, const T* b, int64_t stride, int64_t rank, Y* y, int64_t count) {
     Floats sums[VECTORS] = {};
     for (int64_t r = 0; r < rank; r++) {
         const Floats factor = fill(shrunk[r]);
@@ -92,7 +92,7 @@ inline void expand_columns(const float* shrunk, const T* b, int64_t stride, int6
     }
 }
 
-template <class T>
+template <class T, class Y>
 void add_low_rank(const void* operands, const Step& step, ThreadGroup& threads) {
     constexpr int64_t ROWS = 4, COLUMNS = 256;
     constexpr int VECTORS = 4;
@@ -129,7 +129,7 @@ void add_low_rank(const void* operands, const Step& step, ThreadGroup& threads) 
         const T* b = static_cast<const T*>(o.b) + chunk.slot * o.rank * o.out_size;
         for (int64_t i = chunk.first; i < chunk.first + chunk.count; i++) {
             const int64_t token = order.tokens[i];
-            T* y = static_cast<T*>(o.y) + token * o.y_stride;
+            Y* y = static_cast<Y*>(o.y) + token * o.y_stride;
             int64_t part = 0;
             for (int64_t column = begin; column < end;) {
                 while (column >= o.ends[part]) part++;

@@ -18,6 +18,7 @@ class Case(NamedTuple):
     size: int = 40
     sizes: tuple[int, ...] = (24,)  # outputs of each sub-layer
     dtype: torch.dtype = torch.float32
+    out_dtype: torch.dtype | None = None  # of y, if it differs from `dtype`
 
 
 CASES = {
@@ -47,7 +48,8 @@ def inputs(case: Case, device: str = "cpu") -> tuple[Tensor, Tensor, LowRank, Te
         a[slot, :, rank:], b[slot, rank:] = torch.nan, torch.nan
     ends = torch.tensor(case.sizes).cumsum(0)
     weights = LowRank(a, b, torch.tensor(case.ranks, dtype=torch.int32), ends)
-    y, x, slots = drawn(num_tokens, out), drawn(num_tokens, case.size), torch.tensor(case.slots, dtype=torch.int32)
+    y = drawn(num_tokens, out).to(case.out_dtype or case.dtype)
+    x, slots = drawn(num_tokens, case.size), torch.tensor(case.slots, dtype=torch.int32)
     return y.to(device), x.to(device), LowRank(*(each.to(device) for each in weights)), slots.to(device)
 
 

@@ -12,7 +12,10 @@ from kernel_cases.low_rank import CASES, Case, expected, inputs, outputs
 from kernel_comparison import agree
 from ops.low_rank import LowRank
 
-SUPPORTED = {name: case for name, case in CASES.items() if case.dtype != torch.float16}
+SUPPORTED = {
+    **{name: case for name, case in CASES.items() if case.dtype != torch.float16},
+    "bfloat16 added to float32": Case((1, 4, 0), sizes=(64, 32), dtype=torch.bfloat16, out_dtype=torch.float32),
+}
 
 
 @pytest.mark.parametrize("num_threads", THREADS)
