@@ -16,6 +16,8 @@ from lora_adapters import adapted, adapter, linear_layers, merged_pair
 from lora_engine import PLAIN, SAMPLING, answers, expected, ids_of
 from published_names import PUBLISHED
 from runtime.errors import InvalidRequest
+from runtime.layers.linear import Linear
+from runtime.layers.low_rank import LowRankSlots
 from runtime.request import Request
 from serve import Engine
 
@@ -113,6 +115,30 @@ async def test_every_family_takes_adapters(family: str) -> None:
         wanted = expected(base, folders, asked)
         assert wanted[0] != wanted[1] != wanted[2]
         assert await answers(engine, asked) == wanted
+
+
+@pytest.mark.parametrize(
+    "family",
+    [family if family in TYPICAL else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
+)
+async def test_every_layer_with_slots_reads_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an adapter of this layer, for example of a router, would have no effect."""
+    unread: dict[LowRankSlots, str] = {}
+    take, add = Linear.take_adapters, LowRankSlots.add
+
+    def taken(layer: Linear, slots: LowRankSlots) -> None:
+        unread[slots] = layer.layout.sub_layers[0].name
+        take(layer, slots)
+
+    def added(slots: LowRankSlots, *operands: Any) -> None:
+        unread.pop(slots, None)
+        add(slots, *operands)
+
+    monkeypatch.setattr(Linear, "take_adapters", taken)
+    monkeypatch.setattr(LowRankSlots, "add", added)
+    async with Engine(model_path(family), enable_lora=True, **PLAIN) as engine:
+        await answers(engine, [(None, 5)])
+    assert not unread
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

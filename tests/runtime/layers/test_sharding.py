@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -109,6 +110,20 @@ def test_vocabulary_in_parts(vocab_size: int):
         logits.append(own)
     torch.testing.assert_close(looked_up, tensors["e.weight"])
     torch.testing.assert_close(torch.cat(logits, 1), hidden @ tensors["h.weight"].T)
+
+
+@pytest.mark.parametrize("unit", ["rows", "columns"])
+def test_each_rank_scales_its_part_of_a_head_like_the_whole(unit: Literal["rows", "columns"]):
+    tensors, hidden, logits = {"h.weight": torch.randn(7, 4)}, torch.randn(3, 4), []
+    for rank in range(3):
+        build = Build(select())
+        head = LMHead("h", Embedding("e", 7, 4, build), build, tied=False, unit=unit)
+        head.split(FakeGroup(rank, 3))
+        fill(head, tensors)
+        head.prepare()
+        logits.append(head(hidden))
+    weight = F.normalize(tensors["h.weight"], dim=1 if unit == "rows" else 0)
+    torch.testing.assert_close(torch.cat(logits, 1), hidden @ weight.T)
 
 
 @PACKS
