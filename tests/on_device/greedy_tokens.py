@@ -34,6 +34,7 @@ OWN_WIDE = {
         for name in ("bloom", "falcon", "falcon_rw", "gpt_neox", "mpt", "mpt_before")
     },
     "olmoe": {"hidden_size": 256},
+    "qwen1": {"num_key_value_heads": 4},
     "stablelm": {"hidden_size": 256},
 }
 SEEDED = {**GREEDY, "temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "seed": 11}
