@@ -28,8 +28,9 @@ from runtime.errors import (
 )
 from runtime.request import Chunk, Request
 from serve.background import background_tasks
-from serve.calls.body import INLINE_BYTES, off_loop
+from serve.calls.body import INLINE_BYTES, off_loop, parse_object
 from serve.calls.client import CALLER, CLIENT, Client
+from serve.calls.decode import decode
 from serve.calls.prompts import of_client
 from serve.http.access import Access, OpenCalls, RouteScope, caller_of
 from serve.http.errors import NATIVE, ErrorFormat, refusal_response
@@ -207,6 +208,11 @@ async def read_body(
         return await off_loop(lambda: decode(b"".join(parts)), small=size <= inline_bytes)
     finally:
         bodies.num_bytes -= size
+
+
+async def read_as(request: HttpRequest, body: type[T]) -> T:
+    """Return the body as an instance of a body class. Raises the errors of `read_body`, `parse_object` and `decode`."""
+    return await read_body(request, lambda raw: decode(body, parse_object(raw)))
 
 
 async def read_call(

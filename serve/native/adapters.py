@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse
@@ -20,14 +20,11 @@ from serve.calls.adapters import (
     tensors_of,
 )
 from serve.calls.body import parse_object
-from serve.calls.decode import decode
-from serve.http.endpoint import decodes, json_response, read_body
+from serve.http.endpoint import decodes, json_response, read_as, read_body
 from serve.http.errors import describe, native_body
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
-
-Body = TypeVar("Body")
 
 
 @decodes(LoadAdapterBody)
@@ -37,7 +34,7 @@ async def load(http: HttpRequest, core: EngineCore) -> ASGIApp:
     Answers when all ranks have loaded it. Answers 400, with the reason as `error_message`, if it could not be loaded.
     """
     try:
-        body = await _body(http, LoadAdapterBody)
+        body = await read_as(http, LoadAdapterBody)
         await load_adapter(core, body.lora_name, body.lora_path, pinned=body.pinned)
     except InvalidRequest as error:
         return _refused(core, error)
@@ -59,7 +56,7 @@ async def load_tensors(http: HttpRequest, core: EngineCore) -> ASGIApp:
 async def unload(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Unload a LoRA adapter. Its requests finish; the answer waits for them for at most a minute."""
     try:
-        body = await _body(http, UnloadAdapterBody)
+        body = await read_as(http, UnloadAdapterBody)
         await core.adapters.unload(body.lora_name)
     except InvalidRequest as error:
         return _refused(core, error)
@@ -69,7 +66,7 @@ async def unload(http: HttpRequest, core: EngineCore) -> ASGIApp:
 @decodes(LoadAdapterInPlaceBody)
 async def load_in_place(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Load a LoRA adapter from a folder on the server's machine, as in vLLM. `load_inplace` replaces an adapter."""
-    body = await _body(http, LoadAdapterInPlaceBody)
+    body = await read_as(http, LoadAdapterInPlaceBody)
     await load_adapter(core, body.lora_name, body.lora_path, replace=body.load_inplace)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
@@ -77,14 +74,10 @@ async def load_in_place(http: HttpRequest, core: EngineCore) -> ASGIApp:
 @decodes(UnloadAdapterBody)
 async def unload_named(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Unload a LoRA adapter, as in vLLM. Its requests finish."""
-    body = await _body(http, UnloadAdapterBody)
+    body = await read_as(http, UnloadAdapterBody)
     await core.adapters.unload(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
 def _refused(core: EngineCore, error: InvalidRequest) -> ASGIApp:
     return json_response({**native_body(describe(error)), **adapters_answer(core, error.message)}, 400)
-
-
-async def _body(http: HttpRequest, cls: type[Body]) -> Body:
-    return await read_body(http, lambda raw: decode(cls, parse_object(raw)))

@@ -19,13 +19,12 @@ from runtime.actors.scrape import exposition
 from runtime.errors import EngineFailure, Forbidden, InvalidRequest, Overloaded, RequestError
 from runtime.request import Request
 from runtime.sampling_params import SamplingParams
-from serve.calls.body import parse_object
 from serve.calls.client import CLIENT
-from serve.calls.decode import Range, decode
+from serve.calls.decode import Range
 from serve.calls.media import takes_kind
 from serve.calls.profile import ProfileBody, profile_options
 from serve.calls.server_info import info_of, vllm_config
-from serve.http.endpoint import compute, decodes, json_response, read_body
+from serve.http.endpoint import compute, decodes, json_response, read_as
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -54,7 +53,7 @@ class LoggingBody:
 @decodes(LoggingBody)
 async def configure_logging(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Turn the request log on or off, or change its level. Answers with the values that are in effect now."""
-    body = await read_body(http, lambda raw: decode(LoggingBody, parse_object(raw)))
+    body = await read_as(http, LoggingBody)
     before = core.request_log_level
     on = body.log_requests if body.log_requests is not None else before is not None
     level = body.log_requests_level
@@ -199,7 +198,7 @@ async def abort_request(http: HttpRequest, core: EngineCore) -> ASGIApp:
     An admin can abort all clients' requests. The holder of a key can abort the requests of this key. Other clients must
     give the complete rid, so that they cannot abort other clients' requests by guessing.
     """
-    body = await read_body(http, lambda raw: decode(AbortBody, parse_object(raw)))
+    body = await read_as(http, AbortBody)
     if not body.abort_all and not body.rid:
         raise InvalidRequest("rid must not be empty unless abort_all is true.", param="rid")
     client = CLIENT.get()
@@ -221,7 +220,7 @@ async def start_profile(http: HttpRequest, core: EngineCore) -> ASGIApp:
     has_body = http.headers.get("content-length", "0") != "0" or "transfer-encoding" in http.headers
     body = ProfileBody()
     if has_body:
-        body = await read_body(http, lambda raw: decode(ProfileBody, parse_object(raw)))
+        body = await read_as(http, ProfileBody)
     await core.start_profile(await anyio.to_thread.run_sync(profile_options, body))
     return PlainTextResponse("Start profiling.\n")
 

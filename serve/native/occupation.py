@@ -9,10 +9,8 @@ from starlette.types import ASGIApp
 
 from runtime.actors.generation_pause import mode_of
 from runtime.errors import CheckpointError, InvalidRequest
-from serve.calls.body import parse_object
-from serve.calls.decode import decode
 from serve.calls.occupation import ContinueBody, MemoryBody, PauseBody, SlowDownBody, pause, resume, tags_of
-from serve.http.endpoint import decodes, json_response, read_body
+from serve.http.endpoint import decodes, json_response, read_as
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -68,4 +66,4 @@ async def read_optional(http: HttpRequest, cls: type[Body]) -> Body:
     """Return the decoded body, or the defaults if the request has no body."""
     if http.headers.get("content-length", "0") == "0" and "transfer-encoding" not in http.headers:
         return cls()
-    return await read_body(http, lambda raw: decode(cls, parse_object(raw)))
+    return await read_as(http, cls)

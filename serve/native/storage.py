@@ -13,8 +13,7 @@ from starlette.types import ASGIApp
 from runtime.actors.storage import Attachment
 from runtime.errors import ConfigurationError, InvalidRequest
 from serve.calls.body import parse_object
-from serve.calls.decode import decode
-from serve.http.endpoint import decodes, json_response, read_body
+from serve.http.endpoint import decodes, json_response, read_as
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -54,7 +53,7 @@ async def attach(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
     A body that names a folder or a class is refused, unless it repeats the settings of the command line.
     """
-    body = await read_body(http, lambda raw: decode(StorageBody, parse_object(raw)))
+    body = await read_as(http, StorageBody)
     config = dict(body.hicache_storage_backend_extra_config or {})
     if body.hicache_storage_backend_extra_config_json:
         try:

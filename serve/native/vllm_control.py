@@ -12,10 +12,9 @@ from starlette.types import ASGIApp
 from runtime.actors.generation_pause import mode_of
 from runtime.errors import CheckpointError, InvalidRequest
 from serve.calls import weights as calls
-from serve.calls.body import parse_object
-from serve.calls.decode import Length, NotBuilt, Range, decode
+from serve.calls.decode import Length, NotBuilt, Range
 from serve.calls.occupation import pause, resume, tags_of
-from serve.http.endpoint import decodes, json_response, read_body
+from serve.http.endpoint import decodes, json_response, read_as
 from serve.native.occupation import read_optional
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ async def world_size(http: HttpRequest, core: EngineCore) -> ASGIApp:
 @decodes(InitBody)
 async def init_engine(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Join the trainer's process group. If this server is in a group of the same name, it leaves that group first."""
-    body = await read_body(http, lambda raw: decode(InitBody, parse_object(raw)))
+    body = await read_as(http, InitBody)
     info = body.init_info
     backend = info.backend
     if backend is None and core.plan.model.device != "cpu":
@@ -130,7 +129,7 @@ async def start_update(http: HttpRequest, core: EngineCore) -> ASGIApp:
 @decodes(UpdateBody)
 async def update(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Receive tensors over the process group. Without a begun update, they are applied at once."""
-    body = await read_body(http, lambda raw: decode(UpdateBody, parse_object(raw)))
+    body = await read_as(http, UpdateBody)
     info = body.update_info
     packing = "packed" if info.packed else "none"
     announced = calls.transfer(
@@ -162,7 +161,7 @@ async def weight_info(http: HttpRequest, core: EngineCore) -> ASGIApp:
 @decodes(CheckerBody)
 async def checker(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Return checksums of the weights, compare them with given ones, or fill the weights with random bytes."""
-    body = await read_body(http, lambda raw: decode(CheckerBody, parse_object(raw)))
+    body = await read_as(http, CheckerBody)
     if body.action == "reset":
         await core.weights.check("reset_tensors")
         return json_response({"status": "reset"})

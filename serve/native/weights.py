@@ -10,9 +10,7 @@ from starlette.types import ASGIApp
 
 from runtime.errors import CheckpointError, InvalidRequest
 from serve.calls import weights as calls
-from serve.calls.body import parse_object
-from serve.calls.decode import decode
-from serve.http.endpoint import decodes, json_response, read_body
+from serve.http.endpoint import decodes, json_response, read_as
 from serve.http.errors import ErrorFormat, Failure, native_body
 
 if TYPE_CHECKING:
@@ -26,7 +24,7 @@ async def update_from_disk(http: HttpRequest, core: EngineCore) -> ASGIApp:
     Answers when all ranks have the new weights. Answers 400, with the reason as `message`, if the weights could not be
     replaced. The old weights then stay.
     """
-    body = await read_body(http, lambda raw: decode(calls.WeightsFromDiskBody, parse_object(raw)))
+    body = await read_as(http, calls.WeightsFromDiskBody)
     try:
         return json_response(await calls.update_weights_from_disk(core, body))
     except CheckpointError as error:
@@ -36,35 +34,35 @@ async def update_from_disk(http: HttpRequest, core: EngineCore) -> ASGIApp:
 @decodes(calls.UpdateGroupBody)
 async def init_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Join a process group with a trainer, over which weights will arrive. Answers when all members have joined."""
-    body = await read_body(http, lambda raw: decode(calls.UpdateGroupBody, parse_object(raw)))
+    body = await read_as(http, calls.UpdateGroupBody)
     return json_response(await calls.open_group(core, body))
 
 
 @decodes(calls.DestroyGroupBody)
 async def destroy_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Leave a process group."""
-    body = await read_body(http, lambda raw: decode(calls.DestroyGroupBody, parse_object(raw)))
+    body = await read_as(http, calls.DestroyGroupBody)
     return json_response(await calls.close_group(core, body))
 
 
 @decodes(calls.SendGroupBody)
 async def init_send_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Wait for a new server that copies this server's weights. Answers when all its ranks have joined."""
-    body = await read_body(http, lambda raw: decode(calls.SendGroupBody, parse_object(raw)))
+    body = await read_as(http, calls.SendGroupBody)
     return json_response(await calls.open_sending(core, body))
 
 
 @decodes(calls.SendWeightsBody)
 async def send(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Send all weights to the new server, while requests continue."""
-    body = await read_body(http, lambda raw: decode(calls.SendWeightsBody, parse_object(raw)))
+    body = await read_as(http, calls.SendWeightsBody)
     return json_response(await calls.send_weights(core, body))
 
 
 @decodes(calls.WeightsFromGroupBody)
 async def update_from_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Replace weights with tensors that rank 0 of a group broadcasts, or answer 400 and keep the old weights."""
-    body = await read_body(http, lambda raw: decode(calls.WeightsFromGroupBody, parse_object(raw)))
+    body = await read_as(http, calls.WeightsFromGroupBody)
     try:
         return json_response(await calls.update_weights_from_group(core, body))
     except CheckpointError as error:
@@ -74,7 +72,7 @@ async def update_from_group(http: HttpRequest, core: EngineCore) -> ASGIApp:
 @decodes(calls.WeightsFromTensorBody)
 async def update_from_tensor(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Replace weights with tensors in the body, or answer 400 and keep the old weights. Pickles are refused."""
-    body = await read_body(http, lambda raw: decode(calls.WeightsFromTensorBody, parse_object(raw)))
+    body = await read_as(http, calls.WeightsFromTensorBody)
     try:
         return json_response(await calls.update_weights_from_bytes(core, body))
     except CheckpointError as error:
@@ -84,14 +82,14 @@ async def update_from_tensor(http: HttpRequest, core: EngineCore) -> ASGIApp:
 @decodes(calls.WeightVersionBody)
 async def update_version(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Set the version label of the weights, which every answer has."""
-    body = await read_body(http, lambda raw: decode(calls.WeightVersionBody, parse_object(raw)))
+    body = await read_as(http, calls.WeightVersionBody)
     return json_response(await calls.update_weight_version(core, body))
 
 
 @decodes(calls.ReadWeightBody)
 async def read(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Return the first rows of a tensor, by its name in the checkpoint, as nested lists."""
-    body = await read_body(http, lambda raw: decode(calls.ReadWeightBody, parse_object(raw)))
+    body = await read_as(http, calls.ReadWeightBody)
     try:
         return await anyio.to_thread.run_sync(json_response, await calls.read_weight(core, body))
     except CheckpointError as error:
@@ -101,7 +99,7 @@ async def read(http: HttpRequest, core: EngineCore) -> ASGIApp:
 @decodes(calls.WeightsCheckerBody)
 async def check(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Take checksums of all weights (snapshot, checksum), compare them, or overwrite the weights (reset_tensors)."""
-    body = await read_body(http, lambda raw: decode(calls.WeightsCheckerBody, parse_object(raw)))
+    body = await read_as(http, calls.WeightsCheckerBody)
     answer = await calls.check_weights(core, body)
     return json_response(answer, 200 if answer["success"] else 400)
 

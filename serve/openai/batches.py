@@ -17,10 +17,9 @@ from starlette.types import ASGIApp
 
 from runtime.errors import InvalidRequest, NotFound, Overloaded, RequestError, first_error
 from serve.calls.batch import FILE_BYTES, BatchCounts, answer_lines, max_line_bytes, read_lines
-from serve.calls.body import parse_object
 from serve.calls.client import CLIENT
-from serve.calls.decode import Length, NotBuilt, decode
-from serve.http.endpoint import decodes, json_response, list_page, read_body
+from serve.calls.decode import Length, NotBuilt
+from serve.http.endpoint import decodes, json_response, list_page, read_as
 from serve.openai.file_store import FileObject, FileStore
 from serve.openai.responses.schema import MAX_METADATA
 
@@ -124,7 +123,7 @@ class BatchStore:
 @decodes(BatchBody)
 async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Start a batch that answers the lines of a file."""
-    body = await read_body(http, lambda raw: decode(BatchBody, parse_object(raw)))
+    body = await read_as(http, BatchBody)
     files, owner = FileStore.of(http), CLIENT.get().name
     source = await anyio.to_thread.run_sync(files.get, body.input_file_id, owner)
     await anyio.to_thread.run_sync(files.room)
