@@ -50,6 +50,7 @@ class _Entry:
     measured: bool = False  # whether its weights in host memory depend on the model's weights (DoRA)
     temporary: bool = False  # whether its folder is removed when the adapter is freed
     unused: asyncio.Event = field(default_factory=asyncio.Event)
+    fetching: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the adapter is copied from a store
 
 
 class AdapterRegistry:
@@ -66,7 +67,6 @@ class AdapterRegistry:
         self._retired: set[_Entry] = set()  # unloaded or replaced adapters, freed when no request uses them
         self._ids, self._clock = count(1), count(1)
         self._lock = asyncio.Lock()  # held while ranks load or free adapters
-        self._fetching = asyncio.Lock()  # held while an adapter is copied from a store
         self._tasks: set[asyncio.Task[Any]] = set()
         self._freed = asyncio.Event()  # set when an adapter loses its last user
         self._folders: TemporaryDirectory[str] | None = None  # folders of adapters that were sent in requests
@@ -201,7 +201,8 @@ class AdapterRegistry:
 
         Raises `InvalidRequest` if the adapter's files do not fit.
         """
-        await self._fetch(adapter)
+        if not self.is_ready(adapter):
+            await self._fetch(adapter)
         while not self.is_ready(adapter):
             self._freed.clear()
             if not await self._alone(self._bring_back(adapter)):
@@ -209,12 +210,10 @@ class AdapterRegistry:
 
     async def _fetch(self, adapter: Adapter) -> None:
         """Copy an adapter from a store to this machine. Raises `Overloaded` if this fails."""
-        if self._on_demand is None:
+        entry = self._entry(adapter)
+        if entry is None or self._on_demand is None:
             return
-        async with self._fetching:  # one at a time: requests for the same adapter wait for the first copy
-            entry = self._entry(adapter)
-            if entry is None:
-                return
+        async with entry.fetching:
             try:
                 path = await self._on_demand.fetched(entry.adapter.path)
             except CheckpointError as error:

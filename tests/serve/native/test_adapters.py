@@ -136,6 +136,33 @@ async def test_adapters_of_a_store_are_copied_when_named(tmp_path: Path, monkeyp
         assert "memory" not in answer.text
 
 
+async def test_a_slow_copy_delays_only_requests_for_its_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, go_on = fsspec.filesystem("memory"), asyncio.Event()
+    for seed, name in enumerate(("slow", "other")):
+        for file in Path(adapter(BASE, seed)).iterdir():
+            store.pipe(f"/several/{name}/{file.name}", file.read_bytes())
+    fetched = adapter_folder.AdapterFolder.fetched
+
+    async def held(self: adapter_folder.AdapterFolder, path: str) -> str:
+        if path.endswith("slow"):
+            await go_on.wait()
+        return await fetched(self, path)
+
+    monkeypatch.setattr(adapter_folder.AdapterFolder, "fetched", held)
+    options: dict[str, Any] = {"lora_dir": "memory://several", "download_dir": str(tmp_path)}
+    async with Engine(BASE, skip_tokenizer_init=True, **options) as engine:
+        registry = engine.core.adapters
+        slow = [asyncio.create_task(registry.ready(registry.acquire("slow"))) for _ in range(2)]
+        await asyncio.sleep(0)
+        for _ in range(2):  # it is copied, and then it is there
+            await asyncio.wait_for(registry.ready(registry.acquire("other")), 30)
+        assert not any(task.done() for task in slow)
+        go_on.set()
+        await asyncio.gather(*slow)
+
+
 async def test_adapter_that_does_not_fit_is_refused_by_name(http: httpx.AsyncClient, tmp_path: Path) -> None:
     damages: dict[str, Any] = {
         "extra": lambda tensors: {**tensors, "base_model.model.extra": torch.ones(2)},
