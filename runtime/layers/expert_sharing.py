@@ -138,7 +138,7 @@ class ExpertSharing:
         slots = chosen if self.has_copies else self._tables_of(layer, num_experts, chosen.device).slot_of[chosen]
         needed = torch.zeros(count, axis.size, dtype=torch.bool, device=chosen.device)
         needed.scatter_(1, slots.long() // placement.per_rank, True)
-        bounds = [count * rank // axis.size for rank in range(axis.size + 1)]
+        bounds = [-(-count * rank // axis.size) for rank in range(axis.size + 1)]  # the ranges of `_owners`
         sizes = [end - start for start, end in itertools.pairwise(bounds)]
         counts = [part.sum(0).tolist() for part in needed.split(sizes)]  # [owner][rank with experts]
         part = mix(needed[:, axis.rank].nonzero().squeeze(1))

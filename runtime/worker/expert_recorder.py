@@ -218,12 +218,7 @@ class ExpertRecorder:
 
     def _body(self, steps: list[Counts], records: list[dict[str, Any]], utilization: float) -> dict[str, Any]:
         if self._mode in ("per_pass", "per_token"):
-            slots = torch.tensor(
-                [
-                    self._sharing.placement(layer, mixture.num_experts).experts
-                    for layer, mixture in self._mixtures.items()
-                ]
-            )
+            slots = self._experts_of_slots(torch.device("cpu")).cpu()
             for record in records:
                 record.update({name: value.cpu() for name, value in record.items() if isinstance(value, Tensor)})
             return {"records": records, "last_physical_to_logical_map": self._padded(slots)}
