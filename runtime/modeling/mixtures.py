@@ -12,6 +12,8 @@ from runtime.layers.moe import ExpertNames, MoE, Routing
 from runtime.modeling.config import Config
 from runtime.modeling.layer import Layer
 
+GROUP_PLACES = 2  # groups of experts are ranked by the sum of this many best scores
+
 
 def top_k(config: Config, num_experts: int) -> int:
     """Return the number of experts per token. Raises CheckpointError if the model has fewer experts."""
@@ -35,6 +37,18 @@ def grouping(config: Config, num_experts: int, best_of_group: int) -> Grouping |
             "divide the number of experts, and topk_group must not exceed n_group."
         )
     return Grouping(groups, best, best_of_group) if groups > 1 else None
+
+
+def sigmoid_routing(config: Config, num_experts: int) -> Routing:
+    """Return DeepSeek V3's routing (arXiv 2412.19437, section 2.1.2): sigmoid scores, limited to the best groups."""
+    return Routing(
+        top_k(config, num_experts),
+        config.flag("norm_topk_prob", default=True),
+        scoring="sigmoid",
+        grouping=grouping(config, num_experts, GROUP_PLACES),
+        scale=config.number("routed_scaling_factor"),
+        wide=True,
+    )
 
 
 def with_shared_experts(at: Layer, num_experts: int, num_shared: int, *, bias: bool = False, **options: Any) -> MoE:

@@ -5,6 +5,7 @@ Ling 2.0 normalises q and k per head, rotates part of each head, and routes like
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -15,10 +16,9 @@ from runtime.layers.moe import ExpertNames, MoE, Routing
 from runtime.modeling.config import Config
 from runtime.modeling.decoder import Decoder, assemble
 from runtime.modeling.layer import Layer
-from runtime.modeling.mixtures import grouping, top_k
+from runtime.modeling.mixtures import sigmoid_routing, top_k
 
 NAMES = ExpertNames(correction="gate.expert_bias")
-GROUP_PLACES = 2  # groups of experts are ranked by the sum of this many best scores
 
 
 def bailing(config: Config, build: Build) -> Decoder:
@@ -26,11 +26,8 @@ def bailing(config: Config, build: Build) -> Decoder:
     if config.flag("multi_gate"):
         raise CheckpointError("config.json: multi_gate is not supported.")
 
-    def routing(num_experts: int) -> Routing:
-        return Routing(top_k(config, num_experts), renormalise=config.flag("norm_topk_prob"))
-
     def layer(at: Layer) -> nn.Module:
-        return at.block(attention(at), experts(at, routing) if is_sparse(at) else dense(at))
+        return at.block(attention(at), experts(at, softmax_routing) if is_sparse(at) else dense(at))
 
     return assemble(config, build, layer, unit_head="columns" if config.flag("norm_head") else None)
 
@@ -40,22 +37,17 @@ def bailing_v2(config: Config, build: Build) -> Decoder:
     config.choice("score_function", ["sigmoid"], default="sigmoid")
     names = NAMES if config.flag("moe_router_enable_expert_bias", default=True) else ExpertNames()
 
-    def routing(num_experts: int) -> Routing:
-        return Routing(
-            top_k(config, num_experts),
-            config.flag("norm_topk_prob", default=True),
-            scoring="sigmoid",
-            grouping=grouping(config, num_experts, GROUP_PLACES),
-            scale=config.number("routed_scaling_factor"),
-            wide=True,
-        )
-
     def layer(at: Layer) -> nn.Module:
         norms = at.head_norms() if config.flag("use_qk_norm", default=True) else None
         attended = attention(at, qk_norm=norms)
-        return at.block(attended, experts(at, routing, names=names) if is_sparse(at) else dense(at))
+        return at.block(attended, experts(at, sigmoid_routing, names=names) if is_sparse(at) else dense(at))
 
     return assemble(config, build, layer)
+
+
+def softmax_routing(config: Config, num_experts: int) -> Routing:
+    """Return the routing of Ling 1."""
+    return Routing(top_k(config, num_experts), renormalise=config.flag("norm_topk_prob"))
 
 
 def attention(at: Layer, **options: Any) -> nn.Module:
@@ -75,7 +67,7 @@ def dense(at: Layer) -> nn.Module:
     return at.mlp(bias=at.config.flag("use_bias"))
 
 
-def experts(at: Layer, routing: Any, **options: Any) -> MoE:
+def experts(at: Layer, routing: Callable[[Config, int], Routing], **options: Any) -> MoE:
     """Return a layer's experts. All shared experts together form one MLP."""
     config = at.config
     num_experts, size = config.integer("num_experts"), config.integer("moe_intermediate_size")
@@ -84,4 +76,4 @@ def experts(at: Layer, routing: Any, **options: Any) -> MoE:
     shared = None
     if num_shared:
         shared = at.mlp(shared_size * num_shared, name="mlp.shared_experts", bias=config.flag("use_bias"))
-    return at.experts(size, num_experts, routing=routing(num_experts), shared=shared, **options)
+    return at.experts(size, num_experts, routing=routing(config, num_experts), shared=shared, **options)

@@ -13,15 +13,14 @@ from torch import nn
 
 from runtime.layers.block import PreNormBlock
 from runtime.layers.build import Build
-from runtime.layers.moe import ExpertNames, MoE, Routing
+from runtime.layers.moe import ExpertNames, MoE
 from runtime.modeling.config import Config
 from runtime.modeling.decoder import Decoder, assemble
 from runtime.modeling.draft_head import prediction_head
 from runtime.modeling.layer import Layer
-from runtime.modeling.mixtures import grouping, top_k, with_shared_experts
+from runtime.modeling.mixtures import sigmoid_routing, with_shared_experts
 
 NAMES = ExpertNames(correction="gate.e_score_correction_bias")
-GROUP_PLACES = 2  # groups of experts are ranked by the sum of this many best scores
 
 
 def glm(config: Config, build: Build) -> Decoder:
@@ -80,15 +79,8 @@ def experts(at: Layer) -> MoE:
     """Return a layer's experts (arXiv 2412.19437, section 2.1.2)."""
     config = at.config
     num_experts = config.integer("n_routed_experts")
-    routing = Routing(
-        top_k(config, num_experts),
-        config.flag("norm_topk_prob", default=True),
-        scoring="sigmoid",
-        grouping=grouping(config, num_experts, GROUP_PLACES),
-        scale=config.number("routed_scaling_factor"),
-        wide=True,
-    )
     num_shared = config.integer("n_shared_experts")
+    routing = sigmoid_routing(config, num_experts)
     return with_shared_experts(at, num_experts, num_shared, routing=routing, names=NAMES)
 
 
