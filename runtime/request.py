@@ -46,14 +46,14 @@ class LogprobParams:
 
 
 class Caller(NamedTuple):
-    """What is known about the sender of a request."""
+    """The sender of a request, as far as the server knows it."""
 
     labels: tuple[str, ...] = ()  # values of `ObservePlan.request_labels` from a header
     trace: tuple[tuple[str, str], ...] = ()  # W3C trace-context headers, if requests are traced
     prefilled: bool = False  # whether a prefill server computes the prompt; its pages are awaited
 
 
-NOBODY = Caller()
+ANONYMOUS = Caller()
 
 
 class Adapter(NamedTuple):
@@ -131,7 +131,7 @@ class Request:
     counted: bool = True  # whether request metrics count it; False for health checks
     label: str = field(default_factory=lambda: uuid4().hex)
     owner: str = ""
-    caller: Caller = NOBODY
+    caller: Caller = ANONYMOUS
     id: int = field(default_factory=lambda: next(_request_ids))
 
     @property

@@ -11,7 +11,7 @@ Json = Mapping[str, Any]  # type of an option whose value is a JSON object
 
 
 class Outcome(StrEnum):
-    """What happens if a user sets an option."""
+    """The effect of an option."""
 
     WORKS = "works"
     PLANNED = "planned"  # any value except the default is refused

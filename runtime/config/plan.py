@@ -227,7 +227,7 @@ class MediaPlan(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphPlan(Section):
-    """Which steps are captured as CUDA graphs or compiled with torch.compile at start."""
+    """Steps that are captured as CUDA graphs, or compiled with torch.compile at start."""
 
     sizes: tuple[int, ...] = ()  # batch sizes for which decode steps are captured; (): no CUDA graphs
     padding: bool = True  # whether a batch is padded to the next captured size

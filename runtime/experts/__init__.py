@@ -1,1 +1,1 @@
-"""Which rank holds which experts, and how their load is balanced. Does not import torch."""
+"""The placement of experts on ranks, and the balancing of their load. Does not import torch."""

@@ -67,7 +67,7 @@ Event = Added | Launched | Applied | Timed | Dropped
 
 @dataclass(slots=True)
 class Counts:
-    """What a replay has repeated so far."""
+    """Numbers of repeated events of a replay."""
 
     steps: int = 0
     requests: int = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from runtime.request import NOBODY, Caller
+from runtime.request import ANONYMOUS, Caller
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,4 +20,4 @@ class Client:
 THIS_PROCESS = Client(is_admin=True)
 CLIENT: ContextVar[Client] = ContextVar("penstock_client", default=THIS_PROCESS)
 # Caller data from the headers of the request.
-CALLER: ContextVar[Caller] = ContextVar("penstock_caller", default=NOBODY)
+CALLER: ContextVar[Caller] = ContextVar("penstock_caller", default=ANONYMOUS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from runtime.actors.adapters import MAX_NAME
 from runtime.errors import ContextOverflow, InvalidRequest
-from runtime.request import NOBODY, USUAL, Request, Service
+from runtime.request import ANONYMOUS, USUAL, Request, Service
 from runtime.sampling_params import MAX_INT32, SamplingParams
 from serve.calls.client import CALLER, CLIENT, THIS_PROCESS
 from serve.calls.decode import Length, Range
@@ -164,7 +164,7 @@ def of_client(core: EngineCore, requests: Sequence[Request]) -> list[Request]:
     if client is not THIS_PROCESS:
         check_choice_tokens(requests, core.plan)
         check_logprobs(requests, core.plan.model.context_length)
-    if not client.name and caller is NOBODY:
+    if not client.name and caller is ANONYMOUS:
         return list(requests)
     return [
         replace(

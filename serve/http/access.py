@@ -30,7 +30,7 @@ import orjson
 from starlette.types import Scope
 
 from runtime.errors import ConfigurationError, Forbidden, TooManyRequests, Unauthorized
-from runtime.request import NOBODY, Caller
+from runtime.request import ANONYMOUS, Caller
 from serve.calls.client import Client
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ ADMIN_NAME, USER_NAME = "admin-api-key", "api-key"  # names of the keys set on t
 
 
 class RouteScope(StrEnum):
-    """Which clients may call a route."""
+    """The clients that may call a route."""
 
     PUBLIC = "public"
     USER = "user"
@@ -263,7 +263,7 @@ def caller_of(headers: Mapping[str, str], plan: ObservePlan) -> Caller:
     trace = _trace(headers) if plan.trace_endpoint is not None else ()
     prefilled = PREFILLED in headers
     if not plan.request_labels:
-        return Caller(trace=trace, prefilled=prefilled) if trace or prefilled else NOBODY
+        return Caller(trace=trace, prefilled=prefilled) if trace or prefilled else ANONYMOUS
     try:
         header_labels = orjson.loads(headers.get(plan.labels_header) or "{}")
     except orjson.JSONDecodeError:

@@ -33,7 +33,7 @@ class TokenLogprob(NamedTuple):
 
 
 class Account(NamedTuple):
-    """What a request cost. Times are in seconds.
+    """The costs of a request. Times are in seconds.
 
     `queue_s` is the time from the call to the launch of the first step, `prefill_s` from there to the first token, and
     `decode_s` from there to the end. `cached_tokens` are prompt tokens from the prefix cache. `computed_tokens` are the

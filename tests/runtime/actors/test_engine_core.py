@@ -69,7 +69,7 @@ async def test_a_stream_of_arrivals_does_not_hold_up_the_first_step(
         await asyncio.gather(*(output.whole() for output in outputs))
 
 
-async def test_a_failure_that_does_not_come_back_costs_nobody():
+async def test_a_failure_that_does_not_come_back_costs_no_request():
     async with scripted_core.running(max_running=3) as (core, runner):
         outputs = [core.submit(request(3, 4, new=9, seed=seed)) for seed in range(5)]
         await until(lambda: runner.num_launched >= 4)

@@ -14,7 +14,7 @@ def request(label: str = "", n: int = 1) -> Request:
     return Request(ids=(1, 2), sampling=SamplingParams(n=n), label=label)
 
 
-async def test_a_request_that_nobody_schedules_yet_ends_at_once_when_it_is_aborted():
+async def test_a_request_without_a_scheduler_ends_at_once_when_it_is_aborted():
     requests = LiveRequests()
     live = requests.add(request(n=2))
     requests.abort(live.request.id)

@@ -73,7 +73,7 @@ def test_pending_tokens_are_not_shared():
     cache.check([sequence])
 
 
-def test_allocating_pages_evicts_what_nobody_uses():
+def test_allocating_pages_evicts_unused_pages():
     cache = PrefixCache(4, 1)
     old = make_sequence([1, 2, 3])
     cache.lock(old)
@@ -141,7 +141,7 @@ def test_reset_forgets_everything_whatever_was_held():
     cache.check([])
 
 
-def test_check_finds_a_page_that_nobody_holds():
+def test_check_finds_a_page_without_owner():
     cache = PrefixCache(4, 1)
     cache.allocate(1)
     with pytest.raises(ValueError, match="do not balance"):

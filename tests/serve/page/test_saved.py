@@ -1,4 +1,4 @@
-"""What the pages keep and copy: the chat over a reload, the last request as a program, and figures over time."""
+"""The pages keep the chat over a reload and figures over time, and copy the last request as a program."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from trainer_process import packed, tensors_of, trainer_group
 
 
 class Sender:
-    """What vLLM's NCCLWeightTransferEngine offers a trainer, over gloo."""
+    """The part of vLLM's NCCLWeightTransferEngine that trainers call, over gloo."""
 
     @staticmethod
     def trainer_init(info: dict[str, Any]) -> Any:
