@@ -115,6 +115,23 @@ def batch_of(
     return ForwardBatch(**{**values, **changes})
 
 
+def step_of(
+    number: int, ids: Tensor, rows: list[int], starts: list[int], counts: list[int], page_table: np.ndarray
+) -> Batch:
+    """Return a step without sampling: for each row, `counts` tokens of ids[row] from its start on."""
+    parts = [ids[row, start : start + count] for row, start, count in zip(rows, starts, counts, strict=True)]
+    return Batch(
+        number=number,
+        sequences=(),
+        starts=np.array(starts, np.int32),
+        counts=np.array(counts, np.int32),
+        sequence_indices=np.array(rows, np.int32),
+        token_ids=torch.cat(parts).numpy().astype(np.int32),
+        page_table=page_table[rows],
+        sampling=None,
+    )
+
+
 def pool_for(model: Decoder, num_pages: int, page_size: int) -> KVPool:
     """Return a pool for the model or its rank's shard. The number of a row's first page is also its state slot."""
     specs = collect_specs(model)

@@ -17,6 +17,15 @@ TIGHT = {
     "max_total_tokens": 288,
     "schedule_conservativeness": 0.0,
 }
+# Families with experts -> the name of the number of experts in config.json.
+MIXTURES = {
+    "mixtral": "num_local_experts",
+    "qwen3_moe": "num_experts",
+    "deepseek_v3": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
+    "glm4_moe": "n_routed_experts",
+    "granitemoe": "num_local_experts",
+}
 
 
 @cache

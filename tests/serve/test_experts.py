@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 import http_server
 import tiny_checkpoints
+from rank_cases import MIXTURES
 from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.layers.expert_sharing import EXCHANGE_TOKENS, ExpertSharing
 from serve import Engine
@@ -23,30 +24,22 @@ from serve.server.app import build_app
 
 PLAIN = {"skip_tokenizer_init": True, "random_seed": 1, "max_total_tokens": 2048}
 GREEDY = {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True}
-FAMILIES = {
-    "mixtral": "num_local_experts",
-    "qwen3_moe": "num_experts",
-    "deepseek_v3": "n_routed_experts",
-    "gpt_oss": "num_local_experts",
-    "glm4_moe": "n_routed_experts",
-    "granitemoe": "num_local_experts",
-}
 SOON = ("qwen3_moe",)  # families in the default test run
 each_family = pytest.mark.parametrize(
-    "family", [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "family", [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES]
 )
 PROMPT = [3 + (7 * i) % 100 for i in range(33)]
 
 
 def model_path(family: str = "qwen3_moe", seed: int = 0) -> str:
-    groups = {"n_group": 4} if FAMILIES[family] == "n_routed_experts" else {}
+    groups = {"n_group": 4} if MIXTURES[family] == "n_routed_experts" else {}
     return tiny_checkpoints.cached(
         family,
         seed=seed,
         max_position_embeddings=512,
         vocab_size=131,
         head_dim=16,
-        **{FAMILIES[family]: 8},
+        **{MIXTURES[family]: 8},
         **groups,
     )
 

@@ -17,6 +17,7 @@ import cpp_kernels
 import paged_forward
 import tiny_checkpoints
 from ops.select import select
+from rank_cases import MIXTURES
 from ranks_on_gloo import on_ranks
 from runtime.experts.placement import Placement, in_order
 from runtime.layers import expert_sharing
@@ -30,25 +31,17 @@ from runtime.modeling.decoder import Decoder
 from runtime.worker import expert_moves
 from runtime.worker.expert_moves import move_experts
 
-FAMILIES = {  # with the names of the number of experts
-    "mixtral": "num_local_experts",
-    "qwen3_moe": "num_experts",
-    "deepseek_v3": "n_routed_experts",
-    "gpt_oss": "num_local_experts",
-    "glm4_moe": "n_routed_experts",
-    "granitemoe": "num_local_experts",
-}
 SOON = ("deepseek_v3", "gpt_oss", "qwen3_moe")  # families in the default test run
 each_family = pytest.mark.parametrize(
-    "family", [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+    "family", [name if name in SOON else pytest.param(name, marks=pytest.mark.slow) for name in MIXTURES]
 )
 TOLERANCE = 1e-5
 SIZES = [(2, 2), (4, 4), (4, 2)]  # ranks, and parts among which the experts are divided
 
 
 def path_of(family: str) -> str:
-    groups = {"n_group": 4} if FAMILIES[family] == "n_routed_experts" else {}
-    return tiny_checkpoints.cached(family, **{FAMILIES[family]: 8}, **groups)
+    groups = {"n_group": 4} if MIXTURES[family] == "n_routed_experts" else {}
+    return tiny_checkpoints.cached(family, **{MIXTURES[family]: 8}, **groups)
 
 
 @cache

@@ -75,18 +75,8 @@ def batches() -> Iterator[tuple[list[tuple[int, int]], Batch]]:
     for number, step in enumerate(STEPS):
         rows, counts = [row for row, _ in step], [count for _, count in step]
         starts = [done[row] for row in rows]
-        parts = [IDS[row, start : start + count] for row, start, count in zip(rows, starts, counts, strict=True)]
-        batch = Batch(
-            number=number,
-            sequences=(),
-            starts=np.array(starts, np.int32),
-            counts=np.array(counts, np.int32),
-            sequence_indices=np.array(rows, np.int32),
-            token_ids=torch.cat(parts).numpy().astype(np.int32),
-            page_table=table[rows],
-            sampling=None,
-            row_values={ADAPTER: np.array([SLOTS[row] for row in rows], np.int32)},
-        )
+        values = np.array([SLOTS[row] for row in rows], np.int32)
+        batch = replace(paged_forward.step_of(number, IDS, rows, starts, counts, table), row_values={ADAPTER: values})
         for row, count in step:
             done[row] += count
         yield [(row, done[row] - 1) for row in rows], batch

@@ -126,16 +126,7 @@ def batches(kind: str) -> Iterator[tuple[list[tuple[int, int]], Batch]]:
         starts = [done[row] for row in rows]
         counts = [step[row] for row in rows]
         ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        batch = Batch(
-            number=number,
-            sequences=(),
-            starts=np.array(starts, np.int32),
-            counts=np.array(counts, np.int32),
-            sequence_indices=np.array(rows, np.int32),
-            token_ids=np.concatenate([IDS[row, a:b] for row, a, b in zip(rows, starts, ends)]).astype(np.int32),
-            page_table=table[rows],
-            sampling=None,
-        )
+        batch = paged_forward.step_of(number, IDS, rows, starts, counts, table)
         spans, parts, first = [], [], 0
         for row, start, end in zip(rows, starts, ends, strict=True):
             low, high = max(start, IMAGE.start), min(end, IMAGE.stop)
