@@ -106,12 +106,12 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
     # Created first, so that its errors appear immediately.
     traces = RequestTraces(endpoint) if endpoint is not None else None
     replicas: list[Replica] = []
-    media = await _load_media(plan, facts)
     whisper = plan.media.transcription_model
-    transcriber = await anyio.to_thread.run_sync(Transcriber.load, whisper, plan) if whisper else None
-    if media is None and plan.media.enabled:
-        plan = replace(plan, media=replace(plan.media, enabled=False, refusal=NOT_LOADED))
     try:
+        media = await _load_media(plan, facts)
+        if media is None and plan.media.enabled:
+            plan = replace(plan, media=replace(plan.media, enabled=False, refusal=NOT_LOADED))
+        transcriber = await anyio.to_thread.run_sync(Transcriber.load, whisper, plan) if whisper else None
         async with anyio.create_task_group() as loading:
             loading.start_soon(load_tokenizer)
             replicas += await start_replicas(plan, facts, range(plan.parallel.dp_size))

@@ -147,7 +147,6 @@ class SchedulerActor:
         self._target_s = None if plan.target_token_ms is None else plan.target_token_ms / 1000
         self._priorities = plan.priorities
         self._max_first_token_s = plan.max_first_token_s
-        self._limits_first_token = plan.max_first_token_s is not None
         self._receive_interval = plan.receive_interval
         self._requests = requests
         self._detokenizer = detokenizer
@@ -195,7 +194,7 @@ class SchedulerActor:
         """Queue a request for computation."""
         live.scheduler = self
         live.times.queued = time.monotonic()
-        if self._limits_first_token or live.request.service.timeout_s is not None:
+        if self._max_first_token_s is not None or live.request.service.timeout_s is not None:
             refusal = self._refusal(live)
             if refusal is not None:
                 self._requests.fail(live.request.id, refusal)

@@ -7,10 +7,13 @@ from typing import Any
 
 import grpc
 import httpx
+import pytest
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 import http_server
 import tiny_models
+from runtime.actors.tracing import RequestTraces
+from runtime.errors import CheckpointError
 from serve import Engine
 from serve.server.app import build_app
 
@@ -65,3 +68,13 @@ async def test_a_collector_receives_the_spans_of_requests():
     for span in parts:
         assert by_id[span.parent_span_id].start_time_unix_nano <= span.start_time_unix_nano
         assert span.start_time_unix_nano <= span.end_time_unix_nano <= mine.end_time_unix_nano
+
+
+async def test_a_start_that_fails_closes_the_exporter(monkeypatch: pytest.MonkeyPatch):
+    closed: list[RequestTraces] = []
+    close = RequestTraces.close
+    monkeypatch.setattr(RequestTraces, "close", lambda traces: (closed.append(traces), close(traces)))
+    options = {"enable_trace": True, "oltp_traces_endpoint": "127.0.0.1:1"}
+    with pytest.raises(CheckpointError, match="must be a Whisper model"):
+        await Engine(tiny_models.cached(), transcription_model=tiny_models.cached(), **options).start()
+    assert len(closed) == 1
