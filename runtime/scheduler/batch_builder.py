@@ -94,8 +94,8 @@ class BatchBuilder:
         tables = self._running.tables
         batch = step.build(number, tables, self._cache, self._running.adapters)
         # Freed after `build`, so that no row of this batch gets these pages.
-        if step.branch_pages:
-            self._cache.free(step.branch_pages)
+        if branch_pages := step.branch_pages:
+            self._cache.free(branch_pages)
         for sequence, duplicates in step.duplicates:
             first, pages = duplicates
             tables.write_pages(sequence.sequence_index, first, sequence.pages[first : first + len(pages)])
@@ -396,8 +396,6 @@ class _StepRows:
 
     __slots__ = (
         "_branch_rows",
-        "_branch_starts",
-        "_branches",
         "_counts",
         "_draft_data",
         "_drafts",
@@ -412,7 +410,6 @@ class _StepRows:
         "_starts",
         "_token_ids",
         "_unknown_starts",
-        "branch_pages",
         "duplicates",
         "num_cached_tokens",
         "num_decodes",
@@ -434,9 +431,6 @@ class _StepRows:
         self._sampled: list[int] = []
         self._drafts: dict[int, int] = {}  # number of proposed tokens, by row
         self._branch_rows: dict[int, tuple[int, Branch]] = {}  # (row of the trunk, branch), by row
-        self._branches: dict[Sequence, list[Branch]] = {}
-        self._branch_starts: dict[Sequence, int] = {}  # first position of the row of each sequence with branches
-        self.branch_pages: list[int] = []  # pages of all branches
         self._draft_data: dict[int, DraftData] = {}  # for rows with a constraint and draft tokens, by row
         self._unknown_starts: list[int] = []  # rows whose first position is known only to the device
         self._embedded: list[int] = []
@@ -459,6 +453,11 @@ class _StepRows:
     @property
     def full(self) -> bool:
         return self._max_rows is not None and len(self) >= self._max_rows
+
+    @property
+    def branch_pages(self) -> list[int]:
+        """Pages of all branches."""
+        return [page for _, branch in self._branch_rows.values() for page in branch.pages]
 
     def add_decodes(self, sequences: list[Sequence], *, starts_known: bool = True) -> None:
         """Add a row for each sequence. Each sequence lacks only the KV of its last token, which is known or pending."""
@@ -489,9 +488,6 @@ class _StepRows:
 
         The branches of a sequence follow its row as separate rows.
         """
-        if branches:
-            self._branch_starts |= {sequence: sequence.num_computed for sequence in branches}
-            self._branches |= branches
         for sequence, ids in proposed.items():
             row, start = len(self._sequences), sequence.num_computed
             if not starts_known:
@@ -527,7 +523,6 @@ class _StepRows:
         self._counts.append(count)
         self._token_ids += branch.ids
         self._sampled.append(row)
-        self.branch_pages += branch.pages
         self.num_drafted += count
 
     def add_prompt(self, sequence: Sequence, count: int) -> None:
@@ -588,7 +583,10 @@ class _StepRows:
         page_table = tables.pages[indices, :width]
         copies = cache.take_copies()
         if self._branch_rows:
-            copies = (*copies, *page_copies(self._branch_starts, self._branches, cache.page_size))
+            branches = [
+                (self._sequences[owner], self._starts[owner], each) for owner, each in self._branch_rows.values()
+            ]
+            copies = (*copies, *page_copies(branches, cache.page_size))
             for row, (_, branch) in self._branch_rows.items():
                 page_table[row, branch.first_page :] = 0
                 page_table[row, branch.first_page : branch.first_page + len(branch.pages)] = branch.pages

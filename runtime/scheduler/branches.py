@@ -11,7 +11,7 @@ because later batches run after it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -56,17 +56,16 @@ def branches_of(
     return found
 
 
-def page_copies(starts: Mapping[Sequence, int], branches: Mapping[Sequence, list[Branch]], size: int) -> list[PageCopy]:
+def page_copies(branches: Iterable[tuple[Sequence, int, Branch]], size: int) -> list[PageCopy]:
     """Return a copy of the tokens that precede each branch within its first own page.
 
-    `starts` are the first positions of the sequences' rows.
+    Each branch comes with its sequence, and with the first position of the sequence's row.
     """
     sources, targets = [], []
-    for sequence, own in branches.items():
-        for branch in own:
-            if branch.first_page * size < starts[sequence]:
-                sources.append(sequence.pages[branch.first_page])
-                targets.append(branch.pages[0])
+    for sequence, start, branch in branches:
+        if branch.first_page * size < start:
+            sources.append(sequence.pages[branch.first_page])
+            targets.append(branch.pages[0])
     if not sources:
         return []
     return [PageCopy("device", "device", np.array(sources, np.int32), np.array(targets, np.int32))]
