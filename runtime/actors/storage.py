@@ -70,6 +70,7 @@ class Storage:
         self._work = asyncio.Event()
         self._save_work = asyncio.Event()
         self._attaching = anyio.Lock()
+        self._saving = anyio.Lock()  # held while a save moves pages
         self._num_moving = 0
         self._quiet = asyncio.Event()  # set while no page is moving
         self._quiet.set()
@@ -154,10 +155,15 @@ class Storage:
             self.wake()
 
     async def clear(self) -> None:
-        """Remove all pages of this model and layout from the store. Raises `InvalidRequest` without a store."""
+        """Remove all pages of this model and layout from the store, and those still to be saved.
+
+        Raises `InvalidRequest` without a store.
+        """
         if not self._tier.attached:
             raise InvalidRequest("No storage backend is attached.")
-        await asyncio.shield(self._runner.call("clear_storage", {}))
+        self._tier.drop_unsaved()
+        async with self._saving:
+            await asyncio.shield(self._runner.call("clear_storage", {}))
 
     def _space_name(self) -> str:
         if self.path is None:
@@ -256,24 +262,29 @@ class Storage:
                     if keys := self._tier.take_distrusted():
                         await self._move("delete_pages", keys, None)
                     pushed = self._push_copies()
-                    save = self._tier.take_save()
-                    if save is None:
-                        await self._pushed(*pushed)
-                        if pushed[0] is None:
-                            break
-                        continue
-                    num_failed = len(save.entries)
-                    pages = [entry.page for entry in save.entries.values()]
-                    try:
-                        answers = await self._move("save_pages", list(save.entries), pages)
-                        num_failed = max(answer["failed"] for answer in answers)
-                    finally:
-                        self._tier.end_save(save, num_failed)
+                    async with self._saving:
+                        has_saved = await self._save_some()
                     await self._pushed(*pushed)
+                    if not has_saved and pushed[0] is None:
+                        break
             except (InvalidRequest, EngineClosed) as error:
                 logger.warning("Storage failed: %s", error.message)
             finally:
                 self._end_move()
+
+    async def _save_some(self) -> bool:
+        """Save the next pages. Return False if there are none."""
+        save = self._tier.take_save()
+        if save is None:
+            return False
+        num_failed = len(save.entries)
+        try:
+            pages = [entry.page for entry in save.entries.values()]
+            answers = await self._move("save_pages", list(save.entries), pages)
+            num_failed = max(answer["failed"] for answer in answers)
+        finally:
+            self._tier.end_save(save, num_failed)
+        return True
 
     async def _move(self, verb: str, keys: Sequence[bytes], pages: Sequence[int] | None) -> list[Any]:
         payload: dict[str, Any] = {"keys": [key.hex() for key in keys]}

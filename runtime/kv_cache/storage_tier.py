@@ -155,13 +155,17 @@ class StorageTier:
 
     def clear(self) -> Collection[int]:
         """Note that the host tier becomes empty. Return the host pages of work in progress."""
-        self._new.clear()
-        self._copied.clear()
-        self._ready.clear()
+        self.drop_unsaved()
         for wanted in self._loading:
             wanted.is_current = False
         self._orphans |= {entry.page for entry in self.saving.values()}
         return set(self.reserved)
+
+    def drop_unsaved(self) -> None:
+        """Forget the pages that are still to be saved."""
+        self._new.clear()
+        self._copied.clear()
+        self._ready.clear()
 
     def want(self, sequence: Sequence, num_pages: int, limit: int) -> None:
         """Request a lookup of the pages after the first `num_pages`, which the device has, and before token `limit`."""
