@@ -198,6 +198,7 @@ class _Begun(NamedTuple):
     chosen: Sampled | None = None  # tokens that a graph sampled
     vectors: Tensor | None = None  # vectors that the CPU graph pooled
     in_graph: bool = False  # whether the CPU graph computed the step
+    proposed: Batch | None = None  # with pipeline parallelism: the draft model's batch
 
 
 class StepExecutor:
@@ -230,12 +231,14 @@ class StepExecutor:
         adapters: Adapters | None = None,
         draft_model: DraftModel | HeadDrafter | None = None,
         experts: RankExperts | None = None,
+        all_states: bool = False,
     ) -> None:
         """Create the executor of a rank.
 
         Without pipeline parallelism, `forward` computes hidden states, and `cpu_graph` computes whole steps in one
         call. If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample tokens.
-        `draft_model` proposes tokens; its pool has the same pages as `pool`.
+        `draft_model` proposes tokens; its pool has the same pages as `pool`. With `all_states`, the last stage of a
+        pipeline sends the hidden states of all tokens, which a draft head reads. All ranks must have the same value.
         """
         self.device = device
         rank = mesh.rank_info.rank if mesh is not None else 0
@@ -253,6 +256,7 @@ class StepExecutor:
         self._sampler = sampler
         self._cpu_graph = cpu_graph
         self._draft_model = draft_model
+        self._all_states = all_states
         self._staging = Staging(device)
         pools = [pool] if draft_model is None else [pool, draft_model.pool]
         blocks = [each.host_blocks for each in pools if each.host_blocks is not None]
@@ -286,13 +290,7 @@ class StepExecutor:
             else:
                 begun = self._begin(batch)
             read = self._end(begun)
-            if isinstance(self._draft_model, HeadDrafter):
-                states = self._states(begun, graph)
-                trunk = torch.from_numpy(np.flatnonzero(np.repeat(is_trunk(batch), batch.counts)))
-                self._draft_model.observe(proposed, states if len(trunk) == len(states) else states[trunk])
-                self._tell_taken(batch, states)
-            elif self._draft_model is not None:
-                self._tell_taken(batch, None)
+            self._observe(begun, proposed)
             if search is None or before is None:
                 return read
             output = read()
@@ -300,6 +298,15 @@ class StepExecutor:
                 inputs = self._prepare(batch, before)
                 search.log_origin(inputs.forward)
             return lambda: output
+
+    def _observe(self, begun: _Begun, proposed: Batch) -> None:
+        """Give a draft head the states of a step, and tell the draft model which branches were taken."""
+        batch, states = begun.batch, None
+        if isinstance(self._draft_model, HeadDrafter):
+            states = self._states(begun, self._cpu_graph)
+            trunk = torch.from_numpy(np.flatnonzero(np.repeat(is_trunk(batch), batch.counts)))
+            self._draft_model.observe(proposed, states if len(trunk) == len(states) else states[trunk])
+        self._tell_taken(batch, states)
 
     def _tell_taken(self, batch: Batch, states: Tensor | None) -> None:
         """Tell the draft model which branches were taken. `states` are the target's states of all tokens, [T, ...]."""
@@ -326,7 +333,12 @@ class StepExecutor:
         The rest is sampling, prompt scores, pooling and the copy to the host.
         """
         with self.profiled(self._begun[0].batch), self.enqueueing():
-            return self._end(self._begun.popleft())
+            begun = self._begun.popleft()
+            begun = begun._replace(hidden=self._final_hidden(begun))
+            read = self._end(begun)
+            if begun.proposed is not None:
+                self._observe(begun, begun.proposed)
+            return read
 
     # --- every rank of the first stage ---
 
@@ -335,8 +347,8 @@ class StepExecutor:
         with self.enqueueing():
             self._check(batch)
             self._move(batch)
-            batch, _ = self._propose(self._with_starts(batch))
-            self._begun.append(self._begin(batch))
+            batch, proposed = self._propose(self._with_starts(batch))
+            self._begun.append(self._begin(batch)._replace(proposed=proposed))
         return lambda: None
 
     def forward(self, batch: Batch, group_tokens: tuple[int, ...]) -> tuple[StepInputs, Tensor]:
@@ -399,7 +411,9 @@ class StepExecutor:
             if not self.mesh.rank_info.is_last_stage:
                 stages.send(x if residual is None else x + residual, stages.next)
                 return
-            if len(inputs.requested):
+            if self._all_states:
+                stages.send(self._model.finish(x, residual), stages.next)
+            elif len(inputs.requested):
                 stages.send(self._model.finish(x, residual)[inputs.requested], stages.next)
 
     def close(self) -> None:
@@ -573,11 +587,14 @@ class StepExecutor:
     def _final_hidden(self, begun: _Begun) -> Tensor:
         """Return the hidden states [T, E] after the final norm.
 
-        With pipeline parallelism, only requested positions have values.
+        With pipeline parallelism, only requested positions have values, unless `all_states` is set.
         """
         if begun.hidden is not None:
             return begun.hidden
         hidden = self._empty_hidden(begun.batch)
+        if self.mesh is not None and self._all_states:
+            stages = self.mesh.axis("pp")
+            return stages.recv(hidden, stages.previous)
         if self.mesh is not None and len(begun.requested):
             stages = self.mesh.axis("pp")
             sent = hidden.new_empty(len(begun.requested), hidden.shape[1])

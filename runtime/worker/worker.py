@@ -22,6 +22,7 @@ from runtime.batch import PageCopy
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ExpertPlan, GraphPlan, KernelPlan, LoraPlan, ModelPlan, Plan
 from runtime.config.pooling import Pooling
+from runtime.config.resolve.drafts import HEADS
 from runtime.config.resolve.graphs import within
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.kv_cache.kinds import PAGED, Specs
@@ -34,7 +35,7 @@ from runtime.layers.moe import mixtures
 from runtime.loading.loader import load_model
 from runtime.loading.weight_update import LoadedWeights, WeightSource
 from runtime.mesh.mesh import Mesh
-from runtime.mesh.rank_info import RankInfo
+from runtime.mesh.rank_info import RankInfo, Stage
 from runtime.mesh.rendezvous import Rendezvous
 from runtime.modeling.decoder import Decoder
 from runtime.modeling.draft_head import DraftHead
@@ -89,6 +90,7 @@ class WorkerSetup:
     expert_places: Mapping[str, Sequence[int]] = field(default_factory=dict)
     step_tokens: int = 0  # maximum number of tokens in most steps
     two_batches: float | None = None  # see `TwoBatchForward`; None: steps are not split
+    all_states: bool = False  # see `StepExecutor`
 
     @property
     def device(self) -> str:
@@ -125,6 +127,7 @@ class WorkerSetup:
             step_tokens=plan.scheduler.step_prompt_tokens
             + plan.scheduler.max_running * (1 + plan.scheduler.max_drafts),
             two_batches=parallel.two_batches,
+            all_states=parallel.pp_size > 1 and plan.draft.algorithm in HEADS,
         )
 
     @classmethod
@@ -147,6 +150,7 @@ class WorkerSetup:
             expert_places=body["expert_places"],
             step_tokens=body["step_tokens"],
             two_batches=body["two_batches"],
+            all_states=body["all_states"],
         )
 
 
@@ -195,6 +199,7 @@ class ModelWorker:
         self.kernels = _select(setup.kernels, lifeline)
         self._graphs = setup.graphs
         self._two_batches = setup.two_batches
+        self._all_states = setup.all_states
         self._raw_logprobs = setup.kernels.raw_logprobs
         self._sampling_backend = SAMPLING[setup.kernels.sampling_backend]
         if setup.graphs.compile_max_rows:
@@ -202,11 +207,14 @@ class ModelWorker:
         self._expert_setup = setup
         self._sharing = self._share_experts(setup)
         self._models = {name: self._load(name, model) for name, model in setup.models.items()}
+        self._vocabulary = self._load_vocabulary(setup)
         self._adapters = self._make_adapters(setup)
         self.weight_bytes = {
             name: sum(parameter.nbytes for parameter in model.decoder.parameters())
             for name, model in self._models.items()
         }
+        if self._vocabulary is not None:
+            self.weight_bytes["draft vocabulary"] = sum(each.nbytes for each in self._vocabulary.parameters())
         if self._adapters is not None:
             self.weight_bytes["adapters"] = self._adapters.nbytes
         # Specs of the layers of whole models, not sharded. Keys are (model name, layer index).
@@ -348,6 +356,7 @@ class ModelWorker:
             adapters=self._adapters if name == TARGET else None,
             draft_model=draft_model,
             experts=self._rank_experts(name, model),
+            all_states=self._all_states,
         )
         num_groups = self.mesh.rank_info.dp_size
         if num_groups > 1:
@@ -378,6 +387,7 @@ class ModelWorker:
             weights=self._loaded_weights(loaded.source, model, cache, name, fixed=forward is not model),
             adapters=self._adapters if name == TARGET else None,
             experts=self._rank_experts(name, model),
+            all_states=self._all_states,
         )
         if self.mesh.rank_info.dp_size > 1:
             self.common_step = CommonStep(executor, model, pool, self.mesh)
@@ -431,6 +441,18 @@ class ModelWorker:
         if setup.takes_media:
             decoder.accept_media()
         return _LoadedModel(setup, source, decoder)
+
+    def _load_vocabulary(self, setup: WorkerSetup) -> Decoder | None:
+        """Return the whole embedding and LM head of the served model, for a draft head on rank 0.
+
+        Returns None if there is no draft head, or if rank 0's model has the whole embedding.
+        """
+        draft = self._models.get(DRAFT)
+        if draft is None or not isinstance(draft.decoder, DraftHead) or setup.rank_info.stage_size == 1:
+            return None
+        target = setup.models[TARGET]
+        no_layers = Stage(range(0), first=True, last=False)
+        return load_model(target.facts, target.plan, self.kernels, self._alone, no_layers, self._alone.rank_info)
 
     def _make_adapters(self, setup: WorkerSetup) -> Adapters | None:
         if not setup.lora.enabled:
@@ -564,7 +586,8 @@ class ModelWorker:
             )
         decoder, num_sequences = loaded.decoder, cache.num_sequences
         if isinstance(decoder, DraftHead):
-            decoder.share(target)
+            decoder.share(target if self._vocabulary is None else self._vocabulary)
+            self._vocabulary = None
             if decoder.taps:
                 target.tap(decoder.taps, self.kernels.join)
         graph = self._make_cpu_graph(loaded.setup, decoder, pool, cache, plan)

@@ -144,6 +144,60 @@ async def test_what_is_not_a_head_is_refused(kind: str, changed: dict[str, Any],
         await Engine(log_level="error", **{**tiny.options, **options}).start()
 
 
+RANKS: list[dict[str, int]] = [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [
+        ("EAGLE3 small vocabulary", RANKS[0]),
+        ("NEXTN deepseek_v3", RANKS[1]),
+        *(
+            pytest.param(kind, ranks, marks=pytest.mark.long)
+            for kind, ranks in [
+                ("EAGLE llama", RANKS[0]),
+                ("EAGLE qwen2", RANKS[2]),
+                ("NEXTN deepseek_v3", RANKS[0]),
+                ("NEXTN glm4_moe", RANKS[1]),
+                ("NEXTN qwen3_next", RANKS[0]),
+            ]
+        ),
+    ],
+    ids=str,
+)
+async def test_heads_beside_several_ranks(
+    kind: str, ranks: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 has the whole head. It proposes what the head's definition says, and outputs stay the same."""
+    tiny, proposals, checked = TinyHead(tmp_path, kind), Proposals(monkeypatch), 0
+    options = {"log_level": "error", "dtype": "float32", **ranks}
+    async with (
+        Engine(**options, **tiny.options) as drafted,
+        Engine(**options, model_path=str(tiny.target)) as plain,
+    ):
+        for length in (1, 7, 30):
+            prompt = torch.randint(3, tiny.vocab_size, (length,), generator=tiny.generator).tolist()
+            proposals.take()
+            found = (await drafted.generate(input_ids=prompt, sampling_params=GREEDY))[IDS]
+            rows = proposals.take()
+            assert rows
+            for start, drafts in rows[:4]:
+                logits = tiny.logits_of_drafts([*prompt, *found][: start + 1], drafts)
+                for row, draft in zip(logits, drafts, strict=True):
+                    assert row[draft] > row.max() - 1e-3
+                    checked += 1
+            assert found == (await plain.generate(input_ids=prompt, sampling_params=GREEDY))[IDS]
+        calls = [(prompt, params) for prompt in PROMPTS for params in PARAMS]
+        together = [
+            await asyncio.gather(*(engine.generate(prompt, sampling_params=params) for prompt, params in calls))
+            for engine in (drafted, plain)
+        ]
+        drafted.core.check()
+    assert [answer[IDS] for answer in together[0]] == [answer[IDS] for answer in together[1]]
+    assert checked >= 10
+
+
 async def test_a_served_draft_head_is_refused(tmp_path: Path) -> None:
     tiny = TinyHead(tmp_path, "EAGLE3 llama")
     with pytest.raises(CheckpointError, match="name it in --speculative-draft-model-path"):

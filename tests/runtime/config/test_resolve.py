@@ -236,6 +236,14 @@ def test_halves_of_steps_need_ranks_that_share_layers() -> None:
     assert "--tbo-token-distribution-threshold needs" in refusals(tbo_token_distribution_threshold=0.1)
 
 
+def test_draft_heads_beside_several_ranks() -> None:
+    head = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "head"}
+    assert plan(**head, tp_size=2).scheduler.max_model_drafts == 4
+    assert plan(**{**head, "speculative_algorithm": "EAGLE"}, pp_size=2).scheduler.max_model_drafts == 4
+    assert "reads layers of several stages" in refusals(**head, pp_size=2)
+    assert "needs the whole embedding" in refusals(**head, tp_size=2, load_format="sharded_state")
+
+
 def test_groups_of_experts_must_fit_the_machines() -> None:
     mixture = replace(FACTS, config={"num_experts": 8, "n_group": 4})
     options = {"tp_size": 8, "ep_size": 2, "nnodes": 4, "dist_init_addr": "first:5000", "enable_eplb": True}
