@@ -171,7 +171,7 @@ async def test_heads_beside_several_ranks(
 ) -> None:
     """Rank 0 has the whole head. It proposes what the head's definition says, and outputs stay the same."""
     tiny, proposals, checked = TinyHead(tmp_path, kind), Proposals(monkeypatch), 0
-    options = {"log_level": "error", "dtype": "float32", **ranks}
+    options: dict[str, Any] = {"log_level": "error", "dtype": "float32", **ranks}
     async with (
         Engine(**options, **tiny.options) as drafted,
         Engine(**options, model_path=str(tiny.target)) as plain,

@@ -237,7 +237,7 @@ def test_halves_of_steps_need_ranks_that_share_layers() -> None:
 
 
 def test_draft_heads_beside_several_ranks() -> None:
-    head = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "head"}
+    head: dict[str, Any] = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "head"}
     assert plan(**head, tp_size=2).scheduler.max_model_drafts == 4
     assert plan(**{**head, "speculative_algorithm": "EAGLE"}, pp_size=2).scheduler.max_model_drafts == 4
     assert "reads layers of several stages" in refusals(**head, pp_size=2)
