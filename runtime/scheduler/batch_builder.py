@@ -12,6 +12,7 @@ free pages. If outputs lack pages too, a sequence is retracted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
@@ -69,8 +70,10 @@ class BatchBuilder:
     def build(self, number: int) -> Batch | None:
         """Build batch `number` and allocate its pages. Return None if no row can be computed."""
         self._cache.begin_step()
-        if self._plan.priorities and self._waiting.allowed is None:
-            self._preempt()
+        if self._waiting and self._waiting.allowed is None:
+            if self._plan.priorities:
+                self._preempt()
+            self._share()
         if self._running.stalled:
             self._running.resume()
         self._fast_forward.append()
@@ -108,15 +111,45 @@ class BatchBuilder:
         """Retract running sequences if the most urgent waiting sequence does not fit.
 
         A sequence may be retracted only if its urgency is lower by more than `preemption_threshold`. The least urgent
-        ones are retracted first, and among equals the newest. If all of them together would not free enough pages, none
-        is retracted.
+        ones are retracted first, and among equals the newest.
         """
         first = next(iter(self._waiting.ordered()), None)
         if first is None or first.num_pending:
             return
         limit = first.urgency - self._plan.preemption_threshold
         victims = [sequence for sequence in reversed(list(self._running)) if sequence.urgency < limit]
-        victims.sort(key=lambda sequence: sequence.urgency)
+        self._make_room(first, sorted(victims, key=lambda sequence: sequence.urgency))
+
+    def _share(self) -> None:
+        """Retract sequences of owners (clients) with many running sequences if an owner with fewer waits.
+
+        An owner keeps at least as many running sequences as the waiting owner will have then, so that no two owners
+        retract each other's sequences in turns. The newest sequences are retracted first.
+        """
+        running = self._running
+        if not running.full and running.tables.num_free:
+            return
+        if max(running.owners.values(), default=0) <= self._waiting.least_served + 1:
+            return
+        first = next(iter(self._waiting.ordered()), None)
+        if first is None or first.num_pending:
+            return
+        num_running = Counter(running.owners)
+        least = num_running[first.request.owner] + 1
+        victims = []
+        for sequence in reversed(list(running)):
+            owner = sequence.request.owner
+            if num_running[owner] > least and sequence.urgency <= first.urgency:
+                victims.append(sequence)
+                num_running[owner] -= 1
+        victims.sort(key=lambda sequence: running.owners[sequence.request.owner], reverse=True)
+        self._make_room(first, victims)
+
+    def _make_room(self, first: Sequence, victims: list[Sequence]) -> None:
+        """Retract the first `victims` until the waiting sequence `first` fits.
+
+        If all of them together would not free enough pages or no row, none is retracted.
+        """
         if not victims:
             return
         size, estimate = self._cache.page_size, self.new_token_ratio
@@ -221,16 +254,22 @@ class BatchBuilder:
         step.add_decodes(found, starts_known=False)
 
     def _retract_one(self) -> bool:
-        """Retract one running sequence to the head of the queue. Return False if fewer than two sequences run.
+        """Retract one running sequence to the head of its owner's queue. Return False if fewer than two sequences run.
 
-        The sequence with the lowest urgency is retracted. On a tie, it is the one with the fewest output tokens, then
-        the one with the longest prompt, then the one admitted last. A sequence that runs alone always has enough pages.
+        The sequence with the lowest urgency is retracted. On a tie, it is one of the owner with the most running
+        sequences, then the one with the fewest output tokens, the longest prompt, and the latest admission. A sequence
+        that runs alone always has enough pages.
         """
         if len(self._running) < 2:
             return False
         victim = min(
             reversed(list(self._running)),
-            key=lambda sequence: (sequence.urgency, sequence.num_output, -sequence.num_prompt),
+            key=lambda sequence: (
+                sequence.urgency,
+                -self._running.owners[sequence.request.owner],
+                sequence.num_output,
+                -sequence.num_prompt,
+            ),
         )
         self._retract(victim)
         self.new_token_ratio.lift(self._running)

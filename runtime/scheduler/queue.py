@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator
-from itertools import chain, zip_longest
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from heapq import heapify, heappop, heapreplace
+from itertools import chain
+from types import MappingProxyType
 
 from runtime.errors import ConfigurationError
 from runtime.kv_cache.prefix_cache import PrefixCache
@@ -21,19 +23,28 @@ Policy = Callable[[list[Sequence], PrefixCache], list[Sequence]]
 class WaitingQueue:
     """The waiting sequences, in the order in which they are admitted.
 
-    Retracted sequences come first. All other sequences follow in the policy's order. If they have several owners
-    (clients), the owners take turns; each owner's sequences keep the policy's order. With `priorities`, all sequences
-    are sorted by urgency first, then by this order.
+    Retracted sequences come first. All other sequences follow in the policy's order. If the sequences have several
+    owners (clients), the owner with the fewest running sequences comes first, and owners with equally many take turns;
+    each owner's sequences keep their order. With `priorities`, all sequences are sorted by urgency first, then by this
+    order. `num_running` counts the running sequences of each owner.
     """
 
-    def __init__(self, policy: str, cache: PrefixCache, *, priorities: bool = False) -> None:
+    def __init__(
+        self,
+        policy: str,
+        cache: PrefixCache,
+        *,
+        priorities: bool = False,
+        num_running: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._sort = _policy(policy)
         self._cache = cache
         self._priorities = priorities
+        self._num_running = num_running
         self._retracted: deque[Sequence] = deque()
         self._queued: dict[Sequence, None] = {}  # an ordered set
         self.num_tokens = 0  # prompt tokens of sequences that have not run yet
-        self._owners: Counter[str] = Counter()  # number of queued sequences by owner
+        self._owners: Counter[str] = Counter()  # number of waiting sequences by owner
         self._last_turns: dict[str, int] = {}  # owner -> number of the turn in which its sequence last left the queue
         self._num_turns = 0
         self.allowed: Container[Sequence] | None = None  # if set, only these sequences may be admitted
@@ -53,16 +64,21 @@ class WaitingQueue:
         self._owners[sequence.request.owner] += 1
 
     def put_back(self, sequence: Sequence) -> None:
-        """Put a retracted sequence at the head of the queue."""
+        """Put a retracted sequence before all other sequences of its owner."""
         self._retracted.appendleft(sequence)
+        self._owners[sequence.request.owner] += 1
 
     def remove(self, sequence: Sequence) -> None:
         if sequence in self._queued:
             del self._queued[sequence]
             self.num_tokens -= sequence.num_prompt
-            self._take_turn(sequence.request.owner)
+            self._num_turns += 1
+            self._last_turns[sequence.request.owner] = self._num_turns
         else:
             self._retracted.remove(sequence)
+        self._owners[sequence.request.owner] -= 1
+        if not self._owners[sequence.request.owner]:
+            del self._owners[sequence.request.owner]
 
     def clear(self) -> None:
         self._retracted.clear()
@@ -78,6 +94,11 @@ class WaitingQueue:
         return sorted(order, key=lambda sequence: -sequence.urgency) if self._priorities else order
 
     @property
+    def least_served(self) -> int:
+        """Smallest number of running sequences of an owner that waits. The queue must not be empty."""
+        return min(self._num_running.get(owner, 0) for owner in self._owners)
+
+    @property
     def least_urgency(self) -> float:
         """Lowest urgency of the sequences that have not run yet.
 
@@ -88,30 +109,35 @@ class WaitingQueue:
         return min((sequence.urgency for sequence in self._queued), default=math.inf)
 
     def _policy_order(self) -> Iterable[Sequence]:
-        if len(self._queued) < 2:
+        if len(self) < 2:
             return self
-        queued = list(self._queued)
-        if self._sort is not None:
-            queued = self._sort(queued, self._cache)
-        elif len(self._owners) < 2:
-            return self
-        return chain(self._retracted, self._in_turns(queued) if len(self._owners) > 1 else queued)
+        queued: Iterable[Sequence] = self._queued
+        if self._sort is not None and len(self._queued) > 1:
+            queued = self._sort(list(queued), self._cache)
+        waiting = chain(self._retracted, queued)
+        return self._in_turns(waiting) if len(self._owners) > 1 else waiting
 
-    def _in_turns(self, queued: list[Sequence]) -> Iterator[Sequence]:
-        """Take one sequence of each owner in turn. The owner whose last turn is longest ago comes first."""
+    def _in_turns(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Yield the next sequence of the owner with the fewest running sequences, until none is left.
+
+        Sequences that were yielded count as running. On a tie, the owner whose last turn is longest ago comes first.
+        """
         by_owner: dict[str, list[Sequence]] = {}
-        for sequence in queued:
+        for sequence in waiting:
             by_owner.setdefault(sequence.request.owner, []).append(sequence)
-        owners = sorted(by_owner, key=lambda owner: self._last_turns.get(owner, 0))
-        rounds = zip_longest(*(by_owner[owner] for owner in owners))
-        return (sequence for turn in rounds for sequence in turn if sequence is not None)
-
-    def _take_turn(self, owner: str) -> None:
-        self._num_turns += 1
-        self._last_turns[owner] = self._num_turns
-        self._owners[owner] -= 1
-        if not self._owners[owner]:
-            del self._owners[owner]
+        turns = [
+            (self._num_running.get(owner, 0), self._last_turns.get(owner, 0), number, iter(sequences))
+            for number, (owner, sequences) in enumerate(by_owner.items())
+        ]
+        heapify(turns)
+        while turns:
+            num_running, last_turn, number, sequences = turns[0]
+            sequence = next(sequences, None)
+            if sequence is None:
+                heappop(turns)
+                continue
+            heapreplace(turns, (num_running + 1, last_turn, number, sequences))
+            yield sequence
 
 
 def _policy(name: str) -> Policy | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
@@ -139,6 +140,7 @@ class Running:
         self.on_resume: Callable[[Sequence], object] | None = None  # called with each resumed sequence
         # Sequences with a constraint, in order of admission.
         self.constrained: dict[Sequence, SequenceConstraint] = {}
+        self.owners: Counter[str] = Counter()  # number of running sequences by owner (client)
         self._sequences: dict[Sequence, None] = {}  # an ordered set
 
     def __len__(self) -> int:
@@ -151,6 +153,7 @@ class Running:
         """Start a sequence that already holds its cached prefix."""
         self.tables.enter(sequence, self.adapters.enter(sequence))
         self._sequences[sequence] = None
+        self.owners[sequence.request.owner] += 1
         if sequence.constraint is not None:
             self.constrained[sequence] = sequence.constraint
 
@@ -165,6 +168,9 @@ class Running:
         else:
             self.cache.discard(sequence)
         self.full = False
+        self.owners[sequence.request.owner] -= 1
+        if not self.owners[sequence.request.owner]:
+            del self.owners[sequence.request.owner]
         del self._sequences[sequence]  # last, so that `rebuild` finds the sequence after an exception
 
     def extend(self, sequence: Sequence, end: int) -> None:
@@ -219,6 +225,7 @@ class Running:
         for sequence in sequences:
             self.tables.leave(sequence)
         self._sequences.clear()
+        self.owners.clear()
         self.constrained.clear()
         self.stalled.clear()
         self.adapters.reset()
@@ -237,6 +244,7 @@ class Running:
         for sequence in sequences:
             sequence.sequence_index = -1
         self._sequences.clear()
+        self.owners.clear()
         self.constrained.clear()
         self.stalled.clear()
         self.adapters.reset()

@@ -68,7 +68,7 @@ class Scheduler:
         self._max_tokens = min(context_length, cache.num_tokens)
         adapters = AdapterSlots(plan.adapter_slots, first_in_first_out=plan.adapters_fifo)
         self._running = Running(plan.max_running, cache, vocab_size, adapters)
-        self._waiting = WaitingQueue(plan.policy, cache, priorities=plan.priorities)
+        self._waiting = WaitingQueue(plan.policy, cache, priorities=plan.priorities, num_running=self._running.owners)
         self._fast_forward = FastForward(plan, cache, self._running, vocab_size)
         self._drafting = Drafting(plan, cache, self._running)
         self._builder = BatchBuilder(plan, cache, self._running, self._waiting, self._fast_forward, self._drafting)

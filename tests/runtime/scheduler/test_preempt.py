@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from fake_runner import Drive, make_plan, make_sequence
-from runtime.request import Finish
+from runtime.request import Finish, Request
+from runtime.sampling_params import SamplingParams
 from runtime.scheduler import budget
 from runtime.sequence import Sequence
 
@@ -185,5 +188,72 @@ def test_nobody_is_interrupted_where_that_would_not_make_enough_room():
     drive.add(large, small)
     drive.step()
     drive.add(make_sequence([3] * 20, max_new_tokens=9, urgency=20))
+    drive.run()
+    assert drive.scheduler.num_retracted == 0
+
+
+def of(owner: str, num_prompt: int, num_output: int, *, seed: int = 0, urgency: int = 0) -> Sequence:
+    """Return a sequence of a client."""
+    ids = tuple([seed % 5] * num_prompt)
+    request = Request(ids=ids, owner=owner, sampling=SamplingParams(max_new_tokens=num_output, seed=seed))
+    return make_sequence(ids, request=request, max_new_tokens=num_output, seed=seed, urgency=urgency)
+
+
+@pytest.mark.parametrize("limit", [{"max_running": 4}, {"num_pages": 4 * 36}])  # rows, pages
+def test_a_client_with_all_rows_or_pages_gives_one_to_another_client(limit: dict[str, int]):
+    num_pages = limit.pop("num_pages", 400)
+    drive = Drive(make_plan(**limit), num_pages=num_pages, page_size=1)
+    heavy = [of("heavy", 4, 30, seed=seed) for seed in range(8)]
+    drive.add(*heavy)
+    for _ in range(4):
+        drive.step()
+    num_before = len(drive.deltas)
+    lights = []
+    for seed in range(3):  # one after another, while the heavy client's requests run and wait
+        lights.append(of("light", 2, 3, seed=seed))
+        drive.add(lights[-1])
+        while lights[-1].finish is None:
+            drive.step()
+    ends = [delta.request_id for delta in drive.deltas if delta.finish is not None]
+    assert ends == [each.request.id for each in lights]  # before any request of the heavy client
+    assert len(drive.deltas) - num_before > 3 * 3 * 2  # the other rows went on
+    assert 1 <= drive.scheduler.num_retracted <= 3  # at most one for each
+    drive.run()
+    assert [drive.output(each) for each in heavy + lights] == [drive.expected(each) for each in heavy + lights]
+
+
+def test_clients_share_the_rows_and_end_no_request_of_each_other():
+    drive = Drive(make_plan(max_running=6), num_pages=400, page_size=1)
+    sequences = [of("a", 3, 20, seed=seed) for seed in range(12)]
+    drive.add(*sequences)
+    drive.step()
+    for client in ("b", "c"):
+        sequences += [of(client, 3, 20, seed=seed) for seed in range(12)]
+        drive.add(*sequences[-12:])
+    drive.step()
+    for _ in range(4):
+        drive.step()
+    running = Counter(each.request.owner for each in sequences if each.sequence_index >= 0)
+    assert running == {"a": 2, "b": 2, "c": 2}
+    assert drive.scheduler.num_retracted == 4
+    drive.run()
+    assert drive.scheduler.num_retracted == 4  # nothing is retracted in turns
+    assert [drive.output(each) for each in sequences] == [drive.expected(each) for each in sequences]
+
+
+def test_a_running_request_of_each_client_is_not_retracted_for_others():
+    drive = Drive(make_plan(max_running=2), num_pages=400, page_size=1)
+    sequences = [of(client, 3, 9) for client in "abcd"]
+    drive.add(*sequences)
+    drive.run()
+    assert drive.scheduler.num_retracted == 0
+
+
+def test_a_more_urgent_request_is_not_retracted_for_another_client():
+    drive = Drive(make_plan(max_running=2, priorities=True), num_pages=400, page_size=1)
+    urgent = [of("a", 3, 9, seed=seed, urgency=5) for seed in range(2)]
+    drive.add(*urgent)
+    drive.step()
+    drive.add(of("b", 3, 2))
     drive.run()
     assert drive.scheduler.num_retracted == 0
