@@ -92,6 +92,7 @@ class Batch:
     # Rows that compute an embedding in place of a token. None: no such rows.
     embedding_rows: Ints | None = None
     hidden_rows: tuple[int, ...] = ()  # rows that return the hidden states of their tokens, ascending
+    expert_rows: tuple[int, ...] = ()  # rows that return the chosen experts of their tokens, ascending
     # Row values that layers read, by name, [B] each. 0 is the default. A batch contains only names that the model's
     # layers declare (`runtime.layers.batch_reads`).
     row_values: Mapping[str, Ints] = field(default_factory=dict)
@@ -268,6 +269,9 @@ class StepOutput(NamedTuple):
     embeddings: list[list[float] | None] | None = None  # [B]; None: not requested
     stuck: Collection[int] = ()  # failed rows whose constraint failed or allowed no token
     hidden: Collection[tuple[int, Floats]] = ()  # (row, states of its tokens [N, E]) of `Batch.hidden_rows`
+    experts: Collection[
+        tuple[int, NDArray[np.int16]]
+    ] = ()  # (row, experts of its tokens [N, L, k]) of `Batch.expert_rows`
 
 
 class Runner(Protocol):

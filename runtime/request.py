@@ -110,6 +110,8 @@ class Request:
     keep_last: int | None = None
     wants_embedding: bool = False
     returns_hidden: bool = False  # whether the last chunk of each choice contains the hidden states of its tokens
+    # The last chunk of each choice contains the chosen experts of the tokens from this index on. None: not requested.
+    experts_from: int | None = None
     grammar: Grammar | None = None  # grammar of the output, from which the engine creates the constraint
     # (`cache_salt`, `extra_key`). Requests share cached prefixes only within one namespace.
     namespace: tuple[str | None, str | None] | None = None
@@ -133,6 +135,11 @@ class Request:
     owner: str = ""
     caller: Caller = ANONYMOUS
     id: int = field(default_factory=lambda: next(_request_ids))
+
+    @property
+    def returns_parts(self) -> bool:
+        """Whether the answer has hidden states or chosen experts of single tokens."""
+        return self.returns_hidden or self.experts_from is not None
 
     @property
     def cuts(self) -> bool:
@@ -233,44 +240,50 @@ def joined(first: Logprobs | None, second: Logprobs | None) -> Logprobs | None:
     return Logprobs(first.chosen + second.chosen, first.top + second.top, first.requested + second.requested)
 
 
-class HiddenParts:
-    """The hidden states of a choice's tokens, in the parts that steps computed.
+class TokenParts:
+    """An array for each computed token of a choice from index `start` on, in the parts that steps computed.
 
-    The scheduler adds parts. Other threads may read meanwhile.
+    The arrays are hidden states, float32 [E], or chosen experts, int16 [L, k]. The scheduler adds parts. Other threads
+    may read meanwhile.
     """
 
-    __slots__ = ("_parts", "end")
+    __slots__ = ("_parts", "end", "start")
 
-    def __init__(self) -> None:
-        self._parts: list[tuple[int, Floats]] = []
-        self.end = 0  # number of leading tokens that have states
+    def __init__(self, start: int = 0) -> None:
+        self._parts: list[tuple[int, NDArray[Any]]] = []
+        self.start = start
+        self.end = start  # index after the last token that has an array
 
-    def add(self, start: int, states: Floats) -> None:
-        """Add the states [N, E] of the tokens from index `start` on. They replace earlier states of these tokens."""
-        self._parts.append((start, states))
+    def add(self, start: int, values: NDArray[Any]) -> None:
+        """Add the arrays [N, ...] of the tokens from index `start` on. They replace earlier arrays of these tokens."""
+        if start < self.start:
+            start, values = self.start, values[self.start - start :]
+        if len(values):
+            self._parts.append((start, values))
         if start <= self.end:
-            self.end = max(self.end, start + len(states))
+            self.end = max(self.end, start + len(values))
 
-    def first(self, count: int) -> Floats | None:
-        """Return the states [N, E] of the first `count` tokens that have states, or None if there are none.
+    def first(self, count: int) -> NDArray[Any] | None:
+        """Return the arrays [N, ...] of the tokens below index `count`, or None if there are none.
 
         Takes up to 30 ms, because it copies them.
         """
-        count = min(count, self.end)
+        count = min(count, self.end) - self.start
         if count <= 0:
             return None
         parts = list(self._parts)
-        whole = np.empty((count, parts[0][1].shape[1]), np.float32)
-        for start, states in parts:
-            whole[start : start + len(states)] = states[: max(count - start, 0)]
+        whole = np.empty((count, *parts[0][1].shape[1:]), parts[0][1].dtype)
+        for index, values in parts:
+            start = index - self.start
+            whole[start : start + len(values)] = values[: max(count - start, 0)]
         return whole
 
-    def last(self, count: int) -> Floats | None:
-        """Return the state [E] of the last of the first `count` tokens that have states, or None."""
+    def last(self, count: int) -> NDArray[Any] | None:
+        """Return the array of the last token below index `count`, or None."""
         index = min(count, self.end) - 1
-        parts = ((start, states) for start, states in reversed(self._parts) if start <= index < start + len(states))
-        start, states = next(parts, (0, None))
-        return None if states is None else states[index - start]
+        parts = ((start, values) for start, values in reversed(self._parts) if start <= index < start + len(values))
+        start, values = next(parts, (0, None))
+        return None if values is None else values[index - start]
 
 
 class Delta(NamedTuple):
@@ -284,7 +297,8 @@ class Delta(NamedTuple):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
-    hidden: HiddenParts | None = None  # of the tokens computed so far, if requested
+    hidden: TokenParts | None = None  # of the tokens computed so far, if requested
+    experts: TokenParts | None = None  # of the tokens computed so far, if requested
 
 
 class Chunk(NamedTuple):
@@ -299,4 +313,5 @@ class Chunk(NamedTuple):
     prompt_logprobs: Logprobs | None = None  # only in the first chunk
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
     prompt_ids: tuple[int, ...] | None = None  # only in the first chunk, if the request returns ids
-    hidden: HiddenParts | None = None  # with the finish, if requested; may have states of further tokens
+    hidden: TokenParts | None = None  # with the finish, if requested; may have states of further tokens
+    experts: TokenParts | None = None  # like `hidden`

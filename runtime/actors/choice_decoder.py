@@ -94,6 +94,7 @@ class ChoiceDecoder:
             delta.embedding,
             self._prompt_ids,
             None if finish is None else delta.hidden,
+            None if finish is None else delta.experts,
         )
         self._held_text = ""
         self._held_ids = []

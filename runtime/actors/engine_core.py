@@ -467,7 +467,7 @@ class EngineCore:
 
     async def _call_recorders(self, verb: str) -> list[Any]:
         """Run a verb (see `runtime.worker.verbs`) about expert records on all ranks. Return all replicas' answers."""
-        if not self.plan.experts.records:
+        if self.plan.experts.record is None:
             raise InvalidRequest(
                 "The use of experts is not recorded; start the server with --expert-distribution-recorder-mode."
             )

@@ -24,6 +24,7 @@ SEED_MASK = 2**64 - 1
 NO_IDS: frozenset[int] = frozenset()  # shared, because `frozenset()` creates a new object at each call
 NO_PRIORITY = -(2**31) - 1  # urgency of a request without a priority: below all priorities
 MAX_HIDDEN_NUMBERS = 2**24  # maximum number of values in a request's hidden states: 64 MiB, or about 170 MB of JSON
+MAX_EXPERT_NUMBERS = 2**25  # maximum number of expert numbers of a request: 64 MiB, or 180 MB of base64
 DEFAULT_TIER = "default"  # tier of requests that name no tier or an unknown one
 IDS_AT_ONCE = 16_384  # ids checked in one C call (0.2 ms), which holds the GIL
 CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of neighbouring choices are far apart
@@ -40,7 +41,8 @@ class InputProcessor:
         self._is_embedding = plan.model.is_embedding
         self._dependence = plan.model.dependence
         self._hidden_size = facts.hidden_size
-        self._returns_hidden = plan.serve.returns_hidden
+        self._returns_hidden, self._returns_experts = plan.serve.returns_hidden, plan.experts.returned
+        self._experts_of_token = facts.num_layers * facts.num_experts_per_token
         self._priorities = plan.scheduler.priorities
         self._tiers = plan.scheduler.tiers
         self._low_first = plan.scheduler.low_priority_first
@@ -97,6 +99,11 @@ class InputProcessor:
             raise InvalidRequest(
                 "Hidden states are off on this server; start it with --enable-return-hidden-states.",
                 param="return_hidden_states",
+            )
+        if request.experts_from is not None and not self._returns_experts:
+            raise InvalidRequest(
+                "The chosen experts are not recorded on this server; start it with --enable-return-routed-experts.",
+                param="return_routed_experts",
             )
         if sampling.deterministic and self._dependence is not None:
             raise InvalidRequest(f"deterministic cannot be promised: {self._dependence}.", param="deterministic")
@@ -191,6 +198,8 @@ class InputProcessor:
         new = self.context_length if sampling.max_new_tokens is None else sampling.max_new_tokens
         if request.returns_hidden:
             self._check_hidden(min(len(ids) + new, self.context_length) * sampling.n)
+        if request.experts_from is not None:
+            self._check_experts(request.experts_from, len(ids), min(len(ids) + new, self.context_length) * sampling.n)
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         return request, [
             Sequence(
@@ -268,6 +277,21 @@ class InputProcessor:
                 f"A request with hidden states may have at most {most} tokens of prompt and output, not {num_tokens}; "
                 "set a lower max_new_tokens.",
                 param="return_hidden_states",
+            )
+
+    def _check_experts(self, first: int, num_prompt: int, num_tokens: int) -> None:
+        """Raise `InvalidRequest` if the experts of `num_tokens` tokens, from token `first` on, cannot be returned."""
+        if first > num_prompt:
+            raise InvalidRequest(
+                f"routed_experts_start_len must be at most {num_prompt}, the number of prompt tokens, not {first}.",
+                param="routed_experts_start_len",
+            )
+        most = MAX_EXPERT_NUMBERS // self._experts_of_token
+        if num_tokens > most:
+            raise InvalidRequest(
+                f"A request with routed experts may have at most {most} tokens of prompt and output, not {num_tokens}; "
+                "set a lower max_new_tokens.",
+                param="return_routed_experts",
             )
 
     def _fit(self, request: Request, ids: tuple[int, ...]) -> Request:

@@ -12,6 +12,11 @@ from runtime.config.pooling import Pooling
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
+# Likewise the number of experts that a token chooses.
+CHOSEN_COUNTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+MANY_CHOSEN = 16  # assumed if the configuration relies on its family's default
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """Facts from config.json and generation_config.json, read before the weights. Torch-free."""
@@ -50,6 +55,11 @@ class ModelFacts:
     def num_experts(self) -> int:
         """Number of experts of a mixture; 0 if the model has none."""
         return self._number_of_text(EXPERT_COUNTS)
+
+    @property
+    def num_experts_per_token(self) -> int:
+        """Number of experts that a mixture chooses for a token, or an upper bound."""
+        return self._number_of_text(CHOSEN_COUNTS) or MANY_CHOSEN
 
     @property
     def num_expert_groups(self) -> int:

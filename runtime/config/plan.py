@@ -303,11 +303,12 @@ class ExpertPlan(Section):
     record: str | None = None  # what is recorded: "stat", "stat_approx", "per_pass", "per_token"; None: nothing
     record_steps: int = 1000  # steps that a record holds; -1: all
     log_balance: bool = False
+    returned: bool = False  # requests may ask for the experts that their tokens have chosen
 
     @property
     def records(self) -> bool:
         """Whether the chosen experts of each step are needed."""
-        return self.record is not None
+        return self.record is not None or self.returned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -451,12 +451,13 @@ class PrefixCache:
 def reusable_tokens(sequence: Sequence) -> int:
     """Return how many leading tokens may be taken from the cache.
 
-    The last known token is always computed, because its logits are needed. Prompt positions whose log-probabilities or
-    hidden states are requested are computed too.
+    The last known token is always computed, because its logits are needed. Prompt positions whose log-probabilities,
+    hidden states or experts are requested are computed too.
     """
     limit = len(sequence.ids) - 1
-    if sequence.hidden is not None:
-        limit = min(limit, sequence.hidden.end)
+    for parts in (sequence.hidden, sequence.experts):
+        if parts is not None:
+            limit = min(limit, parts.end)
     if sequence.next_logprob < sequence.num_prompt - 1:
         return min(limit, sequence.next_logprob)
     return limit

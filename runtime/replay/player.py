@@ -247,6 +247,7 @@ class Player:
             embeddings,
             more.get("stuck", ()),
             [(row, np.zeros((count, 1), np.float32)) for row, count in more.get("hidden", ())],
+            [(row, np.zeros((count, 1, 1), np.int16)) for row, count in more.get("experts", ())],
         )
         self._applied = batch
         deltas = self.scheduler.apply(batch, output)

@@ -145,6 +145,7 @@ def request_fields(sequences: tuple[Sequence, ...]) -> dict[str, Any]:
         "constrained": first.constraint is not None,
         "drafted": first.constraint is not None and first.constraint.takes_drafts,
         "hidden": request.returns_hidden,
+        "experts": None if request.experts_from is None else [request.experts_from],
         "media": None if media is None else _media_fields(media, first.ids),
     }
     return {**values, **{name: value for name, value in optional.items() if value}}
@@ -169,6 +170,7 @@ def make_sequences(values: Mapping[str, Any]) -> list[Sequence]:
         service=Service(pin=values.get("pin")),
         constraint=RecordedConstraint(values.get("drafted", False)) if values.get("constrained") else None,
         returns_hidden=values.get("hidden", False),
+        experts_from=values["experts"][0] if "experts" in values else None,
         prompt_media=_media(values["media"], values["ids"]) if "media" in values else None,
     )
     sequences = []

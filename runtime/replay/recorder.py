@@ -139,8 +139,9 @@ class RecordedScheduler(Scheduler):
             more["scored"] = [[row, len(logprobs.chosen)] for row, logprobs in output.prompt_logprobs]
         if output.embeddings is not None:
             more["embedded"] = [row for row, vector in enumerate(output.embeddings) if vector is not None]
-        if output.hidden:
-            more["hidden"] = [[row, len(states)] for row, states in output.hidden]
+        for name, parts in (("hidden", output.hidden), ("experts", output.experts)):
+            if parts:
+                more[name] = [[row, len(values)] for row, values in parts]
         event = ["t", self._now_us(), tokens]
         self._write([*event, more] if more else event)
         return self._guard(super().apply, batch, output)

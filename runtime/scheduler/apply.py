@@ -61,6 +61,10 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
             sequence = batch.sequences[row]
             if sequence.hidden is not None and sequence.finish is None:
                 sequence.hidden.add(int(batch.starts[row]), states)
+        for row, experts in output.experts:
+            sequence = batch.sequences[row]
+            if sequence.experts is not None and sequence.finish is None:
+                sequence.experts.add(int(batch.starts[row]), experts)
         failed = frozenset(output.failed)
         for row, (sequence, tokens) in enumerate(zip(batch.sequences, output.tokens)):
             if sequence.finish is not None or row in branches:
@@ -154,7 +158,19 @@ def _delta(
         ),
     )
     return _new(
-        Delta, (request.id, sequence.index, tokens, finish, usage, logprobs, prompt_logprobs, None, sequence.hidden)
+        Delta,
+        (
+            request.id,
+            sequence.index,
+            tokens,
+            finish,
+            usage,
+            logprobs,
+            prompt_logprobs,
+            None,
+            sequence.hidden,
+            sequence.experts,
+        ),
     )
 
 
@@ -188,7 +204,16 @@ def final_delta(sequence: Sequence, finish: Finish, embedding: list[float] | Non
     )
     prompt_logprobs = sequence.prompt_logprobs if finish.kind == "length" else None
     return Delta(
-        sequence.request.id, sequence.index, [], finish, usage, None, prompt_logprobs, embedding, sequence.hidden
+        sequence.request.id,
+        sequence.index,
+        [],
+        finish,
+        usage,
+        None,
+        prompt_logprobs,
+        embedding,
+        sequence.hidden,
+        sequence.experts,
     )
 
 

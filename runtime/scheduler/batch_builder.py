@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -657,7 +658,8 @@ class _StepRows:
             page_table=page_table,
             sampling=sampling,
             prompt_logprobs=tuple(self._prompt_logprobs),
-            hidden_rows=self._hidden_rows() if tables.num_with_hidden else (),
+            hidden_rows=self._rows_with("hidden") if tables.num_with_parts else (),
+            expert_rows=self._rows_with("experts") if tables.num_with_parts else (),
             embedding_rows=np.array(self._embedded, np.int32) if self._embedded else None,
             row_values=tables.values_of(indices),
             position_offsets=self._position_offsets(starts, counts) if tables.num_with_axes else None,
@@ -677,9 +679,9 @@ class _StepRows:
             ),
         )
 
-    def _hidden_rows(self) -> tuple[int, ...]:
-        """Return the rows whose requests want hidden states."""
-        return tuple(row for row, sequence in enumerate(self._sequences) if sequence.hidden is not None)
+    def _rows_with(self, name: Literal["hidden", "experts"]) -> tuple[int, ...]:
+        """Return the rows whose requests want hidden states, or chosen experts."""
+        return tuple(row for row, sequence in enumerate(self._sequences) if getattr(sequence, name) is not None)
 
     def _all_drafts(self) -> Drafts:
         """Return the rows with draft tokens, and their branches."""

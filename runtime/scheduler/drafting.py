@@ -50,7 +50,7 @@ class Drafting:
 
     def start(self, sequence: Sequence) -> None:
         """Assign a drafter to a new sequence, if its rows may have draft tokens."""
-        if not self.enabled or sequence.request.wants_embedding or sequence.hidden is not None:
+        if not self.enabled or sequence.request.wants_embedding or sequence.request.returns_parts:
             return
         if sequence.constraint is not None and not (self._may_stall and sequence.constraint.takes_drafts):
             return

@@ -30,7 +30,7 @@ class RequestTables:
         self._values: dict[str, Ints] = {}  # `Request.row_values`, by name, for every row
         self._num_with_values = 0
         self.num_with_axes = 0  # running sequences whose positions have three axes
-        self.num_with_hidden = 0  # running sequences whose hidden states are returned
+        self.num_with_parts = 0  # running sequences whose hidden states or experts are returned
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -44,7 +44,7 @@ class RequestTables:
         self.sampling.enter(sequence)
         self.write_pages(index, 0, sequence.pages)
         self.num_with_axes += _has_axes(sequence)
-        self.num_with_hidden += sequence.hidden is not None
+        self.num_with_parts += sequence.request.returns_parts
         values = _row_values(sequence.request, adapter_slot)
         if values:
             self._num_with_values += 1
@@ -58,7 +58,7 @@ class RequestTables:
         self.sampling.leave(sequence)
         self.pages[index, : len(sequence.pages)] = 0
         self.num_with_axes -= _has_axes(sequence)
-        self.num_with_hidden -= sequence.hidden is not None
+        self.num_with_parts -= sequence.request.returns_parts
         values = _row_values(sequence.request)
         if values:
             self._num_with_values -= 1

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ops.sampling.native import to_device
 from runtime.batch import Batch
 from runtime.config.plan import ExpertPlan
 from runtime.errors import InvalidRequest
@@ -88,12 +89,9 @@ class ExpertRecorder:
         """
         if not self._is_running and self._due is None:
             return
-        present = {}
-        for layer, mixture in self._mixtures.items():
-            chosen = mixture.recorded(count) if captured is None else captured.get(layer)
-            if chosen is None or not count:
-                return
-            present[layer] = chosen[:count]
+        present = self._present(count, captured)
+        if present is None or not count:
+            return
         self._number += 1
         counts = self._count(present)
         if self._due is not None:
@@ -114,6 +112,33 @@ class ExpertRecorder:
                 _mean_utilization(recent),
                 ((total.mean(-1) + EPSILON) / (total.amax(-1) + EPSILON)).mean().item(),
             )
+
+    def chosen(self, tokens: Tensor, count: int, captured: Mapping[int, Tensor] | None = None) -> Tensor:
+        """Return a copy of the experts that some tokens of an enqueued step have chosen, int16 [n, L, k].
+
+        `tokens` [n] are their indices among the `count` tokens of the step. L is the number of all layers; layers
+        without experts have zeros. Raises RuntimeError if the step did not record its choices.
+        """
+        present = self._present(count, captured)
+        if present is None:
+            raise RuntimeError("The step did not record the experts that its tokens have chosen.")
+        [first, *_] = present.values()
+        tokens = to_device(tokens, first.device)
+        ids = torch.stack([each[tokens] for each in present.values()])  # [M, n, k]
+        if self._sharing.has_copies:
+            slots = self._experts_of_slots(first.device).to(torch.int32)
+            ids = torch.stack([of_layer[each.long()] for of_layer, each in zip(slots, ids, strict=True)])
+        return self._padded(ids.to(torch.int16)).transpose(0, 1).contiguous()
+
+    def _present(self, count: int, captured: Mapping[int, Tensor] | None) -> dict[int, Tensor] | None:
+        """Return the choices of the last step by layer, int32 [count, k] each, or None if a layer has none."""
+        present = {}
+        for layer, mixture in self._mixtures.items():
+            found = mixture.recorded(count) if captured is None else captured.get(layer)
+            if found is None:
+                return None
+            present[layer] = found[:count]
+        return present
 
     def dump(self) -> Future[dict[str, Any]] | None:
         """Clear the record, and write its former contents to a file on a thread.

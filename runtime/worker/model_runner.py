@@ -199,6 +199,7 @@ class _Begun(NamedTuple):
     vectors: Tensor | None = None  # vectors that the CPU graph pooled
     in_graph: bool = False  # whether the CPU graph computed the step
     proposed: Batch | None = None  # with pipeline parallelism: the draft model's batch
+    experts: Tensor | None = None  # chosen experts of the tokens of `Batch.expert_rows`, int16 [n, L, k]
 
 
 class StepExecutor:
@@ -496,8 +497,8 @@ class StepExecutor:
         if self.mesh is None or not self.pipelined:
             chosen = self._chosen_by_graph(batch, inputs)
             hidden = compute(forward) if chosen is None else NOTHING
-            self._note_experts(batch)
-            return _Begun(batch, inputs.samples, hidden, chosen=chosen)
+            experts = self._note_experts(batch)
+            return _Begun(batch, inputs.samples, hidden, chosen=chosen, experts=experts)
         x, residual = self._model.blocks(self._model.embed(forward), None, forward)
         self._note_experts(batch)
         stages = self.mesh.axis("pp")
@@ -510,21 +511,29 @@ class StepExecutor:
         is_plain = batch.embedding_rows is None and sampling is not None and chooses_greedily(sampling)
         if is_plain and graph.chooses and self._graphs_choose:
             chosen = Sampled(*graph.choose(batch, self.last_tokens))
-            self._note_experts(batch, graph)
-            return _Begun(batch, samples._replace(sequences=None), NOTHING, chosen=chosen, in_graph=True)
+            experts = self._note_experts(batch, graph)
+            samples = samples._replace(sequences=None)
+            return _Begun(batch, samples, NOTHING, chosen=chosen, in_graph=True, experts=experts)
         hidden, vectors = graph.states(batch, self.last_tokens)
-        self._note_experts(batch, graph)
-        return _Begun(batch, samples, hidden, vectors=vectors, in_graph=True)
+        experts = self._note_experts(batch, graph)
+        return _Begun(batch, samples, hidden, vectors=vectors, in_graph=True, experts=experts)
 
-    def _note_experts(self, batch: Batch, graph: CpuGraph | None = None, num_tokens: int | None = None) -> None:
+    def _note_experts(
+        self, batch: Batch, graph: CpuGraph | None = None, num_tokens: int | None = None
+    ) -> Tensor | None:
         """Record the experts of an enqueued step, if a recorder is on.
 
-        `num_tokens` is the number of tokens of all attention groups.
+        `num_tokens` is the number of tokens of all attention groups. Returns a copy of the experts of the tokens of the
+        batch's `expert_rows`, int16 [n, L, k], or None if the batch has no such rows.
         """
         experts = self.rank.experts
-        if experts is not None and experts.recorder is not None:
-            count = len(batch.token_ids) if num_tokens is None else num_tokens
-            experts.recorder.note(batch, count, None if graph is None else graph.chosen_experts)
+        if experts is None or experts.recorder is None:
+            return None
+        captured = None if graph is None else graph.chosen_experts
+        experts.recorder.note(batch, len(batch.token_ids) if num_tokens is None else num_tokens, captured)
+        if not batch.expert_rows:
+            return None
+        return experts.recorder.chosen(_tokens_of(batch, batch.expert_rows), len(batch.token_ids), captured)
 
     @property
     def _graphs_choose(self) -> bool:
@@ -571,7 +580,7 @@ class StepExecutor:
         if batch.embedding_rows is not None and vectors is None:
             vectors = self._model.pooler(hidden, batch.counts, batch.embedding_rows)
         states = self._hidden_of_rows(begun) if batch.hidden_rows else None
-        return copy_out(self.device, batch, sampled, prompts, vectors, states)
+        return copy_out(self.device, batch, sampled, prompts, vectors, states, begun.experts)
 
     def _hidden_of_rows(self, begun: _Begun) -> Tensor:
         """Return a copy of the hidden states of all tokens of the batch's `hidden_rows`, float32 [n, E]."""
@@ -580,9 +589,7 @@ class StepExecutor:
             hidden = graph.hidden_of_all(len(batch.token_ids))
         else:
             hidden = self._final_hidden(begun)
-        ends = batch.counts.cumsum()
-        index = np.concatenate([np.arange(ends[row] - batch.counts[row], ends[row]) for row in batch.hidden_rows])
-        return hidden[to_device(torch.from_numpy(index), hidden.device)].float()
+        return hidden[to_device(_tokens_of(batch, batch.hidden_rows), hidden.device)].float()
 
     def _final_hidden(self, begun: _Begun) -> Tensor:
         """Return the hidden states [T, E] after the final norm.
@@ -642,3 +649,9 @@ class StepExecutor:
             traceback.clear_frames(error.__traceback__)  # the frames would keep the step's tensors alive
             self.device.release_unused()
             raise OutOfMemory("The device ran out of memory in a step.") from error
+
+
+def _tokens_of(batch: Batch, rows: Sequence[int]) -> Tensor:
+    """Return the indices of all tokens of these rows in the batch, int64 [n]."""
+    ends = batch.counts.cumsum()
+    return torch.from_numpy(np.concatenate([np.arange(ends[row] - batch.counts[row], ends[row]) for row in rows]))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from runtime.batch import Batch, Drafts, Floats, StepOutput
+from runtime.batch import Batch, Drafts, StepOutput
 from runtime.request import Logprobs, joined
 from runtime.worker.device import Device, Read
 from runtime.worker.logprobs import ScoredPrompts
@@ -22,19 +23,20 @@ def copy_out(
     prompts: ScoredPrompts | None = None,
     vectors: Tensor | None = None,
     states: Tensor | None = None,
+    experts: Tensor | None = None,
 ) -> Read[StepOutput]:
     """Start copying results to the host after the forward pass. The returned function waits for the copy.
 
     `vectors`, float32 [M, D], are the vectors of the batch's `embedding_rows`. `states`, float32 [n, E], are the hidden
-    states of all tokens of its `hidden_rows`.
+    states of all tokens of its `hidden_rows`. `experts`, int16 [n, L, k], are the chosen experts of all tokens of its
+    `expert_rows`.
     """
     tensors = [*sampled.tensors()] if sampled is not None else []
     if prompts is not None:
         tensors += prompts.tensors()
     if vectors is not None:
         tensors.append(vectors)
-    if states is not None:
-        tensors.append(states)
+    tensors += [each for each in (states, experts) if each is not None]
     host, copied = device.download(tensors)
 
     def read() -> StepOutput:
@@ -108,13 +110,13 @@ def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None
                 embeddings[row] = vector
             else:
                 failed.append(row)
-    return StepOutput(tokens, failed, logprobs, prompt_logprobs, embeddings, stuck, _hidden(batch, copies))
+    hidden, experts = (_of_rows(batch, rows, copies) for rows in (batch.hidden_rows, batch.expert_rows))
+    return StepOutput(tokens, failed, logprobs, prompt_logprobs, embeddings, stuck, hidden, experts)
 
 
-def _hidden(batch: Batch, copies: Iterator[Tensor]) -> list[tuple[int, Floats]]:
-    """Split the hidden states of the batch's `hidden_rows` by row."""
-    if not batch.hidden_rows:
+def _of_rows(batch: Batch, rows: Sequence[int], copies: Iterator[Tensor]) -> list[tuple[int, Any]]:
+    """Split the next copied array, which has an entry for each token of these rows, by row."""
+    if not rows:
         return []
-    rows = list(batch.hidden_rows)
-    parts = np.split(next(copies).numpy(), batch.counts[rows].cumsum()[:-1])
+    parts = np.split(next(copies).numpy(), batch.counts[list(rows)].cumsum()[:-1])
     return list(zip(rows, parts, strict=True))

@@ -22,6 +22,7 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_CHOICES_IN_ALL = 4096  # maximum of (number of prompts) x n
 MAX_HIDDEN_CHOICES = 16  # maximum of (number of prompts) x n in a call with hidden states
+MAX_ROUTED_CHOICES = 64
 MAX_CONTEXTS = 8  # maximum length of a text whose tokens are counted, in multiples of the model's context
 PINNED_CHARS = 4096  # characters at the beginning of a conversation that identify its pin
 Texts = str | Annotated[list[str], Length(1, MAX_PROMPTS)]
@@ -33,6 +34,7 @@ Priority = Annotated[int, Range(-MAX_INT32, MAX_INT32)]
 Timeout = Annotated[float, Range(0.001, 86_400)]  # seconds
 Tier = Annotated[str, Length(1, 32)]
 CacheKey = Annotated[str, Length(1, 256)]
+StartLength = Annotated[int, Range(0, MAX_INT32)]
 
 
 def check_hidden(wanted: bool, num_choices: int, *, stream: bool) -> None:
@@ -43,6 +45,17 @@ def check_hidden(wanted: bool, num_choices: int, *, stream: bool) -> None:
         raise InvalidRequest(
             f"A call with hidden states has at most {MAX_HIDDEN_CHOICES} choices of all prompts together.",
             param="return_hidden_states",
+        )
+
+
+def check_routed(wanted: bool, num_choices: int, *, stream: bool) -> None:
+    """Raise `InvalidRequest` if a call wants routed experts that it cannot get."""
+    if wanted and stream:
+        raise InvalidRequest("Routed experts cannot be streamed; set stream to false.", param="return_routed_experts")
+    if wanted and num_choices > MAX_ROUTED_CHOICES:
+        raise InvalidRequest(
+            f"A call with routed experts has at most {MAX_ROUTED_CHOICES} choices of all prompts together.",
+            param="return_routed_experts",
         )
 
 

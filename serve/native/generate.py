@@ -49,7 +49,7 @@ async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)
     # In a thread, because serializing long lists takes long.
-    if any(request.logprobs or request.returns_hidden for request in requests):
+    if any(request.logprobs or request.returns_parts for request in requests):
         return await anyio.to_thread.run_sync(_response, answers, chunks, single)
     return _response(answers, chunks, single)
 

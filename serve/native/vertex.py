@@ -70,8 +70,8 @@ def _read(core: EngineCore, raw: bytes) -> tuple[GenerateBody | None, list[Reque
         raise InvalidRequest(f"parameters.{key} must be set in instances instead.", param=f"parameters.{key}")
     generate = decode(GenerateBody, {**body.parameters, name: [each[name] for each in body.instances]})
     requests = requests_of(generate, core, owned=True)
-    if any(request.returns_hidden for request in requests):
-        raise InvalidRequest(
-            "Predictions have no hidden states; use /generate.", param="parameters.return_hidden_states"
-        )
+    for request in requests:
+        if request.returns_parts:
+            name = "return_hidden_states" if request.returns_hidden else "return_routed_experts"
+            raise InvalidRequest(f"Predictions do not support {name}; use /generate.", param=f"parameters.{name}")
     return generate, requests

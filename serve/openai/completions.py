@@ -23,7 +23,16 @@ from serve.calls.chat_completions.schema import NAMES, CompletionBody, StreamOpt
 from serve.calls.errors import ended
 from serve.calls.hidden_states import last_hidden
 from serve.calls.logprobs import CompletionLogprobs, prompt_logprobs, with_top
-from serve.calls.prompts import check_choices, check_hidden, labels_of, namespaces_of, of_client, service_of
+from serve.calls.prompts import (
+    check_choices,
+    check_hidden,
+    check_routed,
+    labels_of,
+    namespaces_of,
+    of_client,
+    service_of,
+)
+from serve.calls.routed_experts import routed_experts
 from serve.calls.served_model import adapters_of, choose_model
 from serve.calls.work_budget import check_joined, prompt_ids
 from serve.http.endpoint import decodes, json_response, read_all_or_disconnect, read_call
@@ -94,6 +103,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
         prompts = _fill_in_the_middle(core, body, prompts)
     check_choices(len(prompts), sampling.n)
     check_hidden(body.return_hidden_states, len(prompts) * sampling.n, stream=body.stream)
+    check_routed(body.return_routed_experts, len(prompts) * sampling.n, stream=body.stream)
     logprobs = _logprobs(body)
     rid = body.rid or uuid4().hex
     keep_last = keep_last_of(body)
@@ -110,6 +120,7 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
             logprobs=logprobs,
             returns_ids=body.return_token_ids,
             returns_hidden=body.return_hidden_states,
+            experts_from=body.experts_from,
             truncate=core.plan.serve.allow_auto_truncate,
             keep_last=keep_last,
             add_special_tokens=body.add_special_tokens,
@@ -302,6 +313,8 @@ class CompletionAnswers:
         fields: dict[str, Any] = {}
         if self._requests[request_index].returns_hidden:
             fields["hidden_states"] = last_hidden(chunk)
+        if self._requests[request_index].experts_from is not None:
+            fields["sgl_ext"] = {"routed_experts": routed_experts(chunk)}
         if self._requests[request_index].returns_ids:
             fields["token_ids"] = chunk.ids
             if chunk.prompt_ids is not None:

@@ -439,10 +439,9 @@ class Generation:
         options = {**self.options, "return_logprob": True} if self.logprobs else self.options
         requests = requests_of(generate_body(None, parameters, [self.ids], options), self._core)
         [request] = with_hook(requests, self.on_logits)
-        if request.returns_hidden:
-            raise InvalidRequest(
-                "A generation returns no hidden states; use Engine.generate.", param="return_hidden_states"
-            )
+        if request.returns_parts:
+            name = "return_hidden_states" if request.returns_hidden else "return_routed_experts"
+            raise InvalidRequest(f"A generation does not support {name}; use Engine.generate.", param=name)
         return request
 
     def _check_idle(self) -> None:

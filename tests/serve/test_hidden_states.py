@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import http_server
 import tiny_checkpoints
 from runtime.errors import ConfigurationError, InvalidRequest
-from runtime.request import HiddenParts
+from runtime.request import TokenParts
 from serve import Engine
 from serve.demo import WEIGHTS
 from serve.server.app import build_app
@@ -95,7 +95,7 @@ async def test_a_choice_that_a_stop_string_ends_has_states() -> None:
 
 
 def test_parts_may_replace_others_and_have_a_last_state() -> None:
-    parts = HiddenParts()
+    parts = TokenParts()
     assert (parts.first(3), parts.last(3)) == (None, None)
     parts.add(0, np.zeros((4, 2), np.float32))
     parts.add(3, np.ones((3, 2), np.float32))

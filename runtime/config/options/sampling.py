@@ -80,6 +80,12 @@ class SamplingArgs:
         "their whole prompt.",
         plan="serve.returns_hidden",
     )
+    enable_return_routed_experts: bool = option(
+        False,
+        "Allow requests to return the experts that each layer chose for their tokens (return_routed_experts). Such "
+        "requests compute their prompt from routed_experts_start_len on.",
+        plan="experts.returned",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,8 @@ def expert_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan) -> Ex
     args = builder.args.moe
     ep_size = _ep_size(builder)
     record = _record(builder)
-    _check_model(builder, facts, model, record.value is not None)
+    returned = builder.args.sampling.enable_return_routed_experts
+    _check_model(builder, facts, model, record.value is not None or returned)
     if facts.path and facts.num_experts and (facts.num_experts + args.ep_num_redundant_experts) % ep_size.value:
         missing = -(facts.num_experts + args.ep_num_redundant_experts) % ep_size.value
         builder.refuse(
@@ -51,12 +52,13 @@ def expert_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan) -> Ex
             f"--eplb-algorithm deepseek_hierarchical: --nnodes {nodes} must divide the {facts.num_expert_groups} "
             f"groups of experts and --ep-size {ep_size.value}; use auto.",
         )
-    if builder.args.graphs.enable_torch_compile and (record.value is not None or _is_fake(builder)):
+    if builder.args.graphs.enable_torch_compile and (record.value is not None or returned or _is_fake(builder)):
         builder.refuse(
             "enable_torch_compile",
             "--enable-torch-compile: the choices of experts are not recorded or replaced in compiled code; leave it "
-            "out, or the options of the recorder.",
+            "out, or the options of the recorder and --enable-return-routed-experts.",
         )
+    _check_returned(builder)
     steps = args.expert_distribution_recorder_buffer_size
     if steps == 0:
         builder.refuse(
@@ -100,13 +102,28 @@ def _record(builder: PlanBuilder) -> Decision[str | None]:
 
 def _check_model(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan, records: bool) -> None:
     asked = [option for option in ("ep_size", "enable_ep_moe") if builder.args.changed(option)]
-    recording = ("expert_distribution_recorder_mode", "enable_expert_distribution_metrics", "enable_eplb")
+    recording = (
+        "expert_distribution_recorder_mode",
+        "enable_expert_distribution_metrics",
+        "enable_eplb",
+        "enable_return_routed_experts",
+    )
     asked += [option for option in recording if records and builder.args.changed(option)]
     for option in asked if facts.path else ():
         if model.by_transformers:
             builder.refuse(option, f"{_flag(option)}: transformers' modules compute this model, without its experts.")
         elif not facts.num_experts:
             builder.refuse(option, f"{_flag(option)}: this model has no experts.")
+
+
+def _check_returned(builder: PlanBuilder) -> None:
+    option, parallel, why = "enable_return_routed_experts", builder.args.parallel, None
+    if parallel.pp_size > 1:
+        why = "each stage of a pipeline knows only the experts of its layers; use --pp-size 1"
+    elif parallel.enable_dp_attention:
+        why = "rank 0 has only the tokens of its own attention group; leave --enable-dp-attention out"
+    if builder.args.get(option) and why is not None:
+        builder.refuse(option, f"{_flag(option)}: {why}.")
 
 
 def _is_fake(builder: PlanBuilder) -> bool:

@@ -93,6 +93,7 @@ def _two_batches(builder: PlanBuilder, facts: ModelFacts) -> Decision[float | No
             moe.enable_eplb
             or moe.enable_expert_distribution_metrics
             or moe.expert_distribution_recorder_mode is not None
+            or builder.args.sampling.enable_return_routed_experts
         ),
         "cannot be combined with a compiled forward (--enable-torch-compile)": builder.args.graphs.enable_torch_compile,
         "supports drafts of NGRAM only": algorithm not in (None, "NGRAM"),

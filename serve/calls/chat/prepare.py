@@ -90,6 +90,7 @@ def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> 
         logprobs=chat.logprobs,
         returns_ids=chat.returns_ids,
         returns_hidden=chat.returns_hidden,
+        experts_from=chat.experts_from,
         add_special_tokens=chat.add_special_tokens,
         keep_last=chat.keep_last,
         cut_output=chat.cut_output,

@@ -39,6 +39,7 @@ class ChatRequest:
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
     returns_hidden: bool = False  # whether the answer has the hidden state of the last token
+    experts_from: int | None = None  # the same as `Request.experts_from`
     returns_ids: bool = False  # whether the answer has the ids of the prompt and the output
     add_special_tokens: bool = False  # false, because the chat template writes the special tokens
     keep_last: int | None = None  # the same as `Request.keep_last`

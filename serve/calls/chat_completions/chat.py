@@ -24,6 +24,7 @@ from serve.calls.chat_completions.schema import StreamOptions
 from serve.calls.errors import ended
 from serve.calls.hidden_states import last_hidden
 from serve.calls.logprobs import chat_logprobs, prompt_logprobs, with_top
+from serve.calls.routed_experts import routed_experts
 
 if TYPE_CHECKING:
     from runtime.tokenizer.tokenizer import Tokenizer
@@ -56,6 +57,8 @@ def chat_answer(
         )
         if prepared.request.returns_hidden:
             choices[-1]["hidden_states"] = last_hidden(chunk)
+        if prepared.request.experts_from is not None:
+            choices[-1]["sgl_ext"] = {"routed_experts": routed_experts(chunk)}
         if prepared.request.returns_ids:
             choices[-1]["token_ids"] = chunk.ids
             whole["prompt_token_ids"] = chunk.prompt_ids

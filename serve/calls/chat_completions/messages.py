@@ -50,6 +50,7 @@ def chat_of(body: ChatBody, objects: Sequence[Any] = ()) -> ChatRequest:
         prompt_logprobs=body.prompt_logprobs,
         returns_ids=body.return_token_ids,
         returns_hidden=body.return_hidden_states,
+        experts_from=body.experts_from,
         add_generation_prompt=body.add_generation_prompt,
         add_special_tokens=body.add_special_tokens,
         keep_last=keep_last_of(body),

@@ -17,7 +17,19 @@ from runtime.sampling_params import MAX_INT32, Api
 from serve.calls.bootstrap import Hosts, Ports, Rooms
 from serve.calls.chat.request import Effort
 from serve.calls.decode import Length, NotBuilt, NotBuiltNumber, NotBuiltOptions, Range
-from serve.calls.prompts import MAX_MESSAGES, AdapterName, CacheKey, Ids, Label, Priority, Salt, Texts, Tier, Timeout
+from serve.calls.prompts import (
+    MAX_MESSAGES,
+    AdapterName,
+    CacheKey,
+    Ids,
+    Label,
+    Priority,
+    Salt,
+    StartLength,
+    Texts,
+    Tier,
+    Timeout,
+)
 from serve.calls.sampling import sampling_names
 
 ThinkingTokens = Annotated[int, Range(0, MAX_INT32)]
@@ -78,6 +90,8 @@ class OpenAIBody:
     guided_whitespace_pattern: NotBuilt = None
     session_params: NotBuilt = None
     return_hidden_states: bool = False  # whether to return the last token's `hidden_states`; see `GenerateBody`
+    return_routed_experts: bool = False  # whether choices have `sgl_ext.routed_experts`; see `GenerateBody`
+    routed_experts_start_len: StartLength = 0
     bootstrap_host: Hosts | None = None  # prefill server of the prompt, in the fields of SGLang's routers
     bootstrap_port: Ports | None = None
     bootstrap_room: Rooms | None = None
@@ -90,10 +104,14 @@ class OpenAIBody:
     best_of: int | None = None
     logits_processors: NotBuilt = None
     repetition_detection: NotBuilt = None
-    return_routed_experts: NotBuilt = None
     moderation: NotBuilt = None
     kv_transfer_params: NotBuilt = None
     vllm_xargs: NotBuilt = None
+
+    @property
+    def experts_from(self) -> int | None:
+        """`Request.experts_from` of this call's requests."""
+        return self.routed_experts_start_len if self.return_routed_experts else None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -10,6 +10,7 @@ import orjson
 
 from runtime.request import Chunk, Finish, Logprobs, Request
 from serve.calls.hidden_states import hidden_states
+from serve.calls.routed_experts import routed_experts
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -110,6 +111,7 @@ class GenerateAnswers:
             "e2e_latency": time.perf_counter() - self._started_s,
             **({} if chunk.usage.drafts is None else chunk.usage.drafts.as_meta()),
             **({"hidden_states": hidden_states(chunk)} if request.returns_hidden else {}),
+            **({"routed_experts": routed_experts(chunk)} if request.experts_from is not None else {}),
         }
 
     def _logprobs(self, request: Request, chunk: Chunk) -> dict[str, list[Any]]:

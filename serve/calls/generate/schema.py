@@ -24,12 +24,14 @@ from serve.calls.prompts import (
     Label,
     Priority,
     Salt,
+    StartLength,
     Texts,
     Tier,
     Timeout,
     check_choices,
     check_hidden,
     check_length,
+    check_routed,
     labels_of,
     namespaces_of,
     service_of,
@@ -81,6 +83,8 @@ class GenerateBody:
     audio_data: Any = None
     modalities: list[Modality] | Modality | None = None
     return_hidden_states: bool | list[bool] = False  # requires --enable-return-hidden-states; not with stream
+    return_routed_experts: bool | list[bool] = False  # requires --enable-return-routed-experts; not with stream
+    routed_experts_start_len: StartLength | list[StartLength] = 0  # first token whose experts are returned
     custom_logit_processor: str | list[str | None] | None = None  # a sampling parameter in the other APIs
     bootstrap_host: Hosts | None = None  # prefill server of the prompt, in the fields of SGLang's routers
     bootstrap_port: Ports | None = None
@@ -94,7 +98,6 @@ class GenerateBody:
     return_bytes: NotBuilt = None
     return_entropy: NotBuilt = None
     return_prompt_token_ids: NotBuilt = None
-    return_routed_experts: NotBuilt = None
     require_reasoning: NotBuilt = None
     custom_labels: NotBuilt = None
     positional_embed_overrides: NotBuilt = None
@@ -124,6 +127,9 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
     adapters = spread(body.lora_path, count, "lora_path")
     hidden = spread(body.return_hidden_states, count, "return_hidden_states")
     check_hidden(any(hidden), count * sampling[0].n, stream=body.stream)
+    routed = spread(body.return_routed_experts, count, "return_routed_experts")
+    check_routed(any(routed), count * sampling[0].n, stream=body.stream)
+    firsts = spread(body.routed_experts_start_len, count, "routed_experts_start_len")
     values: dict[Kind, Any] = {"image": body.image_data, "video": body.video_data, "audio": body.audio_data}
     media = native_media(values, count, is_batch=body.is_batch)
     if body.session_params is not None and (body.is_batch or sampling[0].n > 1):
@@ -139,6 +145,7 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
             sampling=sampling[index],
             logprobs=logprobs[index],
             returns_hidden=hidden[index],
+            experts_from=firsts[index] if routed[index] else None,
             truncate=core.plan.serve.allow_auto_truncate,
             namespace=namespaces[index],
             priority=priorities[index],

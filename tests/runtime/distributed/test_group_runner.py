@@ -70,6 +70,7 @@ VALUES: dict[str, Any] = {
     "prompt_logprobs": (PromptLogprobs(1, 1, ints(12, 13), LogprobParams(start=0)),),
     "embedding_rows": ints(1),
     "hidden_rows": (1,),
+    "expert_rows": (1,),
     "row_values": {"adapter": ints(0, 2)},
     "kinds": {"state": {"spans": ints(1, 2, 0, 1).reshape(1, 4)}},
     "drafts": Drafts(ints(1), ints(2)),
@@ -87,7 +88,7 @@ VALUES: dict[str, Any] = {
     "adapters": (AdapterPlacement(2, 17), AdapterPlacement(1, 4)),
     "stats": StepStats(num_new=1),
 }
-STAY_HERE = {"sequences", "stats", "hidden_rows"}  # only the scheduler or rank 0 reads these
+STAY_HERE = {"sequences", "stats", "hidden_rows", "expert_rows"}  # only the scheduler or rank 0 reads these
 SAMPLING_TRAVELS = {"positions", "row_of"}  # only rank 0 chooses tokens
 
 

@@ -247,10 +247,12 @@ GREEDY = {"temperature": 0, "max_tokens": 48, "model": MODEL}
 PROCESSORS: Fields = {"custom_logit_processor": "mine", "custom_params": {"custom_params": {"a": 1}}}
 # They need a prefill or decode server.
 PREFILLED: Fields = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 1}
-HIDDEN: Fields = {"return_hidden_states": True}  # --enable-return-hidden-states; test_hidden_states.py asks for them
+# They need --enable-return-hidden-states and --enable-return-routed-experts; test_hidden_states.py and
+# test_routed_experts.py ask for them.
+PARTS: Fields = {"return_hidden_states": True, "return_routed_experts": True}
 REFUSED_BY_OPENAI: Fields = {
     **PROCESSORS,
-    **HIDDEN,
+    **PARTS,
     "model": "other",
     "priority": 3,
     "best_of": 7,
@@ -270,6 +272,7 @@ LOADING = (
     "f16_kv",
 )
 LOADING += ("logits_all", "vocab_only", "use_mmap", "use_mlock", "embedding_only")
+FIRST = "first token of return_routed_experts"
 NO_DRAFTS = "this server has no drafts"
 ALONE = "test_determinism.py compares answers beside other requests"
 PREFIX = "the demo model's tokenizer adds no tokens of its own"
@@ -283,6 +286,7 @@ ROUTES: Mapping[str, Route] = {
             "service_tier": "a test of its own in test_service.py",
             "prompt_cache_key": "a test of its own in test_service.py",
             "session_id": "a test of its own in test_service.py",
+            "routed_experts_start_len": FIRST,
             "user": "reported to nobody",
             "spaces_between_special_tokens": SPACES,
             "add_special_tokens": PREFIX,
@@ -300,6 +304,7 @@ ROUTES: Mapping[str, Route] = {
             "service_tier": "a test of its own in test_service.py",
             "prompt_cache_key": "a test of its own in test_service.py",
             "session_id": "a test of its own in test_service.py",
+            "routed_experts_start_len": FIRST,
             "user": "reported to nobody",
             "spaces_between_special_tokens": SPACES,
             "add_special_tokens": PREFIX,
@@ -313,7 +318,7 @@ ROUTES: Mapping[str, Route] = {
         declared(GenerateBody),
         refused={
             **PREFILLED,
-            **HIDDEN,
+            **PARTS,
             "priority": 3,
             "lora_path": "none",
             "image_data": "aGk=",
@@ -326,6 +331,7 @@ ROUTES: Mapping[str, Route] = {
             "service_tier": "a test of its own in test_service.py",
             "prompt_cache_key": "a test of its own in test_service.py",
             "session_id": "a test of its own in test_service.py",
+            "routed_experts_start_len": FIRST,
             "custom_logit_processor": "asked in test_logits_processors.py",
             "log_metrics": "seen in /metrics",
             "modalities": "says what image_data has, as in SGLang",
