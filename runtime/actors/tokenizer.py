@@ -23,6 +23,7 @@ from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PenstockEr
 from runtime.grammar.compiler import GrammarCompiler
 from runtime.grammar.patterns.stop_patterns import stop_patterns
 from runtime.media.fair_slots import Asker
+from runtime.media.precomputed import is_precomputed
 from runtime.media.preparation import MediaPreparer
 from runtime.media_source import Kind
 from runtime.request import Request
@@ -168,6 +169,13 @@ class TokenizerActor:
             media.check(request.media)
             live.times.tokenizing = monotonic()
             asker = Asker(request.owner, request.id)
+            if is_precomputed(request.media, has_ids=request.ids is not None):
+                given = request.ids or ()
+                ids, prompt_media = await media.place_precomputed(
+                    given, request.media, lambda: not live.output.finished, asker
+                )
+                live.request = replace(request, ids=ids, media=(), prompt_media=prompt_media)
+                return
             blocks = await media.encode(request.media, lambda: not live.output.finished, asker)
             if request.ids is not None:
                 ids, blocks = media.expanded_ids(request.ids, self._placeholder_ids, blocks)

@@ -25,7 +25,15 @@ from runtime.media.encoder_cache import EncodedBlock, EncoderCache
 from runtime.media.fair_slots import Asker, FairSlots
 from runtime.media.fetch import Fetcher
 from runtime.media.images import decode_image
-from runtime.media.placement import expanded, expanded_ids, place
+from runtime.media.placement import TYPES, expanded, expanded_ids, place
+from runtime.media.precomputed import (
+    PROCESSED,
+    EncodedPrompt,
+    MediaTokens,
+    encoded_prompt,
+    format_of,
+    place_encoded,
+)
 from runtime.media.sounds import decode_audio
 from runtime.media.videos import VideoLimits, decode_video
 from runtime.media_source import PLURALS, Kind, MediaSource, PromptMedia, check_counts
@@ -67,6 +75,7 @@ class MediaPreparer:
         self._held_bytes = 0  # bytes of images in requests that are not encoded yet
         self._num_counted = 0  # number of calls that are counting tokens
         self._calls = itertools.count(1)  # numbers of these calls, with which they take turns
+        self._media_tokens: dict[Kind, MediaTokens] = {}
         self._encoder = anyio.CapacityLimiter(1)
         self._threads = anyio.CapacityLimiter(plan.num_threads)
         self._pending: dict[bytes, asyncio.Future[EncodedBlock]] = {}  # images that are being encoded
@@ -229,6 +238,72 @@ class MediaPreparer:
         self.num_images += len(blocks)
         return placed
 
+    async def place_precomputed(
+        self, ids: Sequence[int], sources: Sequence[MediaSource], wanted: Callable[[], bool], asker: Asker
+    ) -> tuple[tuple[int, ...], PromptMedia]:
+        """Return the ids and media of a prompt whose media the caller has processed or encoded.
+
+        Raises `InvalidRequest` if they do not match the model or the prompt, and `EngineFailure` if the request is no
+        longer wanted.
+        """
+        array = np.asarray(ids, np.int64)
+        if len(array) > self._context_length:
+            raise ContextOverflow.of_input(len(array), self._context_length, "input_ids")
+        async with self._workers.slot(asker):
+            if not wanted():
+                raise EngineFailure("The request has ended.")
+            positions = self._positions if self._tower.has_axes else None
+            if format_of(sources[0]) == PROCESSED:
+                media = await self._thread_of_encoder(self._encode_processed, array, sources[0])
+            else:
+                kinds: set[Kind] = {each.kind for each in sources}
+                tokens = {kind: await self._tokens_of(kind) for kind in kinds}
+                media = await self._thread(encoded_prompt, array, sources, tokens, self._tower.grid_names)
+            place_all = partial(place_encoded, mutual=self._tower.mutual)
+            placed = await self._thread(place_all, array, media, positions, self._facts.vocab_size)
+        self.num_images += len(sources)
+        return placed
+
+    def _encode_processed(self, ids: Any, source: MediaSource) -> EncodedPrompt:
+        """Encode the result of the model's processor for a whole prompt."""
+        import torch
+
+        values = source.content
+        inputs = {name: torch.as_tensor(value) for name, value in values.items() if hasattr(value, "dtype")}
+        inputs["input_ids"] = torch.from_numpy(ids)[None]
+        given = values.get("input_ids")
+        if given is not None and not np.array_equal(np.asarray(_host(given)).reshape(-1), ids):
+            raise InvalidRequest(
+                f"{source.param}.input_ids differ from the prompt's.", param=f"{source.param}.input_ids"
+            )
+        try:
+            encoded = self._tower.encode(inputs)
+        except Exception as error:  # model code may raise any exception, and the tensors are the caller's
+            logger.info("The encoder refused the output of a processor: %s", error)
+            raise InvalidRequest(
+                f"{source.param}: the model cannot encode these tensors; are they the output of its own processor for "
+                "this prompt?",
+                param=source.param,
+            ) from error
+        if not np.isfinite(encoded.vectors).all():
+            raise InvalidRequest(f"{source.param} has values that are not finite.", param=source.param)
+        types = inputs.get("mm_token_type_ids")
+        marked = np.where(encoded.is_media, TYPES[source.kind], 0) if types is None else types[0].numpy()
+        grids = {name: inputs[name] for name in self._tower.grid_names if name in inputs}
+        return EncodedPrompt(encoded.is_media, encoded.vectors, marked.astype(np.int64), grids)
+
+    async def _tokens_of(self, kind: Kind) -> MediaTokens:
+        """Return the ids and the width of the vectors of a kind, from a trial item that is encoded once."""
+        if kind not in self._media_tokens:
+            from runtime.media.processing import trial
+
+            item = trial(kind, self._processors.sampling_rate)
+            processed = await self._thread(self._processors.process, kind, item, {}, kind)
+            encoded = await self._thread_of_encoder(self._tower.encode, processed.inputs)
+            ids = processed.inputs["input_ids"][0].numpy()[encoded.is_media]
+            self._media_tokens[kind] = MediaTokens(np.unique(ids), encoded.vectors.shape[1])
+        return self._media_tokens[kind]
+
     async def reload(self, path: str, plan: Plan) -> None:
         """Read the encoder's weights from a checkpoint that replaced the model's. Forgets all cached vectors."""
         import torch
@@ -337,6 +412,9 @@ class MediaPreparer:
             item = decode_audio(content, self._processors.sampling_rate, self._audio_s, param)
         return item, self._processors.digest(source.kind, item, options)
 
+    async def _thread_of_encoder(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await anyio.to_thread.run_sync(function, *arguments, limiter=self._encoder)
+
     async def _thread(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await anyio.to_thread.run_sync(function, *arguments, limiter=self._threads)
 
@@ -345,6 +423,10 @@ class MediaPreparer:
 
         joined = {name: torch.cat([torch.as_tensor(part) for part in parts]) for name, parts in grids.items()}
         return self._tower.positions(ids, types, joined)
+
+
+def _host(value: Any) -> Any:
+    return value.cpu() if hasattr(value, "cpu") else value
 
 
 def _check_enlarged(options: Mapping[str, Any], num_frames: int, most: int) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import anyio.to_thread
 
 from runtime.errors import InvalidRequest
+from runtime.media.precomputed import FORMATS
 from runtime.media_source import KINDS, PLURALS, Kind, MediaSource, source_of
 from serve.calls.client import CLIENT
 
@@ -163,7 +164,12 @@ def native_source(value: Any, param: str, kind: Kind = "image") -> MediaSource:
             return source_of(value["url"], param, kind)
         if _OBJECT_KEYS.get(kind, "") in value:  # frames or samples from Python
             return MediaSource("object", value, param, kind)
-        raise InvalidRequest(f"{param}: precomputed features are not accepted; send the {kind}.", param=param)
+        if value.get("format") in FORMATS and any(hasattr(each, "dtype") for each in value.values()):
+            return MediaSource("object", value, param, kind)
+        raise InvalidRequest(
+            f"{param}: precomputed features are accepted from Python only, as tensors or arrays; send the {kind}.",
+            param=param,
+        )
     if value is None or isinstance(value, bool | int | float):
         raise InvalidRequest(f"{param} must be {ARTICLES[kind]}: a URL, a path or base64 text.", param=param)
     return MediaSource("object", value, param, kind)
