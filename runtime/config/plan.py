@@ -197,6 +197,7 @@ class DraftPlan(Section):
     algorithm: str | None = None  # "STANDALONE", "EAGLE", "EAGLE3", "NEXTN"; None: no draft model
     path: str | None = None  # its folder or GGUF file; None: no draft model, or layers of the served model
     revision: str | None = None  # branch, tag or commit on the Hub
+    token_map: str | None = None  # file with the ids of the tokens that a draft head proposes; None: all tokens
     # Relaxed acceptance in sampled rows (`worker.relaxed_acceptance`). A draft token to which the served model gives
     # the probability p is accepted if p >= `accept_single`, otherwise with probability p / `accept_divisor`.
     accept_single: float = 1.0

@@ -13,7 +13,7 @@ from runtime.config.plan import DraftPlan
 from runtime.errors import CheckpointError, ConfigurationError
 from runtime.loading.checkpoint import tensor_names
 from runtime.loading.facts import read_facts, read_values
-from runtime.models.draft_heads import EAGLE3_NAMES, EAGLE_NAMES, NEXTN
+from runtime.models.draft_heads import EAGLE3_NAMES, EAGLE_NAMES, NEXTN, OWN_PREFIXES
 from runtime.models.registry import architecture_of
 
 # Overrides for a draft head of one layer, in place of the values that describe the served model's layers.
@@ -83,8 +83,7 @@ def _nextn_overrides(path: str, target: ModelFacts) -> Mapping[str, Any]:
             f"{architecture_of(values)}; use NGRAM, STANDALONE or EAGLE3."
         )
     layer = Fields(values, "config.json: ").integer("num_hidden_layers")
-    after_layers = not name.endswith("MTP")
-    prefix = f"model.layers.{layer}." if after_layers else "mtp."
+    prefix = OWN_PREFIXES.get(name, f"model.layers.{layer}.")
     stored = tensor_names(path)
     if stored is not None and not any(name.startswith(prefix) for name in stored):
         raise ConfigurationError(
@@ -93,4 +92,4 @@ def _nextn_overrides(path: str, target: ModelFacts) -> Mapping[str, Any]:
         )
     if target.hidden_size != Fields(values, "config.json: ").integer("hidden_size"):
         raise CheckpointError(f"{path}: hidden_size differs from that of the served model.")
-    return {**_OF_MODEL, "architectures": [name], "nextn_layer": layer if after_layers else None}
+    return {**_OF_MODEL, "architectures": [name], "nextn_layer": None if name in OWN_PREFIXES else layer}

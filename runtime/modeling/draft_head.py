@@ -57,6 +57,7 @@ class DraftHead(Decoder):
         self.embedding_norm = None
         self.head: LMHead | None = head
         self.token_map = token_map
+        self._tokens: Tensor | None = None
         self.projection = projection
         self.taps, self.normed_states = tuple(taps), normed_states
         self.hidden_size = self.state_size = config.hidden_size
@@ -74,6 +75,17 @@ class DraftHead(Decoder):
         self.embedding, self.embedding_norm = target.embedding, target.embedding_norm
         if self.head is None:
             self.head = target.head
+
+    def propose_only(self, ids: Tensor, head: LMHead) -> None:
+        """Propose only the tokens `ids`, int64 [n], ascending. `head` is an LM head with their rows."""
+        self._tokens, self.head = ids, head
+
+    @property
+    def token_ids(self) -> Tensor | None:
+        """The ids of the LM head's tokens, int64 [n], ascending. None: the whole vocabulary."""
+        if self.token_map is not None and self.token_map.size < self.vocab_size:
+            return self.token_map.ids
+        return self._tokens
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Return hidden states [T, E] for the LM head, and set `states`. May overwrite `batch.states`."""
@@ -98,7 +110,10 @@ class DraftHead(Decoder):
 
 
 class Joined(nn.Module):
-    """A first layer that joins the token's vector and the state, projects both to [T, E], and runs a usual layer."""
+    """A first layer that joins the token's vector and the state, projects both to [T, E], and runs a usual layer.
+
+    The projection reads the token's vector first or, with `state_first`, the state first.
+    """
 
     def __init__(
         self,
@@ -108,9 +123,10 @@ class Joined(nn.Module):
         *,
         token_norm: Norm | None = None,
         state_norm: Norm | None = None,
+        state_first: bool = False,
     ) -> None:
         super().__init__()
-        self.projection, self.layer = projection, layer
+        self.projection, self.layer, self.state_first = projection, layer, state_first
         self.token_norm, self.state_norm = token_norm, state_norm
         self.kernels = build.kernels
 
@@ -118,7 +134,8 @@ class Joined(nn.Module):
         """Map `embedded` and `states`, each [T, E], to the pair (x, residual) for the next layer."""
         embedded = embedded if self.token_norm is None else self.token_norm(embedded)
         states = states if self.state_norm is None else self.state_norm(states)
-        return self.layer(self.projection(self.kernels.join(embedded, states).flatten(1), batch), None, batch)
+        pair = (states, embedded) if self.state_first else (embedded, states)
+        return self.layer(self.projection(self.kernels.join(*pair).flatten(1), batch), None, batch)
 
 
 class WideAttentionLayer(nn.Module):

@@ -25,6 +25,7 @@ def _nextn(base: str, family: str, tensors: Mapping[str, str | None]) -> Entry:
 # A prediction layer after the model's own layers, with copies of the embedding and the LM head. `tensor_name` in the
 # loader renumbers it as layer 0.
 _AFTER_LAYERS = {r"model\.layers\.0\.(embed_tokens|shared_head\.head)\.": None}
+_MIMO: Mapping[str, str | None] = {r"model\.mtp_layers\.0\.": "mtp.", r"": None}
 _MTP: Mapping[str, str | None] = {r"mtp\.": "mtp.", r"": None}
 
 DRAFT_HEADS: Mapping[str, Entry] = {
@@ -33,6 +34,7 @@ DRAFT_HEADS: Mapping[str, Entry] = {
     "LlamaForCausalLMEagle3": Entry("eagle:eagle3", _LLAMA, tensors=_EAGLE3, spelling="llama", draft_head=True),
     "DeepseekV3ForCausalLMNextN": _nextn("DeepseekV3ForCausalLM", "deepseek:nextn", _AFTER_LAYERS),
     "Glm4MoeForCausalLMNextN": _nextn("Glm4MoeForCausalLM", "glm:nextn", _AFTER_LAYERS),
+    "MiMoForCausalLMMTP": _nextn("MiMoForCausalLM", "qwen2:mimo_nextn", _MIMO),
     "Qwen3NextForCausalLMMTP": _nextn("Qwen3NextForCausalLM", "qwen3_next:nextn", _MTP),
 }
 # Architecture in the config.json of an EAGLE checkpoint -> architecture of the draft head.
@@ -53,5 +55,8 @@ EAGLE3_NAMES: Mapping[str, str] = dict.fromkeys(
 NEXTN: Mapping[str, str] = {
     "DeepseekV3ForCausalLM": "DeepseekV3ForCausalLMNextN",
     "Glm4MoeForCausalLM": "Glm4MoeForCausalLMNextN",
+    "MiMoForCausalLM": "MiMoForCausalLMMTP",
     "Qwen3NextForCausalLM": "Qwen3NextForCausalLMMTP",
 }
+# Prefix of the tensors of a multi-token prediction layer that is not stored after the model's own layers.
+OWN_PREFIXES: Mapping[str, str] = {"MiMoForCausalLMMTP": "model.mtp_layers.0.", "Qwen3NextForCausalLMMTP": "mtp."}

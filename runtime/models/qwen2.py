@@ -11,6 +11,7 @@ from runtime.layers.build import Build
 from runtime.layers.moe import MoE, Routing
 from runtime.modeling.config import Config
 from runtime.modeling.decoder import Decoder, assemble
+from runtime.modeling.draft_head import DraftHead, Joined, JoinLinear
 from runtime.modeling.layer import Layer
 from runtime.modeling.mixtures import top_k
 
@@ -33,6 +34,16 @@ def qwen1(config: Config, build: Build) -> Decoder:
         return at.block(at.attention(bias=True, out_bias=out_bias, fused="c_attn"), at.mlp(bias=out_bias))
 
     return assemble(config, build, layer)
+
+
+def mimo_nextn(config: Config, build: Build) -> Decoder:
+    """Return MiMo's first multi-token prediction layer, a layer of Qwen 2 (arXiv 2505.07608, section 2.2)."""
+    at = Layer(config, build, 0, "mtp")
+    layer = at.block(at.attention(bias=True, out_bias=False), at.mlp())
+    token_norm, state_norm = at.norm("token_layernorm"), at.norm("hidden_layernorm")
+    projection = JoinLinear("mtp.input_proj", 2 * config.hidden_size, config, build)
+    first = Joined(projection, layer, build, token_norm=token_norm, state_norm=state_norm, state_first=True)
+    return DraftHead([first], at.norm("final_layernorm"), config, build, normed_states=True)
 
 
 def windows(config: Config) -> list[int | None]:

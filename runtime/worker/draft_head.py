@@ -68,8 +68,7 @@ class HeadDrafter:
         self._starts = np.zeros(num_sequences, np.int64)  # first position of each sequence's newest row
         self._ends = np.zeros(num_sequences, np.int64)  # position after this row
         self._vocab_size = head.vocab_size
-        token_map = head.token_map
-        self._map = None if token_map is None or token_map.size == head.vocab_size else token_map.ids
+        self._map = head.token_ids
 
     @property
     def pool(self) -> KVPool:

@@ -33,6 +33,7 @@ from runtime.layers.batch_reads import batch_reads
 from runtime.layers.expert_sharing import ExpertSharing
 from runtime.layers.moe import mixtures
 from runtime.loading.loader import load_model
+from runtime.loading.token_map import head_of_tokens, read_token_map
 from runtime.loading.weight_update import LoadedWeights, WeightSource
 from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo, Stage
@@ -204,7 +205,7 @@ class ModelWorker:
         self._sampling_backend = SAMPLING[setup.kernels.sampling_backend]
         if setup.graphs.compile_max_rows:
             self.kernels = compilable(self.kernels)
-        self._expert_setup = setup
+        self._setup = setup
         self._sharing = self._share_experts(setup)
         self._models = {name: self._load(name, model) for name, model in setup.models.items()}
         self._vocabulary = self._load_vocabulary(setup)
@@ -418,7 +419,7 @@ class ModelWorker:
         return self._sharing if name == TARGET else None
 
     def _rank_experts(self, name: str, model: Decoder) -> RankExperts | None:
-        sharing, setup = self._sharing_of(name), self._expert_setup
+        sharing, setup = self._sharing_of(name), self._setup
         here = mixtures(model) if sharing is not None else {}
         if sharing is None or not here:
             return None
@@ -586,7 +587,7 @@ class ModelWorker:
             )
         decoder, num_sequences = loaded.decoder, cache.num_sequences
         if isinstance(decoder, DraftHead):
-            decoder.share(target if self._vocabulary is None else self._vocabulary)
+            self._share_vocabulary(decoder, target if self._vocabulary is None else self._vocabulary, plan)
             self._vocabulary = None
             if decoder.taps:
                 target.tap(decoder.taps, self.kernels.join)
@@ -596,6 +597,15 @@ class ModelWorker:
             most = plan.scheduler.max_drafts
             return HeadDrafter(decoder, pool, device, sampler, num_sequences, most, graph, plan.scheduler.draft_topk)
         return DraftModel(decoder, pool, device, sampler, num_sequences, graph, plan.scheduler.draft_topk)
+
+    def _share_vocabulary(self, head: DraftHead, vocabulary: Decoder, plan: Plan) -> None:
+        """Let a draft head use the embedding and LM head of `vocabulary`, or only the rows of frequent tokens."""
+        head.share(vocabulary)
+        if plan.draft.token_map is not None:
+            target = self._setup.models[TARGET]
+            ids = read_token_map(plan.draft.token_map, head.vocab_size)
+            small = head_of_tokens(vocabulary, target.facts, target.plan, self.kernels, ids)
+            head.propose_only(ids.to(self.device), small)
 
     def _make_forward(
         self, setup: ModelSetup, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup

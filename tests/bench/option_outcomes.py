@@ -75,6 +75,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "speculative_algorithm": {"speculative_draft_model_path": "draft"},
     "speculative_draft_model_path": {"speculative_algorithm": "STANDALONE"},
     "speculative_draft_model_revision": _STANDALONE,
+    "speculative_token_map": {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "draft"},
     "speculative_num_steps": _STANDALONE,
     "speculative_eagle_topk": _STANDALONE,
     "speculative_num_draft_tokens": _NGRAM,

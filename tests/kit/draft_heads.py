@@ -22,7 +22,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 import tiny_checkpoints
 import tiny_tokenizers
 
-NEXTN = {"NEXTN deepseek_v3": "deepseek_v3", "NEXTN glm4_moe": "glm4_moe", "NEXTN qwen3_next": "qwen3_next"}
+NEXTN = {
+    "NEXTN deepseek_v3": "deepseek_v3",
+    "NEXTN glm4_moe": "glm4_moe",
+    "NEXTN qwen3_next": "qwen3_next",
+    "NEXTN mimo": "qwen2",
+}
 KINDS = ("EAGLE llama", "EAGLE qwen2", "EAGLE3 llama", "EAGLE3 small vocabulary", *NEXTN)
 EPS = 1e-3
 
@@ -107,6 +112,9 @@ class TinyHead:
         size = self.size
         if family == "qwen3_next":
             names = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm", "mtp.fc")
+        elif family == "qwen2":
+            parts = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")
+            names = tuple(f"model.mtp_layers.0.{name}" for name in parts)
         else:
             names = tuple(f"model.layers.3.{name}" for name in ("enorm", "hnorm", "shared_head.norm", "eh_proj"))
         for name in names[:3]:
@@ -118,11 +126,15 @@ class TinyHead:
         tensors = load_file(self.full / "model.safetensors")
         if family == "qwen3_next":
             tensors = {name.replace("model.layers.3.", "mtp.layers.0."): each for name, each in tensors.items()}
+        elif family == "qwen2":
+            tensors = {name.replace("model.layers.3.", "model.mtp_layers.0."): each for name, each in tensors.items()}
         else:
             for name in ("embed_tokens", "shared_head.head"):  # copies that are not read
                 tensors[f"model.layers.3.{name}.weight"] = torch.zeros(self.vocab_size, size)
         save_file({**tensors, **self.parts}, self.target / "model.safetensors")
         values = {**self.config, "num_hidden_layers": 3, "num_nextn_predict_layers": 1}
+        if family == "qwen2":
+            values |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
         for name in ("layer_types", "mlp_layer_types"):
             if values.get(name):
                 values[name] = values[name][:3]
@@ -196,7 +208,8 @@ class TinyHead:
             out = self._layer(self._eagle_layer, x)
             return out, out
         token_norm, state_norm, last_norm, projection = (self.parts[f"{name}.weight"] for name in self.names)
-        joined = torch.cat([self._rms(embedded, token_norm), self._rms(states, state_norm)], -1)
+        pair = [self._rms(embedded, token_norm), self._rms(states, state_norm)]
+        joined = torch.cat(pair[::-1] if "mimo" in self.kind else pair, -1)
         x = self._layer(self.model.model.layers[3], joined @ projection.T)
         out = self._rms(x, last_norm)
         return out, out

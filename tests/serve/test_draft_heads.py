@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import draft_heads
 from draft_heads import TinyHead
 from runtime.batch import Batch
 from runtime.errors import CheckpointError, ConfigurationError
+from runtime.loading.token_map import read_token_map
 from runtime.worker.draft_head import HeadDrafter
 from serve import Engine
 
@@ -62,7 +64,11 @@ async def answers(**options: Any) -> list[dict[str, Any]]:
         return found
 
 
-@pytest.fixture(scope="module", params=draft_heads.KINDS)
+ALIKE = ("EAGLE qwen2", "NEXTN glm4_moe")  # built as other kinds are
+PARAMETERS = [pytest.param(kind, marks=[pytest.mark.slow] if kind in ALIKE else []) for kind in draft_heads.KINDS]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TinyHead:
     return TinyHead(tmp_path_factory.mktemp("head"), request.param)
 
@@ -103,6 +109,53 @@ async def test_prompt_lookup_proposes_before_a_head(tmp_path: Path, monkeypatch:
     assert {len(drafts) for _, drafts in proposals.take()} > {1, 2}
     plain = await answers(model_path=str(tiny.target))
     assert [answer[IDS] for answer in found] == [answer[IDS] for answer in plain]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "name"),
+    [
+        ("EAGLE llama", {}, "frequent.json"),
+        pytest.param("NEXTN deepseek_v3", {}, "frequent.pt", marks=pytest.mark.slow),
+        pytest.param("NEXTN mimo", {"tp_size": 2}, "frequent.json", marks=pytest.mark.slow),
+        pytest.param("EAGLE llama", {"speculative_eagle_topk": 3}, "frequent.pt", marks=pytest.mark.slow),
+    ],
+)
+async def test_a_token_map_limits_drafts(
+    kind: str, ranks: dict[str, Any], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are the best of the frequent tokens, and outputs stay the same."""
+    tiny, proposals, checked = TinyHead(tmp_path, kind), Proposals(monkeypatch), 0
+    frequent = torch.randperm(tiny.vocab_size, generator=tiny.generator)[:40].tolist()
+    file = tmp_path / name
+    if name.endswith(".pt"):
+        torch.save(frequent, file)
+    else:
+        file.write_text(json.dumps(frequent))
+    rest = torch.ones(tiny.vocab_size, dtype=torch.bool).index_fill_(0, torch.tensor(frequent), False)
+    options: dict[str, Any] = {"log_level": "error", "dtype": "float32"}
+    async with Engine(**options, **tiny.options, **ranks, speculative_token_map=str(file)) as engine:
+        for length in (1, 7, 30):
+            prompt = torch.randint(3, tiny.vocab_size, (length,), generator=tiny.generator).tolist()
+            proposals.take()
+            found = (await engine.generate(input_ids=prompt, sampling_params=GREEDY))[IDS]
+            for start, drafts in proposals.take()[:4]:
+                logits = tiny.logits_of_drafts([*prompt, *found][: start + 1], drafts)
+                for row, draft in zip(logits.masked_fill(rest, -torch.inf), drafts, strict=True):
+                    assert row[draft] > row.max() - 1e-3
+                    checked += 1
+    assert checked >= 10
+    size = {name: ranks[name] for name in ranks if name == "tp_size"}
+    found = await answers(**tiny.options, **ranks, dtype="float32", speculative_token_map=str(file))
+    plain = await answers(model_path=str(tiny.target), **size, dtype="float32")
+    assert [answer[IDS] for answer in found] == [answer[IDS] for answer in plain]
+
+
+@pytest.mark.parametrize("text", ["[1, 2", '{"a": 1}', "[]", "[1, 1000000]", "[0.5]", "[[1]]"])
+def test_a_token_map_that_is_no_list_of_ids_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match="--speculative-token-map"):
+        read_token_map(str(file), 100)
 
 
 async def test_a_head_that_predicts_the_model_is_always_right(tmp_path: Path) -> None:

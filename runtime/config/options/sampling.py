@@ -203,7 +203,12 @@ class SpeculativeArgs:
         high=1,
         plan="draft.accept_divisor",
     )
-    speculative_token_map: str | None = planned(None, "File with the frequent tokens that drafts may contain.")
+    speculative_token_map: str | None = option(
+        None,
+        "EAGLE, NEXTN: file with the ids of frequent tokens, a list in JSON or in a .pt file. The draft head then "
+        "proposes only these tokens, so its LM head is smaller and faster. Default: all tokens.",
+        plan="draft.token_map",
+    )
     speculative_attention_mode: str = planned(
         "prefill",
         "Attention backend that verifies the drafts: that of prefill or that of decode.",

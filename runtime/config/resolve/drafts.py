@@ -23,6 +23,7 @@ BY_MODEL = ("STANDALONE", *HEADS)
 _ALGORITHMS = {  # option -> the algorithms that read it
     "speculative_draft_model_path": BY_MODEL,
     "speculative_draft_model_revision": BY_MODEL,
+    "speculative_token_map": ("EAGLE", "NEXTN"),
     "speculative_num_steps": BY_MODEL,
     "speculative_eagle_topk": BY_MODEL,
     "speculative_adaptive": ("NGRAM", *BY_MODEL),
@@ -58,6 +59,7 @@ def draft_plan(builder: PlanBuilder, demo_path: str | None) -> DraftPlan:
         algorithm=Decision(algorithm, "by --speculative-algorithm"),
         path=path,
         revision=builder.follow("speculative_draft_model_revision"),
+        token_map=builder.follow("speculative_token_map"),
     )
 
 

@@ -10,7 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ops.machine import Machine
 from option_values import other_value
@@ -60,6 +62,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, NODES),
     (CPU, {"speculative_algorithm": "NGRAM"}),
     (CPU, {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "draft"}),
+    (CPU, {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "draft"}),
     (CPU, {"enable_lora": True}),
     (CPU, {"enable_hierarchical_cache": True}),
     (CPU, {"enable_hierarchical_cache": True, "hicache_storage_backend": "file"}),
@@ -123,6 +126,7 @@ class Checkpoint:
         self._folder = str(folder)
         self._asked: list[Any] = []
         (folder / "preprocessor_config.json").write_text("{}")
+        save_file({"fc.weight": np.zeros(1, np.float32)}, folder / "model.safetensors")
         patch.setattr(assemble, "locate", self._locate)
 
     def done(self, machine: Machine, **keywords: Any) -> Any:

@@ -1,0 +1,69 @@
+"""A small LM head for draft tokens, which has only the rows of frequent tokens (FR-Spec, arXiv 2502.14856)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from torch import Tensor
+
+from ops.select import Kernels
+from runtime.config.model_facts import ModelFacts
+from runtime.config.plan import ModelPlan
+from runtime.errors import ConfigurationError
+from runtime.layers.build import Build
+from runtime.layers.embedding import Embedding
+from runtime.layers.lm_head import LMHead
+from runtime.layers.weight import frozen
+from runtime.loading.loader import open_tensors
+from runtime.modeling.decoder import Decoder
+
+MAX_FILE_BYTES = 64 * 2**20
+FLAG = "--speculative-token-map"
+
+
+def read_token_map(path: str, vocab_size: int) -> Tensor:
+    """Return the token ids in a file, ascending, int64 [n]. The file is a list in JSON, or a list or tensor (.pt).
+
+    Raises `ConfigurationError` if it cannot be read, or has no ids of the vocabulary.
+    """
+    try:
+        if Path(path).stat().st_size > MAX_FILE_BYTES:
+            raise ConfigurationError(f"{FLAG}: {path} is larger than {MAX_FILE_BYTES} bytes.")
+        if path.endswith(".pt"):
+            found = torch.load(path, map_location="cpu", weights_only=True)
+        else:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        ids = torch.as_tensor(found)
+    except (OSError, ValueError, TypeError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ConfigurationError(f"{FLAG}: {path} cannot be read as a list of token ids: {error}") from error
+    is_list = ids.dim() == 1 and len(ids) > 0 and not (ids.is_floating_point() or ids.dtype == torch.bool)
+    if not is_list or int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ConfigurationError(f"{FLAG}: {path} must be a list of token ids below {vocab_size}.")
+    return ids.long().unique()  # sorted
+
+
+def head_of_tokens(target: Decoder, facts: ModelFacts, plan: ModelPlan, kernels: Kernels, ids: Tensor) -> LMHead:
+    """Return an LM head with the rows `ids` of the LM head of `target`, read from its checkpoint in full precision.
+
+    Raises `ConfigurationError` if the rows alone do not give the logits of these tokens.
+    """
+    head, embedding = target.head, target.embedding
+    if head is None or embedding is None or plan.load_format == "dummy" or head.has_bias or head.unit:
+        raise ConfigurationError(f"{FLAG} needs a model with an LM head without bias, in a checkpoint; leave it out.")
+    stored = f"{embedding.name if head.tied else head.name}.weight"
+    tensors = open_tensors(facts, plan)
+    if stored not in tensors.shapes:
+        raise ConfigurationError(f"{FLAG}: {facts.path} has no tensor {stored}, from which the rows are read.")
+    rows: list[Tensor] = []
+    tensors.read_all(lambda name, number, tensor: rows.append(tensor[ids]), {stored: [()]})
+    device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
+    build = Build(kernels, plan.context_length, device)
+    with torch.device("meta"):
+        sizes = Embedding("", len(ids), embedding.size, build)
+        small = LMHead(head.name, sizes, build, tied=False, scale=head.scale, soft_cap=head.soft_cap)
+    small.weight = frozen(rows[0].to(device, dtype))
+    small.prepare()
+    return small
