@@ -175,6 +175,22 @@ def _launcher(
     return KernelLauncher(library, num_threads or torch.get_num_threads())
 
 
+def must_compile(num_threads: int | None = None, compiler: str | None = None) -> bool:
+    """Return whether `select` would compile C++ kernels with these settings of "with_cpp", which takes seconds."""
+    from ops.cpp import prebuilt
+    from ops.cpp.build import BuildError, is_whole, library_path
+
+    del num_threads  # changes nothing
+    machine = Machine.probe()
+    if compiler is None and prebuilt.find(machine.processor, machine.cpu_flags) is not None:
+        return False
+    compiler = compiler or machine.compiler
+    try:
+        return compiler is not None and not is_whole(library_path(compiler, machine.cpu_flags))
+    except (BuildError, RuntimeError, OSError):  # `select` reports these errors
+        return False
+
+
 def _attention(decode: str, prefill: str | None, settings: Mapping[str, Mapping[str, Any]]) -> Attend:
     def make(file: str) -> Attend:
         return _backend("attention", file).make_attend(**settings.get(file, {}))

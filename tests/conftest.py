@@ -7,9 +7,13 @@ import os
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from ops.cpp.build import BuildError, build
+from ops.machine import Machine
 
 # Set before torch is imported. With two threads next to another busy process, a step would take twenty times longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -39,6 +43,15 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     del item
     _seed()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels() -> None:
+    """Compile the C++ kernels first. An engine would otherwise begin without them, and change to them in some test."""
+    machine = Machine.probe()
+    if machine.compiler is not None and not machine.prebuilt:
+        with suppress(BuildError):
+            build(machine.compiler, machine.cpu_flags)
 
 
 @pytest.fixture(autouse=True)

@@ -55,8 +55,9 @@ class Lifeline:
     It closes with `cut`, which any thread may call, and also if this process is killed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_background: bool = False) -> None:
         self.reader, self._writer = os.pipe()
+        self.in_background = in_background  # whether the compilers run at low priority
         self.is_cut = False
         self.build_s = 0.0  # seconds spent compiling, or waiting for another process to compile
 
@@ -253,9 +254,10 @@ def _run(command: Sequence[str], lifeline: Lifeline) -> None:
     """Run a compiler in a process group that ends after `TIMEOUT_S`, or when the lifeline is cut."""
     compiler = command[0]
     lifeline.check()
+    nice = ("nice", "-n", "19") if lifeline.in_background and shutil.which("nice") else ()
     try:
         process = subprocess.Popen(
-            ["/bin/sh", "-c", WATCHED, "sh", *command],
+            ["/bin/sh", "-c", WATCHED, "sh", *nice, *command],
             stdin=lifeline.reader,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

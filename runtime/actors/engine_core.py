@@ -156,6 +156,7 @@ class EngineCore:
             self.sessions,
             num_threads=plan.tokenizer.encoder_threads,
         )
+        self._compilation = replicas[0].compilation if len(replicas) == 1 else None
         self.pause = GenerationPause(lambda: self._scheduler.alive, requests, self._tokenizer.submit)
         self.weights = WeightControl(
             lambda: self._scheduler.alive,
@@ -185,6 +186,9 @@ class EngineCore:
                     self._state = "ready"
                     if self._grammars is not None:
                         self._grammars.start()
+                    if self._compilation is not None:
+                        actors.start_soon(self._compilation.run, self._scheduler.alive[0].paused, self._weights_lock)
+                        self._compilation = None  # frees the worker when it is done
                     started()
         except BaseExceptionGroup as group:
             self._state = "failed"

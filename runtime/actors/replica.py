@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ import anyio.to_thread
 from ops.cpp.build import Lifeline
 from ops.machine import GIB, Machine
 from runtime.actors.expert_balancer import ExpertBalancer
+from runtime.actors.kernel_compilation import KernelCompilation, cut_if_cancelled
 from runtime.actors.kv_events import KvEventPublisher
 from runtime.actors.storage import Storage
 from runtime.batch import Runner
@@ -71,6 +72,7 @@ class Replica:
     kv_events: KvEventPublisher | None = None
     storage: Storage | None = None
     balancer: ExpertBalancer | None = None
+    compilation: KernelCompilation | None = None  # None: the kernels that compute the steps are final
 
 
 async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) -> list[Replica]:
@@ -142,7 +144,7 @@ class _ReplicaLoader:
         for process, setup in zip(group.workers, others, strict=True):
             process.send(encode({"setup": setup}))
         with _in_time(parallel.join_timeout_s, "load the model"), Lifeline() as lifeline:
-            async with anyio.create_task_group() as loading, _cut_if_cancelled(lifeline):
+            async with anyio.create_task_group() as loading, cut_if_cancelled(lifeline):
                 loading.start_soon(group.receive)
                 self._worker = worker = await anyio.to_thread.run_sync(ModelWorker, own, lifeline)
         logger.info(
@@ -245,6 +247,8 @@ class _ReplicaLoader:
         return prefixes
 
     def _replica(self, worker: ModelWorker, group: int, scheduler: Scheduler, runner: Runner) -> Replica:
+        from runtime.worker.model_runner import ModelRunner
+
         plan = self._plan
         storage = None
         if scheduler.storage is not None:
@@ -258,7 +262,11 @@ class _ReplicaLoader:
                 num_nodes=plan.parallel.nnodes,
                 num_groups=self._facts.num_expert_groups,
             )
-        return Replica(plan, scheduler, runner, self._kv_events[group] if self._kv_events else None, storage, balancer)
+        compilation = None
+        if worker.compiles_later and isinstance(runner, ModelRunner):
+            compilation = KernelCompilation(runner, lambda lifeline: worker.lead_in_cpp(plan, runner.pool, lifeline))
+        events = self._kv_events[group] if self._kv_events else None
+        return Replica(plan, scheduler, runner, events, storage, balancer, compilation)
 
     def _make_scheduler(
         self, group: int, prefixes: PrefixCache, num_host_pages: int, num_tier_pages: int, page_bytes: int
@@ -453,22 +461,6 @@ def _start_failure(error: BaseException) -> BaseException:
     if isinstance(error, OSError | RuntimeError):
         return EngineFailure("The model could not be started.")
     return error
-
-
-@asynccontextmanager
-async def _cut_if_cancelled(lifeline: Lifeline) -> AsyncIterator[None]:
-    """Cut the lifeline as soon as the block is cancelled, even if the block waits for a thread."""
-
-    async def watch() -> None:
-        try:
-            await anyio.sleep_forever()
-        finally:
-            lifeline.cut()
-
-    async with anyio.create_task_group() as watching:
-        watching.start_soon(watch)
-        yield
-        watching.cancel_scope.cancel()
 
 
 @contextmanager

@@ -154,6 +154,8 @@ class KernelPlan(Section):
     choices: Mapping[str, str] = field(default_factory=dict)
     # Replaces `choices` if the C++ kernels do not compile; None: a compile error is raised.
     fallback: Mapping[str, str] | None = None
+    # Whether requests are accepted while the C++ kernels compile. The steps are then computed by `fallback` at first.
+    in_background: bool = False
     # Settings of the backends, by file.
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # Backends by the names that the command-line options use: "torch_native", "triton", ...

@@ -81,7 +81,7 @@ class LoadedWeights:
         """
         self._model = model
         self._experts = experts
-        self._source = self._previous = source
+        self._source = self._previous = self._initial = source
         self._kernels = kernels
         self._mesh = mesh
         self._fixed = fixed
@@ -197,6 +197,12 @@ class LoadedWeights:
         """Whether an update or a release of weights is in progress, so that experts must not move."""
         staged = self._staged is not None and self._staged.is_pending
         return staged or self._is_loading or self._released or self._backup is not None
+
+    @property
+    def are_initial(self) -> bool:
+        """Whether the weights are those of the first checkpoint, and no update or release of weights is in progress."""
+        in_files = self._from_files and self._source is self._initial and self._source.is_unchanged
+        return in_files and not self.is_changing and not self.unset
 
     def experts_moved(self) -> None:
         """Forget which tensors this rank has, because experts have moved. Call this while `is_changing` is false."""

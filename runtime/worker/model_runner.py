@@ -117,6 +117,31 @@ class ModelRunner:
         if self._unfinished:
             self._thread.submit(self._executor.end, self._unfinished.popleft())
 
+    @property
+    def pool(self) -> KVPool:
+        """The KV cache of the executor."""
+        return self._executor.pool
+
+    def replace_executor(self, executor: StepExecutor, kernels_description: str) -> asyncio.Future[bool]:
+        """Let another executor with the same weights and KV pool run all further steps.
+
+        No step may be in flight. The cache's content was computed by the old executor, so the caller should empty it.
+        The result is False, and the old executor stays, if its weights are no longer those of the checkpoint.
+        """
+
+        def replace() -> Read[bool]:
+            old = self._executor
+            if not old.rank.has_initial_weights:
+                executor.close()
+                return lambda: False
+            executor.rank.profiler = old.rank.profiler
+            executor.rank.groups, old.rank.groups = old.rank.groups, {}
+            self._executor, self.kernels_description = executor, kernels_description
+            old.close()
+            return lambda: True
+
+        return self._thread.submit(replace)
+
     async def watch(self) -> None:
         """Never return. A runner without other processes reports failures only through its steps."""
         await anyio.sleep_forever()
@@ -271,6 +296,11 @@ class StepExecutor:
         self._logged_drafts = False
         self._taken: Tensor | None = None  # branches that the last step took; None: it had no branches
         self._search = NonFiniteSearch(model) if nan_detection and self.mesh is None else None
+
+    @property
+    def pool(self) -> KVPool:
+        """The KV cache."""
+        return self._pool
 
     # --- rank 0 ---
 

@@ -36,6 +36,11 @@ class RankState:
     received: dict[str, Tensor] = field(default_factory=dict)  # tensors of a transfer that are not yet staged
 
     @property
+    def has_initial_weights(self) -> bool:
+        """Whether the weights are those of the checkpoint that was loaded at the start, and no update has begun."""
+        return self.weights is not None and self.weights.are_initial
+
+    @property
     def loaded(self) -> LoadedWeights:
         """The object that replaces weights. Raises InvalidRequest if they cannot be replaced."""
         if self.weights is None:

@@ -17,7 +17,7 @@ from ops.cpp.build import BuildError, Lifeline
 from ops.cpp.kernel_launcher import NotCapturable
 from ops.kv import native as native_kv
 from ops.machine import Machine
-from ops.select import Kernels, select
+from ops.select import Kernels, must_compile, select
 from runtime.batch import PageCopy
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ExpertPlan, GraphPlan, KernelPlan, LoraPlan, ModelPlan, Plan
@@ -197,7 +197,9 @@ class ModelWorker:
         self.mesh = Mesh(setup.rank_info, self.device)
         self._alone = Mesh(RankInfo(rank=0, tp_size=1, pp_size=1), self.device)  # mesh of whole models
         self._whole = frozenset(name for name, model in setup.models.items() if model.whole)
-        self.kernels = _select(setup.kernels, lifeline)
+        # Whether torch computes the steps until `lead_in_cpp` has compiled the C++ kernels.
+        self.compiles_later = setup.kernels.in_background and must_compile(**setup.kernels.settings["with_cpp"])
+        self.kernels = _select(setup.kernels, lifeline, fall_back=self.compiles_later)
         self._graphs = setup.graphs
         self._two_batches = setup.two_batches
         self._all_states = setup.all_states
@@ -367,6 +369,20 @@ class ModelWorker:
             step = CommonStep(executor, model, pool, self.mesh)
             self.common_leader = CommonStepLeader(step, executor, model, samplers)
         return executor
+
+    def lead_in_cpp(self, plan: Plan, pool: KVPool, lifeline: Lifeline) -> tuple[StepExecutor, str]:
+        """Compile the C++ kernels and load the served model again. Return its executor, and the kernels' description.
+
+        For workers with `compiles_later`. The executor has the pool of the executor that `lead` returned. Steps may run
+        meanwhile. Raises `BuildError`, and `BuildStopped` after `lifeline` is cut.
+        """
+        cpp = {**plan.kernels.settings["with_cpp"], "lifeline": lifeline}
+        self.kernels = select(plan.kernels.choices, {**plan.kernels.settings, "with_cpp": cpp})
+        lifeline.check()
+        model = self._load(TARGET, self._setup.models[TARGET])
+        model.pool = pool
+        self._models[TARGET] = model
+        return self.lead(plan, TARGET), self.kernels_description
 
     def follow(self, name: str) -> StepExecutor:
         """Return the executor of a model on a rank other than 0. The executor then owns the model and its pool.
@@ -677,8 +693,10 @@ def _relaxed(plan: Plan) -> RelaxedAcceptance | None:
     return thresholds if min(thresholds) < 1 else None
 
 
-def _select(plan: KernelPlan, lifeline: Lifeline | None) -> Kernels:
-    """Return the chosen kernels, or the fallback if the C++ kernels cannot be compiled."""
+def _select(plan: KernelPlan, lifeline: Lifeline | None, *, fall_back: bool) -> Kernels:
+    """Return the chosen kernels, or the fallback if `fall_back` is set or the C++ kernels cannot be compiled."""
+    if fall_back:
+        return select(plan.fallback, plan.settings)
     cpp = {**plan.settings.get("with_cpp", {}), "lifeline": lifeline}
     try:
         return select(plan.choices, {**plan.settings, "with_cpp": cpp})

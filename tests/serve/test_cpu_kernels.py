@@ -90,7 +90,7 @@ async def test_without_a_compiler_answers_are_the_same(family: str, way: str, ca
 async def test_a_compiler_that_fails_costs_speed_only(
     quantization: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with Engine(model_path("llama"), **PLAIN, quantization=quantization) as engine:
+    async with Engine(model_path("llama"), **PLAIN, quantization=quantization, wait_for_kernels=True) as engine:
         assert not has_cpu_graph(engine)
         found = await outputs(engine)
     if quantization is None:

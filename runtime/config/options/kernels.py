@@ -43,6 +43,12 @@ class KernelArgs:
         "core unless OMP_NUM_THREADS is set.",
         low=1,
     )
+    wait_for_kernels: bool = option(
+        False,
+        "If the C++ kernels must be compiled first, accept requests only when they are. Default: PyTorch computes the "
+        "steps of small models meanwhile (up to 1 GiB of weights, on one rank); requests that run at the change are "
+        "recomputed. Larger models always wait.",
+    )
     attention_backend: str | None = option(
         None,
         f"Implementation of attention: {_KERNELS}. On a CPU, any named backend replaces the C++ kernels of attention. "

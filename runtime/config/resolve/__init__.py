@@ -6,6 +6,8 @@ drawn if none is set. All refusals are raised together, before weights are loade
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ops.machine import Machine
 from runtime.config.args import Args, not_built
 from runtime.config.model_facts import ModelFacts
@@ -14,7 +16,7 @@ from runtime.config.resolve.cache import cache_plan
 from runtime.config.resolve.drafts import draft_plan
 from runtime.config.resolve.experts import expert_plan
 from runtime.config.resolve.graphs import graph_plan
-from runtime.config.resolve.kernels import kernel_plan
+from runtime.config.resolve.kernels import compiled_in_background, kernel_plan
 from runtime.config.resolve.lora import lora_plan
 from runtime.config.resolve.media import media_plan
 from runtime.config.resolve.model import chosen_gpu, model_plan
@@ -100,7 +102,7 @@ def decide(
         media=media_plan(builder, facts, model, parallel),
         experts=expert_plan(builder, facts, model),
     )
-    return plan, builder
+    return replace(plan, kernels=compiled_in_background(builder, machine, facts, plan)), builder
 
 
 def _where(builder: PlanBuilder, demo_path: str | None) -> str:

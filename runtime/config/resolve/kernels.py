@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
@@ -18,7 +19,7 @@ from ops.backends import (
 )
 from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import CachePlan, KernelPlan
+from runtime.config.plan import CachePlan, KernelPlan, Plan
 from runtime.config.quantization import GROUPED, METHODS, TORCHAO
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
@@ -30,6 +31,7 @@ ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
 CPP_DTYPES = ("float32", "bfloat16")
 # Processor flags without which the C++ kernels are slower than torch.
 CPP_NEEDS = frozenset({"avx2", "fma"})
+MAX_RELOADED_BYTES = 1 << 30  # weights on disk up to which kernels may be compiled in the background
 # SGLang's defaults of options that set a value for one backend. These values are accepted with every backend.
 ORIGINAL_DEFAULTS: Mapping[str, int] = {"triton_attention_num_kv_splits": 8}
 # Operations that torch.compile fuses better than hand-written kernels do.
@@ -85,6 +87,45 @@ def kernel_plan(
         sampling_backend=sampling,
         raw_logprobs=builder.follow("logprobs_mode", builder.args.sampling.logprobs_mode == "raw_logprobs"),
         logits_folder=_logits_folder(builder),
+    )
+
+
+def compiled_in_background(builder: PlanBuilder, machine: Machine, facts: ModelFacts, plan: Plan) -> KernelPlan:
+    """Return the plan's kernel section, with the decision whether requests are accepted while C++ kernels compile."""
+    reason = _must_wait(builder, machine, facts, plan)
+    kernels = plan.kernels
+    reasons = {**kernels.reasons, "in_background": reason or "torch answers first requests at once"}
+    return replace(kernels, in_background=not reason, reasons=reasons)
+
+
+def _must_wait(builder: PlanBuilder, machine: Machine, facts: ModelFacts, plan: Plan) -> str:
+    """Return why the kernels in C++ must be compiled before the first request, or "" if they need not be."""
+    args, parallel, cache = builder.args, plan.parallel, plan.cache
+    if plan.kernels.fallback is None:
+        return "C++ kernels do not compute this model"
+    if machine.prebuilt:
+        return "the package has compiled kernels"
+    if args.kernels.wait_for_kernels:
+        return "as asked"
+    if not 0 < facts.weight_bytes <= MAX_RELOADED_BYTES:
+        return f"the weights are loaded once more, which is done up to {MAX_RELOADED_BYTES >> 20} MiB"
+    once = {  # features whose state is in the first executor
+        "several ranks or replicas": parallel.ranks * parallel.copies > 1,
+        "adapters": plan.lora.enabled,
+        "a draft model": plan.draft.algorithm is not None,
+        "deterministic answers": plan.model.deterministic,
+        "media": plan.media.enabled or plan.media.transcription_model is not None,
+        "records of experts": plan.experts.records,
+        "host memory for pages": cache.host_tier or cache.swap_space_gib > 0 or cache.storage is not None,
+        "a role in disaggregation": cache.role != "null",
+        "records of logits": plan.kernels.logits_folder is not None,
+        "a record of the schedule": plan.scheduler.record_file is not None,
+        "transformers' modules": plan.model.by_transformers,
+        "weights of a running server or random weights": plan.model.load_format in ("dummy", "remote_instance"),
+        "a checkpoint that is deleted": plan.model.delete_after_loading,
+    }
+    return next(
+        (f"{feature}: kernels cannot change while the engine runs" for feature, used in once.items() if used), ""
     )
 
 
