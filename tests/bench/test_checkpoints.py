@@ -75,7 +75,8 @@ def test_the_config_names_the_architecture() -> None:
     assert model_config(TINY_QWEN, "bfloat16")["architectures"] == ["Qwen3ForCausalLM"]
 
 
-@pytest.mark.parametrize(("name", "context"), [("Q8", 40_960), pytest.param("L8", 131_072, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "context"), [("Q8", 40_960), ("L8", 131_072)])
 def test_a_shape_without_weights_is_read_as_a_model(tmp_path: Path, name: str, context: int) -> None:
     assert main(["--shape", name, "--output", str(tmp_path), "--no-weights"]) == 0
     facts = read_facts(str(tmp_path))

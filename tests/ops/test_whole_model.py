@@ -23,6 +23,7 @@ from runtime.modeling.decoder import collect_specs
 pytestmark = [pytest.mark.interpreter, pytest.mark.timeout(400)]  # a model takes minutes on a busy machine
 
 CHOICES: dict[str, str] = dict.fromkeys(("attention", *SMALL_OPERATIONS, *GPU_OPERATIONS), "with_triton")
+FURTHER = ("mistral", "qwen2", "qwen3", "qwen3_moe", "deepseek_v2")
 IDS = [[5, 9, 2, 30, 7, 7, 1, 12, 3, 40, 8, 11, 6, 19, 33, 2, 5, 9], [4, 4, 17, 23, 3, 1, 2]]
 
 
@@ -45,7 +46,8 @@ def test_the_choices_are_those_of_triton() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", pytest.param("deepseek_v2", marks=pytest.mark.slow)]
+    "family",
+    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FURTHER)],
 )
 def test_every_logit_equals_that_of_native_kernels(family: str) -> None:
     arguments = {"sliding_window": 6} if family == "mistral" else {}
@@ -56,7 +58,9 @@ def test_every_logit_equals_that_of_native_kernels(family: str) -> None:
         torch.testing.assert_close(one, other, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize(("family", "model"), [("llama", "Llama-3.1-8B"), ("qwen3", "Qwen3-8B")])
+@pytest.mark.parametrize(
+    ("family", "model"), [("llama", "Llama-3.1-8B"), pytest.param("qwen3", "Qwen3-8B", marks=pytest.mark.slow)]
+)
 def test_a_step_launches_what_the_model_of_a_gpu_assumes(family: str, model: str) -> None:
     """See `just study gpu-model`. Sampling is not part of the forward."""
     from bench.gpu_model import MODELS, step

@@ -82,7 +82,7 @@ def check(found: list[dict[str, Any]], plain: list[list[int]]) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    ["NGRAM", "NGRAM,EAGLE3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("STANDALONE", "EAGLE3"))],
+    ["NGRAM,EAGLE3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("NGRAM", "STANDALONE", "EAGLE3"))],
 )
 async def test_every_grammar_gives_the_tokens_of_plain_decoding(method: str, plain: list[list[int]]) -> None:
     found = await answers(**METHODS[method], **ALWAYS)

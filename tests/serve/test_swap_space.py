@@ -61,7 +61,7 @@ async def test_tokens_are_the_same_and_fewer_are_computed_twice(family: str, opt
     assert without.num_recomputed > 2 * swapping.num_recomputed
 
 
-@pytest.mark.parametrize("parallel", [{"tp_size": 2}, {"pp_size": 2}])
+@pytest.mark.parametrize("parallel", [{"tp_size": 2}, pytest.param({"pp_size": 2}, marks=pytest.mark.slow)])
 async def test_every_rank_moves_its_share(parallel: dict[str, int]):
     status = await served("llama", swap_space=ROOM, **parallel)
     assert status.num_swapped_in > 0

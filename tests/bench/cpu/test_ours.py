@@ -31,6 +31,7 @@ def contest(rounds: int = 1) -> Contest:
     return Contest(seed="1", vocab=TINY.vocab, rounds=rounds, say=lambda _: None)
 
 
+@pytest.mark.slow
 def test_ours_takes_part_in_process(model: Path, tmp_path: Path) -> None:
     found = contest()
     found.measure_in_process([runner(model, tmp_path / "log")], [decode()], starts=True)

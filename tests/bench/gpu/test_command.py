@@ -38,6 +38,7 @@ def test_offline_rows_are_printed_beside_their_limits(tmp_path: Path, capsys) ->
     assert (cached["unit"], cached["value"], cached["limit"]) == ("%", 40.0, 40.0)
 
 
+@pytest.mark.slow
 def test_online_rows_are_measured_over_http(capsys) -> None:
     assert main([*TRY, "--rows", "online", "occupancy", "launch"]) == 0
     found = lines(capsys.readouterr().out)
@@ -51,6 +52,7 @@ def test_online_rows_are_measured_over_http(capsys) -> None:
     assert all(float(cells[2].split()[0]) > 0 for cells in found[11:])
 
 
+@pytest.mark.slow
 def test_a_cold_server_is_timed_twice_to_its_first_token(capsys) -> None:
     assert main([*TRY, "--rows", "cold"]) == 0
     found = lines(capsys.readouterr().out)
@@ -61,11 +63,13 @@ def test_a_cold_server_is_timed_twice_to_its_first_token(capsys) -> None:
     assert all(0 < float(cells[2].split()[0]) < 60 for cells in found)
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_start_is_a_row_with_its_last_words(capsys) -> None:
     assert main([*TRY, "--rows", "cold", "--mem-fraction-static", "0.0000001"]) == 1
     assert "ended before its first token" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_row_that_fails_does_not_take_the_others_along(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def lost(bench: object) -> list:
         raise ExceptionGroup("tasks", [StepFailed("the step is lost")])
