@@ -259,7 +259,7 @@ class _ReplicaLoader:
             balancer = ExpertBalancer(
                 plan.experts,
                 self._runner,
-                num_nodes=plan.parallel.nnodes,
+                num_nodes=plan.parallel.stage_nodes,
                 num_groups=self._facts.num_expert_groups,
             )
         compilation = None

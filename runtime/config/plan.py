@@ -239,6 +239,11 @@ class GraphPlan(Section):
     compile_max_rows: int = 0  # largest batch for torch.compile; 0: do not compile
 
 
+def stage_nodes(nnodes: int, pp_size: int) -> int:
+    """Return the number of machines among which a stage's ranks are divided; 1 if they are not divided evenly."""
+    return 1 if nnodes % pp_size else nnodes // pp_size
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelPlan(Section):
     """Processes and devices that share the model."""
@@ -279,6 +284,11 @@ class ParallelPlan(Section):
     def attention_ranks(self) -> int:
         """Number of ranks that share the attention layers of a sequence."""
         return self.tp_size // self.num_groups
+
+    @property
+    def stage_nodes(self) -> int:
+        """Number of machines among which the ranks of a pipeline stage are divided."""
+        return stage_nodes(self.nnodes, self.pp_size)
 
     @property
     def ranks_here(self) -> range:

@@ -43,7 +43,7 @@ def read_expert_places(plan: Plan, facts: ModelFacts) -> dict[str, list[int]]:
             dict(enumerate(counts)),
             num_slots=facts.num_experts + experts.num_redundant,
             num_ranks=experts.ep_size,
-            num_nodes=plan.parallel.nnodes,
+            num_nodes=plan.parallel.stage_nodes,
             num_groups=facts.num_expert_groups,
             algorithm=experts.balance_algorithm,
         )

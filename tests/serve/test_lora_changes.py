@@ -105,12 +105,20 @@ async def test_models_of_transformers_take_adapters(model_type: str) -> None:
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 
-@pytest.mark.parametrize("tp_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+SHARED: dict[str, Any] = {"tp_size": 2, "ep_size": 2}
+MOVING: dict[str, Any] = {**SHARED, "enable_eplb": True, "eplb_rebalance_num_iterations": 10}
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [{}, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in ({"tp_size": 2}, SHARED, MOVING))],
+    ids=["one", "tp", "ep", "ep, moving"],
+)
 @pytest.mark.parametrize(
     "family",
     ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow), pytest.param("mixtral", marks=pytest.mark.slow)],
 )
-async def test_adapters_change_routed_experts(family: str, tp_size: int, tmp_path: Path) -> None:
+async def test_adapters_change_routed_experts(family: str, ranks: dict[str, Any], tmp_path: Path) -> None:
     base = model_path(family)
     folders = {
         "experts": adapter(base, 1, 4, ("q_proj", "v_proj"), target_parameters=EXPERTS),
@@ -119,10 +127,11 @@ async def test_adapters_change_routed_experts(family: str, tp_size: int, tmp_pat
     separate = {"one by one": by_expert(Path(folders["experts"]), tmp_path, family)}
     paths = [f"{name}={folder}" for name, folder in {**folders, **separate}.items()]
     asked = [(name, number) for number in (5, 17) for name in (None, *folders)]
-    async with Engine(base, lora_paths=paths, tp_size=tp_size, **PLAIN) as engine:
+    async with Engine(base, lora_paths=paths, **ranks, **PLAIN) as engine:
         wanted = expected(base, folders, asked)
         assert wanted[0] != wanted[1] != wanted[2]
-        assert await answers(engine, asked) == wanted
+        for _ in range(5 if "enable_eplb" in ranks else 1):  # experts move meanwhile
+            assert await answers(engine, asked) == wanted
         assert await answers(engine, [("one by one", 5), ("one by one", 17)]) == [wanted[1], wanted[4]]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import ExpertPlan, ModelPlan
+from runtime.config.plan import ExpertPlan, ModelPlan, stage_nodes
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 PLACING = ("ep_num_redundant_experts", "ep_dispatch_algorithm", "init_expert_location", "enable_eplb")
@@ -45,12 +45,12 @@ def expert_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan) -> Ex
             "--expert-distribution-recorder-mode per_token: with --enable-dp-attention, rank 0 knows only the tokens "
             "of its own attention group; use stat or per_pass.",
         )
-    nodes = builder.args.parallel.nnodes
+    nodes = stage_nodes(builder.args.parallel.nnodes, builder.args.parallel.pp_size)
     if args.eplb_algorithm == "deepseek_hierarchical" and (facts.num_expert_groups % nodes or ep_size.value % nodes):
         builder.refuse(
             "eplb_algorithm",
-            f"--eplb-algorithm deepseek_hierarchical: --nnodes {nodes} must divide the {facts.num_expert_groups} "
-            f"groups of experts and --ep-size {ep_size.value}; use auto.",
+            f"--eplb-algorithm deepseek_hierarchical: the {nodes} machines of a pipeline stage must divide the "
+            f"{facts.num_expert_groups} groups of experts and --ep-size {ep_size.value}; use auto.",
         )
     if builder.args.graphs.enable_torch_compile and (record.value is not None or returned or _is_fake(builder)):
         builder.refuse(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ops.machine import GIB, Gpu, Machine
 from runtime.config import Args, Option, options
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import Plan
+from runtime.config.plan import Plan, stage_nodes
 from runtime.config.resolve import check, decide, resolve
 from runtime.config.resolve.kernels import CPP_NEEDS
 from runtime.errors import ConfigurationError
@@ -251,8 +251,13 @@ def test_groups_of_experts_must_fit_the_machines() -> None:
     groups = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
     assert "per_token: with" in refusals(facts=mixture, **groups, expert_distribution_recorder_mode="per_token")
     hierarchical = {**options, "eplb_algorithm": "deepseek_hierarchical"}
-    assert "--nnodes 4 must divide the 4 groups of experts and --ep-size 2" in refusals(facts=mixture, **hierarchical)
+    assert "the 4 machines of a pipeline stage must divide the 4 groups of experts and --ep-size 2" in refusals(
+        facts=mixture, **hierarchical
+    )
     assert plan(facts=mixture, **{**hierarchical, "nnodes": 2}).experts.balance_algorithm == "deepseek_hierarchical"
+    staged = {**hierarchical, "tp_size": 4, "pp_size": 2, "nnodes": 4}
+    assert plan(facts=mixture, **staged).parallel.stage_nodes == 2
+    assert [stage_nodes(*sizes) for sizes in ((2, 2), (2, 4), (3, 2), (8, 2), (1, 1))] == [1, 1, 1, 4, 1]
 
 
 @pytest.mark.parametrize(
