@@ -24,9 +24,9 @@ if TYPE_CHECKING:
         RequestError,
     )
     from serve.python.engine import Engine
-    from serve.python.offline import LLM
     from serve.python.sampling import SamplingParams, StructuredOutputsParams
     from serve.python.sync_engine import SyncEngine
+    from serve.vllm.llm import LLM
 
 __version__ = "0.1.0"
 
@@ -50,7 +50,7 @@ __all__ = [
 
 _MODULES = {
     "Engine": "serve.python.engine",
-    "LLM": "serve.python.offline",
+    "LLM": "serve.vllm.llm",
     "SamplingParams": "serve.python.sampling",
     "StructuredOutputsParams": "serve.python.sampling",
     "SyncEngine": "serve.python.sync_engine",

@@ -31,7 +31,11 @@ def vector_of(chunk: Chunk, dimensions: int | None) -> list[float]:
     """
     if chunk.embedding is None:
         raise InvalidRequest("The request was aborted before its vector was computed.")
-    vector = chunk.embedding
+    return shortened(chunk.embedding, dimensions)
+
+
+def shortened(vector: list[float], dimensions: int | None) -> list[float]:
+    """Return the first `dimensions` numbers, scaled to length 1, or the whole vector if `dimensions` is None."""
     if dimensions is None or dimensions == len(vector):
         return vector
     first = vector[:dimensions]

@@ -50,6 +50,18 @@ class Executor:
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._work())
 
+    @property
+    def idle(self) -> bool:
+        """Whether all queued parts are done. May be read on any thread."""
+        return not self._queue and (self._task is None or self._task.done())
+
+    def call_when_done(self, function: Callable[[], object]) -> None:
+        """Call `function` on the event loop when all queued parts are done."""
+        if self._task is None or self._task.done():
+            function()
+        else:
+            self._task.add_done_callback(lambda _: function())
+
     async def when_done(self) -> None:
         """Return when all queued parts are done. Raises nothing: an error of a part is in `error`."""
         while self._task is not None and not self._task.done():

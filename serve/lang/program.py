@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Thread
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from threading import Event, Semaphore, Thread
 from typing import Any
 
 from runtime.errors import InvalidRequest
@@ -17,6 +19,8 @@ from serve.python.engine import Engine as AsyncEngine
 from serve.python.sync_engine import SyncEngine
 
 MAX_THREADS = 96
+CHECK_S = 1.0  # interval of the checks whether the engine is still open
+MAX_PROGRAMS = 1024  # programs of a batch that run at the same time
 
 _default: list[SyncEngine] = []  # the engine of `set_default_backend`
 
@@ -142,36 +146,38 @@ class Program:
             return []
         auto = max(MAX_THREADS, 16 * (os.cpu_count() or 1))
         count = min(len(batch), auto if isinstance(num_threads, str) else num_threads)
+        limit = MAX_PROGRAMS if isinstance(num_threads, str) else count
         _, shared = self._divided(sampling)
 
-        closers: list[Callable[[], Coroutine[Any, Any, None]]] = []
+        with _progress(len(batch), shown=progress_bar) as advance:
+            running = _Running(engine, limit, advance)
 
-        def one(arguments: Mapping[str, Any]) -> ProgramState:
-            state, close = new_state(engine, shared)
-            closers.append(close)
+            def one(arguments: Mapping[str, Any]) -> ProgramState:
+                state = running.new_state(shared)
+                try:
+                    self._add(state, (), arguments)
+                except Exception as error:
+                    running.fail(state, error)
+                running.end_when_done(state)
+                return state
+
+            # A thread runs the function of a program. It does not wait for the parts that the function leaves behind.
+            threads = ThreadPoolExecutor(count, thread_name_prefix="penstock-program")
             try:
-                self._add(state, (), arguments)
-                state.sync()
-            except Exception as error:
-                engine._call(close)
-                state._executor.error = error
-            return state
-
-        threads = ThreadPoolExecutor(count, thread_name_prefix="penstock-program")
-        try:
-            states = threads.map(one, batch)
-            if not progress_bar:
-                return list(states)
-            from tqdm import tqdm
-
-            return list(tqdm(states, total=len(batch), desc="Programs", dynamic_ncols=True))
-        except BaseException:  # interrupted: end the running programs, and start no more
-            threads.shutdown(wait=False, cancel_futures=True)
-            for close in closers:
-                engine._call(close)
-            raise
-        finally:
-            threads.shutdown()
+                started: list[Future[ProgramState]] = []
+                for arguments in batch:
+                    running.wait_for_room()
+                    started.append(threads.submit(one, arguments))
+                states = [each.result() for each in started]
+                for state in states:
+                    running.wait_for(state)
+                return states
+            except BaseException:  # interrupted: end the running programs, and start no more
+                threads.shutdown(wait=False, cancel_futures=True)
+                running.close()
+                raise
+            finally:
+                threads.shutdown()
 
     async def arun(self, engine: AsyncEngine, *arguments: Any, **keywords: Any) -> ProgramState:
         """Run an `async def` program on an engine of the running event loop, and return its state.
@@ -206,3 +212,65 @@ class Program:
         if fields:
             raise InvalidRequest(f"A program has no option {next(iter(fields))}.", param=next(iter(fields)))
         return mine, sampling
+
+
+class _Running:
+    """The running programs of one batch. At most `limit` of them run at the same time."""
+
+    def __init__(self, engine: SyncEngine, limit: int, on_end: Callable[[], object]) -> None:
+        self._engine = engine
+        self._on_end = on_end
+        self._room = Semaphore(limit)
+        self._closers: dict[ProgramState, Callable[[], Coroutine[Any, Any, None]]] = {}
+        self._ended: dict[ProgramState, Event] = {}
+
+    def wait_for_room(self) -> None:
+        """Wait until another program may start. Raises `EngineClosed` if the engine ends first."""
+        while not self._room.acquire(timeout=CHECK_S):
+            self._engine._check_open()
+
+    def new_state(self, sampling: Mapping[str, Any]) -> ProgramState:
+        """Return the state of a new program."""
+        state, close = new_state(self._engine, sampling)
+        self._closers[state] = close
+        self._ended[state] = Event()
+        return state
+
+    def fail(self, state: ProgramState, error: Exception) -> None:
+        """End a program whose function raised an error."""
+        self._engine._call(self._closers[state])
+        state._unsent.clear()
+        state._executor.error = error
+
+    def end_when_done(self, state: ProgramState) -> None:
+        """Make room for another program when all parts of this one are done. Does not wait for it."""
+        ended = self._ended[state]
+
+        def end() -> None:
+            ended.set()
+            self._room.release()
+            self._on_end()
+
+        self._engine._post(partial(state._call_when_done, end))
+
+    def wait_for(self, state: ProgramState) -> None:
+        """Wait until all parts of a program are done. Raises `EngineClosed` if the engine ends first."""
+        while not self._ended[state].wait(CHECK_S):
+            self._engine._check_open()
+
+    def close(self) -> None:
+        """End all programs at once."""
+        for close in [*self._closers.values()]:
+            self._engine._call(close)
+
+
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[], object]]:
+    """Show a bar of finished programs. The block gets a function that counts one."""
+    if not shown:
+        yield lambda: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc="Programs", dynamic_ncols=True) as bar:
+        yield bar.update

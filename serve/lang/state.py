@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, Self
@@ -35,7 +36,7 @@ class ProgramState:
         self._post = post  # runs a function on the engine's loop without waiting for it
         self._call = call  # like `_post`, and waits for the result; None if the program runs on this loop
         self._events: queue.Queue[Event | None] | None = None
-        self._unsent: list[Expression | str] = []  # parts that are not yet sent to the event loop
+        self._unsent: deque[Expression | str] = deque()  # parts that are not yet sent to the event loop
         self.ret_value: Any = None  # the value that the program returned
 
     # --- adding ---
@@ -53,9 +54,18 @@ class ProgramState:
 
     def _send(self) -> None:
         """Send the parts to the executor. Runs on the event loop."""
-        parts, self._unsent = self._unsent, []
-        for part in parts:
-            self._executor.submit(part)
+        while self._unsent:
+            self._executor.submit(self._unsent[0])
+            self._unsent.popleft()  # last, because `_idle` may be read on another thread meanwhile
+
+    @property
+    def _idle(self) -> bool:
+        return not self._unsent and self._executor.idle
+
+    def _call_when_done(self, function: Callable[[], object]) -> None:
+        """Send the parts, and call `function` on the event loop when all are done."""
+        self._send()
+        self._executor.call_when_done(function)
 
     async def _done(self) -> None:
         self._send()
@@ -132,7 +142,8 @@ class ProgramState:
             if self._executor._task is not None and not self._executor._task.done():
                 raise InvalidRequest("An async program must await: `await s.get(name)` or `await s.sync_async()`.")
             return
-        self._call(self._done)
+        if not self._idle:
+            self._call(self._done)
 
     async def sync_async(self) -> Self:
         """Wait until all queued parts are done, in an async program."""

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,17 +17,28 @@ from serve.calls.sampling import read_sampling, sampling_params
 VLLM_LOGPROBS = ("logprobs", "prompt_logprobs")
 
 
+class RequestOutputKind(Enum):
+    """The form of vLLM's streams: all text so far, only the new text, or one output at the end."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 class SamplingParams(dict[str, Any]):
     """Parameters of sampling and of the output's end: `SamplingParams(temperature=0, max_new_tokens=64)`.
 
     It is a dict of the values that were set, under Penstock's names. It also accepts the names of vLLM and OpenAI
     (`max_tokens` means `max_new_tokens`). Parameters that are not set have the engine's defaults. `logprobs` and
-    `prompt_logprobs` are vLLM's: the number of alternatives per token of the output and of the prompt. Raises
-    `InvalidRequest`, whose `param` is the name of the parameter.
+    `prompt_logprobs` are vLLM's: the number of alternatives per token of the output and of the prompt. So are
+    `output_kind`, for streams of `AsyncLLM`, and `extra_args`, for its logits processors. Parameters can also be set as
+    attributes. Raises `InvalidRequest`, whose `param` is the name of the parameter.
     """
 
     logprobs: int | None
     prompt_logprobs: int | None
+    output_kind: RequestOutputKind | None
+    extra_args: Mapping[str, Any] | None
 
     if TYPE_CHECKING:
 
@@ -69,6 +81,8 @@ class SamplingParams(dict[str, Any]):
             speculative: int | bool | None = None,
             logprobs: int | None = None,
             prompt_logprobs: int | None = None,
+            output_kind: RequestOutputKind | None = None,
+            extra_args: Mapping[str, Any] | None = None,
             structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None,
             **others: Any,
         ) -> None: ...
@@ -78,6 +92,10 @@ class SamplingParams(dict[str, Any]):
         def __init__(self, **values: Any) -> None:
             self.__dict__["logprobs"] = _number(values, "logprobs")
             self.__dict__["prompt_logprobs"] = _number(values, "prompt_logprobs")
+            self.__dict__["output_kind"] = values.pop("output_kind", None)
+            self.__dict__["extra_args"] = values.pop("extra_args", None)
+            if values.pop("detokenize", True) is not True:
+                raise InvalidRequest("detokenize=False is not supported; leave it out.", param="detokenize")
             for name in ("structured_outputs", "guided_decoding"):
                 values |= _grammar(values.pop(name, None), name)
             mine: dict[str, Any] = {}
@@ -105,6 +123,17 @@ class SamplingParams(dict[str, Any]):
         if own is None:
             raise AttributeError(f"{name} is not a sampling parameter{_suggestion(name)}")
         return self[own] if own in self else _defaults()[own]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a parameter under its name in any API, and check it."""
+        if name in self.__dict__:
+            self.__dict__[name] = _number({name: value}, name) if name in VLLM_LOGPROBS else value
+            return
+        own = own_name(name)
+        if own is None:
+            raise InvalidRequest(f"{name} is not a sampling parameter{_suggestion(name)}", param=name)
+        checked = type(self)(**{**self, own: value})
+        self[own] = checked[own]
 
     def __repr__(self) -> str:
         logprobs = {name: getattr(self, name) for name in VLLM_LOGPROBS if getattr(self, name) is not None}

@@ -269,7 +269,18 @@ class SyncEngine:
 
     def _post(self, function: Callable[[], None]) -> None:
         """Schedule `function` on the engine's event loop without waiting. Calls run in the order of posting."""
-        self._running.start_task_soon(_soon, function)
+        self._check_open()
+        loop = self._engine._loop
+        if loop is not None:
+            loop.call_soon_threadsafe(function)
+
+    def _check_open(self) -> None:
+        """Raise `EngineClosed` if the engine is closed. Starts it if it was never started."""
+        _ = self._running
+
+    def _begin(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start a coroutine on the engine's event loop without waiting for it."""
+        self._running.start_task_soon(function)
 
     async def _call_async(self, function: Callable[[], Any]) -> Any:
         """Call `function` on the engine's event loop, and wait for the result on the caller's own loop."""

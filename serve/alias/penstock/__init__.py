@@ -1,6 +1,7 @@
 """Penstock under its own name: `from penstock import Engine, SyncEngine, LLM, SamplingParams`.
 
-All names come from the package `serve`, which contains the code. `penstock.lang` is `serve.lang`.
+All names come from the package `serve`, which contains the code. `penstock.lang` is `serve.lang`,
+and `penstock.vllm` is `serve.vllm`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 __version__ = serve.__version__
 __all__ = [*serve.__all__]  # pyright: ignore[reportUnsupportedDunderAll]
-MODULES = ("lang", "testing")
+MODULES = ("lang", "testing", "vllm")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,185 @@
+"""vLLM's arguments of an engine: keywords, `EngineArgs`, and a parser of command lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from typing import Any, Self
+
+from runtime.config import options
+from runtime.errors import ConfigurationError
+from serve.python.sync_engine import SyncEngine
+
+# vLLM's keywords -> Penstock's options with the same values.
+RENAMED: Mapping[str, str] = {
+    "model": "model_path",
+    "tokenizer": "tokenizer_path",
+    "max_model_len": "context_length",
+    "gpu_memory_utilization": "mem_fraction_static",
+    "max_num_seqs": "max_running_requests",
+    "max_num_batched_tokens": "chunked_prefill_size",
+    "block_size": "page_size",
+    "seed": "random_seed",
+    "enforce_eager": "disable_cuda_graph",
+    "hf_overrides": "json_model_override_args",
+    "max_loras": "max_loras_per_batch",
+    "max_cpu_loras": "max_loaded_loras",
+    "enable_expert_parallel": "enable_ep_moe",
+}
+# vLLM's keywords -> the values that ask for what Penstock does anyway, and what to do about other values.
+FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "runner": (("auto", "generate", "pooling"), "leave it out"),
+    "task": (("auto", "generate", "embed", "embedding", "classify", "score", "reward"), "leave it out"),
+    "convert": (("auto", "none", "embed"), "convert the checkpoint to a classifier first"),
+    "tokenizer_mode": (("auto", "hf", "slow"), "give a checkpoint with a tokenizer.json"),
+    "config_format": (("auto", "hf"), "give a checkpoint with a config.json"),
+    "generation_config": (("auto",), "give every sampling parameter"),
+    "distributed_executor_backend": (("mp", "uni"), "leave it out: Penstock starts one process per rank"),
+    "enable_prompt_embeds": ((False,), "give prompts as text or token ids"),
+    "disable_chunked_mm_input": ((False, True), "leave it out"),
+    "max_logprobs": ((20,), "leave it out: the API's own limit applies"),
+}
+OWN = ("enable_prefix_caching", "enable_chunked_prefill", "disable_log_stats", "profiler_config", "logits_processors")
+
+
+@dataclass(slots=True, kw_only=True)
+class ProfilerConfig:
+    """vLLM's `profiler_config`: the folder for the traces of `LLM.start_profile`."""
+
+    profiler: str = "torch"
+    torch_profiler_dir: str | None = None
+
+
+@dataclass(slots=True)
+class EngineSettings:
+    """Options of the engine, and the settings of vLLM that are not options of Penstock."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    profile_dir: str | None = None
+    logits_processors: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> Self:
+        """Convert vLLM's keywords. Those that are None are ignored. Raises `ConfigurationError`."""
+        settings = cls()
+        for name, value in keywords.items():
+            if value is not None:
+                settings._take(name, value)
+        return settings
+
+    def start(self) -> SyncEngine:
+        """Start an engine with these options."""
+        engine = SyncEngine(**self.options)
+        engine.start()
+        return engine
+
+    def _take(self, name: str, value: Any) -> None:
+        if name in FIXED:
+            accepted, advice = FIXED[name]
+            if value not in accepted:
+                raise ConfigurationError(f"{name}={value!r} is not supported; {advice}.")
+        elif name == "profiler_config":
+            self.profile_dir = _profile_dir(value)
+        elif name == "logits_processors":
+            self.logits_processors = tuple(value)
+        elif name == "enable_prefix_caching":
+            self._set("disable_radix_cache", not value)
+        elif name == "enable_chunked_prefill":
+            if not value:
+                self._set("chunked_prefill_size", -1)
+        elif name == "disable_log_stats":
+            self._set("enable_metrics", not value)
+        else:
+            self._set(RENAMED.get(name, name), value)
+
+    def _set(self, own: str, value: Any) -> None:
+        if own in self.options:
+            raise ConfigurationError(f"{own} is given twice.")
+        self.options[own] = value
+
+
+def _profile_dir(config: Any) -> str | None:
+    values = config if isinstance(config, Mapping) else asdict(config)
+    if values.get("profiler", "torch") not in ("torch", None):
+        raise ConfigurationError(f"profiler_config: the profiler must be torch, not {values['profiler']!r}.")
+    return values.get("torch_profiler_dir")
+
+
+class EngineArgs:
+    """vLLM's `EngineArgs`: the arguments of an engine. Each is an attribute, which is None if it was not given.
+
+    Keywords are those of `LLM`: Penstock's options, and vLLM's names for them.
+    """
+
+    def __init__(self, model: str | None = None, **keywords: Any) -> None:
+        self.keywords = {"model": model, **keywords}
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "keywords" and (name in self.keywords or name in _types()):
+            return self.keywords.get(name)
+        raise AttributeError(f"EngineArgs has no {name}.")
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{name}={value!r}" for name, value in self.keywords.items() if value is not None)
+        return f"{type(self).__name__}({given})"
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add an argument for each option, under Penstock's name and under vLLM's, and return the parser.
+
+        The default of each is None, which means the engine's own default.
+        """
+        group = parser.add_argument_group("Engine")
+        for name, (kind, many) in _types().items():
+            flags = [f"--{name.replace('_', '-')}"]
+            if kind is bool:
+                group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None)
+            else:
+                group.add_argument(*flags, type=kind, default=None, **({"nargs": "*"} if many else {}))
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: argparse.Namespace) -> Self:
+        """Return the engine's arguments among those that were parsed."""
+        return cls(**{name: getattr(args, name) for name in _types() if getattr(args, name, None) is not None})
+
+
+AsyncEngineArgs = EngineArgs
+
+
+@cache
+def _types() -> Mapping[str, tuple[Any, bool]]:
+    """Return the type of each argument's words, and whether it takes several."""
+    found: dict[str, tuple[Any, bool]] = {}
+    for option in options():
+        kind = option.type if option.type in (bool, int, float, str) else json.loads
+        for name in option.keywords:
+            found[name] = (kind, option.many)
+    for name, own in RENAMED.items():
+        found[name] = found[own]
+    for name, (accepted, _) in FIXED.items():
+        found[name] = (type(accepted[0]), False)
+    for name in ("enable_prefix_caching", "enable_chunked_prefill", "disable_log_stats"):
+        found[name] = (bool, False)
+    found["profiler_config"] = (json.loads, False)
+    return found
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """A parser that accepts underscores for hyphens in the names of flags: `--max_model_len 512`."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        import sys
+
+        words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args([_hyphenated(word) for word in words], namespace)
+
+
+def _hyphenated(word: str) -> str:
+    if not word.startswith("--"):
+        return word
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value

@@ -1,0 +1,206 @@
+"""Calls of the engine with vLLM's prompts and parameters. `LLM`, `LLMEngine` and `AsyncLLM` share them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+from runtime.errors import InvalidRequest
+from runtime.sampling_params import MAX_CHOICES
+from serve.python.results import Generated, Piece
+from serve.python.sampling import RequestOutputKind, SamplingParams
+from serve.python.sync_engine import SyncEngine
+from serve.vllm.logits_processors import hook_of
+from serve.vllm.outputs import CompletionOutput, RequestOutput, completion_output, logprobs_of, request_output
+from serve.vllm.prompts import LoRARequest
+
+MAX_PROMPTS = 1024  # prompts in one call to the engine
+MAX_OUTPUTS = 4096
+DEFAULT_TOKENS = 16  # vLLM's default for max_tokens
+
+Params = Mapping[str, Any] | None
+
+
+def with_defaults(params: Params) -> SamplingParams:
+    """Return a copy of the parameters with vLLM's default of `max_tokens`."""
+    made = params.clone() if isinstance(params, SamplingParams) else SamplingParams(**(params or {}))
+    if "max_new_tokens" not in made:
+        made["max_new_tokens"] = DEFAULT_TOKENS
+    return made
+
+
+class Caller:
+    """An engine with the logits processors that vLLM's `logits_processors` named."""
+
+    def __init__(self, engine: SyncEngine, logits_processors: Sequence[Any] = ()) -> None:
+        self.engine = engine
+        self._processors = logits_processors
+        self._loading = asyncio.Lock()  # held while an adapter is loaded
+
+    # --- whole outputs ---
+
+    def generate(
+        self,
+        prompts: Sequence[str | list[int]],
+        params: Sequence[Params],
+        *,
+        progress: bool,
+        loras: Sequence[Any],
+        priorities: Sequence[int] | None,
+    ) -> list[RequestOutput]:
+        """Generate from all prompts, which run side by side. Returns one output per prompt, in order."""
+        tokenizer = self.engine.get_tokenizer()
+        ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        names = [self.adapter(lora) for lora in loras]
+        outputs: list[RequestOutput | None] = [None] * len(prompts)
+        groups = _groups(params, names, alone=bool(self._processors))
+
+        async def run(group: list[int]) -> None:
+            made = with_defaults(params[group[0]])
+            fields: dict[str, Any] = {"on_logits": hook_of(self._processors, made, ids[group[0]])}
+            if names[group[0]] is not None:
+                fields["lora_path"] = names[group[0]]
+            if priorities is not None:
+                fields["priority"] = [priorities[index] for index in group]
+            answers: list[Generated] = await self.engine._engine.generate(
+                input_ids=[ids[index] for index in group],
+                sampling_params=made,
+                progress=progress and len(groups) == 1,
+                **fields,
+            )
+            n = len(answers) // len(group)
+            for place, index in enumerate(group):
+                mine = answers[place * n : (place + 1) * n]
+                outputs[index] = request_output(prompts[index], ids[index], mine, made, loras[index])
+
+        async def run_all() -> None:
+            with _progress(len(prompts), shown=progress and len(groups) > 1) as done:
+                tasks = [asyncio.ensure_future(run(group)) for group in groups]
+                for task, group in zip(tasks, groups, strict=True):
+                    task.add_done_callback(lambda _, count=len(group): done(count))
+                try:
+                    await asyncio.gather(*tasks)
+                finally:  # after an error, end the others too
+                    for task in tasks:
+                        task.cancel()
+                    await asyncio.wait(tasks)
+
+        if prompts:
+            self.engine._call(run_all)
+        return [output for output in outputs if output is not None]
+
+    # --- streams ---
+
+    async def stream(
+        self, request_id: str, prompt: str | list[int], params: Params, *, lora: Any = None, priority: int = 0
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yield the outputs of one prompt as they grow. Runs on the engine's event loop.
+
+        `params.output_kind` says whether each output has all text so far (the default), only the new text, or whether
+        there is one output at the end.
+        """
+        engine, made = self.engine._engine, with_defaults(params)
+        ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        fields: dict[str, Any] = {"rid": request_id, "on_logits": hook_of(self._processors, made, ids)}
+        if (name := await self._load(lora)) is not None:
+            fields["lora_path"] = name
+        if priority:
+            fields["priority"] = priority
+        growing = _Growing(request_id, prompt, ids, made, lora)
+        async with aclosing(engine.stream(input_ids=ids, sampling_params=made, **fields)) as pieces:
+            async for piece in pieces:
+                output = growing.with_piece(piece)
+                if output is not None:
+                    yield output
+
+    # --- adapters ---
+
+    def adapter(self, lora: Any) -> str | None:
+        """Return the name of the adapter, and load it if this is its first use."""
+        return None if lora is None else self.engine._call(lambda: self._load(lora))
+
+    async def _load(self, lora: Any) -> str | None:
+        name = getattr(lora, "lora_name", lora)
+        path = lora.lora_path if isinstance(lora, LoRARequest) else None
+        if name is None or path is None:
+            return name
+        async with self._loading:
+            if name not in self.engine._engine.core.adapters:
+                answer = await self.engine._engine.load_lora_adapter(name, path)
+                if not answer["success"]:
+                    raise InvalidRequest(answer["error_message"], param="lora_request")
+        return name
+
+
+class _Growing:
+    """The outputs of one prompt so far, from the pieces of a stream."""
+
+    def __init__(
+        self, request_id: str, prompt: str | list[int], ids: list[int], params: SamplingParams, lora: Any
+    ) -> None:
+        self._params = params
+        self._kind = params.output_kind or RequestOutputKind.CUMULATIVE
+        self._output = RequestOutput(
+            request_id, prompt if isinstance(prompt, str) else None, ids, None, [], finished=False, lora_request=lora
+        )
+        self._outputs: dict[int, CompletionOutput] = {}
+
+    def with_piece(self, piece: Piece) -> RequestOutput | None:
+        """Return the output after this piece, or None if the parameters ask only for a later one."""
+        params, old = self._params, self._outputs.get(piece.index)
+        new = completion_output(piece.index, piece, params)
+        if old is not None and self._kind is not RequestOutputKind.DELTA:
+            new.token_ids = old.token_ids + new.token_ids
+            if new.logprobs is not None:
+                new.logprobs = (old.logprobs or []) + new.logprobs
+                new.cumulative_logprob = (old.cumulative_logprob or 0.0) + (new.cumulative_logprob or 0.0)
+        if self._kind is RequestOutputKind.DELTA:
+            new.text = piece.delta
+        self._outputs[piece.index] = new
+        finished = len(self._outputs) == params.n and all(each.finished() for each in self._outputs.values())
+        prompt_logprobs = logprobs_of(piece.meta_info, "input", params.prompt_logprobs)
+        output = self._output
+        if prompt_logprobs:
+            output.prompt_logprobs = prompt_logprobs
+        if self._kind is RequestOutputKind.FINAL_ONLY and not finished:
+            return None
+        shown = [new] if self._kind is RequestOutputKind.DELTA else [self._outputs[i] for i in sorted(self._outputs)]
+        return RequestOutput(
+            output.request_id,
+            output.prompt,
+            output.prompt_token_ids,
+            output.prompt_logprobs,
+            shown,
+            finished=finished,
+            num_cached_tokens=piece.meta_info["cached_tokens"],
+            lora_request=output.lora_request,
+        )
+
+
+def _groups(params: Sequence[Params], names: Sequence[str | None], *, alone: bool) -> list[list[int]]:
+    """Group the indices of prompts into calls with equal parameters and a limited number of outputs.
+
+    `alone`: each prompt is a call of its own.
+    """
+    if alone:
+        return [[index] for index in range(len(params))]
+    groups: dict[tuple[int, str | None], list[int]] = {}
+    for index, each in enumerate(params):
+        groups.setdefault((id(each), names[index]), []).append(index)
+    several = any(each and each.get("n", 1) > 1 for each in params)
+    most = max(1, MAX_OUTPUTS // MAX_CHOICES) if several else MAX_PROMPTS
+    return [group[first : first + most] for group in groups.values() for first in range(0, len(group), most)]
+
+
+@contextmanager
+def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+    """Show a bar of finished prompts. The block gets a function that adds to it."""
+    if not shown:
+        yield lambda count: None
+        return
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True) as bar:
+        yield bar.update

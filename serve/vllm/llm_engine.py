@@ -1,0 +1,137 @@
+"""`LLMEngine`: requests that are added one by one, and outputs that are taken step by step, as in vLLM."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterable, Mapping
+from contextlib import aclosing
+from typing import Any, Self
+
+from runtime.errors import InvalidRequest
+from serve.python.sync_engine import SyncEngine
+from serve.python.tokens import TokenizerView
+from serve.vllm.arguments import EngineArgs, EngineSettings
+from serve.vllm.generate import Caller
+from serve.vllm.outputs import RequestOutput
+from serve.vllm.prompts import prompt_of
+
+
+class LLMEngine:
+    """An engine whose caller takes the outputs with `step`.
+
+        engine = LLMEngine.from_engine_args(EngineArgs(model="..."))
+        engine.add_request("0", "Hello", SamplingParams(temperature=0))
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                print(output.outputs[0].text)
+
+    Unlike vLLM's, the engine computes in its own thread, also between two calls of `step`.
+    """
+
+    def __init__(self, caller: Caller) -> None:
+        self._caller = caller
+        self._arrived: queue.Queue[RequestOutput | Exception] = queue.Queue()
+        self._running: set[str] = set()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Start an engine with these arguments."""
+        settings = EngineSettings.of(engine_args.keywords)
+        return cls(Caller(settings.start(), settings.logits_processors))
+
+    @property
+    def engine(self) -> SyncEngine:
+        """Penstock's own engine."""
+        return self._caller.engine
+
+    @property
+    def tokenizer(self) -> TokenizerView:
+        """The tokenizer."""
+        return self._caller.engine.tokenizer
+
+    def get_tokenizer(self) -> TokenizerView:
+        """Return the tokenizer."""
+        return self.tokenizer
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Any,
+        params: Mapping[str, Any] | None = None,
+        *,
+        lora_request: Any = None,
+        priority: int = 0,
+    ) -> None:
+        """Add a request. Its outputs come from `step`.
+
+        Raises `InvalidRequest` if a request with this id is unfinished. Other errors of the request are raised by
+        `step`.
+        """
+        if request_id in self._running:
+            raise InvalidRequest(f"A request {request_id!r} is unfinished.", param="request_id")
+        outputs = self._caller.stream(request_id, prompt_of(prompt), params, lora=lora_request, priority=priority)
+
+        async def read() -> None:
+            try:
+                async with aclosing(outputs):
+                    async for output in outputs:
+                        self._arrived.put(output)
+            except Exception as error:  # for the caller of `step`
+                error.add_note(f"It was raised by request {request_id!r}.")
+                self._running.discard(request_id)
+                self._arrived.put(error)
+
+        self._running.add(request_id)
+        self._caller.engine._begin(read)
+
+    def step(self) -> list[RequestOutput]:
+        """Wait for new outputs and return them. Each has all text of its request so far.
+
+        Returns an empty list if no request is unfinished. Raises the error of a request that failed.
+        """
+        if not self.has_unfinished_requests():
+            return []
+        arrived = [self._arrived.get()]
+        while not self._arrived.empty():
+            arrived.append(self._arrived.get())
+        latest: dict[str, RequestOutput] = {}
+        for place, output in enumerate(arrived):
+            if isinstance(output, Exception):
+                for later in [*latest.values(), *arrived[place + 1 :]]:
+                    self._arrived.put(later)
+                raise output
+            latest[output.request_id] = output
+        self._running -= {output.request_id for output in latest.values() if output.finished}
+        return [*latest.values()]
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether `step` will return further outputs."""
+        return bool(self._running) or not self._arrived.empty()
+
+    def get_num_unfinished_requests(self) -> int:
+        """Return the number of requests that have not ended."""
+        return len(self._running)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """Abort requests. Their last outputs have the finish reason "abort"."""
+        for each in [request_ids] if isinstance(request_ids, str) else request_ids:
+            self._caller.engine.abort(each)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+        """Empty the prefix cache and return whether that was possible.
+
+        While requests run, it does nothing and returns False. With `reset_running_requests`, these are moved back to
+        the queue first, and computed again later.
+        """
+        engine = self._caller.engine
+        if not reset_running_requests:
+            return engine.flush_cache()
+        engine.pause_generation("retract")
+        try:
+            return engine.flush_cache()
+        finally:
+            engine.continue_generation()
+
+    def shutdown(self) -> None:
+        """End every request and release all resources."""
+        self._caller.engine.close()

@@ -1,0 +1,78 @@
+"""The engine's metrics as objects, as vLLM's `LLM.get_metrics` returns them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from runtime.errors import InvalidRequest, NotFound
+from serve.python.sync_engine import SyncEngine
+
+
+@dataclass(slots=True)
+class Metric:
+    """One metric. `name` is its name for Prometheus; `docs/monitoring/metrics.md` lists all."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass(slots=True)
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: float
+
+
+@dataclass(slots=True)
+class Gauge(Metric):
+    """A number that changes in both directions."""
+
+    value: float
+
+
+@dataclass(slots=True)
+class Vector(Metric):
+    """Several numbers that only grow. The engine has no metric of this kind."""
+
+    values: list[float]
+
+
+@dataclass(slots=True)
+class Histogram(Metric):
+    """The number and the sum of observed values. `buckets` maps each upper bound to the number of values below it."""
+
+    count: int
+    sum: float
+    buckets: dict[str, int]
+
+
+def read_metrics(engine: SyncEngine) -> list[Metric]:
+    """Return all metrics. Raises `InvalidRequest` if the engine was started without them."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        text = engine.metrics()
+    except NotFound:
+        raise InvalidRequest("get_metrics needs LLM(..., disable_log_stats=False).") from None
+    found: list[Metric] = []
+    for family in text_string_to_metric_families(text):
+        if family.type == "histogram":
+            found += _histograms(family.name, family.samples)
+        elif family.type in ("counter", "gauge"):
+            made = Counter if family.type == "counter" else Gauge
+            found += [made(each.name, each.labels, each.value) for each in family.samples]
+    return found
+
+
+def _histograms(name: str, samples: list) -> list[Metric]:  # pyright: ignore[reportMissingTypeArgument, reportUnknownParameterType]
+    by_labels: dict[tuple[tuple[str, str], ...], Histogram] = {}
+    for each in samples:
+        labels = {key: value for key, value in each.labels.items() if key != "le"}
+        made = by_labels.setdefault(tuple(labels.items()), Histogram(name, labels, 0, 0.0, {}))
+        if each.name.endswith("_bucket"):
+            made.buckets[each.labels["le"]] = int(each.value)
+        elif each.name.endswith("_count"):
+            made.count = int(each.value)
+        elif each.name.endswith("_sum"):
+            made.sum = each.value
+    return [*by_labels.values()]
