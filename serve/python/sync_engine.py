@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
@@ -72,6 +73,8 @@ class SyncEngine:
         self._at_exit: finalize[[], SyncEngine] | None = None
         self._starting = Lock()
         self._closed = False
+        self._posted: deque[Callable[[], None]] = deque()  # calls for the event loop
+        self._woken = False  # whether the event loop will run the calls in `_posted`
 
     def __repr__(self) -> str:
         state = "running" if self._loop_thread is not None else "closed" if self._closed else "not started"
@@ -270,9 +273,16 @@ class SyncEngine:
     def _post(self, function: Callable[[], None]) -> None:
         """Schedule `function` on the engine's event loop without waiting. Calls run in the order of posting."""
         self._check_open()
+        self._posted.append(function)
         loop = self._engine._loop
-        if loop is not None:
-            loop.call_soon_threadsafe(function)
+        if not self._woken and loop is not None:
+            self._woken = True
+            loop.call_soon_threadsafe(self._run_posted)
+
+    def _run_posted(self) -> None:
+        self._woken = False  # first: a call that is posted from here on wakes the loop again
+        while self._posted:
+            self._posted.popleft()()
 
     def _check_open(self) -> None:
         """Raise `EngineClosed` if the engine is closed. Starts it if it was never started."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
 
@@ -42,15 +42,42 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "disable_chunked_mm_input": ((False, True), "leave it out"),
     "max_logprobs": ((20,), "leave it out: the API's own limit applies"),
 }
-OWN = ("enable_prefix_caching", "enable_chunked_prefill", "disable_log_stats", "profiler_config", "logits_processors")
 
 
 @dataclass(slots=True, kw_only=True)
 class ProfilerConfig:
-    """vLLM's `profiler_config`: the folder for the traces of `LLM.start_profile`."""
+    """vLLM's `profiler_config`: the folder for the traces of `LLM.start_profile`.
+
+    The profile skips `delay_iterations` steps, and ends after `max_iterations` further steps, or with `stop_profile`
+    if this is 0.
+    """
 
     profiler: str = "torch"
     torch_profiler_dir: str | None = None
+    delay_iterations: int = 0
+    max_iterations: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """Read a `ProfilerConfig` or a dict. Raises `ConfigurationError`."""
+        try:
+            made = config if isinstance(config, cls) else cls(**config)
+        except TypeError as error:
+            raise ConfigurationError(f"profiler_config: {error}.") from None
+        if made.profiler != "torch":
+            raise ConfigurationError(f"profiler_config: the profiler must be torch, not {made.profiler!r}.")
+        return made
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of `Engine.start_profile`."""
+        values: dict[str, Any] = {}
+        if self.torch_profiler_dir is not None:
+            values["output_dir"] = self.torch_profiler_dir
+        if self.delay_iterations:
+            values["start_step"] = self.delay_iterations
+        if self.max_iterations:
+            values["num_steps"] = self.max_iterations
+        return values
 
 
 @dataclass(slots=True)
@@ -58,7 +85,7 @@ class EngineSettings:
     """Options of the engine, and the settings of vLLM that are not options of Penstock."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    profile_dir: str | None = None
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     logits_processors: tuple[Any, ...] = ()
 
     @classmethod
@@ -82,7 +109,7 @@ class EngineSettings:
             if value not in accepted:
                 raise ConfigurationError(f"{name}={value!r} is not supported; {advice}.")
         elif name == "profiler_config":
-            self.profile_dir = _profile_dir(value)
+            self.profiler = ProfilerConfig.of(value)
         elif name == "logits_processors":
             self.logits_processors = tuple(value)
         elif name == "enable_prefix_caching":
@@ -99,13 +126,6 @@ class EngineSettings:
         if own in self.options:
             raise ConfigurationError(f"{own} is given twice.")
         self.options[own] = value
-
-
-def _profile_dir(config: Any) -> str | None:
-    values = config if isinstance(config, Mapping) else asdict(config)
-    if values.get("profiler", "torch") not in ("torch", None):
-        raise ConfigurationError(f"profiler_config: the profiler must be torch, not {values['profiler']!r}.")
-    return values.get("torch_profiler_dir")
 
 
 class EngineArgs:
@@ -138,7 +158,7 @@ class EngineArgs:
             if kind is bool:
                 group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None)
             else:
-                group.add_argument(*flags, type=kind, default=None, **({"nargs": "*"} if many else {}))
+                group.add_argument(*flags, type=kind, default=None, nargs="*" if many else None)
         return parser
 
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 from runtime.errors import InvalidRequest
@@ -79,7 +80,7 @@ class Caller:
             with _progress(len(prompts), shown=progress and len(groups) > 1) as done:
                 tasks = [asyncio.ensure_future(run(group)) for group in groups]
                 for task, group in zip(tasks, groups, strict=True):
-                    task.add_done_callback(lambda _, count=len(group): done(count))
+                    task.add_done_callback(partial(_count, done, len(group)))
                 try:
                     await asyncio.gather(*tasks)
                 finally:  # after an error, end the others too
@@ -192,6 +193,10 @@ def _groups(params: Sequence[Params], names: Sequence[str | None], *, alone: boo
     several = any(each and each.get("n", 1) > 1 for each in params)
     most = max(1, MAX_OUTPUTS // MAX_CHOICES) if several else MAX_PROMPTS
     return [group[first : first + most] for group in groups.values() for first in range(0, len(group), most)]
+
+
+def _count(done: Callable[[int], object], count: int, task: asyncio.Future[None]) -> None:
+    done(count)
 
 
 @contextmanager

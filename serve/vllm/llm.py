@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 from runtime.errors import InvalidRequest
+from serve.calls.vectors import shortened
 from serve.python.sampling import SamplingParams
 from serve.python.sync_engine import SyncEngine
 from serve.python.tokens import TokenizerView
@@ -24,7 +24,6 @@ from serve.vllm.outputs import (
     ScoringOutput,
 )
 from serve.vllm.prompts import LoRARequest, Prompts, prompts_of
-from serve.calls.vectors import shortened
 
 MAX_AT_ONCE = 1024  # prompts in one call to the engine
 
@@ -43,7 +42,7 @@ class LLM:
 
     def __init__(self, model: str | None = None, **keywords: Any) -> None:
         settings = EngineSettings.of({"model": model, **keywords})
-        self._profile_dir = settings.profile_dir
+        self._profiler = settings.profiler
         self._engine = settings.start()
         self._caller = Caller(self._engine, settings.logits_processors)
 
@@ -134,7 +133,9 @@ class LLM:
             output.prompt = tokenizer.decode(output.prompt_token_ids)
         return outputs
 
-    def beam_search(self, prompts: Prompts, params: BeamSearchParams, *, use_tqdm: bool = False) -> list[BeamSearchOutput]:
+    def beam_search(
+        self, prompts: Prompts, params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
         """Return the best beams of each prompt, best first. Raises `InvalidRequest`."""
         tokenizer = self.get_tokenizer()
         ids = [tokenizer.encode(each) if isinstance(each, str) else each for each in prompts_of(prompts)]
@@ -231,7 +232,7 @@ class LLM:
     # --- management ---
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics as objects. Needs `disable_log_stats=False`; raises `InvalidRequest` otherwise."""
+        """Return the engine's metrics as objects. Raises `InvalidRequest` without `disable_log_stats=False`."""
         return read_metrics(self._engine)
 
     def reset_prefix_cache(self) -> bool:
@@ -240,7 +241,7 @@ class LLM:
 
     def start_profile(self) -> None:
         """Begin to profile. The trace is written to the folder that `profiler_config` named."""
-        self._engine.start_profile(**({} if self._profile_dir is None else {"output_dir": self._profile_dir}))
+        self._engine.start_profile(**self._profiler.options())
 
     def stop_profile(self) -> str:
         """End the profile, and return the path of its trace."""
