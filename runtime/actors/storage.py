@@ -303,10 +303,15 @@ class Storage:
         return self._runner.call("copy_pages", payload), self._tier.take_new()
 
     async def _pushed(self, copied: asyncio.Future[list[Any]] | None, new: dict[bytes, Entry]) -> None:
-        if copied is not None:
+        if copied is None:
+            return
+        succeeded = False
+        try:
             await asyncio.shield(copied)
-            self._tier.settle(new)
-            self._save_work.set()
+            succeeded = True
+        finally:
+            self._tier.settle(new, succeeded=succeeded)
+        self._save_work.set()
 
     def _begin_move(self) -> None:
         self._num_moving += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from typing import NamedTuple
 
-from runtime.kv_cache.radix_tree import Node, RadixTree
+from runtime.kv_cache.radix_tree import Node, RadixTree, path_pages
 
 
 class _Pin(NamedTuple):
@@ -47,6 +47,31 @@ class Pins:
         while self.num_pages > self.max_pages:
             most = max(self._pages_of, key=self._pages_of.__getitem__)
             self._drop(*next(key for key in self._pins if key[0] == most))
+
+    def settle(self) -> None:
+        """Subtract the pages that pinned prefixes have lost by eviction. Drop pins whose last node was evicted."""
+        lost = self._tree.take_shortened()
+        if not lost:
+            return
+        for (owner, name), pin in list(self._pins.items()):
+            if pin.node not in lost:
+                continue
+            if pin.node.parent is None:
+                self._drop(owner, name)
+            else:
+                self._pins[owner, name] = pin._replace(num_pages=pin.num_pages - lost[pin.node])
+                self.num_pages -= lost[pin.node]
+                self._pages_of[owner] -= lost[pin.node]
+
+    def check(self) -> None:
+        """Raise `ValueError` unless exactly the pages of pinned prefixes in the tree are counted."""
+        pages_of: Counter[str] = Counter()
+        for (owner, _), pin in self._pins.items():
+            pages_of[owner] += pin.num_pages
+            if pin.node.parent is None or pin.node.pins < 1 or len(path_pages(pin.node)) != pin.num_pages:
+                raise ValueError("A pin does not count the pages of its prefix.")
+        if pages_of != self._pages_of or pages_of.total() != self.num_pages or self.num_pages > max(0, self.max_pages):
+            raise ValueError("The pinned pages do not balance.")
 
     def clear(self) -> None:
         """Remove all pins. Called when the tree is emptied."""

@@ -293,6 +293,7 @@ class PrefixCache:
         missing = count - self._pool.num_free
         if missing > 0:
             pages = self._tree.evict(missing)
+            self.pins.settle()
             if self.tier is not None:
                 self.tier.evicted(pages)
             self._free_shared(pages)
@@ -386,6 +387,7 @@ class PrefixCache:
         self.free(sequence.pages[sequence.num_shared // self.page_size :])
         if sequence.locked_node is not None:
             pages = self._tree.remove(sequence.locked_node)
+            self.pins.settle()
             if self.tier is not None:
                 self.tier.discarded(pages)
             self._free_shared(pages)
@@ -439,6 +441,7 @@ class PrefixCache:
             elif first:
                 raise ValueError(f"{sequence!r} lists shared pages without a lock.")
         tree_pages = self._tree.check(holders)
+        self.pins.check()
         self._pool.check(private + tree_pages)
         for kind in self.kinds:
             kind.check(sequences, tree_pages)

@@ -54,6 +54,7 @@ class RadixTree:
         self._clock = 0
         self._serial = count()
         self._leaves: list[tuple[int, int, Node]] = []  # heap of (order, tie, node); stale entries are skipped
+        self._shortened: Counter[Node] = Counter()  # pages that pinned nodes lost, since `take_shortened`
 
     def match_length(self, ids: list[int], limit: int, namespace: Hashable = None) -> int:
         """Return how many of the first `limit` tokens are in the tree, without changing it."""
@@ -156,6 +157,11 @@ class RadixTree:
         node.pins -= 1
         self._offer(node)
 
+    def take_shortened(self) -> Counter[Node]:
+        """Return and clear the number of pages that each pinned node has lost. A removed node has no parent."""
+        shortened, self._shortened = self._shortened, Counter()
+        return shortened
+
     def evict(self, num_pages: int) -> list[int]:
         """Remove and return up to `num_pages` pages, from the ends of the least recently used leaves."""
         freed: list[int] = []
@@ -168,6 +174,8 @@ class RadixTree:
                 freed += node.pages[-missing:]
                 del node.pages[-missing:]
                 del node.ids[-missing * self.page_size :]
+                if node.pins:
+                    self._shortened[node] += missing
                 self._offer(node)
             else:
                 freed += node.pages
@@ -196,6 +204,7 @@ class RadixTree:
         pages = [page for node in self._nodes() for page in node.pages]
         self._roots.clear()
         self._leaves.clear()
+        self._shortened.clear()
         self._num_nodes = self.num_pages = self.num_evictable = 0
         return pages
 
@@ -297,6 +306,8 @@ class RadixTree:
         if parent is None:
             raise ValueError("A root is removed with its last child.")
         del parent.children[tuple(node.ids[: self.page_size])]
+        if node.pins:
+            self._shortened[node] += len(node.pages)
         node.parent = None
         self._num_nodes -= 1
         self._offer(parent)

@@ -79,6 +79,7 @@ class StorageTier:
         self._waits = waits
         self._min_pages = min_pages
         self._new: dict[bytes, Entry] = {}  # written to the host by the batch being built
+        self._pushed: list[dict[bytes, Entry]] = []  # written to the host by copies outside a batch
         # Pages written to the host by the steps in flight: (step number, entries).
         self._copied: deque[tuple[int, dict[bytes, Entry]]] = deque()
         self._ready: dict[bytes, Entry] = {}  # can be saved
@@ -118,11 +119,14 @@ class StorageTier:
     def take_new(self) -> dict[bytes, Entry]:
         """Return and clear the pages whose copies no batch carries yet. Call `settle` when these copies are done."""
         new, self._new = self._new, {}
+        self._pushed.append(new)
         return new
 
-    def settle(self, new: dict[bytes, Entry]) -> None:
-        """Note that copies outside a batch (see `take_new`) have succeeded."""
-        self._ready.update(new)
+    def settle(self, new: dict[bytes, Entry], *, succeeded: bool = True) -> None:
+        """Note that copies outside a batch (see `take_new`) have ended. Failed copies are not saved."""
+        self._pushed = [each for each in self._pushed if each is not new]
+        if succeeded:
+            self._ready.update(new)
 
     def filled(self, number: int) -> None:
         """Note that batch `number` carries the copies noted since the last batch."""
@@ -163,9 +167,8 @@ class StorageTier:
 
     def drop_unsaved(self) -> None:
         """Forget the pages that are still to be saved."""
-        self._new.clear()
-        self._copied.clear()
-        self._ready.clear()
+        for pages in (self._new, self._copied, self._ready, *self._pushed):
+            pages.clear()
 
     def want(self, sequence: Sequence, num_pages: int, limit: int) -> None:
         """Request a lookup of the pages after the first `num_pages`, which the device has, and before token `limit`."""
@@ -280,8 +283,9 @@ class StorageTier:
         """Stop using the store. Loads and saves in progress must have ended."""
         self.attached = False
         self.held.clear()
-        for pages in (self._new, self._copied, self._ready, self._wanted, self._distrusted):
-            pages.clear()
+        self.drop_unsaved()
+        self._wanted.clear()
+        self._distrusted.clear()
 
     def _pays(self, count: int) -> bool:
         """Return whether to load `count` pages.

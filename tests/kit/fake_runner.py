@@ -19,13 +19,15 @@ import numpy as np
 from runtime.batch import ADAPTER, UNKNOWN, Batch, PageCopy, StepOutput
 from runtime.config.plan import SchedulerPlan
 from runtime.constraint import Constraint
+from runtime.kv_cache.host_tier import HostTier
 from runtime.kv_cache.kinds import CacheKind
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.states import StateKind
+from runtime.kv_cache.storage_tier import StorageTier
 from runtime.kv_cache.windowed import WindowedPages, pages_held
 from runtime.layers.forward_batch import KVSpec
 from runtime.replay.recorder import RecordedScheduler, RecordWriter
-from runtime.request import Adapter, Delta, LogprobParams, Logprobs, Request
+from runtime.request import USUAL, Adapter, Delta, LogprobParams, Logprobs, Request, Service
 from runtime.sampling_params import SamplingParams
 from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
@@ -91,7 +93,7 @@ class FakeRunner:
         self.tokens_per_step = 1  # number of tokens of every row that samples
         self.failed_requests: set[int] = set()  # requests whose logits are "not finite" from now on
         self.last_batch: Batch | None = None
-        self._page_size = page_size
+        self.page_size = self._page_size = page_size
         self._tokens = np.full(num_pages * page_size, UNKNOWN, np.int64)
         self._states: list[int | None] = [None] * (num_pages * page_size)
         self._host_tokens = np.full(num_host_pages * page_size, UNKNOWN, np.int64)
@@ -104,16 +106,25 @@ class FakeRunner:
         self._window: int | None = None
         self._lines: dict[int, int] = {}  # state slots of recurrent layers: slot -> state of the whole history
         self._adapters: dict[int, int] = {}  # slot -> id of the adapter in it
-        self._queue: deque[Batch] = deque()
+        self._queue: deque[Batch | Callable[[], None]] = deque()
         self._gate = HostDataGate(CpuDevice(), vocab_size, grace_s=0.0)
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._queue)
+        return sum(isinstance(each, Batch) for each in self._queue)
 
     @property
     def oldest(self) -> Batch | None:
-        return self._queue[0] if self._queue else None
+        return next((each for each in self._queue if isinstance(each, Batch)), None)
+
+    def call(self, work: Callable[[], None]) -> None:
+        """Run `work` after the steps that are in flight, and before later ones."""
+        self._queue.append(work)
+
+    def run_calls(self) -> None:
+        """Run the work that waits for no step."""
+        while self._queue and not isinstance(self._queue[0], Batch):
+            self._queue.popleft()()  # type: ignore[operator]
 
     def use_window(self, window: int) -> None:
         """Read and write windowed pages too, and check that every token finds its window there."""
@@ -125,24 +136,52 @@ class FakeRunner:
 
     def finish_oldest(self) -> tuple[Batch, StepOutput]:
         """Run the oldest step in flight, and return its batch and output."""
+        self.run_calls()
         batch = self._queue.popleft()
+        assert isinstance(batch, Batch)
         return batch, self._run(batch)
 
-    def drop(self) -> list[Batch]:
-        """Drop all steps in flight after a failed step. The contents of pages are then undefined."""
-        batches = list(self._queue)
+    def drop(self, kept: Iterable[int] = ()) -> list[Batch]:
+        """Drop all steps in flight after a failed step. The contents of pages are then undefined.
+
+        Only the host pages `kept` keep their contents.
+        """
+        known = {page: self.read_host(page) for page in kept}
+        batches = [each for each in self._queue if isinstance(each, Batch)]
+        calls = [each for each in self._queue if not isinstance(each, Batch)]
         self._queue.clear()
+        for call in calls:
+            call()
         self._states = [None] * len(self._states)
         self._tokens.fill(UNKNOWN)
         self._host_states = [None] * len(self._host_states)
         self._host_tokens.fill(UNKNOWN)
+        for page, values in known.items():
+            self.write_host(page, values)
         self._lines.clear()
         self._adapters.clear()
         return batches
 
+    def read_host(self, page: int) -> np.ndarray:
+        """Return the tokens and states of a host page, int64 [2, page_size]. Unknown states are -1."""
+        slots = slice(page * self._page_size, (page + 1) * self._page_size)
+        states = [-1 if state is None else state for state in self._host_states[slots]]
+        return np.stack([self._host_tokens[slots], np.array(states, np.int64)])
+
+    def write_host(self, page: int, values: np.ndarray) -> None:
+        """Set the tokens and states of a host page, like `read_host` returns them."""
+        slots = slice(page * self._page_size, (page + 1) * self._page_size)
+        self._host_tokens[slots] = values[0]
+        self._host_states[slots] = values[1].tolist()
+
+    def forget_host(self, pages: Iterable[int]) -> None:
+        """Make the contents of these host pages unknown."""
+        for page in pages:
+            self.write_host(page, np.full((2, self._page_size), -1, np.int64))
+
     def _run(self, batch: Batch) -> StepOutput:
         for copy in batch.copies:
-            self._copy(copy)
+            self.copy(copy)
         self._check_adapters(batch)
         bounds = batch.starts + batch.counts
         batch = self._with_exact_starts(batch)
@@ -167,7 +206,7 @@ class FakeRunner:
             adapter = sequence.request.adapter
             assert self._adapters.get(slot) == (None if adapter is None else adapter.id), "the slot of another adapter"
 
-    def _copy(self, copy: PageCopy) -> None:
+    def copy(self, copy: PageCopy) -> None:
         """Copy all slots of each page."""
         pools = {"device": (self._tokens, self._states), "host": (self._host_tokens, self._host_states)}
         sources, targets = copy.source_pages.tolist(), copy.target_pages.tolist()
@@ -457,6 +496,8 @@ def make_sequence(
     wants_embedding: bool = False,
     constraint: Constraint | None = None,
     adapter: Adapter | None = None,
+    owner: str = "",
+    service: Service = USUAL,
     **sampling: object,
 ) -> Sequence:
     """Return a sequence with its own request, or with the given request (for several choices)."""
@@ -470,6 +511,8 @@ def make_sequence(
             wants_embedding=wants_embedding,
             constraint=constraint,
             adapter=adapter,
+            owner=owner,
+            service=service,
         )
     limit = 0 if request.wants_embedding else request.sampling.max_new_tokens
     return Sequence(
@@ -506,6 +549,8 @@ class Drive:
         num_tier_pages: int = 0,
         write_policy: str = "write_through",
         step_pages: int = 64,
+        num_pinnable: int = 0,
+        storage: Callable[[HostTier], StorageTier] | None = None,
         record: Path | None = None,
     ) -> None:
         """With a `window`, some layers keep only their window, in this number of pages; the default is little more
@@ -531,7 +576,12 @@ class Drive:
             num_tier_pages=num_tier_pages,
             write_policy=write_policy,
             step_pages=step_pages,
+            num_pinnable=num_pinnable,
         )
+        if storage is not None and self.cache.tier is not None:
+            self.cache.storage = storage(self.cache.tier)
+        self.on_idle: Callable[[], bool] = lambda: False  # called when nothing can run; returns whether it helped
+        self.num_steps = 0
         sizes = {"vocab_size": vocab_size, "context_length": context_length}
         if record is None:
             self.scheduler = Scheduler(plan, self.cache, **sizes)
@@ -561,6 +611,7 @@ class Drive:
 
     def step(self) -> Batch | None:
         """Fill and launch one batch, then apply the oldest step while more than `depth` are in flight."""
+        self.num_steps += 1
         batch = self.scheduler.fill()
         self.scheduler.check()
         if batch is not None:
@@ -582,7 +633,7 @@ class Drive:
         """Step until no sequence runs or waits and no step is in flight. Return all deltas so far."""
         for _ in range(max_steps):
             idle = not self.runner.num_in_flight
-            if self.step() is None and idle:
+            if self.step() is None and idle and not self.on_idle():
                 assert self.scheduler.num_waiting == self.scheduler.num_running == 0, "the schedule is stuck"
                 return self.deltas
         raise AssertionError(f"not finished after {max_steps} steps")

@@ -14,7 +14,8 @@ from runtime.kv_cache import host_tier
 from runtime.kv_cache.copy_queue import CopyQueue
 from runtime.kv_cache.host_tier import POLICIES, HostTier
 from runtime.kv_cache.page_keys import is_local, page_keys
-from runtime.request import Adapter
+from runtime.kv_cache.storage_tier import StorageTier
+from runtime.request import Adapter, Service
 from runtime.sequence import Sequence
 
 KEYS_OF_1234 = ["96316269417b", "a243a584d6be"]  # first and last hex digits, of pages of 2 tokens
@@ -285,3 +286,27 @@ def test_every_fault_of_the_tier_is_noticed(fault: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(owner, name, wrong)
     with pytest.raises((AssertionError, ValueError, KeyError, IndexError)):
         run_all()
+
+
+def test_pages_that_were_being_copied_when_the_store_was_cleared_are_not_saved():
+    drive = tiered(8, storage=lambda tier: StorageTier(tier, waits=False))
+    storage = drive.cache.storage
+    assert storage is not None
+    storage.attach()
+    ask(drive, prompts(1)[0], max_new_tokens=1)
+    assert drive.scheduler.take_copies()  # outside a batch
+    new = storage.take_new()
+    assert new
+    storage.drop_unsaved()
+    storage.settle(new)
+    assert storage.take_save() is None
+
+
+def test_evicted_pages_do_not_count_as_pinned():
+    drive = Drive(num_pages=8, page_size=4, num_pinnable=8)
+    pinned, *others = prompts(3, 17)
+    ask(drive, pinned, service=Service(pin="a"), owner="me", max_new_tokens=1)
+    assert drive.cache.pins.num_pages == 4
+    ask(drive, [*others[0], *range(30, 40)], max_new_tokens=2)  # needs 7 pages
+    assert drive.cache.pins.num_pages == 1
+    drive.scheduler.check()
