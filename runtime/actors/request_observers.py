@@ -140,7 +140,10 @@ class RequestMetrics:
             num_tokens = len(chunk.ids)
             series.between_tokens_s.observe((now_s - before_s) / num_tokens, num_tokens)
         elif not live.times.first_token:  # no choice has sent a token yet
-            series.first_token_s.observe(now_s - live.times.arrived)
+            times = live.times
+            series.first_token_s.observe(now_s - times.arrived)
+            if times.predicted_first_token_s:
+                series.predicted(times.predicted_first_token_s, now_s - times.arrived)
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
         """Count the request and its tokens."""

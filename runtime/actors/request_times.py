@@ -8,13 +8,24 @@ from time import monotonic
 class RequestTimes:
     """Times (`time.monotonic`) at which a request reached each phase. A field is 0.0 before its phase is reached."""
 
-    __slots__ = ("arrived", "ended", "first_token", "queued", "scheduled", "tokenized", "tokenizing")
+    __slots__ = (
+        "arrived",
+        "ended",
+        "first_token",
+        "predicted_first_token_s",
+        "queued",
+        "scheduled",
+        "tokenized",
+        "tokenizing",
+    )
 
     def __init__(self) -> None:
         self.arrived = monotonic()
         self.tokenizing = 0.0  # written by the tokenizer
         self.tokenized = 0.0
         self.queued = 0.0  # written by the scheduler actor: when admitted
+        # Written by the scheduler actor when admitted: predicted seconds from `arrived` to `first_token`; 0.0: unknown.
+        self.predicted_first_token_s = 0.0
         self.scheduled = 0.0  # written by the scheduler actor: when its first step was launched
         self.first_token = 0.0  # written by the detokenizer: first token of any choice
         self.ended = 0.0  # written by the table of live requests

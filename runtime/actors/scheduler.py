@@ -194,8 +194,10 @@ class SchedulerActor:
         """Queue a request for computation."""
         live.scheduler = self
         live.times.queued = time.monotonic()
-        if self._max_first_token_s is not None or live.request.service.timeout_s is not None:
-            refusal = self._refusal(live)
+        predicted_s = self._predicted_s(live)
+        if predicted_s is not None:
+            live.times.predicted_first_token_s = live.times.queued - live.times.arrived + predicted_s
+            refusal = self._refusal(live, predicted_s)
             if refusal is not None:
                 self._requests.fail(live.request.id, refusal)
                 return
@@ -238,16 +240,19 @@ class SchedulerActor:
         num_steps = len(self.steps) + -(-(num_before + num_tokens) // self._step_tokens)
         return max((num_before + num_tokens) * token_s + num_steps * decode_s, self.wait_s)
 
-    def _refusal(self, live: LiveRequest) -> PenstockError | None:
-        """Return an error if the request's first token is predicted to come too late, or None."""
-        if live.request.follows or not live.sequences:
+    def _predicted_s(self, live: LiveRequest) -> float | None:
+        """Predict the seconds from now to the request's first token.
+
+        Returns None if the request waits for another one, or if the speed of prompts has not been measured.
+        """
+        if live.request.follows or not live.sequences or self.progress.times.prompt_token_s is None:
             return None
         first = live.sequences[0]
         num_tokens = first.num_prompt - self.scheduler.num_cached(first)
-        urgency = first.urgency if self._priorities else -math.inf
-        predicted_s = self.first_token_s(num_tokens, urgency)
-        if predicted_s is None:
-            return None
+        return self.first_token_s(num_tokens, first.urgency if self._priorities else -math.inf)
+
+    def _refusal(self, live: LiveRequest, predicted_s: float) -> PenstockError | None:
+        """Return an error if the first token, predicted in `predicted_s` seconds, comes too late, or None."""
         limit_s = self._max_first_token_s
         if limit_s is not None and predicted_s > limit_s:
             text = f"The first token is predicted in {predicted_s:.1f} s; this server accepts {limit_s:g} s."

@@ -200,6 +200,8 @@ def _requests(series: RequestSeries, labels: Labels) -> Iterator[Sample]:
         "sglang:num_so_requests": series.num_with_grammar,
         "sglang:num_aborted_requests": series.num_aborted,
         "sglang:time_to_first_token_seconds": series.first_token_s,
+        "penstock:predicted_first_token_seconds": series.predicted_first_token_s,
+        "penstock:first_token_error_seconds": series.prediction_error_s,
         "sglang:inter_token_latency_seconds": series.between_tokens_s,
         "sglang:e2e_request_latency_seconds": series.whole_s,
         "sglang:prompt_tokens_histogram": series.prompt_lengths,

@@ -180,6 +180,18 @@ METRICS: tuple[Metric, ...] = (
         observed=_SENT,
     ),
     _request_metric(
+        "penstock:predicted_first_token_seconds",
+        "histogram",
+        "Predicted seconds from a request's arrival to its first token, for requests with a prediction.",
+        observed=f"{_REQUEST}.predicted",
+    ),
+    _request_metric(
+        "penstock:first_token_error_seconds",
+        "histogram",
+        "Absolute difference between the predicted and the measured time to the first token.",
+        observed=f"{_REQUEST}.predicted",
+    ),
+    _request_metric(
         "sglang:inter_token_latency_seconds",
         "histogram",
         "Seconds between two tokens of one choice. Tokens of one step share the time of the step.",

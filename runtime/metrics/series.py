@@ -57,10 +57,17 @@ class RequestSeries:
         self.output_tokens = 0
         self.cached_tokens = 0
         self.first_token_s = Histogram(plan.ttft_bounds)
+        self.predicted_first_token_s = Histogram(plan.ttft_bounds)
+        self.prediction_error_s = Histogram(plan.ttft_bounds)
         self.between_tokens_s = Histogram(plan.itl_bounds)
         self.whole_s = Histogram(plan.e2e_bounds)
         self.prompt_lengths = Histogram(plan.prompt_bounds) if plan.prompt_bounds else None
         self.output_lengths = Histogram(plan.output_bounds) if plan.output_bounds else None
+
+    def predicted(self, predicted_s: float, first_token_s: float) -> None:
+        """Record the predicted and the measured time to the first token of a request."""
+        self.predicted_first_token_s.observe(predicted_s)
+        self.prediction_error_s.observe(abs(predicted_s - first_token_s))
 
     def ended(self, duration_s: float, prompt: int, output: int, cached: int, *, grammar: bool) -> None:
         """Count a finished request. The numbers of tokens are sums over all its choices."""

@@ -34,6 +34,7 @@ from serve.calls.decode import decode
 from serve.calls.prompts import of_client
 from serve.http.access import Access, OpenCalls, RouteScope, caller_of
 from serve.http.errors import NATIVE, ErrorFormat, refusal_response
+from serve.http.first_token import STREAMS, first_token_headers, note_streams
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -137,6 +138,7 @@ class Endpoint:
 
     async def _answer(self, client: Client, scope: Scope, receive: Receive, send: Send) -> None:
         CLIENT.set(client)
+        STREAMS.set([])
         request = HttpRequest(scope, receive)
         CALLER.set(caller_of(request.headers, self.core.plan.observe))
         await self._send(await self._response(request), scope, receive, send)
@@ -162,17 +164,24 @@ class Endpoint:
     async def _send(self, response: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         if self.core.metrics is not None:
             self.core.metrics.http[self.path, getattr(response, "status_code", 200)] += 1
-        await response(scope, receive, _with_request_id(scope, send))
+        await response(scope, receive, _with_headers(scope, send, STREAMS.get() or ()))
 
 
-def _with_request_id(scope: Scope, send: Send) -> Send:
-    """Return a `send` that adds the header x-request-id: the client's own id if it is valid, else a new id."""
+def _with_headers(scope: Scope, send: Send, streams: Sequence[OutputStream]) -> Send:
+    """Return a `send` that adds headers: x-request-id, and the times to the first token of the answer's streams.
+
+    The x-request-id is the client's own id if it is valid, else a new id.
+    """
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     request_id = given if PLAIN_ID.fullmatch(given) else uuid4().hex.encode()
 
     async def send_with_id(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", request_id)]
+            message["headers"] = [
+                *message.get("headers", ()),
+                (b"x-request-id", request_id),
+                *first_token_headers(streams),
+            ]
         await send(message)
 
     return send_with_id
@@ -263,6 +272,7 @@ async def read_all_or_disconnect(streams: Sequence[OutputStream], receive: Recei
 
     If the client disconnects first, abort every request and raise `ClientGoneError`.
     """
+    note_streams(streams)
     try:
         return await or_disconnect(read_all(streams), receive)
     finally:

@@ -28,6 +28,7 @@ from serve.background import background_tasks
 from serve.http.body_writer import BODY_WRITER, BodyWriter
 from serve.http.endpoint import until_disconnect
 from serve.http.errors import ErrorFormat
+from serve.http.first_token import note_streams
 
 PING_S = 15.0
 PING = b": ping\n\n"  # a comment, which clients ignore
@@ -82,6 +83,7 @@ class EventStream:
         framing: Framing = SSE,
         ping_s: float = PING_S,
     ) -> None:
+        note_streams(streams)
         self._streams = streams
         self._encoder = encoder
         self._error_format = error_format

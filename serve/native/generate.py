@@ -45,6 +45,7 @@ async def generate(http: HttpRequest, core: EngineCore) -> ASGIApp:
         check_repeated(requests, core.plan.model.context_length)
     answers = GenerateAnswers(core, requests, indexed=not single, incremental=body.incremental)
     streams = await core.submit_all(of_client(core, requests))
+    answers.follow(streams)
     if body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)

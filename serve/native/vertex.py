@@ -46,6 +46,7 @@ async def predict(http: HttpRequest, core: EngineCore) -> ASGIApp:
         return json_response([])
     answers = GenerateAnswers(core, requests, indexed=True)
     streams = await core.submit_all(of_client(core, requests))
+    answers.follow(streams)
     if body is not None and body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)

@@ -254,6 +254,7 @@ class Engine:
         single = not body.is_batch and requests[0].sampling.n == 1
         answers = GenerateAnswers(core, requests, indexed=not single)
         streams = await core.submit_all(requests)
+        answers.follow(streams)
         with progress_over(streams, shown=progress), tokens_observed(core, on_token, requests):
             values = answers.whole(await read_all(streams))
         page_size, results, n = core.plan.cache.page_size, Batch(), requests[0].sampling.n

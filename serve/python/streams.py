@@ -48,6 +48,8 @@ async def pieces_of(core: EngineCore, requests: Sequence[Request]) -> AsyncGener
     answers = [GenerateAnswers(core, [request], indexed=True) for request in requests]
     texts = [[""] * request.sampling.n for request in requests]
     streams = await core.submit_all(requests)
+    for each, stream in zip(answers, streams, strict=True):
+        each.follow([stream])
     page_size = core.plan.cache.page_size
     async with aclosing(_arrivals(streams)) as arrivals:
         async for number, chunks in arrivals:

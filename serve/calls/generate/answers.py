@@ -14,6 +14,8 @@ from serve.calls.routed_experts import routed_experts
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
+    from runtime.actors.output_stream import OutputStream
+    from runtime.actors.request_times import RequestTimes
 
 
 TokenText = Callable[[int], str]
@@ -36,6 +38,11 @@ class GenerateAnswers:
         self._token_text = core.tokenizer.token_text if core.tokenizer else None
         self._started_s = time.perf_counter()
         self._growing: dict[tuple[int, int], _Growing] = {}
+        self._times: Sequence[RequestTimes | None] = ()
+
+    def follow(self, streams: Sequence[OutputStream]) -> None:
+        """Add to each ended output the times to the first token, predicted and measured, of these requests' streams."""
+        self._times = [stream.times for stream in streams]
 
     def whole(self, answers: Sequence[Sequence[Chunk]]) -> list[dict[str, Any]]:
         """Return the complete answers, ordered by prompt and then by choice."""
@@ -43,9 +50,9 @@ class GenerateAnswers:
             {
                 "text": chunk.text,
                 "output_ids": chunk.ids,
-                "meta_info": self._meta(request, chunk) | self._logprobs(request, chunk),
+                "meta_info": self._meta(request, chunk) | self._first_token(at, chunk) | self._logprobs(request, chunk),
             }
-            for request, chunks in zip(self._requests, answers, strict=True)
+            for at, (request, chunks) in enumerate(zip(self._requests, answers, strict=True))
             for chunk in chunks
         ]
 
@@ -80,6 +87,8 @@ class GenerateAnswers:
         tail_fields = b""
         if chunk.finish is not None:
             tail_fields = b',"e2e_latency":%.6f' % (time.perf_counter() - self._started_s)
+            if first_token := self._first_token(request_index, chunk):
+                tail_fields += b"," + orjson.dumps(first_token)[1:-1]
         if usage.drafts is not None:
             tail_fields += b"," + orjson.dumps(usage.drafts.as_meta())[1:-1]
         return b'data: {"text":"%b","output_ids":%b,"meta_info":{"finish_reason":%b,%b%b%b,%b' % (
@@ -113,6 +122,16 @@ class GenerateAnswers:
             **({"hidden_states": hidden_states(chunk)} if request.returns_hidden else {}),
             **({"routed_experts": routed_experts(chunk)} if request.experts_from is not None else {}),
         }
+
+    def _first_token(self, number: int, chunk: Chunk) -> dict[str, float]:
+        """Return the times from a request's arrival to its first token, in seconds, if its output has ended."""
+        times = self._times[number] if number < len(self._times) else None
+        if times is None or chunk.finish is None or not times.first_token:
+            return {}
+        values = {"first_token_latency": times.first_token - times.arrived}
+        if times.predicted_first_token_s:
+            values["predicted_first_token_latency"] = times.predicted_first_token_s
+        return values
 
     def _logprobs(self, request: Request, chunk: Chunk) -> dict[str, list[Any]]:
         params = request.logprobs

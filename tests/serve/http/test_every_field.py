@@ -27,7 +27,13 @@ pytestmark = pytest.mark.slow
 Fields = Mapping[str, Any]
 MODEL = "penstock-demo"
 OF_THE_MOMENT = {"created", "created_at", "completed_at", "e2e_latency", "eval_duration"}
-OF_THE_MOMENT |= {"total_duration", "load_duration", "prompt_eval_duration"}
+OF_THE_MOMENT |= {
+    "first_token_latency",
+    "predicted_first_token_latency",
+    "total_duration",
+    "load_duration",
+    "prompt_eval_duration",
+}
 IDS = {"id", "item_id"}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TAG = {"structures": [{"begin": " a", "schema": SCHEMA, "end": "!"}], "triggers": [" a"]}

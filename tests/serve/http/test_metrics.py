@@ -89,6 +89,26 @@ async def test_every_declared_metric_is_served_with_its_kind_and_labels():
     assert values("process_resident_memory_bytes") > 0
 
 
+async def test_predicted_first_tokens_are_shown_beside_the_measured_ones():
+    body = {"input_ids": [1, 2, 3], "sampling_params": {"max_new_tokens": 2}}
+    async with running() as server:
+        unknown = await server.http.post("/generate", json=body)  # no step was measured before
+        answer = await server.http.post("/generate", json=body)
+        streamed = await server.http.post("/generate", json=body | {"stream": True})
+        values = await server.values()
+    assert "x-predicted-first-token-ms" not in unknown.headers
+    meta = answer.json()["meta_info"]
+    predicted_s, measured_s = meta["predicted_first_token_latency"], meta["first_token_latency"]
+    assert 0 < measured_s < meta["e2e_latency"]
+    assert float(answer.headers["x-predicted-first-token-ms"]) == pytest.approx(predicted_s * 1000, abs=0.06)
+    assert float(answer.headers["x-first-token-ms"]) == pytest.approx(measured_s * 1000, abs=0.06)
+    assert float(streamed.headers["x-predicted-first-token-ms"]) > 0
+    assert streamed.text.count("predicted_first_token_latency") == 1
+    assert values("penstock:predicted_first_token_seconds_count") == 2
+    assert values("penstock:predicted_first_token_seconds_sum") >= predicted_s
+    assert values("penstock:first_token_error_seconds_sum") >= 0.99 * abs(predicted_s - measured_s)
+
+
 async def test_counts_are_those_of_the_requests():
     async with running(LENGTHS) as server:
         await server.generate(9)

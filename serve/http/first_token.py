@@ -1,0 +1,37 @@
+"""Response headers with the predicted and the measured time to the first token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from runtime.actors.output_stream import OutputStream
+
+PREDICTED, MEASURED = b"x-predicted-first-token-ms", b"x-first-token-ms"
+# Output streams of the call that this task answers. `Endpoint` sets a new list for each call.
+STREAMS: ContextVar[list[OutputStream] | None] = ContextVar("STREAMS", default=None)
+
+
+def note_streams(streams: Iterable[OutputStream]) -> None:
+    """Note that the response of this task's call consists of these streams."""
+    known = STREAMS.get()
+    if known is not None:
+        known += streams
+
+
+def first_token_headers(streams: Iterable[OutputStream]) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a response that begins now: milliseconds from a request's arrival.
+
+    If there are several requests, the values are those of the request whose first token is predicted to come last.
+    Without a prediction, there are no headers.
+    """
+    known = [each.times for each in streams if each.times is not None and each.times.predicted_first_token_s]
+    if not known:
+        return []
+    times = max(known, key=lambda each: each.predicted_first_token_s)
+    headers = [(PREDICTED, b"%.1f" % (times.predicted_first_token_s * 1000))]
+    if times.first_token:
+        headers.append((MEASURED, b"%.1f" % ((times.first_token - times.arrived) * 1000)))
+    return headers
