@@ -82,6 +82,10 @@ bench-cpu-peers *names:
 faults *options:
     {{bin}}/python -m pytest tests/serve/test_faults.py {{options}}
 
+# 100,000 steps of random schedules, then faults put into the scheduler, the caches and the store on purpose.
+any-order *options:
+    {{bin}}/python -m pytest -m long tests/runtime/scheduler/test_any_order.py tests/runtime/scheduler/test_seeded_faults.py {{options}}
+
 # Requests that come and leave at random: `just soak --requests 10000` (R1, R2, R3).
 [positional-arguments]
 soak *options:
