@@ -111,9 +111,9 @@ slow-clients *options:
 sanitize *options:
     PYTHONPATH=tests:tests/kit:notebooks {{bin}}/python -m bench sanitize "$@"
 
-# Build a wheel with compiled kernels for every kind of x86-64 processor, into dist/. It needs a C++ compiler, and minutes.
-wheel:
-    PENSTOCK_KERNELS=all {{bin}}/python -m hatchling build -t wheel
+# Build a wheel with kernels for every processor of this kind, or `just wheel aarch64`, into dist/. It takes minutes.
+wheel kernels="all":
+    PENSTOCK_KERNELS={{kernels}} {{bin}}/python -m hatchling build -t wheel
 
 # Run the notebooks from top to bottom.
 notebooks:

@@ -1,7 +1,8 @@
 """A build hook of hatchling that compiles the C++ kernels into a wheel.
 
-The environment variable PENSTOCK_KERNELS selects the processors: `this` (the default), `all`, or `none`. Without a
-compiler the wheel has no compiled kernels. Penstock then compiles them at its first start, if it finds a compiler.
+The environment variable PENSTOCK_KERNELS selects the processors: `this` (the default), `all`, `none`, or the kind of
+another machine, for example `aarch64`, for which a cross compiler must be installed. Without a compiler the wheel has
+no compiled kernels. Penstock then compiles them at its first start, if it finds a compiler.
 """
 
 from __future__ import annotations
@@ -24,39 +25,37 @@ class KernelHook(BuildHookInterface):
     _scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Compile the kernels and add their files to `build_data`. Raises ValueError for an unknown choice."""
+        """Compile the kernels and add their files to `build_data`.
+
+        Raises ValueError for an unknown choice, and if a cross compiler is missing.
+        """
         choice = os.environ.get(VARIABLE, "this")
-        if choice not in ("this", "all", "none"):
-            raise ValueError(f"{VARIABLE} is '{choice}', but must be 'this', 'all' or 'none'.")
         if version == "editable" or choice == "none":
             return
         sys.path.insert(0, self.root)  # a build environment has hatchling, but not this project
         try:
             from ops.cpp.build import BuildError
-            from ops.cpp.prebuilt import TARGETS, best_target, compile_target
+            from ops.cpp.prebuilt import compile_target, targets_of
             from ops.machine import Machine
         finally:
             sys.path.remove(self.root)
-        machine = Machine.probe()
-        best = best_target(machine.processor, machine.cpu_flags)
-        of_machine = [target for target in TARGETS if target.machine == machine.processor]
-        targets = of_machine if choice == "all" else [best] if best else []
-        if machine.compiler is None or not targets:
+        targets, compiler = targets_of(choice, Machine.probe())
+        if compiler is None or not targets:
             self.app.display_warning("No C++ compiler, or an unknown processor: this wheel has no compiled kernels.")
             return
         self._scratch = tempfile.TemporaryDirectory()  # must live until the wheel is written
         for target in targets:
             self.app.display_info(f"Compiling the C++ kernels for {target.name}")
             try:
-                path = compile_target(target, machine.compiler, Path(self._scratch.name))
+                path = compile_target(target, compiler, Path(self._scratch.name))
             except BuildError as error:
-                if choice == "all":
+                if choice != "this":
                     raise
                 self.app.display_warning(f"The C++ kernels do not compile, so this wheel has none: {error}")
                 return
             build_data["force_include"][str(path)] = f"{INSIDE}/{path.name}"
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-linux_{machine.processor}"
+        build_data["tag"] = f"py3-none-linux_{targets[0].machine}"
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Remove the compiled libraries after the wheel is written."""

@@ -29,8 +29,11 @@ ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
     "bfloat16": (frozenset({"avx512bw", "avx512dq", "avx512vl"}), frozenset({"avx_ne_convert"})),
 }
 CPP_DTYPES = ("float32", "bfloat16")
-# Processor flags without which the C++ kernels are slower than torch.
-CPP_NEEDS = frozenset({"avx2", "fma"})
+# Processor flags without which the C++ kernels are slower than torch, by kind of machine.
+CPP_NEEDS: Mapping[str, frozenset[str]] = {
+    "x86_64": frozenset({"avx2", "fma"}),
+    "aarch64": frozenset({"asimd"}),
+}
 MAX_RELOADED_BYTES = 1 << 30  # weights on disk up to which kernels may be compiled in the background
 # SGLang's defaults of options that set a value for one backend. These values are accepted with every backend.
 ORIGINAL_DEFAULTS: Mapping[str, int] = {"triton_attention_num_kv_splits": 8}
@@ -261,14 +264,24 @@ def _settings(builder: PlanBuilder, decode: str) -> Decision[Mapping[str, Mappin
     return Decision({"with_cpp": cpp} | ({backend.file: own} if own else {}), "by the options of each backend")
 
 
+def no_cpp(machine: Machine) -> str:
+    """Return why this machine computes nothing in C++, or "" if it can."""
+    if not machine.has_cpp:
+        return "there are no compiled C++ kernels, and no C++ compiler; a step would be faster with one"
+    needs = CPP_NEEDS.get(machine.processor)
+    if needs is None:
+        return f"the C++ kernels are not tested on {machine.processor}"
+    if not machine.cpu_flags >= needs:
+        return f"the C++ kernels are slow on a processor without {'+'.join(sorted(needs))}"
+    return ""
+
+
 def _in_cpp(builder: PlanBuilder, machine: Machine, dtype: str, *, by_transformers: bool) -> tuple[dict[str, str], str]:
     """Return (operation -> file for operations that a CPU computes in C++, reason). The mapping may be empty."""
-    if not machine.has_cpp:
-        return {}, "there are no compiled C++ kernels, and no C++ compiler; a step would be faster with one"
+    if reason := no_cpp(machine):
+        return {}, reason
     if dtype not in CPP_DTYPES:
         return {}, f"the C++ kernels do not support {dtype}"
-    if not machine.cpu_flags >= CPP_NEEDS:
-        return {}, f"the C++ kernels are slow on a processor without {'+'.join(sorted(CPP_NEEDS))}"
     names = (*SMALL_OPERATIONS, "embedding", "latent", "matmul", "moe", "recurrence")
     operations: dict[str, str] = dict.fromkeys(names, "with_cpp")
     if builder.args.lora.lora_backend == "torch_native":

@@ -11,7 +11,7 @@ from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.config.quantization import METHODS, TORCHAO, UNREADABLE, WRITERS, agrees
-from runtime.config.resolve.kernels import CPP_DTYPES, CPP_NEEDS
+from runtime.config.resolve.kernels import CPP_DTYPES, no_cpp
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
@@ -90,7 +90,7 @@ def _batch_dependence(builder: PlanBuilder, machine: Machine, device: str, dtype
         return "transformers' modules compute this model, and torch's products depend on the batch"
     if builder.args.graphs.enable_torch_compile:
         return "with --enable-torch-compile torch computes products, which depend on the batch"
-    if not machine.has_cpp or not machine.cpu_flags >= CPP_NEEDS:
+    if no_cpp(machine):
         return "without C++ kernels (a compiler, and a processor with AVX2) torch's products depend on the batch"
     if dtype not in CPP_DTYPES:
         return f"the C++ kernels do not support {dtype}, and torch's products depend on the batch; use bfloat16"

@@ -273,7 +273,7 @@ def test_groups_of_experts_must_fit_the_machines() -> None:
     ],
 )
 def test_options_that_make_results_depend_on_other_requests(options: dict[str, Any], reason: str | None) -> None:
-    machine = replace(CPU, compiler="/usr/bin/c++", cpu_flags=CPP_NEEDS)
+    machine = replace(CPU, compiler="/usr/bin/c++", cpu_flags=CPP_NEEDS["x86_64"])
     mixture = replace(FACTS, config={"num_experts": 8})
     options = {"tp_size": 2, "ep_size": 2, **options}
     found = plan(machine, mixture, **options).model.dependence
