@@ -57,6 +57,9 @@ class StoredTensor(NamedTuple):
     end: int
 
 
+WITHOUT_FILES = ("dummy", "remote_instance")  # load formats that read no weight files
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
     """The files that hold a model's tensors. All have the same format."""
@@ -82,11 +85,12 @@ def locate(
     """Return the local directory or GGUF file of a model. Downloads models from the Hub or a store (s3://...).
 
     For a directory, return the GGUF file in it if `load_format` is "gguf" or the directory has no other weights.
-    If `weights` is false, download only the configuration and the tokenizer. Raises CheckpointError if the directory or
-    model does not exist, or if the Hub cannot be reached.
+    If `weights` is false or `load_format` reads no files of weights, download only the configuration and the tokenizer.
+    Raises CheckpointError if the directory or model does not exist, or if the Hub cannot be reached.
     """
+    wanted = weights and load_format not in WITHOUT_FILES
     if remote.is_url(path_or_hub_id):
-        folder = remote.download(path_or_hub_id, download_dir, DESCRIPTIONS, weights=weights)
+        folder = remote.download(path_or_hub_id, download_dir, DESCRIPTIONS, weights=wanted)
         return _gguf_file(Path(folder), load_format) or folder
     if load_format == "remote":
         raise CheckpointError(f"--load-format remote needs a URL such as s3://bucket/folder, not {path_or_hub_id}.")
@@ -99,8 +103,8 @@ def locate(
     if not _HUB_ID.fullmatch(path_or_hub_id):
         raise CheckpointError(f"There is no directory {path_or_hub_id}, and it is not a model id of the Hub.")
     download = partial(_download, path_or_hub_id, revision, download_dir)
-    directory = download([*DESCRIPTIONS, *(["*.safetensors"] if weights else [])])
-    if weights and not any(Path(directory).glob("*.safetensors")):
+    directory = download([*DESCRIPTIONS, *(["*.safetensors"] if wanted else [])])
+    if wanted and not any(Path(directory).glob("*.safetensors")):
         directory = download([*DESCRIPTIONS, "*.bin", "*.pt"])
     return _with_folders(Path(directory), download, ["*.safetensors", "*.bin"] if weights else [])
 

@@ -143,6 +143,16 @@ def test_hub_model_comes_with_the_folders_that_say_how_its_vectors_are_made(tmp_
     assert offline(code, tmp_path / "True").stdout.strip() == str(found)  # works again without the Hub
 
 
+def test_a_model_whose_weights_a_running_server_has_comes_without_them(tmp_path: Path) -> None:
+    tiny_checkpoints.write(tmp_path / "there")
+    with hub(tmp_path / "there") as url:
+        code = "print(locate('some/model', load_format='remote_instance'))"
+        result = offline(code, tmp_path / "here", HF_HUB_OFFLINE="0", HF_ENDPOINT=url)
+    found = Path(result.stdout.strip())
+    assert (found / "config.json").exists(), result.stderr
+    assert not (found / "model.safetensors").exists()
+
+
 def test_model_of_a_store_comes_with_the_same_folders(tmp_path: Path) -> None:
     embedding_model(tmp_path / "there")
     fsspec.filesystem("memory").put(str(tmp_path / "there"), "/models/vectors", recursive=True)
