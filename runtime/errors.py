@@ -58,6 +58,14 @@ class CheckpointError(ConfigurationError):
     """A checkpoint is missing or unreadable, or its tensors do not fit the model. The message lists all problems."""
 
 
+class MissingTensor(CheckpointError):
+    """A quantised checkpoint lacks the tensor `name`, which belongs to a tensor that it has."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(f"The quantized checkpoint lacks {name}.")
+
+
 class RequestError(_BriefError):
     """A request is invalid. Other requests are not affected. `param` is the dotted path of the parameter."""
 

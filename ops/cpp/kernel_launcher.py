@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 from threading import Lock
@@ -22,23 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ops.cpp.library import TYPES, KernelDescription, Library
 from ops.cpp.structures import Attend, Gate, GraphNode, Rotate, RotateStore, Step, Store
+from ops.large_pages import CACHE_LINE, LargePages, large_pages
 
-CACHE_LINE = 64
 LARGE_PAGE = 2 << 20
-BLOCK_BYTES = 64 << 20  # minimum size of a block of weights
 
 
 class NotCapturable(RuntimeError):
     """A step cannot be captured in a graph, for example because torch computes a part of it."""
-
-
-def _large_pages(size: int) -> memoryview:
-    """Return zeroed memory, in large pages if the system supports them. A page takes no memory until it is written."""
-    block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # the Linux kernel may not support large pages
-            block.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(block)
 
 
 class KernelLauncher:
@@ -56,7 +44,7 @@ class KernelLauncher:
         self._graph: KernelGraph | None = None
         self._captured: Step | None = None  # buffers from which captured kernels read rows
         self._own_pages: Sequence[Step] = ()  # further buffers for pools with their own pages
-        self._block = memoryview(b"")  # free memory for further weights
+        self._weights = LargePages()
 
     def close(self) -> None:
         """Stop the threads. If a run is in progress, wait for its end. Later runs raise RuntimeError."""
@@ -89,14 +77,9 @@ class KernelLauncher:
         """Return `size` bytes (uint8) for a weight, aligned to a cache line, at the beginning of a storage.
 
         Weights are adjacent in blocks of large pages. A step reads all weights once, and with small pages a large part
-        of this time would be address translation. A block is freed with its last weight.
+        of this time would be address translation.
         """
-        if size == 0:
-            return torch.empty(0, dtype=torch.uint8)
-        if size > len(self._block):
-            self._block = _large_pages(max(size, BLOCK_BYTES))
-        weight, self._block = self._block[:size], self._block[-(-size // CACHE_LINE) * CACHE_LINE :]
-        return torch.frombuffer(weight, dtype=torch.uint8)
+        return self._weights.take(size)
 
     def tokens(self, x: Tensor) -> int:
         """Return the number of tokens of x [T, ...] as an operand.
@@ -323,7 +306,7 @@ def _aligned(nbytes: int) -> np.ndarray:
         memory, alignment = np.empty(nbytes + CACHE_LINE, np.uint8), CACHE_LINE
     else:
         whole_pages = -(-nbytes // LARGE_PAGE) * LARGE_PAGE
-        memory, alignment = np.frombuffer(_large_pages(whole_pages + LARGE_PAGE), np.uint8), LARGE_PAGE
+        memory, alignment = np.frombuffer(large_pages(whole_pages + LARGE_PAGE), np.uint8), LARGE_PAGE
     first = -memory.ctypes.data % alignment
     return memory[first : first + nbytes]
 

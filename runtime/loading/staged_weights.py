@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, MissingTensor
 from runtime.layers.attention import KVScales
 from runtime.layers.embedding import Embedding, KeptRows, VocabularyWeight
 from runtime.layers.linear import Linear
@@ -20,7 +20,7 @@ from runtime.layers.lm_head import LMHead
 from runtime.layers.moe import KeptExperts
 from runtime.layers.quantization.grouped import KeptGroups
 from runtime.layers.quantization.method import Unquantized
-from runtime.layers.weight import Shard, Weighted
+from runtime.layers.weight import Shard, Weighted, frozen
 from runtime.loading.formats.stored import QuantizedTensors
 from runtime.loading.loader import IGNORED, IGNORED_IF_TIED, tensor_name
 from runtime.loading.memory_tensors import MemoryTensors
@@ -38,7 +38,7 @@ class Staged(NamedTuple):
     """The result of `StagedWeights.stage`."""
 
     unknown: list[str]  # tensors that no layer of this rank uses; another pipeline stage may use them
-    # Tensors that incomplete layers lack. For an incomplete quantised checkpoint, the tensors that have arrived.
+    # Tensors that incomplete layers lack. "NAME.*" stands for some tensors of the quantised weight NAME.
     waiting: list[str]
 
 
@@ -55,6 +55,7 @@ class StagedWeights:
         self._model, self._facts, self._plan = model, facts, plan
         self._fixed, self._scaled_cache = fixed, scaled_cache
         self._units = _units(model)
+        self._names = frozenset(name for unit in self._units.values() for name in unit)
         self._pending: dict[str, Tensor] = {}  # tensors that have arrived and are not yet in a prepared layer
         self._is_complete = True  # whether every layer with pending tensors has been prepared
         self._prepared: dict[Weighted, Weighted] = {}  # layer of the model -> the same layer with new weights
@@ -93,13 +94,14 @@ class StagedWeights:
             return Staged([], [])
         try:
             source = self._source()
-        except CheckpointError:
-            if quantized and not final:  # a missing tensor of a weight may still follow
-                return Staged([], sorted(self._pending))
-            raise
-        unknown = [name for name in source.shapes if not any(name in unit for unit in self._units.values())]
+        except CheckpointError as error:
+            if not quantized or final:
+                raise
+            # A missing tensor of a weight may still follow.
+            return Staged([], [error.name] if isinstance(error, MissingTensor) else _modules(self._pending))
+        unknown = [name for name in source.shapes if name not in self._names]
         if quantized and unknown and not final:
-            return Staged([], unknown)
+            return Staged([], _modules(unknown))
         waiting: list[str] = []
         for layer, shards in self._units.items():
             present = {name: shards[name] for name in shards if name in source.shapes}
@@ -195,8 +197,10 @@ class StagedWeights:
     def _prepare(
         self, layer: Weighted, source: Tensors, present: Mapping[str, Sequence[Shard]], *, recover: bool
     ) -> Weighted:
-        device = torch.device(self._plan.device)
-        fresh = _shell(layer, getattr(torch, self._plan.dtype), device)
+        device, dtype = torch.device(self._plan.device), getattr(torch, self._plan.dtype)
+        if not recover and (fresh := self._converted(layer, source, present, dtype, device)) is not None:
+            return fresh
+        fresh = _shell(layer, dtype, device)
         shards = _shards(fresh)
         with torch.inference_mode():
             if recover:
@@ -207,6 +211,39 @@ class StagedWeights:
             for kept in _kept_parts(fresh):
                 kept.prepare()
         return fresh
+
+    def _converted(
+        self,
+        layer: Weighted,
+        source: Tensors,
+        present: Mapping[str, Sequence[Shard]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Weighted | None:
+        """Prepare a layer directly from its only tensor, without a copy of it in between.
+
+        Returns None if the layer has several tensors, if this rank has only a part of the tensor, if its dtype or
+        device differs, or if `prepare` keeps the tensor, which belongs to the trainer.
+        """
+        if not isinstance(layer, Linear | VocabularyWeight) or type(layer.method) is not Unquantized:
+            return None
+        if len(self._units[layer]) != 1 or not isinstance(source, MemoryTensors):
+            return None
+        [(name, shards)] = present.items()
+        outline = _outline(layer)
+        if len(shards) != 1 or [key for key, _ in outline.named_parameters(recurse=False)] != ["weight"]:
+            return None
+        [shard], tensor = shards, source.read(name)
+        if shard.cut or shard.transposed or shard.step > 1 or tensor.shape != outline.get_parameter("weight").shape:
+            return None
+        if tensor.dtype != dtype or tensor.device.type != device.type or not tensor.is_contiguous():
+            return None
+        with torch.inference_mode():
+            outline.weight = frozen(tensor)
+            outline.prepare()
+        parameters = outline.parameters(recurse=False)
+        kept = any(each.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr() for each in parameters)
+        return None if kept else outline
 
     def _forget(self, names: Mapping[str, object], source: Tensors) -> None:
         """Drop the pending tensors of a prepared layer. Quantised tensors stay until `commit` or `drop`."""
@@ -241,6 +278,11 @@ def _units(model: Decoder) -> dict[Weighted, dict[str, list[Shard]]]:
             if shards:
                 units[layer] = shards
     return units
+
+
+def _modules(names: Iterable[str]) -> list[str]:
+    """Return "NAME.*" for each weight NAME whose tensors have these names."""
+    return sorted({f"{name.rpartition('.')[0]}.*" for name in names})
 
 
 def _outline(layer: Weighted) -> Weighted:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ops.large_pages import LargePages
 from runtime.errors import InvalidRequest
 from runtime.loading.memory_tensors import dtype_of, num_bytes, unflatten
 
@@ -70,17 +71,25 @@ class TransferGroup:
         `packing` is "none" (one broadcast per tensor), "bucket" (one for all tensors) or "packed" (one per
         `packed_bytes`).
         """
+        memory = LargePages()
         if packing == "none":
-            tensors = {spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in specs}
-            for tensor in tensors.values():
-                self.broadcast(tensor, source)
+            tensors = {}
+            for spec in specs:
+                tensors[spec.name] = self._empty(spec.num_bytes, memory).view(spec.dtype).view(spec.shape)
+                self.broadcast(tensors[spec.name], source)
             return tensors
         tensors = {}
         for bucket in [specs] if packing == "bucket" else _buckets(specs, packed_bytes):
             size = sum(spec.num_bytes for spec in bucket)
-            flat = self.broadcast(torch.empty(size, dtype=torch.uint8, device=self.device), source)
+            flat = self.broadcast(self._empty(size, memory), source)
             tensors |= unflatten(flat, [(spec.name, str(spec.dtype), spec.shape) for spec in bucket])
         return tensors
+
+    def _empty(self, size: int, memory: LargePages) -> Tensor:
+        """Return `size` bytes (uint8), on a CPU in large pages."""
+        if self.device.type == "cpu":
+            return memory.take(size)
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Receive `tensor` from the rank `source`. On that rank itself, send it to all other ranks."""

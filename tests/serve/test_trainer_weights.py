@@ -292,6 +292,7 @@ async def test_quantised_checkpoints_take_quantised_tensors(form: str, tmp_path:
         first = dict(list(tensors.items())[:-3])
         answer = await engine.update_weights_from_tensor(first)
         assert answer["waiting_for"]
+        assert not set(answer["waiting_for"]) & set(first)  # it names what is missing
         answer = await engine.update_weights_from_tensor(dict(list(tensors.items())[-3:]))
         assert answer["waiting_for"] == []
         assert await state(engine) == await fresh_state(old)

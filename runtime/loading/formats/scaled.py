@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ops.matmul.grouped import GroupedWeight, GroupForm, code_bits
 from runtime.config.fields import Fields
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, MissingTensor
 from runtime.loading.formats.bits import E2M1, E2M3, look_up, nibbles, power_of_two, spread, unpack
 from runtime.loading.formats.stored import Derived, Read, Stored, first_of, require
 
@@ -161,7 +161,7 @@ def _add_scaled(derived: Derived, stored: Stored, name: str, schemes: Schemes) -
     """Add a weight of 8-bit numbers, multiplied by their scales."""
     scale = first_of(stored, f"{name}_scale_inv", f"{name}_scale", f"{name}_weight_scale")
     if scale is None:
-        raise CheckpointError(f"The quantized checkpoint lacks {name}_scale.")
+        raise MissingTensor(f"{name}_scale")
     shape, zero = stored.shapes[name], f"{name}_zero_point"
     require(stored, *([zero] if schemes.shifted else ()))
     zero = zero if zero in stored.shapes else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from ops.matmul.grouped import GroupedWeight, GroupForm
 from runtime.config.fields import Fields
 from runtime.config.quantization import FORMATS
-from runtime.errors import CheckpointError
+from runtime.errors import CheckpointError, MissingTensor
 from runtime.loading.tensors import Cuts, Take, Tensors, for_each, give_parts
 
 Read = Callable[[str], Tensor]  # returns a stored tensor by name
@@ -207,7 +207,7 @@ def require(stored: Stored, *names: str) -> None:
     """Raise CheckpointError for the first of these tensors that is missing."""
     for name in names:
         if name not in stored.shapes:
-            raise CheckpointError(f"The quantized checkpoint lacks {name}.")
+            raise MissingTensor(name)
 
 
 def first_of(stored: Stored, *names: str) -> str | None:

@@ -15,10 +15,11 @@ import torch
 from cpp_kernels import DTYPES, drawn, launcher, library
 from ops.attention import AttentionMetadata
 from ops.attention.with_cpp import step_in
-from ops.cpp.kernel_launcher import BLOCK_BYTES, LARGE_PAGE, Arena, KernelLauncher, NotCapturable
+from ops.cpp.kernel_launcher import LARGE_PAGE, Arena, KernelLauncher, NotCapturable
 from ops.cpp.library import Library
 from ops.cpp.structures import Step
 from ops.kv import with_cpp as kv
+from ops.large_pages import BLOCK_BYTES
 from ops.norm import with_cpp as norm
 from ops.rope import with_cpp as rope
 
