@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from ops.machine import cache_folder
+from ops.progress import progress_bar
 
 logger = logging.getLogger("penstock.kernels")
 
@@ -240,8 +241,13 @@ def _compile(compiler: str, flags: Sequence[str], sources: Path, parallel: int, 
     def compile_unit(unit: str, output: str) -> None:
         _run([compiler, *flags, "-c", str(sources / unit), "-o", output], lifeline)
         logger.info("Compiling CPU kernels: %d of %d files are done.", next(done), len(UNITS))
+        if bar is not None:
+            bar.update()
 
-    with ThreadPoolExecutor(min(len(UNITS), parallel)) as pool:
+    with (
+        progress_bar(len(UNITS), "Compiling CPU kernels", unit="file", quiet_s=0) as bar,
+        ThreadPoolExecutor(min(len(UNITS), parallel)) as pool,
+    ):
         list(pool.map(compile_unit, UNITS, objects))  # the list raises the first unit's exception
     library = sources / "library.so"
     _run([compiler, *flags, "-shared", *objects, "-o", str(library)], lifeline)

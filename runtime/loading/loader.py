@@ -7,13 +7,14 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from ops.machine import GIB, Machine
 from ops.matmul.grouped import GroupForm
+from ops.progress import Bar, progress_bar
 from ops.select import Kernels
 from runtime.config.fields import Fields
 from runtime.config.gguf_header import is_gguf
@@ -42,7 +43,6 @@ from runtime.loading.parameters import (
     check_total,
     collect_shards,
     fill_layers,
-    loading_bar,
     own_parameters,
     split,
 )
@@ -93,7 +93,8 @@ def load_model(
     outline = outline_model(facts, plan, kernels, group, stage, rank_info, experts)
     model, device, dtype = outline.model, torch.device(plan.device), getattr(torch, plan.dtype)
     filled = _check_memory(model, dtype, device)
-    with loading_bar(filled if rank_info is None or rank_info.rank == 0 else None) as bar:
+    shown = filled if rank_info is None or rank_info.rank == 0 else None
+    with progress_bar(shown, "Loading weights", unit="B", scaled=True) as bar:
         for _ in prepared_layers(outline, plan, bar):
             continue
     if plan.kv_scales is not None:
@@ -132,7 +133,7 @@ def outline_model(
     return Outline(model, tensors, own_parameters if sharded else None)
 
 
-def prepared_layers(outline: Outline, plan: ModelPlan, bar: Any = None) -> Iterator[Named]:
+def prepared_layers(outline: Outline, plan: ModelPlan, bar: Bar | None = None) -> Iterator[Named]:
     """Fill and prepare one layer after another, and yield each layer's modules with their names."""
     device, dtype = torch.device(plan.device), getattr(torch, plan.dtype)
     model, tensors, shards_of = outline

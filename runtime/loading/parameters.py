@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
+from ops.progress import Bar
 from runtime.errors import CheckpointError
 from runtime.layers.sharding import TensorParallelGroup
 from runtime.layers.weight import Shard, Weighted
@@ -24,7 +22,6 @@ DUMMY_SEED = 1234
 DUMMY_RANGE = 1e-3
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 PIECE_BYTES = 16 * 2**20  # bytes that one thread reads at once
-QUIET_S = 1.0  # the progress bar appears after this time
 
 Named = Sequence[tuple[str, nn.Module]]
 
@@ -37,7 +34,7 @@ def fill_layers(
     *,
     num_threads: int = 1,
     shards_of: Callable[[Named], dict[str, list[Shard]]] | None = None,
-    bar: Any = None,
+    bar: Bar | None = None,
 ) -> Iterator[Named]:
     """Allocate and fill one layer after another, and yield each layer's modules with their names.
 
@@ -67,7 +64,7 @@ def fill_named(shards: Mapping[str, Sequence[Shard]], tensors: Tensors, num_thre
     _fill(shards, tensors, num_threads, None)
 
 
-def _fill(shards: Mapping[str, Sequence[Shard]], tensors: Tensors | None, num_threads: int, bar: Any) -> None:
+def _fill(shards: Mapping[str, Sequence[Shard]], tensors: Tensors | None, num_threads: int, bar: Bar | None) -> None:
     if tensors is None:
         for each in shards.values():
             for shard in each:
@@ -90,19 +87,6 @@ def _fill(shards: Mapping[str, Sequence[Shard]], tensors: Tensors | None, num_th
         for shard in each:
             if shard.default is not None and name not in pieces:
                 shard.target.fill_(shard.default)
-
-
-def loading_bar(total_bytes: int | None) -> Any:
-    """Return a progress bar in a terminal or notebook; otherwise a context that does nothing."""
-    notebook = "ipykernel" in sys.modules
-    if total_bytes is None or (not notebook and not sys.stderr.isatty()):
-        return nullcontext()
-    from tqdm import tqdm
-
-    class Bar(tqdm):
-        monitor_interval = 0  # 0: tqdm starts no background thread
-
-    return Bar(total=total_bytes, desc="Loading weights", unit="B", unit_scale=True, delay=QUIET_S, leave=False)
 
 
 def split(model: nn.Module, group: TensorParallelGroup) -> None:

@@ -143,6 +143,11 @@ class CudaGraphRunner:
         return bool(self._waiting)
 
     @property
+    def num_waiting(self) -> int:
+        """Number of graphs that remain to be captured."""
+        return len(self._waiting)
+
+    @property
     def captured(self) -> frozenset[int]:
         """Sizes without a waiting graph: all their graphs are captured."""
         waiting = {size for size, _ in self._waiting}

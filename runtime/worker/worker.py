@@ -17,6 +17,7 @@ from ops.cpp.build import BuildError, Lifeline
 from ops.cpp.kernel_launcher import NotCapturable
 from ops.kv import native as native_kv
 from ops.machine import Machine
+from ops.progress import progress_bar
 from ops.select import Kernels, must_compile, select
 from runtime.batch import PageCopy
 from runtime.config.model_facts import ModelFacts
@@ -663,9 +664,12 @@ class ModelWorker:
         )
         if info.world_size == 1:
             return captured
+        num_graphs = captured.num_waiting if info.rank == 0 else None
         try:
-            while captured.capture_next():
-                pass
+            with progress_bar(num_graphs, "Capturing CUDA graphs", unit="graph") as bar:
+                while captured.capture_next():
+                    if bar is not None:
+                        bar.update()
         except Exception as error:  # any error of a driver or kernel
             raise EngineFailure(
                 f"Rank {info.rank} could not capture its CUDA graphs: {error}. Disable them with --disable-cuda-graph."

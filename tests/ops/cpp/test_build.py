@@ -83,6 +83,24 @@ def test_a_build_says_what_it_does_and_how_far_it_is(fake: Fake, caplog: pytest.
     assert not caplog.messages
 
 
+def test_a_terminal_shows_a_bar(
+    fake: Fake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    build(fake('echo "library" > "$OUT"'), [])
+    shown = capsys.readouterr().err
+    assert f"Compiling CPU kernels:   0%|          | 0/{len(building.UNITS)}" in shown
+    assert shown.endswith("\r")  # the bar is removed at its end
+
+
+def test_a_log_file_shows_no_bar(
+    fake: Fake, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # an earlier test may have imported it
+    build(fake('echo "library" > "$OUT"'), [])
+    assert capsys.readouterr().err == ""
+
+
 def test_the_second_time_nothing_is_compiled(fake: Fake, tmp_path: Path) -> None:
     compiler = fake('echo made > "$OUT"')
     path = build(compiler, ["avx2"])

@@ -1,0 +1,33 @@
+"""Progress bars for the slow parts of a start: compiling kernels, loading weights, capturing graphs."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+QUIET_S = 1.0  # a bar appears after this time, so that quick starts show none
+
+
+class Bar(Protocol):
+    """A progress bar."""
+
+    def update(self, n: float = 1, /) -> object:
+        """Advance by `n` units."""
+
+
+def progress_bar(
+    total: int | None, name: str, *, unit: str, scaled: bool = False, quiet_s: float = QUIET_S
+) -> AbstractContextManager[Bar | None]:
+    """Return a progress bar in a terminal or a notebook; otherwise, or without a `total`, a context that yields None.
+
+    The bar disappears at its end. With `scaled`, numbers are shown as 1.2k, 3.4M.
+    """
+    if total is None or not ("ipykernel" in sys.modules or sys.stderr.isatty()):
+        return nullcontext()
+    from tqdm import tqdm
+
+    class QuietBar(tqdm):
+        monitor_interval = 0  # 0: tqdm starts no background thread
+
+    return QuietBar(total=total, desc=name, unit=unit, unit_scale=scaled, delay=quiet_s, leave=False)
