@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import json
 import re
 import shutil
 import subprocess
@@ -130,6 +131,16 @@ class Page:
         """Return the window as a PNG."""
         return base64.b64decode(await self._call("GET", "/screenshot"))
 
+    async def picture_of(self, selector: str, margin: int = 0) -> bytes:
+        """Return the part of the page around the element as a PNG, with a margin in CSS pixels."""
+        place = await self.value(
+            "(box => ({x: box.left, y: box.top, width: box.width, height: box.height}))"
+            f"(document.querySelector({json.dumps(selector)}).getBoundingClientRect())"
+        )
+        clip = {"x": place["x"] - margin, "y": place["y"] - margin, "scale": 1}
+        clip |= {"width": place["width"] + 2 * margin, "height": place["height"] + 2 * margin}
+        return base64.b64decode((await self._devtools("Page.captureScreenshot", clip=clip))["data"])
+
     async def complaints(self) -> list[str]:
         """Return errors and policy violations that the browser has logged since the last call."""
         entries = await self._call("POST", "/se/log", type="browser")
@@ -148,8 +159,8 @@ class Page:
         found = await self._call("POST", "/element", using="css selector", value=selector)
         return found[_ELEMENT]
 
-    async def _devtools(self, command: str, **params: Any) -> None:
-        await self._call("POST", "/goog/cdp/execute", cmd=command, params=params)
+    async def _devtools(self, command: str, **params: Any) -> Any:
+        return await self._call("POST", "/goog/cdp/execute", cmd=command, params=params)
 
     async def _call(self, method: str, path: str, **body: Any) -> Any:
         async with httpx.AsyncClient(timeout=TIMEOUT_S + 10, trust_env=False) as client:
