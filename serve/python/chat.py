@@ -27,6 +27,7 @@ from serve.calls.chat_completions.requests import decode_body
 from serve.calls.chat_completions.schema import ChatBody
 from serve.calls.media import with_objects
 from serve.calls.served_model import adapters_of, choose_model
+from serve.python import html
 from serve.python.results import Fields
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ Messages = str | Sequence[Mapping[str, Any]]
 
 class Answer(Fields):
     """A JSON object of the chat API. Its keys are also attributes."""
+
+    def _repr_html_(self) -> str | None:
+        return html.chat(self) if "choices" in self else None
 
 
 async def chat(core: EngineCore, messages: Messages, options: Mapping[str, Any]) -> Answer:

@@ -68,6 +68,9 @@ class Choice(str):
         chosen.scores = scores
         return chosen
 
+    def _repr_html_(self) -> str:
+        return html.scores(self.scores, self)
+
 
 class Engine(Protocol):
     """The part of an engine that a generation uses."""
@@ -118,6 +121,7 @@ class Generation:
         self.on_logits: OnLogits | None = None  # changes the logits of every further token; see `Engine.generate`
         self.finish: Finish | None = None
         self.num_cached = 0  # prompt tokens of the last call that came from the prefix cache
+        self._logprobs: dict[int, float] = {}  # log-probability of the generated token at an index of `ids`, if known
         self._heals = heal
         self._branch = 0  # distinguishes the seeds of forks
         self._busy = False
@@ -150,8 +154,26 @@ class Generation:
     def _repr_html_(self) -> str:
         prompt = self._tokenizer.decode(self.ids[: self.num_prompt])
         end = "" if self.finish is None else f"ended by {self.finish.kind}"
-        rows = [("prompt", html.text(prompt)), ("output", html.text(self.text)), ("tokens", f"{len(self.ids)} {end}")]
+        pieces = self._pieces() if self._logprobs else None
+        output = html.text(self.text) if pieces is None else html.tokens(pieces)
+        rows = [("prompt", html.text(prompt)), ("output", output), ("tokens", f"{len(self.ids)} {end}")]
         return html.table(rows)
+
+    def _pieces(self) -> Iterator[tuple[str, float | None]]:
+        """Yield the text and the log-probability of each token after the prompt."""
+        decoder = self._tokenizer.decoder(self.ids[max(0, self.num_prompt - 8) : self.num_prompt])
+        for index in range(self.num_prompt, len(self.ids)):
+            yield decoder.push([self.ids[index]]), self._logprobs.get(index)
+
+    def _add(self, token_id: int, logprob: float | None) -> None:
+        """Append a generated token."""
+        if logprob is not None:
+            self._logprobs[len(self.ids)] = logprob
+        self.ids.append(token_id)
+
+    def _forget(self) -> None:
+        """Forget the log-probabilities of tokens that were removed."""
+        self._logprobs = {index: each for index, each in self._logprobs.items() if index < len(self.ids)}
 
     # --- continuing ---
 
@@ -175,7 +197,7 @@ class Generation:
                 async for [chunk] in arrivals:
                     self.num_cached = chunk.usage.cached
                     for token in held.after(chunk):
-                        self.ids.append(token.id)
+                        self._add(token.id, token.logprob)
                         yield busy.paused(token)
                         busy.resume()
                     if chunk.finish is None:
@@ -202,7 +224,9 @@ class Generation:
 
     def _take(self, chunk: Chunk, request: Request) -> None:
         self.num_cached = chunk.usage.cached
-        self.ids += _without_stop(chunk, request)
+        logprobs = chunk.logprobs.chosen if chunk.logprobs is not None else ()
+        for place, token_id in enumerate(_without_stop(chunk, request)):
+            self._add(token_id, logprobs[place][0] if logprobs else None)
         if chunk.finish is not None:
             self._end(chunk.finish, request)
 
@@ -217,6 +241,7 @@ class Generation:
         kept = text[: text.index(stop)] if stop in text else text
         while len(self.ids) > start and len(self._tokenizer.decode(self.ids[start:])) > len(kept):
             self.ids.pop()
+        self._forget()
         rest = kept[len(self._tokenizer.decode(self.ids[start:])) :]
         if rest:
             self.ids += self._encode(rest)
@@ -260,6 +285,7 @@ class Generation:
             )
             copy.num_prompt, copy.finish, copy.on_logits = self.num_prompt, self.finish, self.on_logits
             copy._branch = self._branch * 31 + number + 1
+            copy._logprobs = dict(self._logprobs)
             forks.append(copy)
         return forks
 
@@ -270,6 +296,7 @@ class Generation:
         self._check_idle()
         if n:
             del self.ids[-n:]
+            self._forget()
         self.num_prompt = min(self.num_prompt, len(self.ids))
         self.finish = None
 

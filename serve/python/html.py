@@ -114,6 +114,49 @@ def _facts(answer: Any) -> list[tuple[object, object]]:
     return rows
 
 
+def encoded(answer: Mapping[str, Any]) -> str:
+    """Return an embedding as HTML: its size and first numbers, or the label and the probabilities of a classifier."""
+    vector, rows = answer.get("embedding"), []
+    if answer.get("label") is not None:
+        rows.append(("label", answer["label"]))
+    if answer.get("probs") is not None:
+        rows += [("", bar(each, f"{each:.1%}")) for each in answer["probs"][:MAX_ROWS]]
+    if isinstance(vector, list):
+        first = ", ".join(f"{each:.4f}" for each in vector[:8] if isinstance(each, float))
+        rows.append(("embedding", f"{len(vector)} numbers: {first}{', …' if len(vector) > 8 else ''}"))
+    rows.append(("prompt", f"{(answer.get('meta_info') or {}).get('prompt_tokens', 0)} tokens"))
+    return table(rows)
+
+
+def chat(answer: Mapping[str, Any]) -> str:
+    """Return an answer of the chat API as HTML: its texts, its tool calls and its counts of tokens."""
+    rows = []
+    for choice in answer["choices"]:
+        message = choice.get("message") or choice.get("delta") or {}
+        if message.get("reasoning_content"):
+            rows.append(("reasoning", text(message["reasoning_content"])))
+        if message.get("content"):
+            rows.append(("answer", text(message["content"])))
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or {}
+            rows.append(("tool call", text(f"{function.get('name', '')}({function.get('arguments', '')})")))
+        if choice.get("finish_reason"):
+            rows.append(("end", choice["finish_reason"]))
+    usage = answer.get("usage")
+    if usage:
+        rows.append(("tokens", f"{usage['prompt_tokens']} in the prompt, {usage['completion_tokens']} in the output"))
+    return table(rows)
+
+
+def scores(values: Mapping[str, float], chosen: str) -> str:
+    """Return a table of texts with their scores, the best first. The chosen text is bold."""
+    ordered = sorted(values.items(), key=lambda each: -each[1])
+    return table(
+        [(Html(f"<b>{text(name)}</b>") if name == chosen else text(name), f"{value:.3f}") for name, value in ordered],
+        ("text", "score"),
+    )
+
+
 def bar(part: float, label: str) -> Html:
     """Return a bar of which the fraction `part` (0 to 1) is filled, with a label."""
     width = f"{100 * min(1.0, max(0.0, part)):.1f}%"

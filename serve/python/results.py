@@ -116,6 +116,9 @@ class Encoded(Fields):
         if isinstance(self.get("meta_info"), dict):
             self["meta_info"] = Fields(self["meta_info"])
 
+    def _repr_html_(self) -> str:
+        return html.encoded(self)
+
 
 class Batch(list[Generated]):
     """The outputs of a list of prompts, in order. A notebook shows them as a table."""

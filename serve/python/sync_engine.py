@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial, wraps
 from inspect import isawaitable
@@ -16,7 +17,9 @@ from weakref import finalize
 import anyio
 from anyio.from_thread import BlockingPortal
 
+import serve
 from runtime.errors import ConfigurationError, EngineClosed
+from runtime.request import Finish
 from serve.background import event_loop_thread
 from serve.python.arguments import Ids, Prompt, Sampling
 from serve.python.display import ABORTED, show_one_line
@@ -227,6 +230,10 @@ class SyncEngine:
         """Yield the outputs of one or several prompts, piece by piece. See `Engine.stream`."""
         yield from self._iterate(self._engine.stream(prompt, sampling_params, **options))
 
+    def serve(self, port: int = 0, *, host: str = "127.0.0.1") -> Any:
+        """Answer HTTP requests until the server's `close` is called or the engine ends. See `Engine.serve`."""
+        return serve.http_server(self, host=host, port=port).__enter__()
+
     def open(
         self, prompt: str | Ids, sampling_params: Mapping[str, Any] | None = None, **options: Any
     ) -> SyncGeneration:
@@ -351,6 +358,32 @@ class SyncGeneration:
         """Whether the model ended the text."""
         return self._generation.finished
 
+    @property
+    def full_text(self) -> str:
+        """The text of all tokens."""
+        return self._generation.full_text
+
+    @property
+    def finish(self) -> Finish | None:
+        """The reason why the last call ended, or None before the first call."""
+        return self._generation.finish
+
+    @property
+    def num_prompt(self) -> int:
+        """The number of tokens of the prompt."""
+        return self._generation.num_prompt
+
+    @property
+    def num_cached(self) -> int:
+        """The number of prompt tokens of the last call that came from the prefix cache."""
+        return self._generation.num_cached
+
+    def __len__(self) -> int:
+        return len(self._generation)
+
+    def __repr__(self) -> str:
+        return f"Sync{self._generation!r}"
+
     def __iter__(self) -> Generator[Token, None, None]:
         return self.tokens()
 
@@ -381,6 +414,18 @@ class SyncGeneration:
     def append(self, text_or_ids: str | Sequence[int]) -> None:
         """Append a text or token ids. See `Generation.append`."""
         self._engine._call(partial(self._generation.append, text_or_ids))
+
+    def tool(self, function: Callable[[], Result], **options: Any) -> Result:
+        """Return `function()`, and keep this generation's pages cached meanwhile. See `Generation.tool`."""
+        done: Future[None] = Future()
+        waiting = self._engine._running.start_task_soon(
+            lambda: self._generation.tool(asyncio.wrap_future(done), **options)
+        )
+        try:
+            return function()
+        finally:
+            done.set_result(None)
+            waiting.result()
 
     def save(self, path: str | PathLike[str] | None = None) -> dict[str, Any]:
         """Return the generation as JSON values, and write them to `path` if given. See `Generation.save`."""

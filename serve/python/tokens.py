@@ -29,6 +29,10 @@ class TokenizerView:
     def __len__(self) -> int:
         return self.vocab_size
 
+    def __repr__(self) -> str:
+        template = "with" if self.has_chat_template else "without"
+        return f"<{type(self).__name__} of {self.vocab_size} tokens, {template} a chat template>"
+
     @property
     def eos_token_id(self) -> int | None:
         """The id of the end-of-text token, or None if the tokenizer has none."""

@@ -49,6 +49,12 @@ class HttpServer:
         """End the server. Answers in progress are cut off. The engine keeps running."""
         await self._task.stop()
 
+    def close(self) -> None:
+        """End the server of a `SyncEngine`. The same as `stop`, for code without `await`."""
+        if not isinstance(self._engine, SyncEngine):
+            raise EngineClosed("Use `await server.stop()` for the server of an Engine.")
+        self._engine._call(self.stop)
+
     @property
     def _async_engine(self) -> Engine:
         return self._engine if isinstance(self._engine, Engine) else self._engine._engine
@@ -87,8 +93,7 @@ class HttpServer:
         return self._engine._call(self.start)
 
     def __exit__(self, *exception: object) -> None:
-        if isinstance(self._engine, SyncEngine):
-            self._engine._call(self.stop)
+        self.close()
 
     def _repr_html_(self) -> str:
         return f"<a href='{self.url}'>{self.url}</a>" if self.url else "not started"

@@ -29,6 +29,10 @@ async def test_answer_is_a_dict_with_attributes(engine: Engine):
     assert (await engine.chat("Hello", max_tokens=12, temperature=0)).choices[0].message == message
     with pytest.raises(AttributeError, match="has no 'choice'"):
         _ = answer.choice
+    assert message.content in (answer._repr_html_() or "")
+    assert answer.usage._repr_html_() is None
+    message["content"] = "<b>"
+    assert "&lt;b&gt;" in (answer._repr_html_() or "")
 
 
 async def test_stream_put_together_is_the_answer(engine: Engine):

@@ -227,3 +227,7 @@ def test_generations_without_await() -> None:
         assert one.select([" a", " b"]) in (" a", " b")
         assert one.score(" a").logprob < 0
         assert engine.load(one.save()).ids == one.ids
+        assert one.tool(lambda: len(one)) == len(one.ids)
+        assert one.full_text.endswith(one.text)
+        with pytest.raises(ZeroDivisionError):
+            one.tool(lambda: 1 // 0)

@@ -68,6 +68,31 @@ async def test_prefix_tree_is_shown_with_its_branches() -> None:
         assert "└" in engine.prefix_tree()._repr_html_()
 
 
+async def test_a_generation_is_coloured_where_its_log_probabilities_are_known() -> None:
+    async with Engine(tiny_models.cached()) as engine:
+        g = engine.open("Once upon", temperature=0, logprobs=True)
+        await g.generate(4, ignore_eos=True)
+        [token] = [token async for token in g.tokens(1, ignore_eos=True)]
+        assert token.logprob is not None
+        assert g._repr_html_().count("logprob ") == 5
+        assert g.fork(1)[0]._repr_html_() == g._repr_html_()
+        g.rewind(2)
+        g.append(" a time")
+        assert g._repr_html_().count("logprob ") == 3
+        assert "logprob " not in engine.open("Once")._repr_html_()
+
+
+async def test_choices_and_embeddings_are_shown() -> None:
+    async with Engine(tiny_models.cached()) as engine:
+        chosen = await engine.open("Once").select([" <a>", " b"])
+        assert chosen._repr_html_().count("<tr>") == 3
+        assert "<b><div" in chosen._repr_html_()
+        assert "<a>" not in chosen._repr_html_()
+        vector = await engine.encode("Once")
+        assert f"{len(vector.embedding)} numbers" in vector._repr_html_()
+        assert str(engine.tokenizer.vocab_size) in repr(engine.tokenizer)
+
+
 def test_sync_engine_shows_the_same() -> None:
     with SyncEngine(tiny_models.cached()) as engine:
         assert "ready" in engine._repr_html_()

@@ -106,7 +106,7 @@ async def test_server_beside_an_engine_that_python_uses() -> None:
         body = {"text": "Once", "sampling_params": {"temperature": 0}}
         async with http_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.post("/generate", json=body)).json()["text"] == expected
-        server = await http_server(engine)
+        server = await engine.serve()
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.get("/health")).status_code == 200
         await server.stop()
@@ -115,5 +115,11 @@ async def test_server_beside_an_engine_that_python_uses() -> None:
     await left.stop()
     while asyncio.all_tasks() != tasks:
         await asyncio.sleep(0.01)
-    with testing.sync_engine() as sync, http_server(sync) as server:
+    with testing.sync_engine() as sync:
+        server = sync.serve()
         assert (await asyncio.to_thread(httpx.post, f"{server.url}/generate", json=body)).json()["text"] == expected
+        server.close()
+        with pytest.raises(httpx.ConnectError):
+            await asyncio.to_thread(httpx.get, server.url)
+        with http_server(sync) as server:
+            assert (await asyncio.to_thread(httpx.get, f"{server.url}/health")).status_code == 200
