@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from random import Random
 from typing import Any
 
 import httpx
@@ -19,10 +21,12 @@ from starlette.routing import Route
 
 import greedy
 from http_server import serving as app_serving
+from lora_adapters import adapter
 from runtime.errors import ConfigurationError, InvalidRequest
 from serve import Engine
 from serve.cli import router as router_module
 from serve.cli.router import router_app
+from serve.demo import demo_path
 from serve.server.app import build_app
 from server_process import serving
 
@@ -344,3 +348,89 @@ async def test_ranks_fetch_their_shares(sizes: dict[str, int]) -> None:
         answers = await outputs(url, PROMPTS[:4])
         assert [answer["text"] for answer in answers] == reference
         assert all(answer["meta_info"]["cached_tokens"] for answer in answers)
+
+
+def mixed_requests(count: int) -> list[tuple[str, dict[str, Any]]]:
+    """Return the kind and the body of requests of many kinds, in random order."""
+    random = Random(3)
+    schema = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"]}
+    requests: list[tuple[str, dict[str, Any]]] = []
+    for number in range(count):
+        kind = ("chat", "long", "stream", "several", "grammar", "scored", "adapter", "cancelled")[number % 8]
+        words = "What does an option of the server do, and when is it worth it? "
+        text = f"{random.randrange(40)}: " + words * (60 if kind == "long" else random.randrange(1, 12))
+        sampling: dict[str, Any] = {"max_new_tokens": random.randrange(1, 20), "temperature": 0, "ignore_eos": True}
+        if number % 3 == 0:
+            sampling |= {"temperature": 0.8, "sampling_seed": number, "top_p": 0.9}
+        body: dict[str, Any] = {"text": text, "sampling_params": sampling}
+        if kind == "chat":
+            messages = [{"role": "user", "content": text}]
+            body = {"messages": messages, "max_tokens": 9, "temperature": sampling["temperature"], "seed": number}
+        elif kind == "several":
+            sampling["n"] = 3
+        elif kind == "grammar":
+            sampling |= {"json_schema": json.dumps(schema), "max_new_tokens": 30, "ignore_eos": False}
+        elif kind == "scored":
+            body |= {"return_logprob": True, "top_logprobs_num": 2}
+        elif kind == "adapter":
+            body["lora_path"] = "a"
+        elif kind in ("stream", "cancelled"):
+            body["stream"] = True
+        requests.append((kind, body))
+    random.shuffle(requests)
+    return requests
+
+
+async def answer_of(client: httpx.AsyncClient, kind: str, body: dict[str, Any]) -> Any:
+    """Return what must be equal in the answers of two servers. None for a request that is cancelled."""
+    if kind == "chat":
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["message"]["content"]
+    if kind in ("stream", "cancelled"):
+        ids: list[int] = []
+        async with client.stream("POST", "/generate", json=body) as answer:
+            assert answer.status_code == 200
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    if kind == "cancelled":
+                        return None
+                    ids = json.loads(line[6:])["output_ids"]
+        return ids
+    answer = await client.post("/generate", json=body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    found = found if isinstance(found, list) else [found]
+    tops = [[pair[1] for pair in each["meta_info"].get("output_token_logprobs", ())] for each in found]
+    return [each["output_ids"] for each in found], tops
+
+
+async def answers_to(url: str, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
+    turn = asyncio.Semaphore(24)
+    async with httpx.AsyncClient(base_url=url, timeout=300, trust_env=False) as client:
+
+        async def one(kind: str, body: dict[str, Any]) -> Any:
+            async with turn:
+                return await answer_of(client, kind, body)
+
+        return list(await asyncio.gather(*(one(*request) for request in requests)))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("options", [{}, {"tp_size": 2}], ids=["one process", "two ranks"])
+async def test_many_kinds_of_requests_are_answered_as_by_one_server(options: dict[str, Any]) -> None:
+    """Both engines are in this process; with several ranks, each of them has worker processes."""
+    adapted = {**options, "lora_paths": [f"a={adapter(str(demo_path()), 1)}"]}
+    requests = mixed_requests(500)
+    async with Engine(**{**OPTIONS, **adapted}) as engine, app_serving(build_app(engine.core)) as url:
+        expected = await answers_to(url, requests)
+    async with pair(**adapted) as (prefill, decode, url):
+        found = await answers_to(url, requests)
+        for each in (prefill, decode):
+            while each.status().num_running:  # requests that clients left end soon
+                await asyncio.sleep(0.01)
+            each.core.check()
+        assert decode.core.status().num_generated > prefill.core.status().num_generated
+    different = [kind for (kind, _), one, other in zip(requests, expected, found, strict=True) if one != other]
+    assert different == []
