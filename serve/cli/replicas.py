@@ -10,9 +10,12 @@ import signal
 import sys
 from collections.abc import Sequence
 from threading import Event
+from typing import Any
 
 from runtime.config import Args
 from runtime.errors import ConfigurationError
+
+REPLICA_OPTIONS = ("replicas", "target_ongoing_requests", "num_cpus", "num_gpus", "request_router")
 
 
 def main(words: Sequence[str]) -> int:
@@ -28,6 +31,15 @@ def main(words: Sequence[str]) -> int:
     )
     parser.add_argument("--num-cpus", type=float, default=0, metavar="N", help="CPUs that Ray reserves per replica")
     parser.add_argument("--num-gpus", type=float, metavar="N", help="GPUs per replica; default: one for each rank")
+    parser.add_argument(
+        "--request-router",
+        default="prefix",
+        choices=("prefix", "round-robin", "power-of-two"),
+        help="how requests find a replica",
+    )
+    parser.add_argument(
+        "--models-file", metavar="FILE", help="YAML list with the options of several models; other options are defaults"
+    )
     parser.add_argument("--name", default="penstock", help="name of the application on the cluster")
     parser.add_argument("--route-prefix", default="/", metavar="PATH", help="path under which the model is served")
     options, rest = parser.parse_known_args(words)
@@ -36,13 +48,21 @@ def main(words: Sequence[str]) -> int:
         from ray import serve
     except ImportError:
         raise ConfigurationError("penstock ray needs Ray Serve: pip install 'penstock[ray]'.") from None
-    from serve.on_ray.application import Scaling, build
+    from serve.on_ray.application import Model, Scaling, build, build_app
 
     args = Args.parse(rest)
-    scaling = Scaling.of(
-        options.replicas, options.target_ongoing_requests, num_cpus=options.num_cpus, num_gpus=options.num_gpus
-    )
-    application = build(rest, scaling)
+    if options.models_file is None:
+        scaling = Scaling.of(
+            options.replicas,
+            options.target_ongoing_requests,
+            num_cpus=options.num_cpus,
+            num_gpus=options.num_gpus,
+            router=options.request_router,
+        )
+        application = build([Model(rest, scaling)])
+    else:
+        common = {name: getattr(options, name) for name in REPLICA_OPTIONS if getattr(options, name) is not None}
+        application = build_app({**common, **args.keywords(), "models": _models(options.models_file)})
     ray.init(ignore_reinit_error=True, include_dashboard=False, log_to_driver=True)
     serve.start(http_options={"host": args.http.host, "port": args.http.port})
     serve.run(application, name=options.name, route_prefix=options.route_prefix)
@@ -52,6 +72,19 @@ def main(words: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: ended.set())
     ended.wait()
-    serve.shutdown()
+    serve.delete(options.name)
+    if not serve.status().applications:  # the cluster may serve others
+        serve.shutdown()
     ray.shutdown()
     return 0
+
+
+def _models(path: str) -> Any:
+    """Return the content of a file with the options of several models. Raises `ConfigurationError`."""
+    import yaml
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            return yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"--models-file {path} cannot be read: {error}") from None

@@ -5,28 +5,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
+import orjson
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Scope
 
+from serve.calls.served_model import ANY_MODEL
 from serve.http.access import RouteScope
 from serve.http.forwarding import error_body, failure, read_body, too_large
-from serve.on_ray.prompt_key import prompt_key
+from serve.on_ray.joined_metrics import joined_metrics
+from serve.on_ray.local_server import REPLICA_HEADER
+from serve.on_ray.prompt_key import RequestFields, prompt_key
 from serve.server.app import ROUTES
 
 KIND = "ReplicaError"
 ATTEMPTS = 3  # replicas to which a request is sent, if each ends before its answer begins
 SCOPE_FIELDS = ("type", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
 ADMIN_PATHS = frozenset(spec.path for spec in ROUTES if spec.scope is RouteScope.ADMIN)
+METRICS, MODELS = "/metrics", "/v1/models"
+# Routes that every replica gets. Their effect does not have to reach replicas that start later.
+EVERYWHERE = frozenset((METRICS, "/flush_cache", "/reset_prefix_cache", "/freeze_gc", "/abort_request"))
+EVERYWHERE_S = 30.0
 # A proxy header. With it, replicas do not treat forwarded requests as local requests of their own machine.
 VIA = (b"via", b"1.1 penstock-ray")
 LOST = "The replica that computed this answer has ended."
+BUSY = "All replicas are busy; retry later."
+
+Answer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
 
 logger = logging.getLogger("penstock.server")
 
@@ -34,13 +48,21 @@ logger = logging.getLogger("penstock.server")
 class Ingress:
     """Forwards requests to replicas, and streams the answers back."""
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
-        self._replicas = replicas.options(stream=True, method_name="answer")
+    def __init__(self, models: Mapping[str, DeploymentHandle], names: Mapping[str, Sequence[str]]) -> None:
+        """`models` are the deployments by the model's name. `names` are all names of each model and its adapters.
+
+        The first name of a model is its own, the second is its path.
+        """
+        # Each handle has its own router, so handles are made once.
+        self._models = {name: handle.options(stream=True, method_name="answer") for name, handle in models.items()}
+        self._whole = {name: handle.options(method_name="whole_answer") for name, handle in models.items()}
+        self._names = {name: tuple(others) for name, others in names.items()}
 
     async def __call__(self, request: Request) -> Response:
         path = request.scope["path"].removeprefix(request.scope.get("root_path", "")) or "/"
-        if path in ADMIN_PATHS:
-            return failure(KIND, 501, f"{path} would reach only one of the replicas; update the deployment instead.")
+        if path in ADMIN_PATHS and path not in EVERYWHERE:
+            message = f"{path} would not reach replicas that start later; update the deployment instead."
+            return failure(KIND, 501, message)
         try:
             body = await read_body(request)
         except ClientDisconnect:
@@ -49,25 +71,89 @@ class Ingress:
             return too_large(KIND)
         scope = {name: request.scope[name] for name in SCOPE_FIELDS} | {"path": path, "raw_path": path.encode()}
         scope["headers"] = [*scope["headers"], VIA]
-        key = prompt_key(body, dict(request.scope["headers"]))
-        for attempt in range(ATTEMPTS):
-            parts: Any = self._replicas.remote(key, scope, body)
+        try:
+            if path in EVERYWHERE:
+                return await self._everywhere(scope, body)
+            if path == MODELS and len(self._models) > 1:
+                return await self._list_models(scope)
+            return await self._forward(scope, body)
+        except (BackPressureError, DeploymentUnavailableError):
+            return failure(KIND, 503, BUSY, {"retry-after": "1"})
+
+    async def _forward(self, scope: Scope, body: bytes) -> Response:
+        """Send the request to a replica of its model."""
+        fields = RequestFields.of(body)
+        name = self._model_of(fields.model, scope["path"])
+        if name is None:
+            served = ", ".join(self._models)
+            return failure(KIND, 404, f"The model '{(fields.model or '')[:200]}' does not exist; there are: {served}.")
+        replicas = self._models[name]
+        key = prompt_key(fields, dict(scope["headers"]), scope["path"], (*self._names[name][:2], ANY_MODEL))
+        for _ in range(ATTEMPTS):
+            parts: Any = replicas.remote(key, scope, body)
             try:
                 status, headers = await anext(parts)
-            except (BackPressureError, DeploymentUnavailableError):
-                return failure(KIND, 503, "All replicas are busy; retry later.", {"retry-after": "1"})
             except (RayActorError, StopAsyncIteration):
                 logger.warning("A replica ended before its answer began; the request goes to another one.")
-                if attempt + 1 < ATTEMPTS:
-                    continue
-                return failure(KIND, 503, LOST, {"retry-after": "1"})
-            response = StreamingResponse(_forward(parts, dict(headers)), status_code=status)
+                continue
+            response = StreamingResponse(_body(parts, dict(headers)), status_code=status)
             response.raw_headers = [field for field in headers if field[0] != b"x-request-id"]  # Ray Serve adds it
             return response
-        raise AssertionError("unreachable")
+        return failure(KIND, 503, LOST, {"retry-after": "1"})
+
+    def _model_of(self, model: str | None, path: str) -> str | None:
+        """Return the name of the model that a request asks for, the first model by default, or None."""
+        first = next(iter(self._models))
+        if len(self._models) == 1:
+            return first  # its server knows its adapters
+        if model is None and path.startswith(f"{MODELS}/"):
+            model = unquote(path.removeprefix(f"{MODELS}/"))
+        if model in (None, ANY_MODEL):
+            return first
+        for name, known in self._names.items():
+            if model in known or model.rpartition(":")[0] in known[:2]:  # "BASE:ADAPTER"
+                return name
+        return None
+
+    async def _list_models(self, scope: Scope) -> Response:
+        """Return the models of all deployments."""
+        scope = {**scope, "method": "GET"}
+        answers = await asyncio.gather(*(handle.remote(scope, b"") for handle in self._whole.values()))
+        for answer in answers:
+            if answer[0] != 200:
+                return _response(answer)
+        lists = [orjson.loads(answer[2]) for answer in answers]
+        return Response(
+            orjson.dumps({**lists[0], "data": [card for each in lists for card in each["data"]]}),
+            media_type="application/json",
+        )
+
+    async def _everywhere(self, scope: Scope, body: bytes) -> Response:
+        """Send the request to all replicas. Return an error of one of them, or else the answer of one.
+
+        The answer of `/metrics` has the metrics of all replicas, with the label `replica`.
+        """
+        calls = [handle.broadcast("whole_answer", scope, body) for handle in self._whole.values()]
+        results = await asyncio.gather(
+            *(call.results_async(timeout_s=EVERYWHERE_S, return_exceptions=True) for call in calls)
+        )
+        answers: list[Answer] = [each for result in results for each in result if not isinstance(each, Exception)]
+        if not answers:
+            return failure(KIND, 503, BUSY, {"retry-after": "1"})
+        worst = max(answers, key=lambda answer: answer[0])
+        if worst[0] >= 400 or scope["path"] != METRICS:
+            return _response(worst)
+        texts = {dict(headers)[REPLICA_HEADER].decode(): text.decode() for _, headers, text in answers}
+        return _response((200, worst[1], joined_metrics(texts).encode()))
 
 
-async def _forward(parts: Any, headers: dict[bytes, bytes]) -> AsyncIterator[bytes]:
+def _response(answer: Answer) -> Response:
+    status, headers, body = answer
+    media_type = dict(headers).get(b"content-type")
+    return Response(body, status_code=status, headers={"content-type": media_type.decode()} if media_type else None)
+
+
+async def _body(parts: Any, headers: Mapping[bytes, bytes]) -> AsyncIterator[bytes]:
     """Yield the parts of the body.
 
     If the replica ends, a stream of events ends with an error event. Any other body is cut off; the client can tell

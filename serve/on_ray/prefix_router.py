@@ -1,4 +1,4 @@
-"""Ray Serve's request router for the replicas: the longest known prefix decides, then the lowest load."""
+"""Ray Serve's request router for the replicas: the session decides, then the longest known prefix, then the load."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # Ray is an optional dependency.
@@ -10,10 +10,14 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from serve.on_ray.prefix_table import PrefixTable
+from serve.on_ray.prompt_key import PromptKey
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests with a common prefix to the same replica, unless it is much busier than the others."""
+    """Sends requests with a common prefix to the same replica, unless it is much busier than the others.
+
+    Requests of a session go to the same replica as long as it runs.
+    """
 
     def initialize_state(self, **kwargs: Any) -> None:
         """Create the table. Ray Serve calls this before the first request."""
@@ -42,6 +46,7 @@ class PrefixRouter(RequestRouter):
         self._table.keep([replica.replica_id for replica in self.curr_replicas.values()])
 
 
-def key_of(request: PendingRequest | None) -> list[int]:
-    """Return the prompt's key, which is the first argument of `EngineReplica.answer`."""
-    return request.args[0] if request is not None and request.args and isinstance(request.args[0], list) else []
+def key_of(request: PendingRequest | None) -> PromptKey:
+    """Return the request's key, which is the first argument of `EngineReplica.answer`."""
+    first = request.args[0] if request is not None and request.args else None
+    return first if isinstance(first, PromptKey) else PromptKey()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
+from random import choice
 from typing import Generic, TypeVar
+
+from serve.on_ray.prompt_key import PromptKey
 
 R = TypeVar("R")
 
@@ -13,31 +16,35 @@ SLACK = 4  # requests that the replica with the prefix may have more than the le
 
 
 class PrefixTable(Generic[R]):
-    """Remembers the last replica of each block of a prompt (`prompt_key`), to choose replicas for later prompts."""
+    """Remembers the last replica of each session and of each block of a prompt."""
 
     def __init__(self, max_hashes: int = MAX_HASHES, slack: int = SLACK) -> None:
         self._owners: OrderedDict[int, R] = OrderedDict()
         self._max_hashes = max_hashes
         self._slack = slack
 
-    def choose(self, key: Sequence[int], loads: Mapping[R, int]) -> R | None:
-        """Return the replica that computed the longest prefix of this prompt.
+    def choose(self, key: PromptKey, loads: Mapping[R, int]) -> R | None:
+        """Return the replica of this session, or else the replica that computed the longest prefix of this prompt.
 
-        Return the least busy replica if none computed a prefix, or if that replica is too busy. Return None if there
-        are no replicas. `loads` maps the available replicas to their requests in progress.
+        Return one of the least busy replicas if none computed a prefix, or if that replica is too busy. Return None if
+        there are no replicas. `loads` maps the available replicas to their requests in progress.
         """
         if not loads:
             return None
-        least = min(loads, key=loads.__getitem__)
-        for block in reversed(key):
+        pinned = self._owners.get(key.pin) if key.pin else None
+        if pinned is not None and pinned in loads:
+            return pinned
+        low = min(loads.values())
+        least = choice([each for each in loads if loads[each] == low])
+        for block in reversed(key.blocks):
             owner = self._owners.get(block)
             if owner is not None and owner in loads:
-                return owner if loads[owner] <= loads[least] + self._slack else least
+                return owner if loads[owner] <= low + self._slack else least
         return least
 
-    def note(self, key: Sequence[int], replica: R) -> None:
-        """Remember that this replica computes a prompt."""
-        for block in key:
+    def note(self, key: PromptKey, replica: R) -> None:
+        """Remember that this replica answers a request."""
+        for block in (key.pin, *key.blocks) if key.pin else key.blocks:
             self._owners[block] = replica
             self._owners.move_to_end(block)
         while len(self._owners) > self._max_hashes:

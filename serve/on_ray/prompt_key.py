@@ -1,48 +1,97 @@
-"""The key of a prompt: hashes of its beginning. Requests with a common prefix have common hashes."""
+"""The key of a request, by which the router chooses a replica. Requests with a common prefix have common hashes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
 BLOCK_BYTES = 256  # bytes of the prompt in one hash
 MAX_BLOCKS = 256
 PROMPTS = ("messages", "prompt", "text", "input_ids", "input", "inputs", "query")  # fields of the APIs' bodies
-SESSIONS = ("session_id", "prompt_cache_key")  # fields that name a conversation
 SESSION_HEADERS = (b"x-session-id", b"session-id")
+STORED = ("/v1/files", "/v1/batches")  # routes of objects that one replica stores
+FORM_MODEL = re.compile(rb'name="model"\r\n\r\n([^\r\n]{1,512})\r\n')  # of a body of the type multipart/form-data
 
 
-def prompt_key(body: bytes, headers: Mapping[bytes, bytes]) -> list[int]:
-    """Return one hash per block of the prompt. A hash covers the model's name and all blocks up to its own.
+class PromptKey(NamedTuple):
+    """The key of a request."""
 
-    If the request names a session, the first block is the session. A body without a prompt, or with a prompt that is
-    nested too deeply for JSON, has an empty key.
+    pin: int = 0  # hash of the session; its requests always go to the same replica. 0: no session
+    # Hashes of the prompt's beginning: one per block, over this block and all earlier ones. The first may be a hash of
+    # the adapter, or of `prompt_cache_key`.
+    blocks: tuple[int, ...] = ()
+
+
+class RequestFields(NamedTuple):
+    """The fields of a request's body."""
+
+    fields: Mapping[str, Any]
+    model: str | None  # the model that the body names, or else its adapter, or None
+
+    @classmethod
+    def of(cls, body: bytes) -> RequestFields:
+        """Read a body. A body without JSON, or with JSON that is nested too deeply, has no fields."""
+        try:
+            fields = orjson.loads(body)
+        except orjson.JSONDecodeError:
+            form = FORM_MODEL.search(body)
+            return cls({}, form[1].decode(errors="replace") if form else None)
+        fields = fields if isinstance(fields, dict) else {}
+        model = fields.get("model") or fields.get("lora_path")
+        return cls(fields, model if isinstance(model, str) else None)
+
+
+def prompt_key(
+    request: RequestFields, headers: Mapping[bytes, bytes], path: str = "", base_names: Collection[str] = ()
+) -> PromptKey:
+    """Return the key of a request. `base_names` are the model's names; any other name is that of an adapter.
+
+    A body without a prompt has a key without blocks of a prompt.
     """
     try:
-        fields = orjson.loads(body)
-        return _key(fields, headers) if isinstance(fields, dict) else []
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
-        return []
+        return PromptKey(_pin(request.fields, headers, path), _blocks(request, base_names))
+    except orjson.JSONEncodeError:
+        return PromptKey()
 
 
-def _key(fields: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> list[int]:
-    session = next((headers[name] for name in SESSION_HEADERS if name in headers), None)
-    session = session or next((_bytes(fields[name]) for name in SESSIONS if fields.get(name)), b"")
+def _pin(fields: Mapping[str, Any], headers: Mapping[bytes, bytes], path: str) -> int:
+    """Return the hash of the session, or 0."""
+    session = next((headers[name] for name in SESSION_HEADERS if name in headers), b"")
+    params = fields.get("session_params")
+    named = fields.get("session_id") or (params.get("id") if isinstance(params, dict) else None)
+    session = session or (_bytes(named) if named else b"")
+    if not session and path.startswith(STORED):
+        session = b"\0stored"
+    return _hash(b"session" + session) if session else 0
+
+
+def _blocks(request: RequestFields, base_names: Collection[str]) -> tuple[int, ...]:
+    fields = request.fields
+    adapter = fields.get("lora_path") or (request.model if request.model not in (*base_names, None) else None)
+    digest = blake2b(_bytes([request.model if adapter else None, adapter]), digest_size=8)
+    blocks = [_number(digest)] if adapter else []
+    if cache_key := fields.get("prompt_cache_key"):
+        digest.update(b"cache key" + _bytes(cache_key))
+        blocks.append(_number(digest))
     prompt = next((_bytes(fields[name]) for name in PROMPTS if fields.get(name)), b"")
     system = _bytes(fields["system"]) if fields.get("system") else b""
-    digest = blake2b(_bytes([fields.get("model"), fields.get("lora_path")]), digest_size=8)
-    key = []
-    if session:
-        digest.update(b"session" + session)
-        key.append(int.from_bytes(digest.digest()))
     text = system + prompt
     for start in range(0, min(len(text), BLOCK_BYTES * MAX_BLOCKS), BLOCK_BYTES):
         digest.update(text[start : start + BLOCK_BYTES])
-        key.append(int.from_bytes(digest.digest()))
-    return key
+        blocks.append(_number(digest))
+    return tuple(blocks)
+
+
+def _hash(data: bytes) -> int:
+    return _number(blake2b(data, digest_size=8))
+
+
+def _number(digest: blake2b) -> int:
+    return int.from_bytes(digest.digest()) or 1
 
 
 def _bytes(value: Any) -> bytes:

@@ -54,7 +54,7 @@ def lora_plan(builder: PlanBuilder, kernels: KernelPlan) -> LoraPlan:
 def _sources(builder: PlanBuilder) -> tuple[AdapterSource, ...]:
     sources: dict[str, AdapterSource] = {}
     for text in builder.args.lora.lora_paths or ():
-        source = _source(text)
+        source = adapter_source(text)
         if source is None:
             builder.refuse(
                 "lora_paths",
@@ -71,7 +71,7 @@ def _sources(builder: PlanBuilder) -> tuple[AdapterSource, ...]:
     return tuple(sources.values())
 
 
-def _source(text: str) -> AdapterSource | None:
+def adapter_source(text: str) -> AdapterSource | None:
     """Parse one value of --lora-paths. Return None if it is invalid."""
     if not text.lstrip().startswith("{"):
         name, _, path = text.partition("=") if "=" in text else (text, "", text)

@@ -20,7 +20,7 @@ class Replicas:
     def options(self, **options: Any) -> Replicas:
         return self
 
-    async def remote(self, key: list[int], scope: dict[str, Any], body: bytes) -> AsyncIterator[Any]:
+    async def remote(self, key: Any, scope: dict[str, Any], body: bytes) -> AsyncIterator[Any]:
         self.scopes.append(scope)
         yield 200, []
 
@@ -39,7 +39,7 @@ async def test_a_replica_takes_no_request_for_one_of_its_machine() -> None:
     async def receive() -> Any:
         return {"type": "http.request", "body": b"{}"}
 
-    await Ingress(replicas)(Request(scope, receive))
+    await Ingress({"m": replicas}, {"m": ["m"]})(Request(scope, receive))
     [seen] = replicas.scopes
     access = Access([AccessKey.of("api-key", "user", is_admin=False)], wants_key=True, host="127.0.0.1")
     assert access.admit(scope, RouteScope.USER).is_admin

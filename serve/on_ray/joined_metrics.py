@@ -1,0 +1,34 @@
+"""Joins the metrics of several replicas to one text in Prometheus's format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+
+def joined_metrics(texts: Mapping[str, str]) -> str:
+    """Return the metrics of all replicas. Each sample gets a label `replica` with the key of its text.
+
+    Each metric's samples are together, after its help and type, as the format demands.
+    """
+    heads: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for replica, text in texts.items():
+        metric = ""
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                metric = line.split(" ", 3)[2]
+                head = heads.setdefault(metric, [])
+                if line not in head:
+                    head.append(line)
+            elif line and not line.startswith("#"):
+                samples.setdefault(metric, []).append(_labelled(line, replica))
+    return "".join(f"{line}\n" for metric in samples for line in (*heads.get(metric, ()), *samples[metric]))
+
+
+def _labelled(line: str, replica: str) -> str:
+    name, brace, rest = line.partition("{")
+    label = f'replica="{replica}"'
+    if brace and " " not in name:
+        return f"{name}{{{label}{'' if rest.startswith('}') else ','}{rest}"
+    name, _, value = line.partition(" ")
+    return f"{name}{{{label}}} {value}"

@@ -1,0 +1,207 @@
+"""A server class for Ray Serve LLM (`ray.serve.llm`), whose ingress then answers OpenAI's routes with Penstock.
+
+    LLMConfig(
+        server_cls="serve.on_ray.llm_server.PenstockServer",
+        model_loading_config={"model_id": "chat", "model_source": "/models/chat"},
+        engine_kwargs={"max_running_requests": 64},
+    )
+
+`ray.serve.llm` takes the types of its requests from vLLM or SGLang, so one of them must be installed beside Ray. Its
+engine is not used.
+"""
+
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# Ray is an optional dependency.
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import orjson
+from ray.llm._internal.serve.core.configs.openai_api_models import (
+    ChatCompletionResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    EmbeddingResponse,
+    ErrorInfo,
+    ErrorResponse,
+    ScoreResponse,
+    TokenizeResponse,
+)
+
+from runtime.config import Args
+from serve.on_ray.application import words_of
+from serve.on_ray.ingress import VIA
+from serve.on_ray.local_server import LocalServer
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from ray.llm._internal.serve.core.protocol import RawRequestInfo
+    from ray.serve.llm import LLMConfig
+
+# Headers that describe the body as the client sent it, not as it is sent on.
+BODY_HEADERS = frozenset(("content-length", "content-type", "content-encoding", "transfer-encoding"))
+
+
+class PenstockServer:
+    """A replica of a model in Ray Serve LLM. It implements `LLMServerProtocol`."""
+
+    async def __init__(self, llm_config: LLMConfig) -> None:
+        """Load the model. `engine_kwargs` are the server's options. Raises `ConfigurationError`."""
+        self._llm_config = llm_config
+        self._server = LocalServer(words_of_config(llm_config))
+        await self.start()
+
+    async def start(self) -> None:
+        """Start the engine."""
+        await self._server.start()
+
+    async def chat(self, request: BaseModel, raw_request_info: RawRequestInfo | None = None) -> AsyncIterator[Any]:
+        """Answer `/v1/chat/completions`: yield the events of a stream, or one response."""
+        async for part in self._call("/v1/chat/completions", request, raw_request_info, ChatCompletionResponse):
+            yield part
+
+    async def completions(
+        self, request: BaseModel, raw_request_info: RawRequestInfo | None = None
+    ) -> AsyncIterator[Any]:
+        """Answer `/v1/completions`: yield the events of a stream, or one response."""
+        async for part in self._call("/v1/completions", request, raw_request_info, CompletionResponse):
+            yield part
+
+    async def embeddings(
+        self, request: BaseModel, raw_request_info: RawRequestInfo | None = None
+    ) -> AsyncIterator[Any]:
+        """Answer `/v1/embeddings`: yield one response."""
+        async for part in self._call("/v1/embeddings", request, raw_request_info, EmbeddingResponse):
+            yield part
+
+    async def score(self, request: BaseModel, raw_request_info: RawRequestInfo | None = None) -> AsyncIterator[Any]:
+        """Answer `/v1/score`: yield one response."""
+        async for part in self._call("/v1/score", request, raw_request_info, ScoreResponse):
+            yield part
+
+    async def tokenize(self, request: BaseModel, raw_request_info: RawRequestInfo | None = None) -> AsyncIterator[Any]:
+        """Answer `/tokenize`: yield one response."""
+        async for part in self._call("/tokenize", request, raw_request_info, TokenizeResponse):
+            yield part
+
+    async def detokenize(
+        self, request: BaseModel, raw_request_info: RawRequestInfo | None = None
+    ) -> AsyncIterator[Any]:
+        """Answer `/detokenize`: yield one response."""
+        async for part in self._call("/detokenize", request, raw_request_info, DetokenizeResponse):
+            yield part
+
+    async def transcriptions(
+        self, request: BaseModel, raw_request_info: RawRequestInfo | None = None
+    ) -> AsyncIterator[Any]:
+        """Refuse `/v1/audio/transcriptions`, whose files Ray Serve LLM does not pass on as the client sent them."""
+        yield _error(501, "Ray Serve LLM passes no audio to Penstock; use `penstock ray` for transcriptions.")
+
+    async def _call(
+        self, path: str, request: BaseModel, info: RawRequestInfo | None, response: type[BaseModel]
+    ) -> AsyncIterator[Any]:
+        """Answer a request by the server's own route: yield texts of events, one `response`, or one error."""
+        headers = [(b"content-type", b"application/json"), VIA]
+        for name, value in (info.headers if info is not None else {}).items():
+            if name.lower() not in BODY_HEADERS:
+                headers.append((name.lower().encode(), value.encode()))
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": headers,
+            "client": None,
+            "server": None,
+        }
+        body = request.model_dump_json(exclude_unset=True).encode()
+        async with aclosing(self._server.answer(scope, body)) as parts:
+            status, fields = await anext(parts)
+            if status == 200 and dict(fields).get(b"content-type", b"").startswith(b"text/event-stream"):
+                async for part in parts:
+                    yield part.decode()
+                return
+            whole = b"".join([part async for part in parts])
+        yield response.model_validate(orjson.loads(whole)) if status == 200 else _error_of(status, whole)
+
+    async def check_health(self) -> None:
+        """Raise an error unless the engine works."""
+        self._server.check_health()
+
+    async def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache. Raises `RuntimeError` while requests run or wait."""
+        if not self._server.engine.flush_cache():
+            raise RuntimeError("The cache was not emptied: requests are running or waiting.")
+
+    async def sleep(self, tags: list[str] | None = None) -> None:
+        """Release the memory of weights and KV cache, or that of the named parts."""
+        await self._server.engine.release_memory_occupation(tags)
+
+    async def wakeup(self, tags: list[str] | None = None) -> None:
+        """Take the released memory back."""
+        await self._server.engine.resume_memory_occupation(tags)
+
+    async def is_sleeping(self) -> bool:
+        """Return whether memory is released."""
+        return bool(self._server.engine.core.weights.released)
+
+    async def pause(self, mode: str = "abort") -> None:
+        """Pause generation: abort running requests, or keep them (`retract`, `in_place`)."""
+        await self._server.engine.pause_generation(mode)
+
+    async def resume(self) -> None:
+        """Continue generation."""
+        await self._server.engine.continue_generation()
+
+    async def is_paused(self) -> bool:
+        """Return whether generation is paused."""
+        core = self._server.engine.core
+        return core.pause.paused or bool(core.weights.released)
+
+    async def llm_config(self) -> LLMConfig:
+        """Return the configuration."""
+        return self._llm_config
+
+    async def __del__(self) -> None:
+        """Release the engine. Ray Serve calls this after the last request has ended."""
+        await self._server.aclose()
+
+    @classmethod
+    def get_deployment_options(cls, llm_config: LLMConfig) -> dict[str, Any]:
+        """Return the options of the deployment, with the GPUs of all ranks. Raises `ConfigurationError`."""
+        parallel = Args.parse(words_of_config(llm_config)).parallel
+        options = copy.deepcopy(llm_config.deployment_config)
+        actor = options.setdefault("ray_actor_options", {})
+        if llm_config.accelerator_type is not None:
+            actor.setdefault("num_gpus", parallel.tp_size * parallel.pp_size * parallel.dp_size)
+            actor.setdefault("accelerator_type", llm_config.accelerator_type)
+        if llm_config.runtime_env:
+            actor["runtime_env"] = {**actor.get("runtime_env", {}), **llm_config.runtime_env}
+        return options
+
+
+def words_of_config(llm_config: LLMConfig) -> list[str]:
+    """Return the engine's options as words of a command line."""
+    model = llm_config.model_loading_config
+    source = model.model_source or model.model_id
+    return words_of({"model_path": source, "served_model_name": model.model_id, **llm_config.engine_kwargs})
+
+
+def _error_of(status: int, body: bytes) -> ErrorResponse:
+    """Return an error of the server as Ray Serve LLM expects it."""
+    try:
+        fields = orjson.loads(body)["error"]
+        return _error(status, str(fields["message"]), str(fields["type"]), fields.get("param"))
+    except (ValueError, LookupError, TypeError):
+        return _error(status, body.decode(errors="replace"))
+
+
+def _error(status: int, message: str, kind: str = "ReplicaError", param: str | None = None) -> ErrorResponse:
+    return ErrorResponse(error=ErrorInfo(message=message, type=kind, param=param, code=status))
