@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--name", default="penstock", help="name of the application on the cluster")
     parser.add_argument("--route-prefix", default="/", metavar="PATH", help="path under which the model is served")
     options, rest = parser.parse_known_args(words)
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's default of 15 would slow engines beside other processes
     try:
         import ray
         from ray import serve

@@ -22,6 +22,7 @@ from starlette.types import Scope
 from serve.calls.served_model import ANY_MODEL
 from serve.http.access import RouteScope
 from serve.http.forwarding import error_body, failure, read_body, too_large
+from serve.native.admin import METRICS_TYPE
 from serve.on_ray.joined_metrics import joined_metrics
 from serve.on_ray.local_server import REPLICA_HEADER
 from serve.on_ray.prompt_key import RequestFields, prompt_key
@@ -35,9 +36,11 @@ METRICS, MODELS = "/metrics", "/v1/models"
 # Routes that every replica gets. Their effect does not have to reach replicas that start later.
 EVERYWHERE = frozenset((METRICS, "/flush_cache", "/reset_prefix_cache", "/freeze_gc", "/abort_request"))
 EVERYWHERE_S = 30.0
+MAX_EVERYWHERE_BYTES = 64 * 1024  # limit on the bodies of such requests
 # A proxy header. With it, replicas do not treat forwarded requests as local requests of their own machine.
 VIA = (b"via", b"1.1 penstock-ray")
 LOST = "The replica that computed this answer has ended."
+SILENT = "At least one replica did not answer; retry later."
 BUSY = "All replicas are busy; retry later."
 
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]  # status, headers, body
@@ -73,6 +76,8 @@ class Ingress:
         scope["headers"] = [*scope["headers"], VIA]
         try:
             if path in EVERYWHERE:
+                if len(body) > MAX_EVERYWHERE_BYTES:
+                    return failure(KIND, 413, f"The body has more than {MAX_EVERYWHERE_BYTES} bytes.")
                 return await self._everywhere(scope, body)
             if path == MODELS and len(self._models) > 1:
                 return await self._list_models(scope)
@@ -131,20 +136,28 @@ class Ingress:
     async def _everywhere(self, scope: Scope, body: bytes) -> Response:
         """Send the request to all replicas. Return an error of one of them, or else the answer of one.
 
-        The answer of `/metrics` has the metrics of all replicas, with the label `replica`.
+        The answer of `/metrics` has the metrics of all replicas that answer, with the label `replica`.
         """
         calls = [handle.broadcast("whole_answer", scope, body) for handle in self._whole.values()]
-        results = await asyncio.gather(
-            *(call.results_async(timeout_s=EVERYWHERE_S, return_exceptions=True) for call in calls)
-        )
-        answers: list[Answer] = [each for result in results for each in result if not isinstance(each, Exception)]
-        if not answers:
-            return failure(KIND, 503, BUSY, {"retry-after": "1"})
-        worst = max(answers, key=lambda answer: answer[0])
-        if worst[0] >= 400 or scope["path"] != METRICS:
-            return _response(worst)
-        texts = {dict(headers)[REPLICA_HEADER].decode(): text.decode() for _, headers, text in answers}
-        return _response((200, worst[1], joined_metrics(texts).encode()))
+        try:
+            results = await asyncio.gather(
+                *(call.results_async(timeout_s=EVERYWHERE_S, return_exceptions=True) for call in calls)
+            )
+        except TimeoutError:
+            return failure(KIND, 503, SILENT, {"retry-after": "1"})
+        answers: list[Any] = [each for result in results for each in result]
+        if scope["path"] == METRICS:
+            texts = {dict(each[1])[REPLICA_HEADER].decode(): each[2].decode() for each in answers if _succeeded(each)}
+            if texts:
+                return Response(joined_metrics(texts), media_type=METRICS_TYPE)
+        elif not answers or any(isinstance(each, Exception) for each in answers):
+            return failure(KIND, 503, SILENT, {"retry-after": "1"})
+        whole = [each for each in answers if not isinstance(each, Exception)]
+        return _response(max(whole, key=lambda answer: answer[0])) if whole else failure(KIND, 503, SILENT)
+
+
+def _succeeded(answer: Answer | Exception) -> bool:
+    return not isinstance(answer, Exception) and answer[0] == 200
 
 
 def _response(answer: Answer) -> Response:

@@ -33,6 +33,7 @@ from ray.llm._internal.serve.core.configs.openai_api_models import (
 )
 
 from runtime.config import Args
+from runtime.errors import ConfigurationError
 from serve.on_ray.application import words_of
 from serve.on_ray.ingress import VIA
 from serve.on_ray.local_server import LocalServer
@@ -44,6 +45,12 @@ if TYPE_CHECKING:
 
 # Headers that describe the body as the client sent it, not as it is sent on.
 BODY_HEADERS = frozenset(("content-length", "content-type", "content-encoding", "transfer-encoding"))
+
+# Fields of `LLMConfig` that Penstock does not implement, and what to set instead.
+REFUSED = {
+    "lora_config": "name the adapters in engine_kwargs: lora_paths or lora_dir",
+    "placement_group_config": "the ranks of a replica run on one machine; set ray_actor_options in deployment_config",
+}
 
 
 class PenstockServer:
@@ -188,10 +195,21 @@ class PenstockServer:
 
 
 def words_of_config(llm_config: LLMConfig) -> list[str]:
-    """Return the engine's options as words of a command line."""
+    """Return the engine's options as words of a command line. Raises `ConfigurationError` for unsupported fields."""
+    for name, instead in REFUSED.items():
+        if getattr(llm_config, name) is not None:
+            raise ConfigurationError(f"LLMConfig.{name} has no effect on Penstock; {instead}.")
     model = llm_config.model_loading_config
     source = model.model_source or model.model_id
-    return words_of({"model_path": source, "served_model_name": model.model_id, **llm_config.engine_kwargs})
+    if not isinstance(source, str):
+        raise ConfigurationError("model_source must be a path, a URL or a name on the Hub, not a mirror's settings.")
+    kind = getattr(llm_config.accelerator_config, "kind", "gpu")  # Ray's default is gpu, also without GPUs
+    if kind not in ("cpu", "gpu"):
+        raise ConfigurationError(f"Penstock does not run on an accelerator_config of the kind {kind}.")
+    device = {"device": "cpu"} if kind == "cpu" else {}
+    tokenizer = {} if model.tokenizer_source is None else {"tokenizer_path": model.tokenizer_source}
+    values = {"model_path": source, "served_model_name": model.model_id, **tokenizer, **device}
+    return words_of({**values, **llm_config.engine_kwargs})
 
 
 def _error_of(status: int, body: bytes) -> ErrorResponse:

@@ -34,7 +34,7 @@ async def test_a_replica_takes_no_request_for_one_of_its_machine() -> None:
     headers = [(b"host", b"127.0.0.1:8000"), (b"authorization", b"Bearer user")]
     scope = {"type": "http", "http_version": "1.1", "method": "POST", "scheme": "http", "query_string": b"",
              "headers": headers, "client": ("192.0.2.1", 9), "server": ("127.0.0.1", 8000),
-             "path": "/abort_request"}  # fmt: skip
+             "path": "/generate"}  # fmt: skip
 
     async def receive() -> Any:
         return {"type": "http.request", "body": b"{}"}

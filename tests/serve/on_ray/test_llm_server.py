@@ -86,3 +86,18 @@ async def test_ray_serves_penstock_by_its_own_ingress(url: str) -> None:
         assert not await handle.is_sleeping.remote()
         again = await client.completions.create(model="first", prompt=PROMPT, max_tokens=16, temperature=0)
         assert again.choices[0].text == reference
+
+
+def test_settings_without_effect_are_refused() -> None:
+    from runtime.errors import ConfigurationError
+    from serve.on_ray.llm_server import words_of_config
+
+    config = llm.LLMConfig(
+        model_loading_config={"model_id": "m", "model_source": "/m", "tokenizer_source": "t"},
+        engine_kwargs={"tp_size": 2},
+    )
+    words = ["--model-path", "/m", "--served-model-name", "m", "--tokenizer-path", "t", "--tp-size", "2"]
+    assert words_of_config(config) == words
+    for field in ({"placement_group_config": {"bundle_per_worker": {"CPU": 1}}}, {"lora_config": {}}):
+        with pytest.raises(ConfigurationError, match=next(iter(field))):
+            words_of_config(config.model_copy(update=field))
