@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import httpx
 import openai
 import pytest
 
@@ -17,6 +18,7 @@ ray = pytest.importorskip("ray", reason="needs the extra ray")
 llm = pytest.importorskip(
     "ray.serve.llm", reason="needs vLLM or SGLang, for the types of Ray Serve LLM's requests", exc_type=ImportError
 )
+pytest.importorskip("python_multipart", reason="Ray Serve LLM needs python-multipart")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(300),
@@ -51,8 +53,15 @@ async def test_ray_serves_penstock_by_its_own_ingress(url: str) -> None:
     sampling = {"max_new_tokens": 16, "temperature": 0}
     async with Engine(random_seed=1) as engine:
         reference = (await engine.generate(PROMPT, sampling))["text"]
+        vector = (await engine.encode(PROMPT))["embedding"]
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
-        assert [card.id async for card in client.models.list()] == ["first", "second"]
+        try:
+            names = [card.id async for card in client.models.list()]
+        except openai.BadRequestError as error:
+            if "('query', 'self')" in str(error):  # Ray's own route, before Penstock is asked
+                pytest.skip("this FastAPI is too new for Ray Serve's ingress; 0.133 works with Ray 2.60")
+            raise
+        assert names == ["first", "second"]
         for model in ("first", "second"):
             answer = await client.completions.create(model=model, prompt=PROMPT, max_tokens=16, temperature=0)
             assert answer.choices[0].text == reference
@@ -74,8 +83,13 @@ async def test_ray_serves_penstock_by_its_own_ingress(url: str) -> None:
 
         with pytest.raises(openai.BadRequestError, match="max_tokens"):
             await client.completions.create(model="first", prompt=PROMPT, max_tokens=-5)
-        with pytest.raises(openai.APIStatusError, match="embedding"):
-            await client.embeddings.create(model="first", input="a")
+        vectors = await client.embeddings.create(model="first", input=PROMPT)
+        assert vectors.data[0].embedding == pytest.approx(vector, abs=1e-5)
+
+        async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+            tokens = (await http.post("/tokenize", json={"model": "first", "prompt": PROMPT})).json()["tokens"]
+            text = (await http.post("/detokenize", json={"model": "first", "tokens": tokens})).json()
+            assert PROMPT in (text.get("prompt") or text.get("text"))  # vLLM's name of the field, or SGLang's
 
         handle = serve.get_deployment_handle("PenstockServer:first", "default")
         await handle.reset_prefix_cache.remote()
