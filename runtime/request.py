@@ -110,6 +110,7 @@ class Request:
     keep_last: int | None = None
     wants_embedding: bool = False
     returns_hidden: bool = False  # whether the last chunk of each choice contains the hidden states of its tokens
+    num_with_hidden: int = 1  # requests with hidden states in the same call, which share the limit of their size
     # The last chunk of each choice contains the chosen experts of the tokens from this index on. None: not requested.
     experts_from: int | None = None
     grammar: Grammar | None = None  # grammar of the output, from which the engine creates the constraint

@@ -23,7 +23,8 @@ from runtime.tokenizer.tokenizer import Tokenizer
 SEED_MASK = 2**64 - 1
 NO_IDS: frozenset[int] = frozenset()  # shared, because `frozenset()` creates a new object at each call
 NO_PRIORITY = -(2**31) - 1  # urgency of a request without a priority: below all priorities
-MAX_HIDDEN_NUMBERS = 2**24  # maximum number of values in a request's hidden states: 64 MiB, or about 170 MB of JSON
+# Maximum number of values in the hidden states of a call over HTTP, or of a request: 64 MiB, or about 170 MB of JSON.
+MAX_HIDDEN_NUMBERS = 2**24
 MAX_EXPERT_NUMBERS = 2**25  # maximum number of expert numbers of a request: 64 MiB, or 180 MB of base64
 DEFAULT_TIER = "default"  # tier of requests that name no tier or an unknown one
 IDS_AT_ONCE = 16_384  # ids checked in one C call (0.2 ms), which holds the GIL
@@ -197,7 +198,7 @@ class InputProcessor:
         stop_ids = frozenset() if sampling.ignore_eos and not ends_anyway else self._stop_ids(request)
         new = self.context_length if sampling.max_new_tokens is None else sampling.max_new_tokens
         if request.returns_hidden:
-            self._check_hidden(min(len(ids) + new, self.context_length) * sampling.n)
+            self._check_hidden(min(len(ids) + new, self.context_length) * sampling.n, request.num_with_hidden)
         if request.experts_from is not None:
             self._check_experts(request.experts_from, len(ids), min(len(ids) + new, self.context_length) * sampling.n)
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
@@ -269,13 +270,14 @@ class InputProcessor:
             keep = max(1, self.context_length - (1 if new is None else new))
         return ids[-keep:]
 
-    def _check_hidden(self, num_tokens: int) -> None:
-        """Raise `InvalidRequest` if the hidden states of `num_tokens` tokens are too large."""
-        most = MAX_HIDDEN_NUMBERS // self._hidden_size
+    def _check_hidden(self, num_tokens: int, num_requests: int) -> None:
+        """Raise `InvalidRequest` if a request's hidden states of `num_tokens` tokens exceed its share of the limit."""
+        most = MAX_HIDDEN_NUMBERS // self._hidden_size // num_requests
         if num_tokens > most:
+            of_call = f" in a call with {num_requests} prompts" if num_requests > 1 else ""
             raise InvalidRequest(
-                f"A request with hidden states may have at most {most} tokens of prompt and output, not {num_tokens}; "
-                "set a lower max_new_tokens.",
+                f"A request with hidden states may have at most {most} tokens of prompt and output{of_call}, not "
+                f"{num_tokens}; set a lower max_new_tokens.",
                 param="return_hidden_states",
             )
 

@@ -171,6 +171,10 @@ class PrefixCache:
         """Return the shape of the prefix tree; see `RadixTree.outline`."""
         return self._tree.outline(limit)
 
+    def outline_ids(self, limit: int, num_ids: int) -> list[list[int]]:
+        """Return the first keys of the nodes of `outline`; see `RadixTree.outline_ids`."""
+        return self._tree.outline_ids(limit, num_ids)
+
     def touch(self, ids: list[int], namespace: Hashable) -> int:
         """Make the cached prefix of these tokens the most recently used one. Return its number of tokens."""
         if not self.enabled:

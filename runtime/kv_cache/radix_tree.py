@@ -91,11 +91,19 @@ class RadixTree:
         Each node is a tuple (index of its parent in the list, number of pages, number of locks). The parent index of a
         root is -1.
         """
+        num_nodes = self._num_nodes + len(self._roots)
+        return [(parent, len(node.pages), node.locks) for parent, node in self._first_nodes(limit)], num_nodes
+
+    def outline_ids(self, limit: int, num_ids: int) -> list[list[int]]:
+        """Return the first `num_ids` keys of each node, in the order of `outline`."""
+        return [node.ids[:num_ids] for _, node in self._first_nodes(limit)]
+
+    def _first_nodes(self, limit: int) -> list[tuple[int, Node]]:
+        """Return up to `limit` nodes in breadth-first order, each with the index of its parent."""
         nodes = [(-1, root) for root in islice(self._roots.values(), limit)]
         for index, (_, node) in enumerate(nodes):  # the loop extends the list
             nodes += [(index, child) for child in islice(node.children.values(), limit - len(nodes))]
-        num_nodes = self._num_nodes + len(self._roots)
-        return [(parent, len(node.pages), node.locks) for parent, node in nodes], num_nodes
+        return nodes
 
     def lock(self, ids: list[int], limit: int, namespace: Hashable = None) -> tuple[Node, list[int]]:
         """Lock the longest cached prefix of `ids[:limit]`. Return its last node, and its pages in order."""

@@ -355,6 +355,10 @@ class Scheduler:
         """Return the shape of the prefix tree; see `RadixTree.outline`."""
         return self._cache.outline(limit)
 
+    def prefix_tree_ids(self, limit: int, num_ids: int) -> list[list[int]]:
+        """Return the first keys of the nodes of `prefix_tree`: token ids, or larger numbers for tokens of media."""
+        return self._cache.outline_ids(limit, num_ids)
+
     def touch(self, ids: list[int], namespace: Hashable) -> int:
         """Make the cached prefix of these tokens the most recently used one. Return its number of tokens."""
         return self._cache.touch(ids, namespace)

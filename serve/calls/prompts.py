@@ -177,6 +177,9 @@ def of_client(core: EngineCore, requests: Sequence[Request]) -> list[Request]:
     if client is not THIS_PROCESS:
         check_choice_tokens(requests, core.plan)
         check_logprobs(requests, core.plan.model.context_length)
+        num_with_hidden = sum(request.returns_hidden for request in requests)
+        if num_with_hidden > 1:
+            requests = [replace(request, num_with_hidden=num_with_hidden) for request in requests]
     if not client.name and caller is ANONYMOUS:
         return list(requests)
     return [

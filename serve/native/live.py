@@ -16,22 +16,26 @@ if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
     from runtime.actors.live_requests import Timeline
     from runtime.actors.scheduler import SchedulerActor
+    from runtime.tokenizer.tokenizer import Tokenizer
 
 MAX_REQUESTS = 200  # maximum number of requests in the answer
 MAX_NODES = 300  # maximum number of nodes in the answer per prefix tree
+MAX_NODE_TOKENS = 16  # tokens of a node that are shown as text
 MAX_RID_CHARS = 80
 
 
 async def live_state(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Return counts per replica and the times of requests, without texts and tokens.
+    """Return counts per replica and the times of requests.
 
-    An admin sees every request and the shape of the prefix trees. The holder of a key sees the requests of this key.
-    Other clients see only counts. Times are in seconds before now, so later events have smaller values.
+    An admin sees every request and the shape of the prefix trees; with `?texts=true`, also the first tokens of each
+    node as text. The holder of a key sees the requests of this key. Other clients see only counts. No other texts are
+    returned. Times are in seconds before now, so later events have smaller values.
     """
     client = CLIENT.get()
     timelines = core.timelines()
     shown = [each for each in timelines if _may_see(client, each)]
     status = core.status()
+    texts_by = core.tokenizer if client.is_admin and http.query_params.get("texts") == "true" else None
     body = {
         "state": status.state,
         "model": core.plan.serve.served_model_name,
@@ -39,7 +43,7 @@ async def live_state(http: HttpRequest, core: EngineCore) -> ASGIApp:
         "num_steps": status.num_steps,
         "num_generated": status.num_generated,
         "tokens_per_s": round(status.gen_throughput, 2),
-        "replicas": [_replica(actor, with_tree=client.is_admin) for actor in core.schedulers],
+        "replicas": [_replica(actor, with_tree=client.is_admin, texts_by=texts_by) for actor in core.schedulers],
         "requests": [_timeline(each) for each in shown[:MAX_REQUESTS]],
         "num_hidden": len(timelines) - min(len(shown), MAX_REQUESTS),
     }
@@ -87,12 +91,15 @@ def _may_see(client: Client, request: Timeline) -> bool:
     return client.is_admin or bool(client.name and request.owner == client.name)
 
 
-def _replica(actor: SchedulerActor, *, with_tree: bool) -> dict[str, Any]:
+def _replica(actor: SchedulerActor, *, with_tree: bool, texts_by: Tokenizer | None) -> dict[str, Any]:
     load = actor.scheduler.load
     tree = None
     if with_tree:
         nodes, num_nodes = actor.scheduler.prefix_tree(MAX_NODES)
         tree = {"num_nodes": num_nodes, "nodes": nodes}
+        if texts_by is not None:
+            ids = actor.scheduler.prefix_tree_ids(MAX_NODES, MAX_NODE_TOKENS)
+            tree["texts"] = [texts_by.decode([each for each in keys if each < 2**31]) for keys in ids]
     return {
         "num_running": load.num_running,
         "num_waiting": load.num_waiting,

@@ -85,15 +85,16 @@ function replicaPart(replica, number, count) {
   return element;
 }
 
-function treePart({ nodes, num_nodes }) {
+function treePart({ nodes, num_nodes, texts = [] }) {
   const element = createElement("details", "prefix-tree");
   element.open = opened.has("tree");
   element.addEventListener("toggle", () => (element.open ? opened.add("tree") : opened.delete("tree")));
   element.append(createElement("summary", "", `Prefix tree, ${num_nodes} nodes`));
   const lists = [];
   const top = createElement("ul", "tree");
-  for (const [above, pages, locks] of nodes) {
+  for (const [index, [above, pages, locks]] of nodes.entries()) {
     const item = createElement("li", locks ? "locked" : "", above < 0 ? "root" : `${pages} pages${locks ? `, in use by ${locks}` : ""}`);
+    if (texts[index]) item.append(createElement("q", "node-text", texts[index]));
     const list = createElement("ul", "tree");
     item.append(list);
     lists.push(list);
@@ -159,7 +160,7 @@ function fill(element, children) {
 async function look() {
   clearTimeout(timer);
   try {
-    show(await liveState(sessionStorage.getItem(KEY)));
+    show(await liveState(sessionStorage.getItem(KEY), opened.has("tree")));
     part("trouble").textContent = "";
     part("key-form").hidden = true;
   } catch (error) {

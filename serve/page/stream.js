@@ -33,8 +33,8 @@ export async function serverInfo(key) {
 }
 
 /** The current state of the engine; see /live. */
-export async function liveState(key) {
-  const response = await reach("live_state", { headers: keyHeader(key) });
+export async function liveState(key, texts) {
+  const response = await reach(`live_state${texts ? "?texts=true" : ""}`, { headers: keyHeader(key) });
   return response.json();
 }
 

@@ -25,7 +25,7 @@ SHORT = {"text": "Hello", "sampling_params": {"max_new_tokens": 4, "ignore_eos":
 async def test_four_tokens_of_another_client_take_no_turn_of_long_requests(tmp_path: Path):
     """Run with `-s` to see the times (docs/reliability.md, R14)."""
     keys = tmp_path / "keys"
-    keys.write_text("heavy: heavy-key-1\nlight: light-key-1\n", encoding="utf-8")
+    keys.write_text("heavy heavy-key-1\nlight light-key-1\n", encoding="utf-8")
     with serving("--api-key-file", str(keys), "--max-running-requests", str(NUM_ROWS)) as server:
         clients = [
             httpx.AsyncClient(

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import http_server
 import tiny_checkpoints
+from runtime.actors import input_processor
 from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.request import TokenParts
 from serve import Engine
@@ -135,6 +136,19 @@ async def test_all_apis_return_them() -> None:
         for route, wrong in (("/v1/completions", {**text, "prompt": "a"}), ("/v1/chat/completions", chat)):
             refused = await post(http, route, {**wrong, "stream": True}, status=400)
             assert refused["error"]["param"] == "return_hidden_states"
+
+
+async def test_prompts_of_a_call_share_the_limit_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = tiny_checkpoints.cached("llama", vocab_size=131)
+    async with Engine(ids, **PLAIN, **RETURNS) as engine:
+        monkeypatch.setattr(input_processor, "MAX_HIDDEN_NUMBERS", 12 * engine.core.facts.hidden_size)
+        transport = httpx.ASGITransport(build_app(engine.core))
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
+            body = {"return_hidden_states": True, "sampling_params": {**SAMPLING, "max_new_tokens": 4}}
+            for prompts, status in (([5] * 8, 200), ([5] * 9, 400), ([[5] * 2] * 2, 200), ([[5] * 2, [5] * 3], 400)):
+                answer = await http.post("/generate", json={**body, "input_ids": prompts})
+                assert answer.status_code == status, answer.text
+            assert "in a call with 2 prompts" in answer.text
 
 
 async def test_what_cannot_be_returned_is_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -96,6 +97,28 @@ async def test_without_keys_on_other_addresses_counts_alone_are_shown() -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
             found = (await http.get("/live_state")).json()
     assert (found["requests"], found["num_hidden"], found["replicas"][0]["tree"]) == ([], 1, None)
+
+
+async def test_an_admin_who_asks_sees_the_texts_of_the_tree(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("root admin-key-1 admin\nuser user-key-1\n", encoding="utf-8")
+    options: dict[str, Any] = {"api_key_file": str(keys), "page_size": 1}
+    async with (
+        Engine(tiny_models.cached(), **options) as engine,
+        http_server.serving(build_app(engine.core)) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as http,
+    ):
+        await engine.generate("Once upon a time", SHORT)
+
+        async def tree(key: str, query: str = "") -> Any:
+            answer = await http.get(f"/live_state{query}", headers={"authorization": f"Bearer {key}"})
+            return answer.json()["replicas"][0]["tree"]
+
+        assert "texts" not in await tree("admin-key-1")
+        assert await tree("user-key-1", "?texts=true") is None
+        shown = await tree("admin-key-1", "?texts=true")
+        assert len(shown["texts"]) == len(shown["nodes"])
+        assert any(text.startswith("Once upon") for text in shown["texts"])
 
 
 @pytest.mark.parametrize("limit", [1, 5, 1000])
