@@ -26,10 +26,13 @@ LESSER = {  # instruction sets that a processor may lack
     "SSE2": ("-march=x86-64",),
 }
 SANITIZER = "PENSTOCK_SANITIZER"  # environment variable with a key of SANITIZERS, which `just sanitize` sets
-SANITIZERS = {  # flags of the compiler
-    "address": ("-fsanitize=address", "-O1", "-g", "-fno-omit-frame-pointer"),
-    "undefined": ("-fsanitize=undefined", "-O1", "-g", "-fno-omit-frame-pointer"),
-    "thread": ("-fsanitize=thread", "-O1", "-g", "-fno-omit-frame-pointer"),
+# Flags of the compiler. `-fexpensive-optimizations` fuses multiplications and additions, which `-O1` alone does not;
+# kernels would otherwise round ties differently from the definition in the tests.
+_SLOW_AND_CHECKED = ("-O1", "-fexpensive-optimizations", "-g", "-fno-omit-frame-pointer")
+SANITIZERS = {
+    "address": ("-fsanitize=address", *_SLOW_AND_CHECKED),
+    "undefined": ("-fsanitize=undefined", *_SLOW_AND_CHECKED),
+    "thread": ("-fsanitize=thread", *_SLOW_AND_CHECKED),
 }
 # Choices for `ops.select`: all operations in C++.
 CHOICES: dict[str, str] = dict.fromkeys(

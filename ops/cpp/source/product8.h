@@ -91,7 +91,8 @@ inline RowFacts round_row(const T* __restrict x, int64_t size, int8_t* __restric
         bytes[k] = int8_t(bits);
     }
     most = std::isfinite(most) ? most : std::numeric_limits<float>::quiet_NaN();
-    return {most / 127.0f, -128 * int32_t(total - uint32_t(size) * 0x4b400000u)};
+    // Unsigned, because the sum is meaningless and may overflow if the row has a value that is not finite.
+    return {most / 127.0f, int32_t(0u - 128u * (total - uint32_t(size) * 0x4b400000u))};
 }
 
 // total + the four products of unsigned a and signed b.
