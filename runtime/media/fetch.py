@@ -13,7 +13,6 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
-import httpx
 
 from runtime.config.plan import MediaPlan
 from runtime.errors import InvalidRequest
@@ -98,6 +97,8 @@ class Fetcher:
         return self._checked(content, source)
 
     async def _fetch(self, source: MediaSource) -> bytes:
+        import httpx  # takes a tenth of a second with its command line, which few servers need
+
         param = source.param
         if not self._plan.domains:
             raise InvalidRequest(
@@ -119,6 +120,8 @@ class Fetcher:
 
     async def _get(self, source: MediaSource) -> bytes:
         """Fetch a URL from an address that was checked. Redirects are refused, because they may lead to other hosts."""
+        import httpx
+
         parsed, param = httpx.URL(source.content), source.param
         host = parsed.host
         if parsed.scheme not in ("http", "https") or parsed.userinfo or not _is_allowed(host, self._plan.domains):
