@@ -9,7 +9,7 @@ import socket
 import stat
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -17,6 +17,9 @@ import anyio.to_thread
 from runtime.config.plan import MediaPlan
 from runtime.errors import InvalidRequest
 from runtime.media_source import EXAMPLES, MediaSource
+
+if TYPE_CHECKING:
+    import httpx
 
 PIECE = 2**20  # number of base64 characters decoded in one call
 

@@ -6,16 +6,23 @@ import json
 import re
 import shlex
 import tomllib
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from runtime.config import Args
+from serve.on_ray.application import Scaling
 from serve.server.app import ROUTES
 
 DOCS = Path(__file__).parents[2] / "docs"
 DEPLOY = DOCS / "deploy"
+
+
+def manifests(name: str) -> list[Any]:
+    return list(yaml.safe_load_all((DEPLOY / name).read_text(encoding="utf-8")))
 
 
 def test_unit_starts_the_server_and_lets_it_drain() -> None:
@@ -38,6 +45,66 @@ def test_deployment_has_options_and_routes_that_exist() -> None:
     assert budget["spec"]["selector"] == deployment["spec"]["selector"]
     assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {each["name"] for each in pod["volumes"]}
+
+
+def test_pod_is_asked_for_requests_until_proxies_know_that_it_ends() -> None:
+    deployment, *_ = manifests("kubernetes.yaml")
+    pod: Any = deployment["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    name, seconds = container["lifecycle"]["preStop"]["exec"]["command"]
+    shutdown_s = Args.parse(container["args"]).get("shutdown_timeout")
+    assert name == "sleep"
+    assert int(seconds) + shutdown_s < pod["terminationGracePeriodSeconds"]
+    [port] = container["ports"]
+    assert port["containerPort"] == Args.parse(container["args"]).get("port")
+
+
+def test_kubernetes_accepts_the_manifests() -> None:
+    """Needs the package kubernetes-validate, which no extra installs because it takes 100 MB."""
+    validate = pytest.importorskip("kubernetes_validate")
+    version = validate.latest_version()
+    for manifest in manifests("kubernetes.yaml"):
+        validate.validate(manifest, version, strict=True)
+    cluster: Any = manifests("kuberay.yaml")[0]["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):  # a RayService contains templates of pods
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, "spec": group["template"]["spec"]}
+        validate.validate(pod, version, strict=True)
+
+
+def test_ray_service_has_options_and_an_application_that_exist() -> None:
+    [service] = manifests("kuberay.yaml")
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    [application] = config["applications"]
+    module, _, name = application["import_path"].partition(":")
+    assert callable(getattr(import_module(module), name))
+    scaling = Scaling.of(
+        application["args"].pop("replicas"),
+        application["args"].pop("target_ongoing_requests"),
+        num_cpus=application["args"].pop("num_cpus"),
+    )
+    args = Args.of(**application["args"])
+    cluster: Any = service["spec"]["rayClusterConfig"]
+    [group] = cluster["workerGroupSpecs"]
+    [worker] = group["template"]["spec"]["containers"]
+    assert (scaling.low, scaling.high) == (group["minReplicas"], group["maxReplicas"])
+    assert scaling.num_cpus <= int(worker["resources"]["requests"]["cpu"])
+    assert args.get("shutdown_timeout") < group["template"]["spec"]["terminationGracePeriodSeconds"]
+    [head] = cluster["headGroupSpec"]["template"]["spec"]["containers"]
+    assert config["http_options"]["port"] in {port["containerPort"] for port in head["ports"]}
+
+
+def test_grafana_finds_its_dashboard_and_prometheus() -> None:
+    stack = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+    contents = {name: yaml.safe_load(config["content"]) for name, config in stack["configs"].items()}
+    [provider] = contents["dashboards"]["providers"]
+    volumes = dict(volume.split(":")[:2] for volume in stack["services"]["grafana"]["volumes"])
+    [mounted] = volumes.values()
+    assert Path(mounted).parent == Path(provider["options"]["path"])
+    json.loads((DEPLOY / next(iter(volumes))).read_text(encoding="utf-8"))
+    [source] = contents["datasources"]["datasources"]
+    assert source["url"].split("/")[2].split(":")[0] in stack["services"]
+    [[target]] = [each["targets"] for job in contents["prometheus"]["scrape_configs"] for each in job["static_configs"]]
+    assert target == f"penstock:{Args.parse(stack['services']['penstock']['command']).get('port')}"
 
 
 def test_image_has_the_folders_of_the_wheel_and_probes_a_route_that_exists() -> None:
