@@ -7,6 +7,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 import rank_cases
 from runtime.errors import EngineFailure
@@ -86,6 +87,29 @@ async def test_samples_and_logprobs_of_every_group(more: dict[str, Any]):
             for (value, token, *_), (near, same, *_) in pairs:
                 assert token == same
                 assert near == (value if value is None else pytest.approx(value, abs=1e-3))
+
+
+async def centred_logits(path: str, **options: Any) -> torch.Tensor:
+    """Return the logits of all tokens after greedy tokens, minus their mean, [N, V]."""
+    async with Engine(path, **rank_cases.PLAIN, dtype="float32", **options) as engine:
+        answers = await engine.generate(
+            input_ids=rank_cases.prompts(),
+            sampling_params={**rank_cases.GREEDY, "max_new_tokens": 8},
+            return_logprob=True,
+            token_ids_logprob=list(range(131)),
+        )
+    steps = [step for answer in answers for step in answer["meta_info"]["output_token_ids_logprobs"]]
+    logits = torch.tensor([[value for value, *_ in step] for step in steps], dtype=torch.float64)
+    return logits - logits.mean(1, keepdim=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.long)])
+async def test_logits_of_groups_and_parts_differ_by_rounding_alone(family: str):
+    path = rank_cases.model_path(family)
+    expected = await centred_logits(path)
+    for options in (GROUPS, {"tp_size": 2, "ep_size": 2}) if family in rank_cases.MIXTURES else (GROUPS,):
+        assert (await centred_logits(path, **options) - expected).abs().max() < 1e-5
 
 
 @pytest.mark.slow
