@@ -30,7 +30,13 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument(
         "--target-ongoing-requests", type=int, default=32, metavar="N", help="requests per replica when autoscaling"
     )
-    parser.add_argument("--num-cpus", type=float, default=0, metavar="N", help="CPUs that Ray reserves per replica")
+    parser.add_argument(
+        "--num-cpus",
+        type=float,
+        default=0,
+        metavar="N",
+        help="CPUs that Ray reserves per replica, and threads of its engine on a CPU (0: one thread)",
+    )
     parser.add_argument("--num-gpus", type=float, metavar="N", help="GPUs per replica; default: one for each rank")
     parser.add_argument(
         "--request-router",
