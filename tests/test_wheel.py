@@ -37,7 +37,7 @@ def on_disk(folder: str, pattern: str = "*") -> set[str]:
 
 def test_it_holds_the_three_packages_and_its_own_description(wheel: dict[str, bytes]) -> None:
     top = {name.split("/")[0] for name in wheel}
-    assert {name for name in top if not name.endswith(".dist-info")} == {*PACKAGES, "penstock.py"}
+    assert {name for name in top if not name.endswith(".dist-info")} == {*PACKAGES, "penstock"}
     assert len(top - PACKAGES) == 2
 
 

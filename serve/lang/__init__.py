@@ -32,6 +32,7 @@ from serve.lang.expressions import (
     user_end,
 )
 from serve.lang.program import Engine, Program, Runtime, default_backend, function, set_default_backend
+from serve.lang.server_args import ServerArgs
 from serve.lang.state import ProgramState, ProgramStateGroup
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "ProgramState",
     "ProgramStateGroup",
     "Runtime",
+    "ServerArgs",
     "assistant",
     "assistant_begin",
     "assistant_end",

@@ -112,10 +112,16 @@ class Executor:
             await self._gen(part)
         elif isinstance(part, Select):
             chosen = await self._ready().select(part.choices, method=part.method)
-            scores = {"scores": chosen.scores, "normalized_prompt_logprobs": [*chosen.scores.values()]}
-            self._set(part.name, str(chosen), scores)
+            meta = {
+                "scores": chosen.scores,
+                "normalized_prompt_logprobs": [*chosen.scores.values()],
+                "input_token_logprobs": [
+                    [(token.logprob, token.id, token.text) for token in tokens] for tokens in chosen.tokens.values()
+                ],
+            }
+            self._set(part.name, str(chosen), meta)
             self._grow(str(chosen))
-            self._tell(part.name, str(chosen), scores)
+            self._tell(part.name, str(chosen), meta)
         elif isinstance(part, Parts):
             for each in part.parts:
                 await self._run(each)
@@ -216,8 +222,11 @@ class Executor:
     async def _gen_whole(self, part: Gen, generation: Generation) -> None:
         """Generate several texts, or one text with request fields that a `Generation` does not support."""
         sampling = {**self._sampling, **part.sampling, "n": part.n}
+        empty = sampling.get("max_new_tokens") == 0  # the log-probabilities of the next token are wanted, not its text
+        if empty:
+            sampling["max_new_tokens"] = 1
         answers = await self._engine.generate(input_ids=[generation.ids], sampling_params=sampling, **part.options)
-        texts = [answer.text for answer in answers]
+        texts = ["" if empty else answer.text for answer in answers]
         metas = [answer.meta_info for answer in answers]
         if part.n == 1:
             self._set(part.name, texts[0], metas[0])

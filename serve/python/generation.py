@@ -59,13 +59,17 @@ class Score(NamedTuple):
 
 
 class Choice(str):
-    """The text that `select` chose, a `str`. `scores` has the score of every choice."""
+    """The text that `select` chose, a `str`.
+
+    `scores` has the score of every choice, and `tokens` its tokens with their log-probabilities.
+    """
 
     scores: dict[str, float]
+    tokens: dict[str, list[Token]]
 
-    def __new__(cls, text: str, scores: dict[str, float]) -> Self:
+    def __new__(cls, text: str, scores: dict[str, float], tokens: dict[str, list[Token]]) -> Self:
         chosen = super().__new__(cls, text)
-        chosen.scores = scores
+        chosen.scores, chosen.tokens = scores, tokens
         return chosen
 
     def _repr_html_(self) -> str:
@@ -342,7 +346,12 @@ class Generation:
             if append:
                 self.ids += encoded[best]
                 self.finish = None
-        return Choice(choices[best], dict(zip(choices, values, strict=True)))
+        text_of = self._tokenizer.token_text
+        tokens = {
+            choice: [Token(i, text_of(i), each) for i, each in zip(ids[-len(logprobs) :], logprobs, strict=True)]
+            for choice, ids, logprobs in zip(choices, encoded, scores, strict=True)
+        }
+        return Choice(choices[best], dict(zip(choices, values, strict=True)), tokens)
 
     @briefly_interrupted
     async def score(self, text_or_ids: str | Sequence[int]) -> Score:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import inspect
+import json
 from collections.abc import Mapping
 from os import fspath
 from typing import Any, TypeVar
@@ -37,6 +39,30 @@ def with_signature(engine: Class) -> Class:
     ]
     engine.__signature__ = inspect.Signature([first, *mine])  # pyright: ignore[reportAttributeAccessIssue]
     return engine
+
+
+def word_types() -> dict[str, tuple[Any, bool]]:
+    """Return, for each Python name of an option, the type of its words on a command line, and whether it takes several.
+
+    The type is bool, int, float, str or a function that reads JSON.
+    """
+    return {
+        name: (option.type if option.type in (bool, int, float, str) else json.loads, option.many)
+        for option in options()
+        for name in option.keywords
+    }
+
+
+def add_arguments(parser: argparse.ArgumentParser, types: Mapping[str, tuple[Any, bool]]) -> argparse.ArgumentParser:
+    """Add one argument for each name, and return the parser. All defaults are None."""
+    group = parser.add_argument_group("Engine")
+    for name, (kind, many) in types.items():
+        flag = f"--{name.replace('_', '-')}"
+        if kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None)
+        else:
+            group.add_argument(flag, type=kind, default=None, nargs="*" if many else None)
+    return parser
 
 
 def _annotation(option: Any) -> Any:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Self
 
-from runtime.config import options
 from runtime.errors import ConfigurationError
+from serve.python.options import add_arguments, word_types
 from serve.python.sync_engine import SyncEngine
 
 # vLLM's keywords -> Penstock's options with the same values.
@@ -152,14 +152,7 @@ class EngineArgs:
 
         The default of each is None, which means the engine's own default.
         """
-        group = parser.add_argument_group("Engine")
-        for name, (kind, many) in _types().items():
-            flags = [f"--{name.replace('_', '-')}"]
-            if kind is bool:
-                group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None)
-            else:
-                group.add_argument(*flags, type=kind, default=None, nargs="*" if many else None)
-        return parser
+        return add_arguments(parser, _types())
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
@@ -173,11 +166,7 @@ AsyncEngineArgs = EngineArgs
 @cache
 def _types() -> Mapping[str, tuple[Any, bool]]:
     """Return the type of each argument's words, and whether it takes several."""
-    found: dict[str, tuple[Any, bool]] = {}
-    for option in options():
-        kind = option.type if option.type in (bool, int, float, str) else json.loads
-        for name in option.keywords:
-            found[name] = (kind, option.many)
+    found = word_types()
     for name, own in RENAMED.items():
         found[name] = found[own]
     for name, (accepted, _) in FIXED.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import signal
 import threading
 from collections.abc import Iterator
@@ -248,3 +250,35 @@ async def test_async_programs_run_on_the_loop() -> None:
         state = await story.arun(engine, animal="cat", temperature=0)
         assert state["second"] is not None
         assert (await engine.generate("The cat", temperature=0, max_new_tokens=5)).text == state["first"]
+
+
+def test_a_batch_is_not_limited_by_its_threads(backend: sgl.Engine) -> None:
+    backend.pause_generation("in_place")
+    batch = threading.Thread(target=few_shot.run_batch, args=([{"question": "Who?"}] * 150,))
+    batch.start()
+    while backend.status().num_requests < 150:
+        pass
+    backend.continue_generation()
+    batch.join()
+
+
+def test_meta_info_has_the_logprobs_of_choices_and_of_the_next_token() -> None:
+    @sgl.function
+    def both(s: Any) -> None:
+        s += "It is " + sgl.gen("next", max_tokens=0, return_logprob=True, top_logprobs_num=3)
+        s += sgl.gen("tool", choices=["red", "quite blue"])
+
+    state = both.run()
+    assert state["next"] == ""
+    assert len(state.get_meta_info("next")["output_top_logprobs"][0]) == 3
+    meta = state.get_meta_info("tool")
+    for tokens, score in zip(meta["input_token_logprobs"], meta["normalized_prompt_logprobs"], strict=True):
+        assert sum(logprob for logprob, _, _ in tokens) / len(tokens) == pytest.approx(score)
+
+
+def test_options_from_a_command_line() -> None:
+    parser = argparse.ArgumentParser()
+    sgl.ServerArgs.add_cli_args(parser)
+    server_args = sgl.ServerArgs.from_cli_args(parser.parse_args(["--model-path", "m", "--tp-size", "2"]))
+    assert dataclasses.asdict(server_args) == {"model_path": "m", "tp_size": 2}  # pyright: ignore[reportArgumentType]
+    assert server_args.dtype == "auto"
