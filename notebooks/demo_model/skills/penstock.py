@@ -19,7 +19,9 @@ OPENAI = (
     'reply = client.chat.completions.create(model="default", messages=messages)\n'
     "print(reply.choices[0].message.content)\n```"
 )
-ENGINE = '```python\nfrom serve import Engine\n\nengine = Engine()\nprint(engine.generate("Hello")["text"])\n```'
+ENGINE = (
+    '```python\nfrom serve import SyncEngine\n\nengine = SyncEngine()\nprint(engine.generate("Hello")["text"])\n```'
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ TOPICS = (
         "How do I run Penstock without a server?|Give me a Python example.",
         "What does the Engine look like in Python code?|Can I call the engine directly from a script?",
         f"Use the engine in your own process:\n{ENGINE}",
-        "from serve import Engine",
+        "engine.generate(",
     ),
     _topic(
         "How do I start the server?|I want to start the server.|What is the command to start up?|Tell me "
