@@ -140,7 +140,7 @@ class AnyOrder(RuleBasedStateMachine):
             self.storage = FakeStorage(self.drive.cache.storage, self.drive.scheduler, self.drive.runner, FaultyStore())
             self.drive.on_idle = self.storage.work
         self.sessions = Sessions(None)
-        self.session_names = [self.sessions.open(400 * self.stretch) for _ in range(2)]
+        self.session_names = [self.sessions.open(2**20) for _ in range(2)]
         self.turns: dict[str, dict[str, list[int]]] = {name: {} for name in self.session_names}
         self.unended: list[Sequence] = []  # of sessions
         self.stored: list[list[int]] = []  # prompts in the store
