@@ -48,6 +48,8 @@ class KernelArgs:
         "If the C++ kernels must be compiled first, accept requests only when they are. Default: PyTorch computes the "
         "steps of small models meanwhile (up to 1 GiB of weights, on one rank); requests that run at the change are "
         "recomputed. Larger models always wait.",
+        plan="kernels.in_background",
+        invert=True,
     )
     attention_backend: str | None = option(
         None,
