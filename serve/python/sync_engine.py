@@ -288,8 +288,12 @@ class SyncEngine:
 
     def _run_posted(self) -> None:
         self._woken = False  # first: a call that is posted from here on wakes the loop again
-        while self._posted:
-            self._posted.popleft()()
+        try:
+            while self._posted:
+                self._posted.popleft()()
+        finally:
+            if self._posted:  # a call failed: the loop reports its error, and the others still run
+                asyncio.get_running_loop().call_soon(self._run_posted)
 
     def _check_open(self) -> None:
         """Raise `EngineClosed` if the engine is closed. Starts it if it was never started."""

@@ -15,6 +15,8 @@ from serve.vllm.generate import Caller
 from serve.vllm.outputs import RequestOutput
 from serve.vllm.prompts import prompt_of
 
+CHECK_S = 1.0  # interval of the checks whether the engine is still open
+
 
 class LLMEngine:
     """An engine whose caller takes the outputs with `step`.
@@ -87,11 +89,12 @@ class LLMEngine:
     def step(self) -> list[RequestOutput]:
         """Wait for new outputs and return them. Each has all text of its request so far.
 
-        Returns an empty list if no request is unfinished. Raises the error of a request that failed.
+        Returns an empty list if no request is unfinished. Raises the error of a request that failed, and `EngineClosed`
+        if the engine ends first.
         """
         if not self.has_unfinished_requests():
             return []
-        arrived = [self._arrived.get()]
+        arrived = [self._first()]
         while not self._arrived.empty():
             arrived.append(self._arrived.get())
         latest: dict[str, RequestOutput] = {}
@@ -103,6 +106,13 @@ class LLMEngine:
             latest[output.request_id] = output
         self._running -= {output.request_id for output in latest.values() if output.finished}
         return [*latest.values()]
+
+    def _first(self) -> RequestOutput | Exception:
+        while True:
+            try:
+                return self._arrived.get(timeout=CHECK_S)
+            except queue.Empty:
+                self._caller.engine._check_open()
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` will return further outputs."""

@@ -29,7 +29,7 @@ from penstock.vllm import (
     SamplingParams,
     process_dict_updates,
 )
-from runtime.errors import ConfigurationError, InvalidRequest
+from runtime.errors import ConfigurationError, EngineClosed, InvalidRequest
 from serve.demo import demo_path
 from serve.vllm.arguments import EngineSettings
 
@@ -152,6 +152,15 @@ def test_steps_of_an_engine(llm: LLM) -> None:
     assert done["a"].prompt_logprobs == whole.prompt_logprobs
     assert len(done["b"].outputs[0].token_ids) == 3
     assert engine.step() == []
+
+
+def test_a_step_after_the_end_does_not_wait_forever() -> None:
+    engine = LLMEngine.from_engine_args(EngineArgs(max_model_len=512))
+    engine.engine.pause_generation("in_place")
+    engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
+    engine.shutdown()
+    with pytest.raises(EngineClosed):
+        [*iter(engine.step, None)]  # step after step
 
 
 def test_streams_of_every_kind_and_a_pause() -> None:
