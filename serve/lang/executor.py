@@ -52,7 +52,7 @@ class Executor:
 
     @property
     def idle(self) -> bool:
-        """Whether all queued parts are done. May be read on any thread."""
+        """Whether all queued parts are done. Any thread may read it."""
         return not self._queue and (self._task is None or self._task.done())
 
     def call_when_done(self, function: Callable[[], object]) -> None:
@@ -222,7 +222,7 @@ class Executor:
     async def _gen_whole(self, part: Gen, generation: Generation) -> None:
         """Generate several texts, or one text with request fields that a `Generation` does not support."""
         sampling = {**self._sampling, **part.sampling, "n": part.n}
-        empty = sampling.get("max_new_tokens") == 0  # the log-probabilities of the next token are wanted, not its text
+        empty = sampling.get("max_new_tokens") == 0  # the program wants log-probabilities of the next token, no text
         if empty:
             sampling["max_new_tokens"] = 1
         answers = await self._engine.generate(input_ids=[generation.ids], sampling_params=sampling, **part.options)

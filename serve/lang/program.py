@@ -19,7 +19,7 @@ from serve.python.engine import Engine as AsyncEngine
 from serve.python.sync_engine import SyncEngine
 
 MAX_THREADS = 96
-CHECK_S = 1.0  # interval of the checks whether the engine is still open
+CHECK_S = 1.0  # seconds between two checks that the engine is still open
 MAX_PROGRAMS = 1024  # programs of a batch that run at the same time
 
 _default: list[SyncEngine] = []  # the engine of `set_default_backend`
@@ -161,7 +161,7 @@ class Program:
                 running.end_when_done(state)
                 return state
 
-            # A thread runs the function of a program. It does not wait for the parts that the function leaves behind.
+            # Each thread runs one program's function. It does not wait for parts that are still queued after that.
             threads = ThreadPoolExecutor(count, thread_name_prefix="penstock-program")
             try:
                 started: list[Future[ProgramState]] = []
@@ -243,7 +243,7 @@ class _Running:
         state._executor.error = error
 
     def end_when_done(self, state: ProgramState) -> None:
-        """Make room for another program when all parts of this one are done. Does not wait for it."""
+        """Let another program start once all parts of this one are done. Returns immediately."""
         ended = self._ended[state]
 
         def end() -> None:
@@ -266,7 +266,7 @@ class _Running:
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[], object]]:
-    """Show a bar of finished programs. The block gets a function that counts one."""
+    """Show a progress bar of finished programs. Yields a function that advances the bar by one program."""
     if not shown:
         yield lambda: None
         return

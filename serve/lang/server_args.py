@@ -1,4 +1,4 @@
-"""`ServerArgs`: an engine's options as an object, from Python keywords or from a command line, as in SGLang."""
+"""`ServerArgs` as in SGLang: an object with an engine's options, from Python keywords or from a command line."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from serve.python.options import add_arguments, word_types
 class ServerArgs:
     """The options of an engine: `ServerArgs(model_path="...", tp_size=2)`.
 
-    Attributes that were not given have their defaults. `dataclasses.asdict` returns those that were given, as keywords
-    for `Engine`. Raises `ConfigurationError` for unknown names and wrong values.
+    Each option is an attribute; it has its default if the option was not given. `dataclasses.asdict` returns only the
+    given options, as keywords for `Engine`. Raises `ConfigurationError` for unknown names and wrong values.
     """
 
     def __new__(cls, **keywords: Any) -> ServerArgs:
@@ -38,5 +38,5 @@ class ServerArgs:
 
     @staticmethod
     def from_cli_args(args: argparse.Namespace) -> ServerArgs:
-        """Return the engine's options among the arguments that were parsed."""
+        """Create `ServerArgs` from the parsed arguments that are options of the engine."""
         return ServerArgs(**{name: value for name in word_types() if (value := getattr(args, name, None)) is not None})

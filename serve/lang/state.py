@@ -56,14 +56,14 @@ class ProgramState:
         """Send the parts to the executor. Runs on the event loop."""
         while self._unsent:
             self._executor.submit(self._unsent[0])
-            self._unsent.popleft()  # last, because `_idle` may be read on another thread meanwhile
+            self._unsent.popleft()  # after `submit`, so that `_idle` on another thread is never true too early
 
     @property
     def _idle(self) -> bool:
         return not self._unsent and self._executor.idle
 
     def _call_when_done(self, function: Callable[[], object]) -> None:
-        """Send the parts, and call `function` on the event loop when all are done."""
+        """Send the parts to the executor, and call `function` on the event loop when all of them are done."""
         self._send()
         self._executor.call_when_done(function)
 

@@ -23,7 +23,7 @@ class Array(Protocol):
     def tolist(self) -> Any: ...
 
 
-PLAIN = frozenset({int, float, str, bool, type(None)})  # types that are JSON already
+PLAIN = frozenset({int, float, str, bool, type(None)})  # types of JSON values that need no conversion
 MEDIA = frozenset({"image_data", "video_data", "audio_data"})
 Prompt = str | Sequence[str]
 Ids = Sequence[int] | Sequence[Sequence[int]] | Array
@@ -118,7 +118,7 @@ def as_json(value: Any) -> Any:
     """Convert any sequence, array or tensor to a list, and any mapping to a dict with string keys."""
     if isinstance(value, str | bytes | int | float):  # first, because the next two checks are slow (abstract classes)
         return value
-    if type(value) is list and PLAIN.issuperset(map(type, value)):  # thousands of ids in a few microseconds
+    if type(value) is list and PLAIN.issuperset(map(type, value)):  # fast path for long lists of token ids
         return value.copy()
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}

@@ -469,15 +469,15 @@ class Engine:
     # --- serving ---
 
     def serve(self, port: int = 0, *, host: str = "127.0.0.1") -> Any:
-        """Answer HTTP requests too, with all routes of the server. Returns the server, which starts when awaited.
+        """Return an HTTP server for this engine, with all of Penstock's routes. It starts when awaited.
 
             server = await engine.serve(port=8000)   # `await server.stop()` ends it
             async with engine.serve() as server: print(server.url)
 
-        With `port` 0, the system chooses a free port. The server is an `HttpServer`, as from `serve.http_server`.
+        With `port` 0, the system chooses a free port. The result is an `HttpServer`, as from `serve.http_server`.
         Awaiting it raises `ConfigurationError` if the port cannot be used.
         """
-        return serve.http_server(self, host=host, port=port)  # loaded when used: HTTP is a layer above this one
+        return serve.http_server(self, host=host, port=port)  # a lazy import, because HTTP is a layer above this one
 
     # --- seeing ---
 

@@ -61,7 +61,7 @@ class Score(NamedTuple):
 class Choice(str):
     """The text that `select` chose, a `str`.
 
-    `scores` has the score of every choice, and `tokens` its tokens with their log-probabilities.
+    `scores` maps each choice to its score. `tokens` maps each choice to its tokens with their log-probabilities.
     """
 
     scores: dict[str, float]
@@ -125,7 +125,7 @@ class Generation:
         self.on_logits: OnLogits | None = None  # changes the logits of every further token; see `Engine.generate`
         self.finish: Finish | None = None
         self.num_cached = 0  # prompt tokens of the last call that came from the prefix cache
-        self._logprobs: dict[int, float] = {}  # log-probability of the generated token at an index of `ids`, if known
+        self._logprobs: dict[int, float] = {}  # index into `ids` -> log-probability of this generated token, if known
         self._heals = heal
         self._branch = 0  # distinguishes the seeds of forks
         self._busy = False

@@ -115,7 +115,7 @@ def _facts(answer: Any) -> list[tuple[object, object]]:
 
 
 def encoded(answer: Mapping[str, Any]) -> str:
-    """Return an embedding as HTML: its size and first numbers, or the label and the probabilities of a classifier."""
+    """Return the result of a pooling model as HTML: an embedding's first numbers, or a classifier's probabilities."""
     vector, rows = answer.get("embedding"), []
     if answer.get("label") is not None:
         rows.append(("label", answer["label"]))
@@ -129,7 +129,7 @@ def encoded(answer: Mapping[str, Any]) -> str:
 
 
 def chat(answer: Mapping[str, Any]) -> str:
-    """Return an answer of the chat API as HTML: its texts, its tool calls and its counts of tokens."""
+    """Return an answer of the chat API as HTML: its texts, tool calls and token counts."""
     rows = []
     for choice in answer["choices"]:
         message = choice.get("message") or choice.get("delta") or {}
@@ -149,7 +149,7 @@ def chat(answer: Mapping[str, Any]) -> str:
 
 
 def scores(values: Mapping[str, float], chosen: str) -> str:
-    """Return a table of texts with their scores, the best first. The chosen text is bold."""
+    """Return an HTML table of texts and their scores, best first. The chosen text is bold."""
     ordered = sorted(values.items(), key=lambda each: -each[1])
     return table(
         [(Html(f"<b>{text(name)}</b>") if name == chosen else text(name), f"{value:.3f}") for name, value in ordered],

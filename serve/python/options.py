@@ -42,9 +42,9 @@ def with_signature(engine: Class) -> Class:
 
 
 def word_types() -> dict[str, tuple[Any, bool]]:
-    """Return, for each Python name of an option, the type of its words on a command line, and whether it takes several.
+    """Return the type of each option on a command line, and whether it takes several values, by Python name.
 
-    The type is bool, int, float, str or a function that reads JSON.
+    The type is bool, int, float, str or `json.loads`.
     """
     return {
         name: (option.type if option.type in (bool, int, float, str) else json.loads, option.many)
@@ -54,7 +54,7 @@ def word_types() -> dict[str, tuple[Any, bool]]:
 
 
 def add_arguments(parser: argparse.ArgumentParser, types: Mapping[str, tuple[Any, bool]]) -> argparse.ArgumentParser:
-    """Add one argument for each name, and return the parser. All defaults are None."""
+    """Add a command-line flag for each name, and return the parser. Every default is None."""
     group = parser.add_argument_group("Engine")
     for name, (kind, many) in types.items():
         flag = f"--{name.replace('_', '-')}"

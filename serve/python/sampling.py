@@ -18,7 +18,7 @@ VLLM_LOGPROBS = ("logprobs", "prompt_logprobs")
 
 
 class RequestOutputKind(Enum):
-    """The form of vLLM's streams: all text so far, only the new text, or one output at the end."""
+    """Form of the outputs in a stream, as in vLLM: all text so far, only new text, or one output at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -30,9 +30,9 @@ class SamplingParams(dict[str, Any]):
 
     It is a dict of the values that were set, under Penstock's names. It also accepts the names of vLLM and OpenAI
     (`max_tokens` means `max_new_tokens`). Parameters that are not set have the engine's defaults. `logprobs` and
-    `prompt_logprobs` are vLLM's: the number of alternatives per token of the output and of the prompt. So are
-    `output_kind`, for streams of `AsyncLLM`, and `extra_args`, for its logits processors. Parameters can also be set as
-    attributes. Raises `InvalidRequest`, whose `param` is the name of the parameter.
+    `prompt_logprobs` are vLLM's: the number of alternatives per token of the output and of the prompt. `AsyncLLM` reads
+    `output_kind`, and custom logits processors can read `extra_args`. Parameters can also be set as attributes. Raises
+    `InvalidRequest`, whose `param` is the name of the parameter.
     """
 
     logprobs: int | None
@@ -125,7 +125,7 @@ class SamplingParams(dict[str, Any]):
         return self[own] if own in self else _defaults()[own]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a parameter under its name in any API, and check it."""
+        """Check and set a parameter. The name may be Penstock's, vLLM's or OpenAI's."""
         if name in self.__dict__:
             self.__dict__[name] = _number({name: value}, name) if name in VLLM_LOGPROBS else value
             return

@@ -231,7 +231,10 @@ class SyncEngine:
         yield from self._iterate(self._engine.stream(prompt, sampling_params, **options))
 
     def serve(self, port: int = 0, *, host: str = "127.0.0.1") -> Any:
-        """Answer HTTP requests until the server's `close` is called or the engine ends. See `Engine.serve`."""
+        """Start an HTTP server for this engine and return it. It runs until its `close`, or until the engine ends.
+
+        See `Engine.serve`.
+        """
         return serve.http_server(self, host=host, port=port).__enter__()
 
     def open(
@@ -287,12 +290,12 @@ class SyncEngine:
             loop.call_soon_threadsafe(self._run_posted)
 
     def _run_posted(self) -> None:
-        self._woken = False  # first: a call that is posted from here on wakes the loop again
+        self._woken = False  # before the loop, so that a call that is posted during it wakes the event loop again
         try:
             while self._posted:
                 self._posted.popleft()()
         finally:
-            if self._posted:  # a call failed: the loop reports its error, and the others still run
+            if self._posted:  # a call raised an error, which the event loop reports; run the remaining calls
                 asyncio.get_running_loop().call_soon(self._run_posted)
 
     def _check_open(self) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's offline API on Penstock's engine: `LLM`, `LLMEngine`, `AsyncLLM`, and what scripts import with them.
+"""vLLM's offline API on Penstock's engine: `LLM`, `LLMEngine`, `AsyncLLM`, and the other names that scripts import.
 
     from penstock.vllm import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""vLLM's arguments of an engine: keywords, `EngineArgs`, and a parser of command lines."""
+"""vLLM's engine arguments: conversion to Penstock's options, `EngineArgs`, and a command-line parser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RENAMED: Mapping[str, str] = {
     "max_cpu_loras": "max_loaded_loras",
     "enable_expert_parallel": "enable_ep_moe",
 }
-# vLLM's keywords -> the values that ask for what Penstock does anyway, and what to do about other values.
+# vLLM's keywords -> the values that match Penstock's behaviour, and the advice in the error for any other value.
 FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "runner": (("auto", "generate", "pooling"), "leave it out"),
     "task": (("auto", "generate", "embed", "embedding", "classify", "score", "reward"), "leave it out"),
@@ -48,8 +48,8 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 class ProfilerConfig:
     """vLLM's `profiler_config`: the folder for the traces of `LLM.start_profile`.
 
-    The profile skips `delay_iterations` steps, and ends after `max_iterations` further steps, or with `stop_profile`
-    if this is 0.
+    The profile starts after `delay_iterations` steps and covers `max_iterations` steps. If `max_iterations` is 0, it
+    ends with `LLM.stop_profile`.
     """
 
     profiler: str = "torch"
@@ -59,7 +59,7 @@ class ProfilerConfig:
 
     @classmethod
     def of(cls, config: Any) -> Self:
-        """Read a `ProfilerConfig` or a dict. Raises `ConfigurationError`."""
+        """Return the settings from a `ProfilerConfig` or a dict. Raises `ConfigurationError`."""
         try:
             made = config if isinstance(config, cls) else cls(**config)
         except TypeError as error:
@@ -82,7 +82,7 @@ class ProfilerConfig:
 
 @dataclass(slots=True)
 class EngineSettings:
-    """Options of the engine, and the settings of vLLM that are not options of Penstock."""
+    """Penstock's options, and the vLLM settings that have no such option."""
 
     options: dict[str, Any] = field(default_factory=dict)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
@@ -90,7 +90,7 @@ class EngineSettings:
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
-        """Convert vLLM's keywords. Those that are None are ignored. Raises `ConfigurationError`."""
+        """Convert vLLM's keywords, and ignore keywords whose value is None. Raises `ConfigurationError`."""
         settings = cls()
         for name, value in keywords.items():
             if value is not None:
@@ -129,9 +129,9 @@ class EngineSettings:
 
 
 class EngineArgs:
-    """vLLM's `EngineArgs`: the arguments of an engine. Each is an attribute, which is None if it was not given.
+    """vLLM's `EngineArgs`: the arguments of an engine, as attributes. An argument that was not given is None.
 
-    Keywords are those of `LLM`: Penstock's options, and vLLM's names for them.
+    The keywords are those of `LLM`: Penstock's option names and vLLM's names.
     """
 
     def __init__(self, model: str | None = None, **keywords: Any) -> None:
@@ -148,15 +148,15 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        """Add an argument for each option, under Penstock's name and under vLLM's, and return the parser.
+        """Add a flag for each option, under Penstock's name and under vLLM's name, and return the parser.
 
-        The default of each is None, which means the engine's own default.
+        Every flag's default is None, which means the engine's own default.
         """
         return add_arguments(parser, _types())
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Return the engine's arguments among those that were parsed."""
+        """Create the object from the parsed arguments that are arguments of the engine."""
         return cls(**{name: getattr(args, name) for name in _types() if getattr(args, name, None) is not None})
 
 
@@ -165,7 +165,7 @@ AsyncEngineArgs = EngineArgs
 
 @cache
 def _types() -> Mapping[str, tuple[Any, bool]]:
-    """Return the type of each argument's words, and whether it takes several."""
+    """Return the type of each argument, and whether it takes several values."""
     found = word_types()
     for name, own in RENAMED.items():
         found[name] = found[own]
@@ -178,7 +178,7 @@ def _types() -> Mapping[str, tuple[Any, bool]]:
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser that accepts underscores for hyphens in the names of flags: `--max_model_len 512`."""
+    """A command-line parser that accepts underscores instead of hyphens in flag names: `--max_model_len 512`."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         import sys

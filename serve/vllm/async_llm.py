@@ -1,4 +1,4 @@
-"""`AsyncLLM`: streams for code with `await`, as in vLLM."""
+"""`AsyncLLM`: vLLM's engine for async code."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MODES = {"abort": "abort", "wait": "wait", "keep": "in_place"}  # vLLM's modes o
 
 
 class AsyncLLM:
-    """An engine for code with `await`.
+    """An engine for async code, with vLLM's interface.
 
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model="..."))
         async for output in engine.generate("Hello", SamplingParams(max_tokens=16), "request-1"):
             print(output.outputs[0].text)
         engine.shutdown()
 
-    The engine runs on its own event loop in its own thread, so any event loop may call it.
+    The engine runs on its own event loop in its own thread. Code on any event loop may call it.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -54,8 +54,8 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt as they grow.
 
-        `sampling_params.output_kind` says whether each output has all text so far (the default), only the new text, or
-        whether there is one output at the end. Leaving the loop aborts the request. Raises `InvalidRequest`.
+        By default each output has all text so far. `sampling_params.output_kind` can select only the new text, or one
+        output at the end. Leaving the loop aborts the request. Raises `InvalidRequest`.
         """
         if not request_id:
             raise InvalidRequest("generate needs a request_id.", param="request_id")
@@ -73,8 +73,8 @@ class AsyncLLM:
     async def pause_generation(self, *, mode: str = "abort") -> None:
         """Pause generation between two steps.
 
-        `mode` says what happens to requests: "abort" ends them, "wait" lets them finish first, and "keep" keeps them
-        where they are. Raises `InvalidRequest` for another mode.
+        The mode "abort" aborts all requests, "wait" lets them finish first, and "keep" holds them until
+        `resume_generation`. Raises `InvalidRequest` for another mode.
         """
         if mode not in MODES:
             raise InvalidRequest(f"mode must be {', '.join(MODES)}, not {mode!r}.", param="mode")
@@ -85,7 +85,7 @@ class AsyncLLM:
         await self._call(self._engine.continue_generation)
 
     async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache and return True. While requests run, do nothing and return False."""
+        """Empty the prefix cache. Returns False, and keeps the cache, while requests run or wait."""
         return await self._call(self._engine.flush_cache)
 
     async def get_tokenizer(self) -> TokenizerView:

@@ -13,8 +13,9 @@ from serve.python.sync_engine import SyncEngine
 class BeamSearchParams:
     """Parameters of a beam search.
 
-    The score of a beam is the sum of its log-probabilities, divided by (the number of its tokens, with the prompt and
-    without the end-of-text token) ** `length_penalty`. `include_stop_str_in_output` keeps the end-of-text token.
+    The score of a beam is the sum of its log-probabilities, divided by length ** `length_penalty`. The length counts
+    the tokens of prompt and output, except the end-of-text token. `include_stop_str_in_output` keeps the end-of-text
+    token in the result.
     """
 
     beam_width: int
@@ -27,7 +28,7 @@ class BeamSearchParams:
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One beam. `tokens` are the ids of the prompt and of the output; `text` is the text of both."""
+    """One beam. `tokens` has the token ids of the prompt and the output, and `text` has their text."""
 
     tokens: list[int]
     cum_logprob: float = 0.0
@@ -46,7 +47,10 @@ class BeamSearchOutput:
 def beam_search(
     engine: SyncEngine, prompts: Sequence[Sequence[int]], params: BeamSearchParams
 ) -> list[BeamSearchOutput]:
-    """Search from each prompt. All beams of all prompts share each step. Raises `InvalidRequest`."""
+    """Run a beam search from each prompt. Raises `InvalidRequest`.
+
+    Each call of the engine extends all beams of all prompts by one token.
+    """
     if params.beam_width < 1 or params.max_tokens < 1:
         raise InvalidRequest("beam_width and max_tokens must be at least 1.", param="beam_width")
     if params.temperature:

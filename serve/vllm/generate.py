@@ -1,4 +1,4 @@
-"""Calls of the engine with vLLM's prompts and parameters. `LLM`, `LLMEngine` and `AsyncLLM` share them."""
+"""Calls of the engine with vLLM's prompts and parameters, shared by `LLM`, `LLMEngine` and `AsyncLLM`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Params = Mapping[str, Any] | None
 
 
 def with_defaults(params: Params) -> SamplingParams:
-    """Return a copy of the parameters with vLLM's default of `max_tokens`."""
+    """Return a copy of the parameters, with vLLM's default for `max_tokens`."""
     made = params.clone() if isinstance(params, SamplingParams) else SamplingParams(**(params or {}))
     if "max_new_tokens" not in made:
         made["max_new_tokens"] = DEFAULT_TOKENS
@@ -33,7 +33,7 @@ def with_defaults(params: Params) -> SamplingParams:
 
 
 class Caller:
-    """An engine with the logits processors that vLLM's `logits_processors` named."""
+    """An engine, and the logits processors that run for each of its requests."""
 
     def __init__(self, engine: SyncEngine, logits_processors: Sequence[Any] = ()) -> None:
         self.engine = engine
@@ -51,7 +51,7 @@ class Caller:
         loras: Sequence[Any],
         priorities: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        """Generate from all prompts, which run side by side. Returns one output per prompt, in order."""
+        """Generate from all prompts concurrently. Returns one output per prompt, in order."""
         tokenizer = self.engine.get_tokenizer()
         ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         names = [self.adapter(lora) for lora in loras]
@@ -83,7 +83,7 @@ class Caller:
                     task.add_done_callback(partial(_count, done, len(group)))
                 try:
                     await asyncio.gather(*tasks)
-                finally:  # after an error, end the others too
+                finally:  # after an error, cancel the remaining calls
                     for task in tasks:
                         task.cancel()
                     await asyncio.wait(tasks)
@@ -99,8 +99,8 @@ class Caller:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of one prompt as they grow. Runs on the engine's event loop.
 
-        `params.output_kind` says whether each output has all text so far (the default), only the new text, or whether
-        there is one output at the end.
+        By default each output has all text so far. `params.output_kind` can select only the new text, or one output
+        at the end.
         """
         engine, made = self.engine._engine, with_defaults(params)
         ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
@@ -119,7 +119,7 @@ class Caller:
     # --- adapters ---
 
     def adapter(self, lora: Any) -> str | None:
-        """Return the name of the adapter, and load it if this is its first use."""
+        """Return the name of a request's LoRA adapter, or None. Loads a `LoRARequest` with a path at its first use."""
         return None if lora is None else self.engine._call(lambda: self._load(lora))
 
     async def _load(self, lora: Any) -> str | None:
@@ -136,7 +136,7 @@ class Caller:
 
 
 class _Growing:
-    """The outputs of one prompt so far, from the pieces of a stream."""
+    """Builds the outputs of one prompt from the pieces of a stream."""
 
     def __init__(
         self, request_id: str, prompt: str | list[int], ids: list[int], params: SamplingParams, lora: Any
@@ -149,7 +149,7 @@ class _Growing:
         self._outputs: dict[int, CompletionOutput] = {}
 
     def with_piece(self, piece: Piece) -> RequestOutput | None:
-        """Return the output after this piece, or None if the parameters ask only for a later one."""
+        """Return the output after this piece, or None if `output_kind` allows only the final output."""
         params, old = self._params, self._outputs.get(piece.index)
         new = completion_output(piece.index, piece, params)
         if old is not None and self._kind is not RequestOutputKind.DELTA:
@@ -183,7 +183,7 @@ class _Growing:
 def _groups(params: Sequence[Params], names: Sequence[str | None], *, alone: bool) -> list[list[int]]:
     """Group the indices of prompts into calls with equal parameters and a limited number of outputs.
 
-    `alone`: each prompt is a call of its own.
+    If `alone` is true, each prompt has its own call.
     """
     if alone:
         return [[index] for index in range(len(params))]
@@ -201,7 +201,7 @@ def _count(done: Callable[[int], object], count: int, task: asyncio.Future[None]
 
 @contextmanager
 def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
-    """Show a bar of finished prompts. The block gets a function that adds to it."""
+    """Show a progress bar of finished prompts. Yields a function that advances the bar by a number of prompts."""
     if not shown:
         yield lambda count: None
         return

@@ -1,4 +1,4 @@
-"""`LLM`: an offline API like vLLM's, for scripts that were written for vLLM."""
+"""`LLM`: vLLM's offline class on Penstock's engine."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ MAX_AT_ONCE = 1024  # prompts in one call to the engine
 
 
 class LLM:
-    """The engine with the interface of vLLM's offline class: the constructor loads the model, and calls block.
+    """An engine with the interface of vLLM's `LLM`. The constructor loads the model, and all calls block.
 
         llm = LLM(model="...")
         for output in llm.generate(["Hello", "Once"], SamplingParams(temperature=0, max_tokens=16)):
             print(output.outputs[0].text)
 
-    Keywords are Penstock's options, or vLLM's names of the options that both share. Raises `ConfigurationError`, which
-    lists every option that cannot be satisfied. Notebooks can use it too, because its event loop runs in its own
-    thread. The engine ends with `shutdown`, with its `with` block, or with the process.
+    The keywords are Penstock's options, or vLLM's names for them. Raises `ConfigurationError`, which lists every option
+    that cannot be satisfied. The class also works in notebooks, because the event loop runs in its own thread. The
+    engine ends with `shutdown`, with its `with` block, or with the process.
     """
 
     def __init__(self, model: str | None = None, **keywords: Any) -> None:
@@ -48,7 +48,7 @@ class LLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Return an engine with these arguments."""
+        """Start an engine with these arguments."""
         return cls(**engine_args.keywords)
 
     def __enter__(self) -> Self:
@@ -76,7 +76,7 @@ class LLM:
         return self._engine.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters that a call without sampling parameters uses."""
+        """Return the default sampling parameters, which calls without `sampling_params` use."""
         return SamplingParams(max_new_tokens=DEFAULT_TOKENS)
 
     def generate(
@@ -90,9 +90,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate from one prompt or a list of prompts. Returns one `RequestOutput` per prompt, in order.
 
-        A prompt is a text, a dict with `prompt` or `prompt_token_ids`, or a list of token ids. `sampling_params` is one
-        object for all prompts, or a list with one for each. `lora_request` is the name of a loaded adapter, or an
-        object with the attribute `lora_name`. Raises `InvalidRequest`.
+        A prompt is a text, a dict with `prompt` or `prompt_token_ids`, or a list of token ids. `sampling_params` and
+        `lora_request` are one value for all prompts, or a list with one value per prompt. A `lora_request` is the name
+        of a loaded adapter, or a `LoRARequest`, whose adapter is loaded at its first use. Raises `InvalidRequest`.
         """
         texts = prompts_of(prompts)
         params = _one_each(sampling_params, len(texts), "sampling_params", alike=Mapping)
@@ -153,8 +153,7 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Return the result of a pooling model for each prompt: `output.outputs.data`, a tensor.
 
-        `pooling_task` is "embed" or "classify". Raises `InvalidRequest` for another task, for example one that needs a
-        result per token.
+        `pooling_task` is "embed" or "classify". Raises `InvalidRequest` for other tasks, such as "token_embed".
         """
         if pooling_task == "embed":
             return self.embed(prompts, pooling_params=pooling_params)
@@ -169,7 +168,7 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Return the embedding of each prompt: `output.outputs.embedding`.
 
-        `pooling_params.dimensions` shortens them to their first numbers, scaled to length 1.
+        With `pooling_params.dimensions`, each embedding is cut to so many numbers and scaled to length 1.
         """
         dimensions = None if pooling_params is None else pooling_params.dimensions
         return [
@@ -184,7 +183,7 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Return the label probabilities of each prompt: `output.outputs.probs`.
 
-        With `PoolingParams(use_activation=False)`, return the scores themselves.
+        With `PoolingParams(use_activation=False)`, return the scores before softmax or sigmoid instead.
         """
         raw = pooling_params is not None and pooling_params.use_activation is False
         return [
@@ -206,9 +205,9 @@ class LLM:
     ) -> list[PoolingRequestOutput]:
         """Return scores of how well texts match: `output.outputs.score`.
 
-        If `data_1` is one text, it is compared with each text of `data_2`; otherwise the lists are compared pair by
-        pair. Raises `InvalidRequest` if two lists differ in length, or for a `chat_template`: a reranker's own form
-        of the prompt is always used.
+        If `data_1` is one text, it is compared with each text of `data_2`. Otherwise the lists are compared pair by
+        pair. The prompt always has the reranker's own form. Raises `InvalidRequest` if two lists differ in length, or
+        if `chat_template` is set.
         """
         if chat_template is not None:
             raise InvalidRequest(
@@ -232,26 +231,27 @@ class LLM:
     # --- management ---
 
     def get_metrics(self) -> list[Metric]:
-        """Return the engine's metrics as objects. Raises `InvalidRequest` without `disable_log_stats=False`."""
+        """Return the engine's metrics. Raises `InvalidRequest` unless the engine has `disable_log_stats=False`."""
         return read_metrics(self._engine)
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache and return True. While requests run, do nothing and return False."""
+        """Empty the prefix cache. Returns False, and keeps the cache, while requests run or wait."""
         return self._engine.flush_cache()
 
     def start_profile(self) -> None:
-        """Begin to profile. The trace is written to the folder that `profiler_config` named."""
+        """Start a profile. Its trace is written to `torch_profiler_dir` of `profiler_config`."""
         self._engine.start_profile(**self._profiler.options())
 
     def stop_profile(self) -> str:
-        """End the profile, and return the path of its trace."""
+        """End the profile and return the path of its trace."""
         return self._engine.stop_profile()
 
     def sleep(self, level: int = 1) -> None:
-        """Give memory back to the system, until `wake_up`.
+        """Release the memory of weights and KV cache until `wake_up`.
 
-        Level 0 only pauses requests. Level 1 keeps a copy of the weights in host memory. Level 2 discards them; load
-        them again after `wake_up` with `engine.update_weights_from_disk`. Raises `InvalidRequest` for another level.
+        Level 0 releases nothing and only pauses generation. Level 1 keeps a copy of the weights in host memory. Level 2
+        discards the weights; after `wake_up`, load them with `engine.update_weights_from_disk`. Raises `InvalidRequest`
+        for another level.
         """
         if level not in (0, 1, 2):
             raise InvalidRequest(f"level must be 0, 1 or 2, not {level!r}.", param="level")
@@ -261,7 +261,7 @@ class LLM:
             self._engine.release_memory_occupation(keep=level == 1)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """End `sleep`. `tags`: "weights", "kv_cache" or "scheduling"; all by default."""
+        """End `sleep`. `tags` selects some of "weights", "kv_cache" and "scheduling"; the default is all of them."""
         tags = ["weights", "kv_cache", "scheduling"] if tags is None else [*tags]
         memory = [tag for tag in tags if tag != "scheduling"]
         if memory:
@@ -270,7 +270,7 @@ class LLM:
             self._engine.continue_generation()
 
     def collective_rpc(self, method: Any, *args: Any, **keywords: Any) -> Any:
-        """Refuse the call, because the engine does not run code of its callers in its workers."""
+        """Raise `InvalidRequest`, because workers do not run functions of the caller."""
         raise InvalidRequest(
             f"collective_rpc({method!r}) is not supported; llm.engine has methods to update, release and read weights.",
             param="method",
@@ -296,8 +296,8 @@ class LLM:
 class PoolingParams:
     """vLLM's parameters of pooling models.
 
-    `dimensions` shortens embeddings. `use_activation=False` returns the scores of a classifier instead of its
-    probabilities.
+    `dimensions` shortens embeddings to so many numbers. With `use_activation=False`, `classify` returns the scores
+    before softmax or sigmoid instead of probabilities.
     """
 
     dimensions: int | None = None
@@ -311,7 +311,7 @@ def _shortened(vector: list[float], dimensions: int | None) -> list[float]:
 
 
 def _one_each(value: Any, count: int, name: str, *, alike: Any) -> list[Any]:
-    """Return one value for each prompt, from one value for all (of type `alike`, or None) or a list."""
+    """Return one value per prompt. `value` is a list, or one value for all prompts: None or an `alike`."""
     if value is None or isinstance(value, alike):
         return [value] * count
     if len(value) != count:

@@ -1,4 +1,4 @@
-"""`LLMEngine`: requests that are added one by one, and outputs that are taken step by step, as in vLLM."""
+"""`LLMEngine`: vLLM's engine with `add_request` and `step`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from serve.vllm.generate import Caller
 from serve.vllm.outputs import RequestOutput
 from serve.vllm.prompts import prompt_of
 
-CHECK_S = 1.0  # interval of the checks whether the engine is still open
+CHECK_S = 1.0  # seconds between two checks that the engine is still open
 
 
 class LLMEngine:
-    """An engine whose caller takes the outputs with `step`.
+    """An engine whose caller adds requests with `add_request` and takes their outputs with `step`.
 
         engine = LLMEngine.from_engine_args(EngineArgs(model="..."))
         engine.add_request("0", "Hello", SamplingParams(temperature=0))
@@ -27,7 +27,7 @@ class LLMEngine:
             for output in engine.step():
                 print(output.outputs[0].text)
 
-    Unlike vLLM's, the engine computes in its own thread, also between two calls of `step`.
+    Unlike vLLM's engine, this engine runs in its own thread, and it also computes between two calls of `step`.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -87,7 +87,7 @@ class LLMEngine:
         self._caller.engine._begin(read)
 
     def step(self) -> list[RequestOutput]:
-        """Wait for new outputs and return them. Each has all text of its request so far.
+        """Wait for new outputs and return at most one per request, with the form that `output_kind` selects.
 
         Returns an empty list if no request is unfinished. Raises the error of a request that failed, and `EngineClosed`
         if the engine ends first.
@@ -128,10 +128,9 @@ class LLMEngine:
             self._caller.engine.abort(each)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Empty the prefix cache and return whether that was possible.
+        """Empty the prefix cache. Returns False, and keeps the cache, while requests run or wait.
 
-        While requests run, it does nothing and returns False. With `reset_running_requests`, these are moved back to
-        the queue first, and computed again later.
+        With `reset_running_requests`, running requests are retracted first, and computed again afterwards.
         """
         engine = self._caller.engine
         if not reset_running_requests:

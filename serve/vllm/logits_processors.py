@@ -1,6 +1,6 @@
-"""vLLM's classes of logits processors, on the engine's hook `on_logits`.
+"""vLLM's interface for custom logits processors, implemented with the engine's hook `on_logits`.
 
-Each request has its own instance of every processor, which sees a batch of one row.
+Each request has its own instance of every processor. An instance therefore sees a batch of one row.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ RequestLogitsProcessor = Callable[..., Any]  # (output ids, logits) or (prompt i
 
 @dataclass(slots=True)
 class BatchUpdate:
-    """The rows that were added to a batch. Each is (row, parameters, prompt ids, output ids).
+    """The rows that were added to a batch, as tuples (row, parameters, prompt ids, output ids).
 
-    The list of output ids grows with the output. `removed` and `moved` are always empty here.
+    The list of output ids grows with the output. Penstock leaves `removed` and `moved` empty.
     """
 
     batch_size: int
@@ -35,44 +35,44 @@ class BatchUpdate:
 
 
 class LogitsProcessor:
-    """A processor of the logits of a batch, in vLLM's form. Subclasses define `update_state` and `apply`.
+    """Base class of logits processors with vLLM's interface. Subclasses define `update_state` and `apply`.
 
-    `vllm_config` is always None here.
+    Penstock passes None as `vllm_config`.
     """
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raise `ValueError` if the parameters of a request do not suit the processor."""
+        """Raise `ValueError` if the processor does not support a request's parameters."""
 
     def __init__(self, vllm_config: Any, device: device, is_pin_memory: bool) -> None:
-        """Make a processor for logits on this device."""
+        """Create a processor for logits on this device."""
 
     def is_argmax_invariant(self) -> bool:
-        """Return whether the likeliest token always stays the likeliest."""
+        """Return whether the processor never changes which token is most likely."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Take the rows that were added. `batch_update` is None if nothing changed."""
+        """Update the state for the added rows. `batch_update` is None if the batch has not changed."""
         raise NotImplementedError
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return the changed logits, float32 [rows, vocabulary]. They may be changed in place."""
+        """Return the processed logits, float32 [rows, vocabulary]. The processor may change them in place."""
         raise NotImplementedError
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """A processor that has a function for each request. Subclasses define `new_req_logits_processor`."""
+    """A processor with one function per request. Subclasses define `new_req_logits_processor`."""
 
     def __init__(self, vllm_config: Any, device: device, is_pin_memory: bool) -> None:
         super().__init__(vllm_config, device, is_pin_memory)
         self._functions: dict[int, Callable[[Tensor], Any]] = {}
 
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """Return the function for a request with these parameters, or None for no change."""
+        """Return the function for a request with these parameters, or None to leave its logits unchanged."""
         raise NotImplementedError
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Make the functions of the rows that were added."""
+        """Create the functions of the added rows."""
         process_dict_updates(self._functions, batch_update, self._bound)
 
     def _bound(
@@ -98,9 +98,9 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None],
 ) -> bool:
-    """Set the state of each added row to `new_state(parameters, prompt ids, output ids)`. None removes it.
+    """Set the state of each added row to `new_state(parameters, prompt ids, output ids)`.
 
-    Returns whether anything changed.
+    If this is None, the row's state is removed. Returns whether `states` changed.
     """
     changed = False
     for row, params, prompt_ids, output_ids in () if batch_update is None else batch_update.added:
@@ -128,14 +128,14 @@ def hook_of(processors: Sequence[type[LogitsProcessor]], params: SamplingParams,
 
 
 class _Hook:
-    """Calls the processors of one request. They are made when its first logits arrive."""
+    """Calls the processors of one request. They are created at its first logits."""
 
     def __init__(self, processors: Sequence[type[LogitsProcessor]], params: SamplingParams, prompt: list[int]) -> None:
         self._classes = processors
         self._params = params
         self._prompt = prompt
         self._made: list[LogitsProcessor] | None = None
-        self._output: list[int] = []  # kept up to date, because processors keep a reference to it
+        self._output: list[int] = []  # updated in place, because processors keep a reference to it
 
     def __call__(self, ids: list[int], logits: Tensor) -> Tensor:
         self._output[:] = ids[len(self._prompt) :]

@@ -1,4 +1,4 @@
-"""The engine's metrics as objects, as vLLM's `LLM.get_metrics` returns them."""
+"""The engine's metrics in the form of vLLM's `LLM.get_metrics`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve.python.sync_engine import SyncEngine
 
 @dataclass(slots=True)
 class Metric:
-    """One metric. `name` is its name for Prometheus; `docs/monitoring/metrics.md` lists all."""
+    """One metric. `name` is its name in Prometheus. `docs/monitoring/metrics.md` lists all names."""
 
     name: str
     labels: dict[str, str]
@@ -18,28 +18,28 @@ class Metric:
 
 @dataclass(slots=True)
 class Counter(Metric):
-    """A number that only grows."""
+    """A number that never decreases."""
 
     value: float
 
 
 @dataclass(slots=True)
 class Gauge(Metric):
-    """A number that changes in both directions."""
+    """A number that may increase and decrease."""
 
     value: float
 
 
 @dataclass(slots=True)
 class Vector(Metric):
-    """Several numbers that only grow. The engine has no metric of this kind."""
+    """Several numbers that never decrease. Penstock has no metric of this kind."""
 
     values: list[float]
 
 
 @dataclass(slots=True)
 class Histogram(Metric):
-    """The number and the sum of observed values. `buckets` maps each upper bound to the number of values below it."""
+    """The count and the sum of observed values. `buckets` maps each upper bound to the count of values up to it."""
 
     count: int
     sum: float
@@ -47,7 +47,7 @@ class Histogram(Metric):
 
 
 def read_metrics(engine: SyncEngine) -> list[Metric]:
-    """Return all metrics. Raises `InvalidRequest` if the engine was started without them."""
+    """Return all metrics. Raises `InvalidRequest` if the engine was started without metrics."""
     from prometheus_client.parser import text_string_to_metric_families
 
     try:

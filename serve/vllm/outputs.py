@@ -1,4 +1,4 @@
-"""Results in vLLM's form, converted from the engine's own."""
+"""vLLM's result classes, and functions that create them from the engine's results."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class Logprob:
 class CompletionOutput:
     """One output of a prompt.
 
-    `logprobs` has one dict per token, from token id to `Logprob`, for the chosen token and the likeliest ones.
-    `cumulative_logprob` is the sum over the chosen tokens. Both are None unless `logprobs` was set. `finish_reason` is
-    "stop", "length" or "abort". `stop_reason` is the stop text or stop token id that ended the output, else None.
+    `logprobs` has one dict per token, which maps the ids of the chosen token and of the most likely tokens to their
+    `Logprob`. `cumulative_logprob` is the sum over the chosen tokens. Both are None unless `logprobs` was set.
+    `finish_reason` is "stop", "length" or "abort", or None while the output grows. `stop_reason` is the stop text or
+    stop token id that ended the output, or None.
     """
 
     index: int
@@ -66,7 +67,7 @@ class RequestOutput:
 
 
 class _Vector:
-    """The numbers of a pooling model's result."""
+    """Base class for the numbers of a pooling model's result."""
 
     __slots__ = ()
 
@@ -92,7 +93,7 @@ class EmbeddingOutput(_Vector):
 
     @property
     def hidden_size(self) -> int:
-        """The number of values."""
+        """The number of values in the embedding."""
         return len(self.embedding)
 
 
@@ -113,7 +114,7 @@ class ClassificationOutput(_Vector):
 
 @dataclass(slots=True)
 class ScoringOutput(_Vector):
-    """How well two texts match, as a score."""
+    """A score of how well two texts match."""
 
     score: float
 
@@ -134,7 +135,7 @@ class PoolingRequestOutput:
 def request_output(
     prompt: str | list[int], ids: list[int], answers: Sequence[Generated], params: SamplingParams, lora: Any = None
 ) -> RequestOutput:
-    """Return the outputs of one prompt, given as text or as ids, from the engine's complete answers."""
+    """Return the outputs of one prompt from the engine's complete answers."""
     meta = answers[0].meta_info
     return RequestOutput(
         request_id=meta["id"],
@@ -148,7 +149,7 @@ def request_output(
 
 
 def completion_output(index: int, answer: Generated, params: SamplingParams) -> CompletionOutput:
-    """Return one output, or a piece of one, from the engine's answer."""
+    """Return one output, or one piece of a streamed output, from the engine's answer."""
     chosen = [each.logprob or 0.0 for each in answer.token_logprobs] if params.logprobs is not None else None
     return CompletionOutput(
         index=index,
@@ -168,7 +169,10 @@ def _stop_reason(answer: Generated, params: SamplingParams) -> int | str | None:
 
 
 def logprobs_of(meta: Mapping[str, Any], side: str, count: int | None) -> Logprobs | None:
-    """Return, for each token, the log-probabilities of the chosen token and of the `count` likeliest tokens."""
+    """Return the log-probabilities of the chosen token and of the `count` most likely tokens, at each position.
+
+    `side` is "input" for the prompt, or "output".
+    """
     if count is None:
         return None
     chosen = meta.get(f"{side}_token_logprobs") or []

@@ -1,4 +1,4 @@
-"""Prompts in vLLM's forms, and the adapters of requests."""
+"""vLLM's forms of prompts, and its requests for LoRA adapters."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TokensPrompt = dict[str, Any]  # {"prompt_token_ids": ids}
 
 @dataclass(slots=True)
 class LoRARequest:
-    """A LoRA adapter for a request: its name, and the folder from which it is loaded when it is first used.
+    """A LoRA adapter for a request: its name, and the folder from which the first such request loads it.
 
-    `lora_int_id` is vLLM's number of the adapter. Penstock identifies adapters by name.
+    `lora_int_id` has no effect, because Penstock identifies adapters by name.
     """
 
     lora_name: str

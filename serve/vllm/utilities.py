@@ -12,11 +12,11 @@ init_logger = logging.getLogger
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Collect garbage, which ends engines without a reference. `shutdown_ray` has no meaning here."""
+    """Run Python's garbage collector, which ends unreferenced engines. `shutdown_ray` has no effect."""
     gc.collect()
 
 
 def print_embeddings(values: Sequence[float], prefix: str = "Embeddings") -> None:
-    """Print the first 16 numbers and their count."""
+    """Print the first 16 numbers of an embedding, and its size."""
     shown = ", ".join(f"{value:.4g}" for value in values[:16])
     print(f"{prefix}: [{shown}{', ...' if len(values) > 16 else ''}] (size={len(values)})")
