@@ -22,7 +22,7 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_CHOICES_IN_ALL = 4096  # maximum of (number of prompts) x n
 MAX_HIDDEN_CHOICES = 16  # maximum of (number of prompts) x n in a call with hidden states
-MAX_ROUTED_CHOICES = 64
+MAX_ROUTED_CHOICES = 64  # maximum of (number of prompts) x n in a call with routed experts
 MAX_CONTEXTS = 8  # maximum length of a text whose tokens are counted, in multiples of the model's context
 PINNED_CHARS = 4096  # characters at the beginning of a conversation that identify its pin
 Texts = str | Annotated[list[str], Length(1, MAX_PROMPTS)]
@@ -49,7 +49,7 @@ def check_hidden(wanted: bool, num_choices: int, *, stream: bool) -> None:
 
 
 def check_routed(wanted: bool, num_choices: int, *, stream: bool) -> None:
-    """Raise `InvalidRequest` if a call wants routed experts that it cannot get."""
+    """Raise `InvalidRequest` if a call with routed experts streams or has too many choices."""
     if wanted and stream:
         raise InvalidRequest("Routed experts cannot be streamed; set stream to false.", param="return_routed_experts")
     if wanted and num_choices > MAX_ROUTED_CHOICES:

@@ -1,4 +1,4 @@
-"""Chosen experts in answers: for each token and layer, the experts that the router chose."""
+"""Routed experts in answers: the experts that each layer's router chose for each token."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import numpy as np
 
 from runtime.request import Chunk
 
-PIECE_BYTES = 3 * 2**18  # encoded at once, because base64 holds the interpreter lock; a multiple of 3
+PIECE_BYTES = 3 * 2**18  # bytes per call of base64, which holds the interpreter lock; a multiple of 3
 
 
 def routed_experts(chunk: Chunk) -> str | None:
-    """Return the experts as SGLang writes them: base64 of int32 [N, L, k], or None if no token was computed.
+    """Return the routed experts in SGLang's format: base64 of int32 [N, L, k], or None if no token was computed.
 
-    N counts the tokens of prompt and output from `routed_experts_start_len` on, except the last, which the model has
-    not computed. L is the number of all layers; layers without experts have zeros.
+    N is the number of tokens of prompt and output after the first `routed_experts_start_len`, without the last token,
+    which has passed through no layer. L is the number of all layers. Layers without experts have zeros.
     """
     num_computed = chunk.usage.prompt + max(chunk.usage.output - 1, 0)
     experts = None if chunk.experts is None else chunk.experts.first(num_computed)

@@ -81,7 +81,7 @@ def main(words: Sequence[str]) -> int:
         signal.signal(number, lambda *_: ended.set())
     ended.wait()
     serve.delete(options.name)
-    if not serve.status().applications:  # the cluster may serve others
+    if not serve.status().applications:  # the cluster may serve other applications
         serve.shutdown()
     ray.shutdown()
     return 0

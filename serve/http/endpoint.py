@@ -168,9 +168,9 @@ class Endpoint:
 
 
 def _with_headers(scope: Scope, send: Send, streams: Sequence[OutputStream]) -> Send:
-    """Return a `send` that adds headers: x-request-id, and the times to the first token of the answer's streams.
+    """Return a `send` that adds x-request-id and the headers with the time to first token.
 
-    The x-request-id is the client's own id if it is valid, else a new id.
+    The request id is the client's own id if it is valid, and a new id otherwise.
     """
     given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
     request_id = given if PLAIN_ID.fullmatch(given) else uuid4().hex.encode()

@@ -1,4 +1,4 @@
-"""Response headers with the predicted and the measured time to the first token."""
+"""Response headers with the predicted and the measured time to first token."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ if TYPE_CHECKING:
     from runtime.actors.output_stream import OutputStream
 
 PREDICTED, MEASURED = b"x-predicted-first-token-ms", b"x-first-token-ms"
-# Output streams of the call that this task answers. `Endpoint` sets a new list for each call.
+# Output streams of the HTTP call that the current task answers. `Endpoint` sets a new list for each call.
 STREAMS: ContextVar[list[OutputStream] | None] = ContextVar("STREAMS", default=None)
 
 
 def note_streams(streams: Iterable[OutputStream]) -> None:
-    """Note that the response of this task's call consists of these streams."""
+    """Add output streams to `STREAMS`, so that the response of the current call has their headers."""
     known = STREAMS.get()
     if known is not None:
         known += streams
 
 
 def first_token_headers(streams: Iterable[OutputStream]) -> list[tuple[bytes, bytes]]:
-    """Return the headers of a response that begins now: milliseconds from a request's arrival.
+    """Return the headers with the time to first token in milliseconds, or none if no stream has a prediction.
 
-    If there are several requests, the values are those of the request whose first token is predicted to come last.
-    Without a prediction, there are no headers.
+    A response of several streams reports the stream with the longest predicted time. The measured time is missing if
+    the first token has not arrived when the response begins.
     """
     known = [each.times for each in streams if each.times is not None and each.times.predicted_first_token_s]
     if not known:

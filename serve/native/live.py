@@ -27,9 +27,9 @@ MAX_RID_CHARS = 80
 async def live_state(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Return counts per replica and the times of requests.
 
-    An admin sees every request and the shape of the prefix trees; with `?texts=true`, also the first tokens of each
-    node as text. The holder of a key sees the requests of this key. Other clients see only counts. No other texts are
-    returned. Times are in seconds before now, so later events have smaller values.
+    An admin sees every request and the shape of the prefix trees. With `?texts=true`, an admin also sees the first
+    tokens of each node as text; the answer has no other texts. The holder of a key sees the requests of this key. Other
+    clients see only counts. Times are in seconds before now, so later events have smaller values.
     """
     client = CLIENT.get()
     timelines = core.timelines()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_ONGOING = 1024  # requests that Ray Serve sends to one replica at a time; the engine queues them
 DEFAULT_TARGET = 32
-# Ways to choose a replica, with the class of Ray Serve's request router.
+# Values of --request-router -> the class of Ray Serve's request router.
 ROUTERS = {
     "prefix": "serve.on_ray.prefix_router.PrefixRouter",
     "round-robin": "ray.serve.experimental.round_robin_router.RoundRobinRouter",
@@ -27,7 +27,7 @@ ROUTERS = {
 
 
 class Scaling(NamedTuple):
-    """The number of replicas, the resources of each, and how requests find one."""
+    """The number of a model's replicas, the resources of each, and the router that chooses one for a request."""
 
     low: int = 1
     high: int = 1
@@ -38,7 +38,10 @@ class Scaling(NamedTuple):
 
     @classmethod
     def of(cls, replicas: str, target: int = DEFAULT_TARGET, **others: Any) -> Scaling:
-        """Read a number such as `2`, or a range such as `1..4` for autoscaling. Raises `ConfigurationError`."""
+        """Create it from a number such as `2`, or a range such as `1..4` for autoscaling.
+
+        Raises `ConfigurationError` for invalid values.
+        """
         low, _, high = str(replicas).partition("..")
         try:
             scaling = cls(int(low), int(high or low), int(target), **others)
@@ -52,14 +55,14 @@ class Scaling(NamedTuple):
 
 
 class Model(NamedTuple):
-    """One model: the engine's options as on the command line, and its replicas."""
+    """One model: its engine options in the form of a command line, and its replicas."""
 
     words: list[str]
     scaling: Scaling
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Model:
-        """Read options by name. Raises `ConfigurationError`."""
+        """Create it from options by name. Raises `ConfigurationError` for invalid values."""
         rest = dict(values)
         others: dict[str, Any] = {name: float(rest.pop(name)) for name in ("num_cpus", "num_gpus") if name in rest}
         if "request_router" in rest:
@@ -69,7 +72,7 @@ class Model(NamedTuple):
 
 
 def words_of(values: Mapping[str, Any]) -> list[str]:
-    """Return engine options by name as words of a command line."""
+    """Convert engine options by name to the arguments of a command line."""
     words: list[str] = []
     for name, value in values.items():
         option = f"--{name.replace('_', '-')}"
@@ -110,9 +113,9 @@ def build(models: Sequence[Model]) -> Application:
 def build_app(args: Mapping[str, Any]) -> Application:
     """Return the application for `serve run serve.on_ray:build_app NAME=VALUE ...`, or for `args` in a YAML file.
 
-    Names are the options of `penstock ray` with underscores: replicas, target_ongoing_requests, num_cpus, num_gpus,
-    request_router, and every option of the server. `models` is a list of such options, one item for each model; the
-    other options are then the default of all models. Raises `ConfigurationError`.
+    `args` has the options of `penstock ray` with underscores: replicas, target_ongoing_requests, num_cpus, num_gpus,
+    request_router, and every option of the server. `models` is a list with the options of each model; the other
+    options are then defaults for all models. Raises `ConfigurationError`.
     """
     common = dict(args)
     models = common.pop("models", None)
@@ -160,7 +163,7 @@ def _replicas(model: Model, args: Args, name: str) -> Application:
 
 
 def _num_gpus(args: Args, scaling: Scaling) -> float:
-    """Return the number of GPUs of a replica. All its ranks run on one machine, so one reservation covers them."""
+    """Return the number of GPUs to reserve for a replica, whose ranks all run on one machine."""
     if scaling.num_gpus is not None:
         return scaling.num_gpus
     from ops.machine import Machine

@@ -29,14 +29,14 @@ from serve.on_ray.prompt_key import RequestFields, prompt_key
 from serve.server.app import ROUTES
 
 KIND = "ReplicaError"
-ATTEMPTS = 3  # replicas to which a request is sent, if each ends before its answer begins
+ATTEMPTS = 3  # maximum number of replicas that a request tries, if each ends before its answer begins
 SCOPE_FIELDS = ("type", "http_version", "method", "scheme", "query_string", "headers", "client", "server")
 ADMIN_PATHS = frozenset(spec.path for spec in ROUTES if spec.scope is RouteScope.ADMIN)
 METRICS, MODELS = "/metrics", "/v1/models"
-# Routes that every replica gets. Their effect does not have to reach replicas that start later.
+# Routes that are sent to every replica. Replicas that start later do not need them.
 EVERYWHERE = frozenset((METRICS, "/flush_cache", "/reset_prefix_cache", "/freeze_gc", "/abort_request"))
 EVERYWHERE_S = 30.0
-MAX_EVERYWHERE_BYTES = 64 * 1024  # limit on the bodies of such requests
+MAX_EVERYWHERE_BYTES = 64 * 1024  # maximum size of a body that is sent to every replica
 # A proxy header. With it, replicas do not treat forwarded requests as local requests of their own machine.
 VIA = (b"via", b"1.1 penstock-ray")
 LOST = "The replica that computed this answer has ended."
@@ -52,9 +52,9 @@ class Ingress:
     """Forwards requests to replicas, and streams the answers back."""
 
     def __init__(self, models: Mapping[str, DeploymentHandle], names: Mapping[str, Sequence[str]]) -> None:
-        """`models` are the deployments by the model's name. `names` are all names of each model and its adapters.
+        """Create the ingress of `models`, which maps each model's name to its deployment.
 
-        The first name of a model is its own, the second is its path.
+        `names` maps each model's name to a list: this name, the model's path, and the names of its adapters.
         """
         # Each handle has its own router, so handles are made once.
         self._models = {name: handle.options(stream=True, method_name="answer") for name, handle in models.items()}
@@ -86,7 +86,7 @@ class Ingress:
             return failure(KIND, 503, BUSY, {"retry-after": "1"})
 
     async def _forward(self, scope: Scope, body: bytes) -> Response:
-        """Send the request to a replica of its model."""
+        """Send the request to a replica of its model and return the answer."""
         fields = RequestFields.of(body)
         name = self._model_of(fields.model, scope["path"])
         if name is None:
@@ -107,7 +107,7 @@ class Ingress:
         return failure(KIND, 503, LOST, {"retry-after": "1"})
 
     def _model_of(self, model: str | None, path: str) -> str | None:
-        """Return the name of the model that a request asks for, the first model by default, or None."""
+        """Return the name of the requested model (by default the first), or None if no model has that name."""
         first = next(iter(self._models))
         if len(self._models) == 1:
             return first  # its server knows its adapters
@@ -134,9 +134,9 @@ class Ingress:
         )
 
     async def _everywhere(self, scope: Scope, body: bytes) -> Response:
-        """Send the request to all replicas. Return an error of one of them, or else the answer of one.
+        """Send the request to all replicas. Return one replica's answer, an error answer if there is one.
 
-        The answer of `/metrics` has the metrics of all replicas that answer, with the label `replica`.
+        The answer of `/metrics` instead joins the metrics of all replicas that answer, with the label `replica`.
         """
         calls = [handle.broadcast("whole_answer", scope, body) for handle in self._whole.values()]
         try:
@@ -169,8 +169,8 @@ def _response(answer: Answer) -> Response:
 async def _body(parts: Any, headers: Mapping[bytes, bytes]) -> AsyncIterator[bytes]:
     """Yield the parts of the body.
 
-    If the replica ends, a stream of events ends with an error event. Any other body is cut off; the client can tell
-    this from its length.
+    If the replica ends, a stream of events ends with an error event. Any other body is cut off, which a client detects
+    by its length.
     """
     try:
         async for part in parts:

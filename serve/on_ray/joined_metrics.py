@@ -1,4 +1,4 @@
-"""Joins the metrics of several replicas to one text in Prometheus's format."""
+"""Join the metrics of several replicas into one text in Prometheus's format."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 
 def joined_metrics(texts: Mapping[str, str]) -> str:
-    """Return the metrics of all replicas. Each sample gets a label `replica` with the key of its text.
+    """Return the metrics of all replicas in one text. `texts` maps a replica's id to its metrics.
 
-    Each metric's samples are together, after its help and type, as the format demands.
+    Each sample gets the label `replica` with this id. The samples of a metric follow its help and type, as
+    Prometheus's format requires.
     """
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}

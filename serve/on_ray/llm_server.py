@@ -1,4 +1,4 @@
-"""A server class for Ray Serve LLM (`ray.serve.llm`), whose ingress then answers OpenAI's routes with Penstock.
+"""A server class for Ray Serve LLM (`ray.serve.llm`): Ray's ingress serves OpenAI's routes, Penstock computes.
 
     LLMConfig(
         server_cls="serve.on_ray.llm_server.PenstockServer",
@@ -6,8 +6,8 @@
         engine_kwargs={"max_running_requests": 64},
     )
 
-`ray.serve.llm` takes the types of its requests from vLLM or SGLang, so one of them must be installed beside Ray. Its
-engine is not used.
+`ray.serve.llm` imports its request types from vLLM or SGLang, so one of the two must be installed beside Ray. Penstock
+does not use its engine.
 """
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ray.llm._internal.serve.core.protocol import RawRequestInfo
     from ray.serve.llm import LLMConfig
 
-# Headers that describe the body as the client sent it, not as it is sent on.
+# Headers that describe the client's body. They do not fit the body that is forwarded.
 BODY_HEADERS = frozenset(("content-length", "content-type", "content-encoding", "transfer-encoding"))
 
 # Fields of `LLMConfig` that Penstock does not implement, and what to set instead.
@@ -57,7 +57,7 @@ class PenstockServer:
     """A replica of a model in Ray Serve LLM. It implements `LLMServerProtocol`."""
 
     async def __init__(self, llm_config: LLMConfig) -> None:
-        """Load the model. `engine_kwargs` are the server's options. Raises `ConfigurationError`."""
+        """Load the model. `llm_config.engine_kwargs` has Penstock's options. Raises `ConfigurationError`."""
         self._llm_config = llm_config
         self._server = LocalServer(words_of_config(llm_config))
         await self.start()
@@ -105,13 +105,13 @@ class PenstockServer:
     async def transcriptions(
         self, request: BaseModel, raw_request_info: RawRequestInfo | None = None
     ) -> AsyncIterator[Any]:
-        """Refuse `/v1/audio/transcriptions`, whose files Ray Serve LLM does not pass on as the client sent them."""
+        """Yield an error with status 501, because Ray Serve LLM does not forward the client's audio file."""
         yield _error(501, "Ray Serve LLM passes no audio to Penstock; use `penstock ray` for transcriptions.")
 
     async def _call(
         self, path: str, request: BaseModel, info: RawRequestInfo | None, response: type[BaseModel]
     ) -> AsyncIterator[Any]:
-        """Answer a request by the server's own route: yield texts of events, one `response`, or one error."""
+        """Answer a request with Penstock's route `path`: yield the events of a stream, one `response`, or one error."""
         headers = [(b"content-type", b"application/json"), VIA]
         for name, value in (info.headers if info is not None else {}).items():
             if name.lower() not in BODY_HEADERS:
@@ -148,27 +148,27 @@ class PenstockServer:
             raise RuntimeError("The cache was not emptied: requests are running or waiting.")
 
     async def sleep(self, tags: list[str] | None = None) -> None:
-        """Release the memory of weights and KV cache, or that of the named parts."""
+        """Release the memory of the parts in `tags`, by default of the weights and the KV cache."""
         await self._server.engine.release_memory_occupation(tags)
 
     async def wakeup(self, tags: list[str] | None = None) -> None:
-        """Take the released memory back."""
+        """Allocate the released memory again."""
         await self._server.engine.resume_memory_occupation(tags)
 
     async def is_sleeping(self) -> bool:
-        """Return whether memory is released."""
+        """Return whether any memory is released."""
         return bool(self._server.engine.core.weights.released)
 
     async def pause(self, mode: str = "abort") -> None:
-        """Pause generation: abort running requests, or keep them (`retract`, `in_place`)."""
+        """Pause generation. `mode` is "abort", "wait", "retract" or "in_place", as for `Engine.pause_generation`."""
         await self._server.engine.pause_generation(mode)
 
     async def resume(self) -> None:
-        """Continue generation."""
+        """Resume generation after `pause`."""
         await self._server.engine.continue_generation()
 
     async def is_paused(self) -> bool:
-        """Return whether generation is paused."""
+        """Return whether generation is paused or memory is released."""
         core = self._server.engine.core
         return core.pause.paused or bool(core.weights.released)
 
@@ -195,7 +195,7 @@ class PenstockServer:
 
 
 def words_of_config(llm_config: LLMConfig) -> list[str]:
-    """Return the engine's options as words of a command line. Raises `ConfigurationError` for unsupported fields."""
+    """Convert the configuration to the arguments of a command line. Raises `ConfigurationError` if it cannot."""
     for name, instead in REFUSED.items():
         if getattr(llm_config, name) is not None:
             raise ConfigurationError(f"LLMConfig.{name} has no effect on Penstock; {instead}.")
@@ -213,7 +213,7 @@ def words_of_config(llm_config: LLMConfig) -> list[str]:
 
 
 def _error_of(status: int, body: bytes) -> ErrorResponse:
-    """Return an error of the server as Ray Serve LLM expects it."""
+    """Convert Penstock's error answer to Ray Serve LLM's type."""
     try:
         fields = orjson.loads(body)["error"]
         return _error(status, str(fields["message"]), str(fields["type"]), fields.get("param"))

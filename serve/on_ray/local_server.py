@@ -1,4 +1,4 @@
-"""An engine in this process, and the server's own application for it, without a port."""
+"""An engine and its HTTP application in one process, called without a network port."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # Ray is an optional dependency.
@@ -20,22 +20,22 @@ from serve.server.app import build_app
 from serve.server.process import warm_up
 
 METRICS_S = 5.0
-PART_S = 0.02  # shortest time between two parts of a stream
+PART_S = 0.02  # minimum time between two parts of a stream
 # Values of `EngineCore.status` that are reported to Ray's metrics per replica.
 GAUGES = ("num_running", "num_waiting", "num_used_tokens", "gen_throughput")
 REPLICA_HEADER = b"x-replica"  # header of each answer, with the id of the replica that computed it
 
 
 class LocalServer:
-    """An engine and the server's application, in a replica of Ray Serve."""
+    """An engine and its HTTP application in a replica of Ray Serve."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Prepare the engine. `words` are its options as on the command line. Raises `ConfigurationError`."""
+        """Create the engine. `words` has its command-line options. Raises `ConfigurationError`."""
         self.engine = Engine.of(Args.parse(words))
         self.replica = serve.get_replica_context().replica_id.unique_id
 
     async def start(self) -> None:
-        """Load the model, and begin to report to Ray's metrics."""
+        """Load the model, and start to report Ray's metrics."""
         await self.engine.start()
         if not self.engine.core.plan.serve.skip_warmup:
             await warm_up(self.engine.core)
@@ -46,8 +46,8 @@ class LocalServer:
     async def answer(self, scope: Scope, body: bytes) -> AsyncGenerator[Any, None]:
         """Answer a request: yield (status, headers), and then the parts of the body.
 
-        The first part is sent at once. Later parts are joined so that they are `PART_S` apart, because each costs Ray
-        about a millisecond of processor time. If the caller stops reading, the request is aborted.
+        Parts of a stream are joined so that `PART_S` lies between two of them, because each part costs Ray about 1 ms
+        of CPU time. The first and the last part do not wait. If the caller stops reading, the request is aborted.
         """
         loop, next_s = asyncio.get_running_loop(), 0.0
         messages: asyncio.Queue[Message] = asyncio.Queue(maxsize=64)

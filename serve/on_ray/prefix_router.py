@@ -1,4 +1,4 @@
-"""Ray Serve's request router for the replicas: the session decides, then the longest known prefix, then the load."""
+"""A request router for Ray Serve, which chooses a replica by session, then by longest prefix, then by load."""
 
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # Ray is an optional dependency.

@@ -1,4 +1,4 @@
-"""A table of the replicas that computed recent prompts."""
+"""A table of which replica computed each recent prompt."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from serve.on_ray.prompt_key import PromptKey
 R = TypeVar("R")
 
 MAX_HASHES = 500_000  # number of hashes that the table remembers, in about 100 MB
-SLACK = 4  # requests that the replica with the prefix may have more than the least busy replica
+SLACK = 4  # a replica with the prefix is too busy if it has more requests than the least busy replica and this number
 
 
 class PrefixTable(Generic[R]):
-    """Remembers the last replica of each session and of each block of a prompt."""
+    """Remembers the last replica of each session and of each prompt block."""
 
     def __init__(self, max_hashes: int = MAX_HASHES, slack: int = SLACK) -> None:
         self._owners: OrderedDict[int, R] = OrderedDict()
@@ -24,10 +24,10 @@ class PrefixTable(Generic[R]):
         self._slack = slack
 
     def choose(self, key: PromptKey, loads: Mapping[R, int]) -> R | None:
-        """Return the replica of this session, or else the replica that computed the longest prefix of this prompt.
+        """Return the replica of this session, otherwise the replica that computed the longest prefix of this prompt.
 
-        Return one of the least busy replicas if none computed a prefix, or if that replica is too busy. Return None if
-        there are no replicas. `loads` maps the available replicas to their requests in progress.
+        If no replica computed a prefix, or that replica is too busy, return a random one of the least busy replicas.
+        Return None if there are no replicas. `loads` maps the available replicas to their requests in progress.
         """
         if not loads:
             return None
@@ -43,7 +43,7 @@ class PrefixTable(Generic[R]):
         return least
 
     def note(self, key: PromptKey, replica: R) -> None:
-        """Remember that this replica answers a request."""
+        """Remember that this replica computes the request with this key."""
         for block in (key.pin, *key.blocks) if key.pin else key.blocks:
             self._owners[block] = replica
             self._owners.move_to_end(block)

@@ -1,4 +1,4 @@
-"""The key of a request, by which the router chooses a replica. Requests with a common prefix have common hashes."""
+"""The key by which the router chooses a replica for a request. Prompts with a common prefix have common hashes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MAX_BLOCKS = 256
 PROMPTS = ("messages", "prompt", "text", "input_ids", "input", "inputs", "query")  # fields of the APIs' bodies
 SESSION_HEADERS = (b"x-session-id", b"session-id")
 STORED = ("/v1/files", "/v1/batches")  # routes of objects that one replica stores
-FORM_MODEL = re.compile(rb'name="model"\r\n\r\n([^\r\n]{1,512})\r\n')  # of a body of the type multipart/form-data
+FORM_MODEL = re.compile(rb'name="model"\r\n\r\n([^\r\n]{1,512})\r\n')  # the field `model` of a multipart/form-data body
 
 
 class PromptKey(NamedTuple):
-    """The key of a request."""
+    """The hashes of a request's session and of its prompt."""
 
-    pin: int = 0  # hash of the session; its requests always go to the same replica. 0: no session
-    # Hashes of the prompt's beginning: one per block, over this block and all earlier ones. The first may be a hash of
-    # the adapter, or of `prompt_cache_key`.
+    pin: int = 0  # hash of the session, whose requests all go to one replica; 0 without a session
+    # One hash per block of the prompt's beginning, over this block and all earlier blocks. Hashes of the adapter and of
+    # `prompt_cache_key` may come first.
     blocks: tuple[int, ...] = ()
 
 
@@ -30,11 +30,11 @@ class RequestFields(NamedTuple):
     """The fields of a request's body."""
 
     fields: Mapping[str, Any]
-    model: str | None  # the model that the body names, or else its adapter, or None
+    model: str | None  # the value of `model`, otherwise of `lora_path`, otherwise None
 
     @classmethod
     def of(cls, body: bytes) -> RequestFields:
-        """Read a body. A body without JSON, or with JSON that is nested too deeply, has no fields."""
+        """Read a JSON body. A form has only its model. A body that cannot be read has no fields."""
         try:
             fields = orjson.loads(body)
         except orjson.JSONDecodeError:
@@ -48,9 +48,9 @@ class RequestFields(NamedTuple):
 def prompt_key(
     request: RequestFields, headers: Mapping[bytes, bytes], path: str = "", base_names: Collection[str] = ()
 ) -> PromptKey:
-    """Return the key of a request. `base_names` are the model's names; any other name is that of an adapter.
+    """Return the key of a request.
 
-    A body without a prompt has a key without blocks of a prompt.
+    `base_names` are the names of the model itself. Any other model name is the name of an adapter.
     """
     try:
         return PromptKey(_pin(request.fields, headers, path), _blocks(request, base_names))

@@ -16,7 +16,7 @@ class EngineReplica:
     """One replica: an engine in its own process."""
 
     async def __init__(self, words: Sequence[str]) -> None:
-        """Load the model. `words` are the engine's options as on the command line."""
+        """Load the model. `words` has the engine's command-line options."""
         self._server = LocalServer(words)
         await self._server.start()
 
@@ -30,7 +30,7 @@ class EngineReplica:
                 yield part
 
     async def whole_answer(self, scope: Scope, body: bytes) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        """Answer a request that all replicas get; return the status, the headers and the whole body."""
+        """Answer a request that is sent to all replicas. Returns the status, the headers and the whole body."""
         return await self._server.whole_answer(scope, body)
 
     async def check_health(self) -> None:

@@ -50,7 +50,7 @@ class HttpServer:
         await self._task.stop()
 
     def close(self) -> None:
-        """End the server of a `SyncEngine`. The same as `stop`, for code without `await`."""
+        """End the server of a `SyncEngine`, as `stop` does. Blocks until the server has ended."""
         if not isinstance(self._engine, SyncEngine):
             raise EngineClosed("Use `await server.stop()` for the server of an Engine.")
         self._engine._call(self.stop)

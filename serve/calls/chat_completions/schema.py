@@ -110,7 +110,7 @@ class OpenAIBody:
 
     @property
     def experts_from(self) -> int | None:
-        """`Request.experts_from` of this call's requests."""
+        """Value of `Request.experts_from` for the requests of this call."""
         return self.routed_experts_start_len if self.return_routed_experts else None
 
 

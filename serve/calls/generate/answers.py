@@ -41,7 +41,7 @@ class GenerateAnswers:
         self._times: Sequence[RequestTimes | None] = ()
 
     def follow(self, streams: Sequence[OutputStream]) -> None:
-        """Add to each ended output the times to the first token, predicted and measured, of these requests' streams."""
+        """Report the predicted and the measured time to first token of these streams in the `meta_info` of outputs."""
         self._times = [stream.times for stream in streams]
 
     def whole(self, answers: Sequence[Sequence[Chunk]]) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ class GenerateAnswers:
         }
 
     def _first_token(self, number: int, chunk: Chunk) -> dict[str, float]:
-        """Return the times from a request's arrival to its first token, in seconds, if its output has ended."""
+        """Return the measured and the predicted time to first token, in seconds, if the output has ended."""
         times = self._times[number] if number < len(self._times) else None
         if times is None or chunk.finish is None or not times.first_token:
             return {}
