@@ -8,10 +8,11 @@ from contextlib import aclosing
 from typing import Any, Self
 
 from runtime.errors import InvalidRequest
+from serve.python.sampling import RequestOutputKind
 from serve.python.sync_engine import SyncEngine
 from serve.python.tokens import TokenizerView
 from serve.vllm.arguments import EngineArgs, EngineSettings
-from serve.vllm.generate import Caller
+from serve.vllm.generate import Caller, with_defaults
 from serve.vllm.outputs import RequestOutput
 from serve.vllm.prompts import prompt_of
 
@@ -33,7 +34,9 @@ class LLMEngine:
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self._arrived: queue.Queue[RequestOutput | Exception] = queue.Queue()
+        self._kept: list[RequestOutput | Exception] = []  # arrived before those in `_arrived`
         self._running: set[str] = set()
+        self._pieces: set[str] = set()  # running requests whose outputs have only new text
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -71,7 +74,8 @@ class LLMEngine:
         """
         if request_id in self._running:
             raise InvalidRequest(f"A request {request_id!r} is unfinished.", param="request_id")
-        outputs = self._caller.stream(request_id, prompt_of(prompt), params, lora=lora_request, priority=priority)
+        made = with_defaults(params)
+        outputs = self._caller.stream(request_id, prompt_of(prompt), made, lora=lora_request, priority=priority)
 
         async def read() -> None:
             try:
@@ -84,27 +88,29 @@ class LLMEngine:
                 self._arrived.put(error)
 
         self._running.add(request_id)
+        if made.output_kind is RequestOutputKind.DELTA:
+            self._pieces.add(request_id)
         self._caller.engine._begin(read)
 
     def step(self) -> list[RequestOutput]:
-        """Wait for new outputs and return at most one per request, with the form that `output_kind` selects.
+        """Wait for new outputs and return the last of each request, or all if `output_kind` is `DELTA`.
 
         Returns an empty list if no request is unfinished. Raises the error of a request that failed, and `EngineClosed`
         if the engine ends first.
         """
         if not self.has_unfinished_requests():
             return []
-        arrived = [self._first()]
+        arrived, self._kept = self._kept or [self._first()], []
         while not self._arrived.empty():
             arrived.append(self._arrived.get())
-        latest: dict[str, RequestOutput] = {}
+        latest: dict[str | int, RequestOutput] = {}
         for place, output in enumerate(arrived):
             if isinstance(output, Exception):
-                for later in [*latest.values(), *arrived[place + 1 :]]:
-                    self._arrived.put(later)
+                self._kept = [*latest.values(), *arrived[place + 1 :]]
                 raise output
-            latest[output.request_id] = output
+            latest[place if output.request_id in self._pieces else output.request_id] = output
         self._running -= {output.request_id for output in latest.values() if output.finished}
+        self._pieces &= self._running
         return [*latest.values()]
 
     def _first(self) -> RequestOutput | Exception:
@@ -116,7 +122,7 @@ class LLMEngine:
 
     def has_unfinished_requests(self) -> bool:
         """Return whether `step` will return further outputs."""
-        return bool(self._running) or not self._arrived.empty()
+        return bool(self._running or self._kept) or not self._arrived.empty()
 
     def get_num_unfinished_requests(self) -> int:
         """Return the number of requests that have not ended."""

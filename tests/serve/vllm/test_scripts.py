@@ -154,6 +154,24 @@ def test_steps_of_an_engine(llm: LLM) -> None:
     assert engine.step() == []
 
 
+def test_a_step_returns_every_new_text(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    llm.llm_engine.add_request("a", PROMPTS[0], params)
+    while llm.engine.status().num_requests:  # all outputs arrive before the first step
+        pass
+    llm.llm_engine.add_request("long", "word " * 900)
+    outputs: list[RequestOutput] = []
+    failed = 0
+    while llm.llm_engine.has_unfinished_requests():
+        try:
+            outputs += llm.llm_engine.step()
+        except InvalidRequest:
+            failed += 1
+    [whole] = llm.generate(PROMPTS[0], params, use_tqdm=False)
+    assert "".join(output.outputs[0].text for output in outputs) == whole.outputs[0].text
+    assert failed == 1
+
+
 def test_a_step_after_the_end_does_not_wait_forever() -> None:
     engine = LLMEngine.from_engine_args(EngineArgs(max_model_len=512))
     engine.engine.pause_generation("in_place")
