@@ -45,6 +45,7 @@ class LLM:
         self._profiler = settings.profiler
         self._engine = settings.start()
         self._caller = Caller(self._engine, settings.logits_processors)
+        self._stepped = LLMEngine(self._caller)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -69,7 +70,7 @@ class LLM:
     @property
     def llm_engine(self) -> LLMEngine:
         """The same engine with the interface of `LLMEngine`."""
-        return LLMEngine(self._caller)
+        return self._stepped
 
     def get_tokenizer(self) -> TokenizerView:
         """Return the tokenizer."""
