@@ -1,4 +1,4 @@
-"""Memory in large pages, which the system provides faster and translates faster than small ones."""
+"""Host memory in large pages. Page faults and address translation cost less than with small pages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LargePages:
         self._block = memoryview(b"")  # free memory of the newest block
 
     def take(self, size: int) -> Tensor:
-        """Return `size` zeroed bytes (uint8) in host memory, aligned to a cache line, at the beginning of a storage."""
+        """Return `size` zeroed bytes as a uint8 tensor, aligned to a cache line, at the start of its storage."""
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
         if size > len(self._block):

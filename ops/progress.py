@@ -1,4 +1,4 @@
-"""Progress bars for the slow parts of a start: compiling kernels, loading weights, capturing graphs."""
+"""Progress bars for the slow parts of a start: kernel compilation, weight loading and graph capture."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
-QUIET_S = 1.0  # a bar appears after this time, so that quick starts show none
+QUIET_S = 1.0  # seconds until a bar appears, so that quick starts show no bar
 
 
 class Bar(Protocol):
@@ -19,9 +19,10 @@ class Bar(Protocol):
 def progress_bar(
     total: int | None, name: str, *, unit: str, scaled: bool = False, quiet_s: float = QUIET_S
 ) -> AbstractContextManager[Bar | None]:
-    """Return a progress bar in a terminal or a notebook; otherwise, or without a `total`, a context that yields None.
+    """Return a progress bar if the program runs in a terminal or a notebook and `total` is known.
 
-    The bar disappears at its end. With `scaled`, numbers are shown as 1.2k, 3.4M.
+    Otherwise, return a context that yields None. The bar appears after `quiet_s` seconds and disappears at its end.
+    With `scaled`, numbers are shown as 1.2k or 3.4M.
     """
     if total is None or not ("ipykernel" in sys.modules or sys.stderr.isatty()):
         return nullcontext()

@@ -176,11 +176,11 @@ def _launcher(
 
 
 def must_compile(num_threads: int | None = None, compiler: str | None = None) -> bool:
-    """Return whether `select` would compile C++ kernels with these settings of "with_cpp", which takes seconds."""
+    """Return whether `select` with these settings of "with_cpp" would have to compile C++ kernels, which is slow."""
     from ops.cpp import prebuilt
     from ops.cpp.build import BuildError, is_whole, library_path
 
-    del num_threads  # changes nothing
+    del num_threads  # does not change the compiled library
     machine = Machine.probe()
     if compiler is None and prebuilt.find(machine.processor, machine.cpu_flags) is not None:
         return False

@@ -70,15 +70,15 @@ def _supported(machine: str, cpu_flags: Collection[str]) -> Iterator[Target]:
     return (target for target in TARGETS if target.machine == machine and target.needs <= flags)
 
 
-CROSS_COMPILERS = {"aarch64": "aarch64-linux-gnu-g++"}  # by processor; Debian's package is g++-aarch64-linux-gnu
+CROSS_COMPILERS = {"aarch64": "aarch64-linux-gnu-g++"}  # by architecture; in Debian's package g++-aarch64-linux-gnu
 
 
 def targets_of(choice: str, machine: Machine) -> tuple[list[Target], str | None]:
-    """Return the targets that a wheel contains, and the compiler for them (None: there is none).
+    """Return the targets of a wheel, and the path of the compiler for them, or None without a compiler.
 
-    `choice` is "this" (this processor), "all" (all targets of this kind of machine), "none", or a kind of machine, for
-    which a cross compiler is used if it differs from this machine. Raises ValueError for an unknown choice, and if the
-    cross compiler is missing.
+    `choice` is "this" (this processor), "all" (all targets of this architecture), "none", or an architecture such as
+    "aarch64". Targets of another architecture need a cross compiler. Raises ValueError for an unknown choice, and if
+    the cross compiler is missing.
     """
     kinds = {target.machine for target in TARGETS}
     if choice == "none":

@@ -1,8 +1,8 @@
 """A build hook of hatchling that compiles the C++ kernels into a wheel.
 
-The environment variable PENSTOCK_KERNELS selects the processors: `this` (the default), `all`, `none`, or the kind of
-another machine, for example `aarch64`, for which a cross compiler must be installed. Without a compiler the wheel has
-no compiled kernels. Penstock then compiles them at its first start, if it finds a compiler.
+The environment variable PENSTOCK_KERNELS selects the processors: `this` (the default), `all`, `none`, or an
+architecture such as `aarch64`, which needs a cross compiler on other machines. Without a compiler the wheel has no
+compiled kernels. Penstock then compiles them at its first start, if it finds a compiler.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class EngineCore:
                         self._grammars.start()
                     if self._compilation is not None:
                         actors.start_soon(self._compilation.run, self._scheduler.alive[0].paused, self._weights_lock)
-                        self._compilation = None  # frees the worker when it is done
+                        self._compilation = None  # so that its worker is freed when the compilation has ended
                     started()
         except BaseExceptionGroup as group:
             self._state = "failed"

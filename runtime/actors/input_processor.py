@@ -23,9 +23,9 @@ from runtime.tokenizer.tokenizer import Tokenizer
 SEED_MASK = 2**64 - 1
 NO_IDS: frozenset[int] = frozenset()  # shared, because `frozenset()` creates a new object at each call
 NO_PRIORITY = -(2**31) - 1  # urgency of a request without a priority: below all priorities
-# Maximum number of values in the hidden states of a call over HTTP, or of a request: 64 MiB, or about 170 MB of JSON.
+# Maximum number of values in the hidden states of an HTTP call or of a Python request: 64 MiB, or 170 MB of JSON.
 MAX_HIDDEN_NUMBERS = 2**24
-MAX_EXPERT_NUMBERS = 2**25  # maximum number of expert numbers of a request: 64 MiB, or 180 MB of base64
+MAX_EXPERT_NUMBERS = 2**25  # maximum number of expert ids in a request's answer: 64 MiB, or 180 MB of base64
 DEFAULT_TIER = "default"  # tier of requests that name no tier or an unknown one
 IDS_AT_ONCE = 16_384  # ids checked in one C call (0.2 ms), which holds the GIL
 CHOICE_STRIDE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: seeds of neighbouring choices are far apart
@@ -271,7 +271,10 @@ class InputProcessor:
         return ids[-keep:]
 
     def _check_hidden(self, num_tokens: int, num_requests: int) -> None:
-        """Raise `InvalidRequest` if a request's hidden states of `num_tokens` tokens exceed its share of the limit."""
+        """Raise `InvalidRequest` if the hidden states of `num_tokens` tokens exceed a request's share of the limit.
+
+        The `num_requests` requests of an HTTP call share one limit.
+        """
         most = MAX_HIDDEN_NUMBERS // self._hidden_size // num_requests
         if num_tokens > most:
             of_call = f" in a call with {num_requests} prompts" if num_requests > 1 else ""
@@ -282,7 +285,7 @@ class InputProcessor:
             )
 
     def _check_experts(self, first: int, num_prompt: int, num_tokens: int) -> None:
-        """Raise `InvalidRequest` if the experts of `num_tokens` tokens, from token `first` on, cannot be returned."""
+        """Raise `InvalidRequest` if `first` is not in the prompt, or if `num_tokens` tokens have too many experts."""
         if first > num_prompt:
             raise InvalidRequest(
                 f"routed_experts_start_len must be at most {num_prompt}, the number of prompt tokens, not {first}.",

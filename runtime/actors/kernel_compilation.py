@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels while torch computes the first steps, then lets them compute all further steps."""
+"""Compile the C++ kernels while PyTorch computes the first steps, then switch the engine to the C++ kernels."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ CHANGED = "The weights have changed since the start, so PyTorch computes the ste
 
 
 class Recomputing(Protocol):
-    """A pause of the steps."""
+    """A pause between two steps."""
 
-    recompute: bool  # whether, at its end, the prefix tree is emptied and all sequences are recomputed
+    recompute: bool  # whether the end of the pause empties the prefix tree and recomputes all sequences
 
 
 @dataclass(slots=True)
 class KernelCompilation:
-    """Replaces torch's kernels by C++ kernels in a running engine of one rank."""
+    """Replaces PyTorch's kernels with C++ kernels in a running engine of one rank."""
 
     runner: ModelRunner
-    # Compiles the kernels and loads the model for them. Takes seconds. Returns the executor and its description.
+    # Compiles the kernels, which takes seconds, and loads the model for them. Returns the executor and its description.
     make: Callable[[Lifeline], tuple[StepExecutor, str]]
 
     async def run(self, paused: Callable[[], AbstractAsyncContextManager[Recomputing]], lock: anyio.Lock) -> None:
-        """Compile the kernels, then use them. After an error, torch computes all further steps, and a warning says so.
+        """Compile the kernels and switch to them. After an error, log it and keep PyTorch's kernels.
 
-        `paused` pauses the steps of the replica (see `SchedulerActor.paused`), and `lock` excludes changes of the
-        weights. Running requests continue and are recomputed once. Cancellation kills the compilers.
+        `paused` pauses the steps of the replica (see `SchedulerActor.paused`), and `lock` prevents weight updates
+        during the switch. Running requests are recomputed and continue. Cancellation kills the compilers.
         """
         logger.info(BEGINS)
         try:
@@ -56,7 +56,7 @@ class KernelCompilation:
             logger.warning(FAILED, error)
         except EngineClosed:
             return
-        except Exception as error:  # too little memory, or a checkpoint that was deleted: the engine goes on
+        except Exception as error:  # for example too little memory or a deleted checkpoint; the engine continues
             logger.exception(FAILED, error)
         else:
             logger.info(ENDS if used else CHANGED)

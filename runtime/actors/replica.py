@@ -72,7 +72,7 @@ class Replica:
     kv_events: KvEventPublisher | None = None
     storage: Storage | None = None
     balancer: ExpertBalancer | None = None
-    compilation: KernelCompilation | None = None  # None: the kernels that compute the steps are final
+    compilation: KernelCompilation | None = None  # None: the replica keeps the kernels with which it starts
 
 
 async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) -> list[Replica]:

@@ -24,7 +24,7 @@ class RequestTimes:
         self.tokenizing = 0.0  # written by the tokenizer
         self.tokenized = 0.0
         self.queued = 0.0  # written by the scheduler actor: when admitted
-        # Written by the scheduler actor when admitted: predicted seconds from `arrived` to `first_token`; 0.0: unknown.
+        # Predicted seconds from `arrived` to `first_token`, or 0.0 if unknown. Written by the scheduler actor.
         self.predicted_first_token_s = 0.0
         self.scheduled = 0.0  # written by the scheduler actor: when its first step was launched
         self.first_token = 0.0  # written by the detokenizer: first token of any choice

@@ -241,9 +241,9 @@ class SchedulerActor:
         return max((num_before + num_tokens) * token_s + num_steps * decode_s, self.wait_s)
 
     def _predicted_s(self, live: LiveRequest) -> float | None:
-        """Predict the seconds from now to the request's first token.
+        """Return the predicted seconds from now to the request's first token.
 
-        Returns None if the request waits for another one, or if the speed of prompts has not been measured.
+        Returns None if the request waits for another request, or if the prefill speed has not been measured yet.
         """
         if live.request.follows or not live.sequences or self.progress.times.prompt_token_s is None:
             return None
@@ -252,7 +252,7 @@ class SchedulerActor:
         return self.first_token_s(num_tokens, first.urgency if self._priorities else -math.inf)
 
     def _refusal(self, live: LiveRequest, predicted_s: float) -> PenstockError | None:
-        """Return an error if the first token, predicted in `predicted_s` seconds, comes too late, or None."""
+        """Return an error if the first token is predicted to come too late, or None. `predicted_s` counts from now."""
         limit_s = self._max_first_token_s
         if limit_s is not None and predicted_s > limit_s:
             text = f"The first token is predicted in {predicted_s:.1f} s; this server accepts {limit_s:g} s."

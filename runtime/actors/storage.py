@@ -155,7 +155,7 @@ class Storage:
             self.wake()
 
     async def clear(self) -> None:
-        """Remove all pages of this model and layout from the store, and those still to be saved.
+        """Remove all pages of this model and layout from the store, and cancel pending saves.
 
         Raises `InvalidRequest` without a store.
         """
@@ -273,7 +273,7 @@ class Storage:
                 self._end_move()
 
     async def _save_some(self) -> bool:
-        """Save the next pages. Return False if there are none."""
+        """Save the next pages to the store. Return False if no pages are waiting."""
         save = self._tier.take_save()
         if save is None:
             return False
