@@ -54,7 +54,8 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
         return EventStream(streams, events, ERROR_FORMAT)
     [chunks] = await read_all_or_disconnect(streams, http.receive)
     answer = partial(_response, header, core.tokenizer, call.prepared, chunks)
-    if call.body.logprobs or call.prepared.parses:  # long lists and texts would block the event loop
+    if call.body.logprobs or call.body.return_routed_experts or call.prepared.parses:
+        # Long lists and texts would block the event loop.
         return await anyio.to_thread.run_sync(answer)
     return answer()
 

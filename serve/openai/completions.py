@@ -78,9 +78,8 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     if body.stream:
         return EventStream(streams, answers, ERROR_FORMAT)
     chunks = await read_all_or_disconnect(streams, http.receive)
-    if (
-        body.logprobs is not None or body.prompt_logprobs is not None
-    ):  # serializing long lists would block the event loop
+    listed = body.logprobs is not None or body.prompt_logprobs is not None
+    if listed or body.return_routed_experts:  # serializing long lists and texts would block the event loop
         return await anyio.to_thread.run_sync(_response, answers, chunks)
     return _response(answers, chunks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+from threading import Thread, current_thread
 from typing import Any
 
 import httpx
@@ -15,7 +16,9 @@ import http_server
 import tiny_checkpoints
 import tiny_models
 from runtime.errors import ConfigurationError, InvalidRequest
+from runtime.request import Chunk
 from serve import Engine
+from serve.calls.routed_experts import routed_experts
 from serve.server.app import build_app
 from weights_server import PLAIN, post
 
@@ -119,7 +122,15 @@ async def test_all_apis_return_them() -> None:
             await engine.open([5], return_routed_experts=True).generate(2)
 
 
-async def test_openai_clients_get_them_in_an_extension() -> None:
+async def test_openai_clients_get_them_in_an_extension(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[Thread] = []
+
+    def encode(chunk: Chunk) -> str | None:
+        threads.append(current_thread())
+        return routed_experts(chunk)
+
+    monkeypatch.setattr("serve.openai.completions.routed_experts", encode)
+    monkeypatch.setattr("serve.calls.chat_completions.chat.routed_experts", encode)
     async with (
         Engine(tiny_models.cached("qwen3_moe"), random_seed=1, **RETURNS) as engine,
         http_server.serving(build_app(engine.core)) as url,
@@ -134,6 +145,8 @@ async def test_openai_clients_get_them_in_an_extension() -> None:
         answer = await post(http, "/v1/chat/completions", chat)
         found = decoded(answer["choices"][0]["sgl_ext"]["routed_experts"])
         assert len(found) == answer["usage"]["total_tokens"] - 1
+        assert len(threads) == 2
+        assert current_thread() not in threads  # they may be megabytes of text
         for route, wrong in (("/v1/completions", {**body, "prompt": "a"}), ("/v1/chat/completions", chat)):
             refused = await post(http, route, {**wrong, "stream": True}, status=400)
             assert refused["error"]["param"] == "return_routed_experts"
