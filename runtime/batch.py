@@ -92,7 +92,7 @@ class Batch:
     # Rows that compute an embedding in place of a token. None: no such rows.
     embedding_rows: Ints | None = None
     hidden_rows: tuple[int, ...] = ()  # rows that return the hidden states of their tokens, ascending
-    expert_rows: tuple[int, ...] = ()  # rows that return the chosen experts of their tokens, ascending
+    expert_rows: tuple[int, ...] = ()  # rows that return the routed experts of their tokens, ascending
     # Row values that layers read, by name, [B] each. 0 is the default. A batch contains only names that the model's
     # layers declare (`runtime.layers.batch_reads`).
     row_values: Mapping[str, Ints] = field(default_factory=dict)

@@ -59,7 +59,7 @@ class CheckpointError(ConfigurationError):
 
 
 class MissingTensor(CheckpointError):
-    """A quantised checkpoint lacks the tensor `name`, which belongs to a tensor that it has."""
+    """A quantised checkpoint lacks the tensor `name`, for example the scale of a weight that it contains."""
 
     def __init__(self, name: str) -> None:
         self.name = name

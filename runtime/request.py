@@ -110,8 +110,8 @@ class Request:
     keep_last: int | None = None
     wants_embedding: bool = False
     returns_hidden: bool = False  # whether the last chunk of each choice contains the hidden states of its tokens
-    num_with_hidden: int = 1  # requests with hidden states in the same call, which share the limit of their size
-    # The last chunk of each choice contains the chosen experts of the tokens from this index on. None: not requested.
+    num_with_hidden: int = 1  # number of requests with hidden states in the same call; they share one size limit
+    # The last chunk of each choice has the routed experts of the tokens from this index on. None: not requested.
     experts_from: int | None = None
     grammar: Grammar | None = None  # grammar of the output, from which the engine creates the constraint
     # (`cache_salt`, `extra_key`). Requests share cached prefixes only within one namespace.
@@ -139,7 +139,7 @@ class Request:
 
     @property
     def returns_parts(self) -> bool:
-        """Whether the answer has hidden states or chosen experts of single tokens."""
+        """Whether the answer has the hidden states or the routed experts of tokens."""
         return self.returns_hidden or self.experts_from is not None
 
     @property
@@ -242,10 +242,10 @@ def joined(first: Logprobs | None, second: Logprobs | None) -> Logprobs | None:
 
 
 class TokenParts:
-    """An array for each computed token of a choice from index `start` on, in the parts that steps computed.
+    """The hidden states or the routed experts of a choice's computed tokens, from index `start` on.
 
-    The arrays are hidden states, float32 [E], or chosen experts, int16 [L, k]. The scheduler adds parts. Other threads
-    may read meanwhile.
+    Each token has an array: its hidden state, float32 [E], or its routed experts, int16 [L, k]. The scheduler adds the
+    arrays of each step. Other threads may read meanwhile.
     """
 
     __slots__ = ("_parts", "end", "start")
@@ -256,7 +256,7 @@ class TokenParts:
         self.end = start  # index after the last token that has an array
 
     def add(self, start: int, values: NDArray[Any]) -> None:
-        """Add the arrays [N, ...] of the tokens from index `start` on. They replace earlier arrays of these tokens."""
+        """Add the arrays [N, ...] of the tokens from index `start` on. Earlier arrays of these tokens are replaced."""
         if start < self.start:
             start, values = self.start, values[self.start - start :]
         if len(values):
@@ -265,9 +265,9 @@ class TokenParts:
             self.end = max(self.end, start + len(values))
 
     def first(self, count: int) -> NDArray[Any] | None:
-        """Return the arrays [N, ...] of the tokens below index `count`, or None if there are none.
+        """Return a copy of the arrays [N, ...] of the tokens before index `count`, or None if there are none.
 
-        Takes up to 30 ms, because it copies them.
+        The copy takes up to 30 ms.
         """
         count = min(count, self.end) - self.start
         if count <= 0:
@@ -280,7 +280,7 @@ class TokenParts:
         return whole
 
     def last(self, count: int) -> NDArray[Any] | None:
-        """Return the array of the last token below index `count`, or None."""
+        """Return the array of the last computed token before index `count`, or None."""
         index = min(count, self.end) - 1
         parts = ((start, values) for start, values in reversed(self._parts) if start <= index < start + len(values))
         start, values = next(parts, (0, None))

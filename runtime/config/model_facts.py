@@ -12,9 +12,9 @@ from runtime.config.pooling import Pooling
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
-# Likewise the number of experts that a token chooses.
+# Keys for the number of experts that the router chooses for each token.
 CHOSEN_COUNTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
-MANY_CHOSEN = 16  # assumed if the configuration relies on its family's default
+MANY_CHOSEN = 16  # upper bound that is assumed if the configuration has none of these keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class ModelFacts:
 
     @property
     def num_experts_per_token(self) -> int:
-        """Number of experts that a mixture chooses for a token, or an upper bound."""
+        """Number of experts that the router chooses for each token, or an upper bound."""
         return self._number_of_text(CHOSEN_COUNTS) or MANY_CHOSEN
 
     @property

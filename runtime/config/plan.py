@@ -154,7 +154,7 @@ class KernelPlan(Section):
     choices: Mapping[str, str] = field(default_factory=dict)
     # Replaces `choices` if the C++ kernels do not compile; None: a compile error is raised.
     fallback: Mapping[str, str] | None = None
-    # Whether requests are accepted while the C++ kernels compile. The steps are then computed by `fallback` at first.
+    # Whether requests are accepted while the C++ kernels compile. Until then, the kernels of `fallback` compute steps.
     in_background: bool = False
     # Settings of the backends, by file.
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -240,7 +240,7 @@ class GraphPlan(Section):
 
 
 def stage_nodes(nnodes: int, pp_size: int) -> int:
-    """Return the number of machines among which a stage's ranks are divided; 1 if they are not divided evenly."""
+    """Return the number of machines of one pipeline stage, or 1 if stages do not divide the machines evenly."""
     return 1 if nnodes % pp_size else nnodes // pp_size
 
 
@@ -287,7 +287,7 @@ class ParallelPlan(Section):
 
     @property
     def stage_nodes(self) -> int:
-        """Number of machines among which the ranks of a pipeline stage are divided."""
+        """Number of machines of one pipeline stage, or 1 if stages do not divide the machines evenly."""
         return stage_nodes(self.nnodes, self.pp_size)
 
     @property
@@ -316,7 +316,7 @@ class ExpertPlan(Section):
     record: str | None = None  # what is recorded: "stat", "stat_approx", "per_pass", "per_token"; None: nothing
     record_steps: int = 1000  # steps that a record holds; -1: all
     log_balance: bool = False
-    returned: bool = False  # requests may ask for the experts that their tokens have chosen
+    returned: bool = False  # whether requests may ask for the routed experts of their tokens
 
     @property
     def records(self) -> bool:

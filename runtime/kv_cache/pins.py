@@ -49,7 +49,7 @@ class Pins:
             self._drop(*next(key for key in self._pins if key[0] == most))
 
     def settle(self) -> None:
-        """Subtract the pages that pinned prefixes have lost by eviction. Drop pins whose last node was evicted."""
+        """Subtract the pages that eviction took from pinned prefixes. Drop pins whose last node was evicted."""
         lost = self._tree.take_shortened()
         if not lost:
             return
@@ -64,7 +64,7 @@ class Pins:
                 self._pages_of[owner] -= lost[pin.node]
 
     def check(self) -> None:
-        """Raise `ValueError` unless exactly the pages of pinned prefixes in the tree are counted."""
+        """Raise `ValueError` unless the page counts of all pins match the tree."""
         pages_of: Counter[str] = Counter()
         for (owner, _), pin in self._pins.items():
             pages_of[owner] += pin.num_pages

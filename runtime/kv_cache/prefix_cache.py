@@ -172,7 +172,7 @@ class PrefixCache:
         return self._tree.outline(limit)
 
     def outline_ids(self, limit: int, num_ids: int) -> list[list[int]]:
-        """Return the first keys of the nodes of `outline`; see `RadixTree.outline_ids`."""
+        """Return the first keys of each node of the prefix tree; see `RadixTree.outline_ids`."""
         return self._tree.outline_ids(limit, num_ids)
 
     def touch(self, ids: list[int], namespace: Hashable) -> int:

@@ -54,7 +54,7 @@ class RadixTree:
         self._clock = 0
         self._serial = count()
         self._leaves: list[tuple[int, int, Node]] = []  # heap of (order, tie, node); stale entries are skipped
-        self._shortened: Counter[Node] = Counter()  # pages that pinned nodes lost, since `take_shortened`
+        self._shortened: Counter[Node] = Counter()  # pages that each pinned node lost since the last `take_shortened`
 
     def match_length(self, ids: list[int], limit: int, namespace: Hashable = None) -> int:
         """Return how many of the first `limit` tokens are in the tree, without changing it."""
@@ -166,7 +166,7 @@ class RadixTree:
         self._offer(node)
 
     def take_shortened(self) -> Counter[Node]:
-        """Return and clear the number of pages that each pinned node has lost. A removed node has no parent."""
+        """Return and clear the number of pages that each pinned node has lost. Removed nodes have no parent."""
         shortened, self._shortened = self._shortened, Counter()
         return shortened
 

@@ -123,7 +123,7 @@ class StorageTier:
         return new
 
     def settle(self, new: dict[bytes, Entry], *, succeeded: bool = True) -> None:
-        """Note that copies outside a batch (see `take_new`) have ended. Failed copies are not saved."""
+        """Note that copies outside a batch (see `take_new`) have ended. Only successful copies are saved later."""
         self._pushed = [each for each in self._pushed if each is not new]
         if succeeded:
             self._ready.update(new)
@@ -166,7 +166,7 @@ class StorageTier:
         return set(self.reserved)
 
     def drop_unsaved(self) -> None:
-        """Forget the pages that are still to be saved."""
+        """Forget all pages that wait to be saved."""
         for pages in (self._new, self._copied, self._ready, *self._pushed):
             pages.clear()
 

@@ -85,7 +85,7 @@ def locate(
     """Return the local directory or GGUF file of a model. Downloads models from the Hub or a store (s3://...).
 
     For a directory, return the GGUF file in it if `load_format` is "gguf" or the directory has no other weights.
-    If `weights` is false or `load_format` reads no files of weights, download only the configuration and the tokenizer.
+    If `weights` is false or `load_format` reads no weight files, download only the configuration and the tokenizer.
     Raises CheckpointError if the directory or model does not exist, or if the Hub cannot be reached.
     """
     wanted = weights and load_format not in WITHOUT_FILES

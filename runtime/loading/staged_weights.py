@@ -38,7 +38,7 @@ class Staged(NamedTuple):
     """The result of `StagedWeights.stage`."""
 
     unknown: list[str]  # tensors that no layer of this rank uses; another pipeline stage may use them
-    # Tensors that incomplete layers lack. "NAME.*" stands for some tensors of the quantised weight NAME.
+    # Tensors that incomplete layers lack. "NAME.*" means that some tensors of the quantised layer NAME are missing.
     waiting: list[str]
 
 
@@ -97,7 +97,7 @@ class StagedWeights:
         except CheckpointError as error:
             if not quantized or final:
                 raise
-            # A missing tensor of a weight may still follow.
+            # The missing tensor may still arrive.
             return Staged([], [error.name] if isinstance(error, MissingTensor) else _modules(self._pending))
         unknown = [name for name in source.shapes if name not in self._names]
         if quantized and unknown and not final:
@@ -220,10 +220,11 @@ class StagedWeights:
         dtype: torch.dtype,
         device: torch.device,
     ) -> Weighted | None:
-        """Prepare a layer directly from its only tensor, without a copy of it in between.
+        """Prepare a layer directly from its only tensor, without an intermediate copy.
 
-        Returns None if the layer has several tensors, if this rank has only a part of the tensor, if its dtype or
-        device differs, or if `prepare` keeps the tensor, which belongs to the trainer.
+        Returns None if this is not possible: if the layer has several tensors, if this rank needs only a part of the
+        tensor, if the tensor has another dtype or device, or if the prepared layer would share memory with the tensor,
+        which belongs to the trainer.
         """
         if not isinstance(layer, Linear | VocabularyWeight) or type(layer.method) is not Unquantized:
             return None
@@ -281,7 +282,7 @@ def _units(model: Decoder) -> dict[Weighted, dict[str, list[Shard]]]:
 
 
 def _modules(names: Iterable[str]) -> list[str]:
-    """Return "NAME.*" for each weight NAME whose tensors have these names."""
+    """Return "NAME.*" for each layer NAME that has one of these tensors."""
     return sorted({f"{name.rpartition('.')[0]}.*" for name in names})
 
 

@@ -1,4 +1,4 @@
-"""A small LM head for draft tokens, which has only the rows of frequent tokens (FR-Spec, arXiv 2502.14856)."""
+"""An LM head for draft heads with only the rows of frequent tokens (FR-Spec, arXiv 2502.14856)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FLAG = "--speculative-token-map"
 
 
 def read_token_map(path: str, vocab_size: int) -> Tensor:
-    """Return the token ids in a file, ascending, int64 [n]. The file is a list in JSON, or a list or tensor (.pt).
+    """Return the token ids in a file, ascending, int64 [n]. The file has a JSON list, or a list or tensor (.pt).
 
-    Raises `ConfigurationError` if it cannot be read, or has no ids of the vocabulary.
+    Raises `ConfigurationError` if the file cannot be read, is empty, or has ids outside the vocabulary.
     """
     try:
         if Path(path).stat().st_size > MAX_FILE_BYTES:
@@ -46,9 +46,9 @@ def read_token_map(path: str, vocab_size: int) -> Tensor:
 
 
 def head_of_tokens(target: Decoder, facts: ModelFacts, plan: ModelPlan, kernels: Kernels, ids: Tensor) -> LMHead:
-    """Return an LM head with the rows `ids` of the LM head of `target`, read from its checkpoint in full precision.
+    """Return an LM head with the rows `ids` of the LM head of `target`, read from its checkpoint without quantisation.
 
-    Raises `ConfigurationError` if the rows alone do not give the logits of these tokens.
+    Raises `ConfigurationError` if `target` has no such LM head, or an LM head with more than a weight.
     """
     head, embedding = target.head, target.embedding
     if head is None or embedding is None or plan.load_format == "dummy" or head.has_bias or head.unit:

@@ -200,7 +200,7 @@ class LoadedWeights:
 
     @property
     def are_initial(self) -> bool:
-        """Whether the weights are those of the first checkpoint, and no update or release of weights is in progress."""
+        """Whether the weights come unchanged from the first checkpoint, and no update or release is in progress."""
         in_files = self._from_files and self._source is self._initial and self._source.is_unchanged
         return in_files and not self.is_changing and not self.unset
 

@@ -1,9 +1,9 @@
-"""Media that a Python caller has processed or encoded, in SGLang's formats.
+"""Images, videos and audio that a Python caller has processed or encoded, in SGLang's formats.
 
 `{"format": "processor_output", ...}` has the tensors that the model's processor returned for the whole prompt.
-`{"format": "precomputed_embedding", "feature": vectors, ...}` has the vectors of an item's tokens, as the model's
-encoder returns them, and the size of the item if positions depend on it (`image_grid_thw`). In both formats the prompt
-consists of token ids in which every item already has its tokens. This module does not import torch.
+`{"format": "precomputed_embedding", "feature": vectors, ...}` has the output of the model's encoder for one item: a
+vector per token. It also has the item's size (`image_grid_thw`) if positions depend on it. In both formats the prompt
+consists of token ids, with the placeholder tokens of every item. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ FORMATS = (PROCESSED, ENCODED)
 
 
 class MediaTokens(NamedTuple):
-    """How the model represents an item of a kind, learnt from a trial item."""
+    """The token ids and the vector size that the model uses for items of a kind, found by encoding a trial item."""
 
     ids: NDArray[np.int64]  # ids of the tokens whose embeddings are vectors
-    width: int  # numbers of a vector
+    width: int  # size W of each vector
 
 
 class EncodedPrompt(NamedTuple):
@@ -47,7 +47,7 @@ def format_of(source: MediaSource) -> str | None:
 def is_precomputed(sources: Sequence[MediaSource], *, has_ids: bool) -> bool:
     """Return whether the media are precomputed.
 
-    Raises `InvalidRequest` if they have several formats, or if the prompt is a text.
+    Raises `InvalidRequest` if precomputed media have different formats or come with a text prompt.
     """
     formats = [format_of(source) for source in sources]
     if not any(formats):
@@ -67,9 +67,10 @@ def is_precomputed(sources: Sequence[MediaSource], *, has_ids: bool) -> bool:
 def encoded_prompt(
     ids: NDArray[np.int64], sources: Sequence[MediaSource], tokens: Mapping[Kind, MediaTokens], names: Sequence[str]
 ) -> EncodedPrompt:
-    """Return the media of a prompt from the vectors of its items. `names` are the sizes that positions depend on.
+    """Return the media of a prompt from the vectors of its items.
 
-    Raises `InvalidRequest` if the vectors do not match the model or the prompt.
+    `names` are the fields with sizes that positions depend on. Raises `InvalidRequest` if the vectors do not match the
+    model or the prompt.
     """
     is_media, types = np.zeros(len(ids), np.bool_), np.zeros(len(ids), np.int64)
     by_kind: dict[Kind, list[MediaSource]] = {}
@@ -109,7 +110,7 @@ def _feature(source: MediaSource, width: int) -> NDArray[np.float32]:
 
 
 def _grids(sources: Sequence[MediaSource], names: Sequence[str]) -> dict[str, Any]:
-    """Return the sizes of all items, joined."""
+    """Return the sizes of all items, concatenated by name. Raises `InvalidRequest` if a required size is missing."""
     grids: dict[str, Any] = {}
     for name in names:
         given = [source.content[name] for source in sources if source.content.get(name) is not None]
@@ -138,7 +139,7 @@ def place_encoded(
 ) -> tuple[tuple[int, ...], PromptMedia]:
     """Return the prompt's ids and its media, like `place`.
 
-    The prefix tree compares a hash of each run of vectors and of its positions.
+    In the prefix tree, the keys of adjacent media tokens are derived from a hash of their vectors and positions.
     """
     at = np.flatnonzero(media.is_media)
     offsets, delta = None, 0

@@ -243,8 +243,8 @@ class MediaPreparer:
     ) -> tuple[tuple[int, ...], PromptMedia]:
         """Return the ids and media of a prompt whose media the caller has processed or encoded.
 
-        Raises `InvalidRequest` if they do not match the model or the prompt, and `EngineFailure` if the request is no
-        longer wanted.
+        Raises `InvalidRequest` if the media do not match the model or the prompt, and `EngineFailure` if `wanted`
+        returns false.
         """
         array = np.asarray(ids, np.int64)
         if len(array) > self._context_length:
@@ -265,7 +265,7 @@ class MediaPreparer:
         return placed
 
     def _encode_processed(self, ids: Any, source: MediaSource) -> EncodedPrompt:
-        """Encode the result of the model's processor for a whole prompt."""
+        """Encode the output of the model's processor for a whole prompt."""
         import torch
 
         values = source.content
@@ -293,7 +293,7 @@ class MediaPreparer:
         return EncodedPrompt(encoded.is_media, encoded.vectors, marked.astype(np.int64), grids)
 
     async def _tokens_of(self, kind: Kind) -> MediaTokens:
-        """Return the ids and the width of the vectors of a kind, from a trial item that is encoded once."""
+        """Return the token ids and the vector size of a kind. The first call encodes a trial item."""
         if kind not in self._media_tokens:
             from runtime.media.processing import trial
 

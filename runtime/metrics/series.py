@@ -65,7 +65,7 @@ class RequestSeries:
         self.output_lengths = Histogram(plan.output_bounds) if plan.output_bounds else None
 
     def predicted(self, predicted_s: float, first_token_s: float) -> None:
-        """Record the predicted and the measured time to the first token of a request."""
+        """Record a request's predicted and measured time to first token."""
         self.predicted_first_token_s.observe(predicted_s)
         self.prediction_error_s.observe(abs(predicted_s - first_token_s))
 

@@ -77,12 +77,12 @@ class DraftHead(Decoder):
             self.head = target.head
 
     def propose_only(self, ids: Tensor, head: LMHead) -> None:
-        """Propose only the tokens `ids`, int64 [n], ascending. `head` is an LM head with their rows."""
+        """Limit the proposals to the tokens `ids`, int64 [n], ascending. `head` is an LM head with only these rows."""
         self._tokens, self.head = ids, head
 
     @property
     def token_ids(self) -> Tensor | None:
-        """The ids of the LM head's tokens, int64 [n], ascending. None: the whole vocabulary."""
+        """The token id of each row of the LM head, int64 [n], ascending, or None for the whole vocabulary."""
         if self.token_map is not None and self.token_map.size < self.vocab_size:
             return self.token_map.ids
         return self._tokens
@@ -110,9 +110,9 @@ class DraftHead(Decoder):
 
 
 class Joined(nn.Module):
-    """A first layer that joins the token's vector and the state, projects both to [T, E], and runs a usual layer.
+    """A first layer that concatenates the token's embedding and the state, projects them, and runs a usual layer.
 
-    The projection reads the token's vector first or, with `state_first`, the state first.
+    With `state_first`, the state comes before the embedding.
     """
 
     def __init__(

@@ -58,5 +58,5 @@ NEXTN: Mapping[str, str] = {
     "MiMoForCausalLM": "MiMoForCausalLMMTP",
     "Qwen3NextForCausalLM": "Qwen3NextForCausalLMMTP",
 }
-# Prefix of the tensors of a multi-token prediction layer that is not stored after the model's own layers.
+# Prefix of the tensors of multi-token prediction layers that checkpoints do not store as `model.layers.N`.
 OWN_PREFIXES: Mapping[str, str] = {"MiMoForCausalLMMTP": "model.mtp_layers.0.", "Qwen3NextForCausalLMMTP": "mtp."}

@@ -37,7 +37,7 @@ def qwen1(config: Config, build: Build) -> Decoder:
 
 
 def mimo_nextn(config: Config, build: Build) -> Decoder:
-    """Return MiMo's first multi-token prediction layer, a layer of Qwen 2 (arXiv 2505.07608, section 2.2)."""
+    """Return the draft head of MiMo's first multi-token prediction layer (arXiv 2505.07608, section 2.2)."""
     at = Layer(config, build, 0, "mtp")
     layer = at.block(at.attention(bias=True, out_bias=False), at.mlp())
     token_norm, state_norm = at.norm("token_layernorm"), at.norm("hidden_layernorm")

@@ -112,7 +112,7 @@ class BatchBuilder:
         """Retract running sequences if the most urgent waiting sequence does not fit.
 
         A sequence may be retracted only if its urgency is lower by more than `preemption_threshold`. The least urgent
-        ones are retracted first, and among equals the newest.
+        sequences are retracted first, and among equally urgent sequences the newest.
         """
         first = next(iter(self._waiting.ordered()), None)
         if first is None or first.num_pending:
@@ -122,10 +122,11 @@ class BatchBuilder:
         self._make_room(first, sorted(victims, key=lambda sequence: sequence.urgency))
 
     def _share(self) -> None:
-        """Retract sequences of owners (clients) with many running sequences if an owner with fewer waits.
+        """Retract sequences of the owners (clients) that run the most, if an owner with fewer running sequences waits.
 
-        An owner keeps at least as many running sequences as the waiting owner will have then, so that no two owners
-        retract each other's sequences in turns. The newest sequences are retracted first.
+        Sequences are retracted only if no further row fits. An owner keeps at least as many running sequences as the
+        waiting owner then has, so that two owners never retract each other's sequences in turn. The newest sequences
+        are retracted first.
         """
         running = self._running
         if not running.full and running.tables.num_free:
@@ -147,9 +148,9 @@ class BatchBuilder:
         self._make_room(first, victims)
 
     def _make_room(self, first: Sequence, victims: list[Sequence]) -> None:
-        """Retract the first `victims` until the waiting sequence `first` fits.
+        """Retract `victims` in order until the waiting sequence `first` fits.
 
-        If all of them together would not free enough pages or no row, none is retracted.
+        If the pages and rows of all victims would not be enough, none is retracted.
         """
         if not victims:
             return
@@ -257,9 +258,9 @@ class BatchBuilder:
     def _retract_one(self) -> bool:
         """Retract one running sequence to the head of its owner's queue. Return False if fewer than two sequences run.
 
-        The sequence with the lowest urgency is retracted. On a tie, it is one of the owner with the most running
-        sequences, then the one with the fewest output tokens, the longest prompt, and the latest admission. A sequence
-        that runs alone always has enough pages.
+        The sequence with the lowest urgency is retracted. Ties are broken by the owner with the most running sequences,
+        then by the fewest output tokens, the longest prompt and the latest admission. A sequence that runs alone always
+        has enough pages.
         """
         if len(self._running) < 2:
             return False
@@ -680,7 +681,7 @@ class _StepRows:
         )
 
     def _rows_with(self, name: Literal["hidden", "experts"]) -> tuple[int, ...]:
-        """Return the rows whose requests want hidden states, or chosen experts."""
+        """Return the rows whose requests want hidden states or routed experts, as `name` says."""
         return tuple(row for row, sequence in enumerate(self._sequences) if getattr(sequence, name) is not None)
 
     def _all_drafts(self) -> Drafts:

@@ -23,10 +23,10 @@ Policy = Callable[[list[Sequence], PrefixCache], list[Sequence]]
 class WaitingQueue:
     """The waiting sequences, in the order in which they are admitted.
 
-    Retracted sequences come first. All other sequences follow in the policy's order. If the sequences have several
-    owners (clients), the owner with the fewest running sequences comes first, and owners with equally many take turns;
-    each owner's sequences keep their order. With `priorities`, all sequences are sorted by urgency first, then by this
-    order. `num_running` counts the running sequences of each owner.
+    Retracted sequences come first. All other sequences follow in the policy's order. If there are several owners
+    (clients), the next sequence is always one of the owner with the fewest running sequences, and owners with equally
+    many take turns. Each owner's sequences keep their order. With `priorities`, all sequences are sorted by urgency
+    first, then by this order. `num_running` maps each owner to the number of its running sequences.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class WaitingQueue:
 
     @property
     def least_served(self) -> int:
-        """Smallest number of running sequences of an owner that waits. The queue must not be empty."""
+        """Smallest number of running sequences among the owners in the queue, which must not be empty."""
         return min(self._num_running.get(owner, 0) for owner in self._owners)
 
     @property
@@ -120,7 +120,7 @@ class WaitingQueue:
     def _in_turns(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
         """Yield the next sequence of the owner with the fewest running sequences, until none is left.
 
-        Sequences that were yielded count as running. On a tie, the owner whose last turn is longest ago comes first.
+        Yielded sequences count as running. On a tie, the owner whose last turn is longest ago comes first.
         """
         by_owner: dict[str, list[Sequence]] = {}
         for sequence in waiting:

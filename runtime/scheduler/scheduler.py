@@ -356,7 +356,7 @@ class Scheduler:
         return self._cache.outline(limit)
 
     def prefix_tree_ids(self, limit: int, num_ids: int) -> list[list[int]]:
-        """Return the first keys of the nodes of `prefix_tree`: token ids, or larger numbers for tokens of media."""
+        """Return the first keys of each node of the prefix tree: token ids, or larger numbers for media tokens."""
         return self._cache.outline_ids(limit, num_ids)
 
     def touch(self, ids: list[int], namespace: Hashable) -> int:

@@ -114,10 +114,10 @@ class ExpertRecorder:
             )
 
     def chosen(self, tokens: Tensor, count: int, captured: Mapping[int, Tensor] | None = None) -> Tensor:
-        """Return a copy of the experts that some tokens of an enqueued step have chosen, int16 [n, L, k].
+        """Return a copy of the routed experts of some tokens of an enqueued step, int16 [n, L, k].
 
-        `tokens` [n] are their indices among the `count` tokens of the step. L is the number of all layers; layers
-        without experts have zeros. Raises RuntimeError if the step did not record its choices.
+        `tokens` [n] has the indices of these tokens among the `count` tokens of the step. L is the number of all
+        layers; layers without experts have zeros. Raises RuntimeError if the step did not record its choices.
         """
         present = self._present(count, captured)
         if present is None:
@@ -131,7 +131,7 @@ class ExpertRecorder:
         return self._padded(ids.to(torch.int16)).transpose(0, 1).contiguous()
 
     def _present(self, count: int, captured: Mapping[int, Tensor] | None) -> dict[int, Tensor] | None:
-        """Return the choices of the last step by layer, int32 [count, k] each, or None if a layer has none."""
+        """Return the routed experts of the last step by layer, int32 [count, k], or None if a layer recorded none."""
         present = {}
         for layer, mixture in self._mixtures.items():
             found = mixture.recorded(count) if captured is None else captured.get(layer)

@@ -125,8 +125,8 @@ class ModelRunner:
     def replace_executor(self, executor: StepExecutor, kernels_description: str) -> asyncio.Future[bool]:
         """Let another executor with the same weights and KV pool run all further steps.
 
-        No step may be in flight. The cache's content was computed by the old executor, so the caller should empty it.
-        The result is False, and the old executor stays, if its weights are no longer those of the checkpoint.
+        No step may be in flight. The caller should empty the KV cache, which the old executor has filled. The result is
+        False, and the old executor stays, if the weights have changed since they were loaded.
         """
 
         def replace() -> Read[bool]:
@@ -224,7 +224,7 @@ class _Begun(NamedTuple):
     vectors: Tensor | None = None  # vectors that the CPU graph pooled
     in_graph: bool = False  # whether the CPU graph computed the step
     proposed: Batch | None = None  # with pipeline parallelism: the draft model's batch
-    experts: Tensor | None = None  # chosen experts of the tokens of `Batch.expert_rows`, int16 [n, L, k]
+    experts: Tensor | None = None  # routed experts of all tokens of `Batch.expert_rows`, int16 [n, L, k]
 
 
 class StepExecutor:
@@ -331,7 +331,7 @@ class StepExecutor:
             return lambda: output
 
     def _observe(self, begun: _Begun, proposed: Batch) -> None:
-        """Give a draft head the states of a step, and tell the draft model which branches were taken."""
+        """Give a draft head the hidden states of a step, and tell the draft model which branches were taken."""
         batch, states = begun.batch, None
         if isinstance(self._draft_model, HeadDrafter):
             states = self._states(begun, self._cpu_graph)

@@ -37,7 +37,7 @@ class RankState:
 
     @property
     def has_initial_weights(self) -> bool:
-        """Whether the weights are those of the checkpoint that was loaded at the start, and no update has begun."""
+        """Whether the weights come unchanged from the first checkpoint, and no update or release is in progress."""
         return self.weights is not None and self.weights.are_initial
 
     @property

@@ -115,7 +115,7 @@ def _output(batch: Batch, sampled: Sampled | None, prompts: ScoredPrompts | None
 
 
 def _of_rows(batch: Batch, rows: Sequence[int], copies: Iterator[Tensor]) -> list[tuple[int, Any]]:
-    """Split the next copied array, which has an entry for each token of these rows, by row."""
+    """Split the next copied array by row. It has an entry for each token of `rows`."""
     if not rows:
         return []
     parts = np.split(next(copies).numpy(), batch.counts[list(rows)].cumsum()[:-1])

@@ -86,7 +86,7 @@ class TransferGroup:
         return tensors
 
     def _empty(self, size: int, memory: LargePages) -> Tensor:
-        """Return `size` bytes (uint8), on a CPU in large pages."""
+        """Return an uninitialised uint8 tensor of `size` bytes on the group's device. On a CPU it is in large pages."""
         if self.device.type == "cpu":
             return memory.take(size)
         return torch.empty(size, dtype=torch.uint8, device=self.device)

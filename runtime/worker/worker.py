@@ -374,8 +374,8 @@ class ModelWorker:
     def lead_in_cpp(self, plan: Plan, pool: KVPool, lifeline: Lifeline) -> tuple[StepExecutor, str]:
         """Compile the C++ kernels and load the served model again. Return its executor, and the kernels' description.
 
-        For workers with `compiles_later`. The executor has the pool of the executor that `lead` returned. Steps may run
-        meanwhile. Raises `BuildError`, and `BuildStopped` after `lifeline` is cut.
+        Only for workers with `compiles_later`. `pool` is the KV pool of the executor that `lead` returned, whose steps
+        may run meanwhile. Raises `BuildError`, or `BuildStopped` after `lifeline` is cut.
         """
         cpp = {**plan.kernels.settings["with_cpp"], "lifeline": lifeline}
         self.kernels = select(plan.kernels.choices, {**plan.kernels.settings, "with_cpp": cpp})
@@ -463,7 +463,7 @@ class ModelWorker:
     def _load_vocabulary(self, setup: WorkerSetup) -> Decoder | None:
         """Return the whole embedding and LM head of the served model, for a draft head on rank 0.
 
-        Returns None if there is no draft head, or if rank 0's model has the whole embedding.
+        Returns None if there is no draft head, or if the served model on rank 0 already has the whole embedding.
         """
         draft = self._models.get(DRAFT)
         if draft is None or not isinstance(draft.decoder, DraftHead) or setup.rank_info.stage_size == 1:
@@ -616,7 +616,10 @@ class ModelWorker:
         return DraftModel(decoder, pool, device, sampler, num_sequences, graph, plan.scheduler.draft_topk)
 
     def _share_vocabulary(self, head: DraftHead, vocabulary: Decoder, plan: Plan) -> None:
-        """Let a draft head use the embedding and LM head of `vocabulary`, or only the rows of frequent tokens."""
+        """Let a draft head use the embedding and LM head of `vocabulary`.
+
+        With a token map, the LM head has only the rows of its tokens.
+        """
         head.share(vocabulary)
         if plan.draft.token_map is not None:
             target = self._setup.models[TARGET]

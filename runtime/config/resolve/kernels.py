@@ -29,12 +29,12 @@ ONEDNN_NEEDS: Mapping[str, Sequence[frozenset[str]]] = {
     "bfloat16": (frozenset({"avx512bw", "avx512dq", "avx512vl"}), frozenset({"avx_ne_convert"})),
 }
 CPP_DTYPES = ("float32", "bfloat16")
-# Processor flags without which the C++ kernels are slower than torch, by kind of machine.
+# Processor flags without which the C++ kernels are slower than torch, by architecture.
 CPP_NEEDS: Mapping[str, frozenset[str]] = {
     "x86_64": frozenset({"avx2", "fma"}),
     "aarch64": frozenset({"asimd"}),
 }
-MAX_RELOADED_BYTES = 1 << 30  # weights on disk up to which kernels may be compiled in the background
+MAX_RELOADED_BYTES = 1 << 30  # maximum size of the weight files for a compilation in the background
 # SGLang's defaults of options that set a value for one backend. These values are accepted with every backend.
 ORIGINAL_DEFAULTS: Mapping[str, int] = {"triton_attention_num_kv_splits": 8}
 # Operations that torch.compile fuses better than hand-written kernels do.
@@ -94,7 +94,7 @@ def kernel_plan(
 
 
 def compiled_in_background(builder: PlanBuilder, machine: Machine, facts: ModelFacts, plan: Plan) -> KernelPlan:
-    """Return the plan's kernel section, with the decision whether requests are accepted while C++ kernels compile."""
+    """Return the plan's kernel section, and decide in it whether requests are accepted while C++ kernels compile."""
     reason = _must_wait(builder, machine, facts, plan)
     kernels = plan.kernels
     reasons = {**kernels.reasons, "in_background": reason or "torch answers first requests at once"}
@@ -102,7 +102,7 @@ def compiled_in_background(builder: PlanBuilder, machine: Machine, facts: ModelF
 
 
 def _must_wait(builder: PlanBuilder, machine: Machine, facts: ModelFacts, plan: Plan) -> str:
-    """Return why the kernels in C++ must be compiled before the first request, or "" if they need not be."""
+    """Return the reason to compile the C++ kernels before the first request, or "" if the background is possible."""
     args, parallel, cache = builder.args, plan.parallel, plan.cache
     if plan.kernels.fallback is None:
         return "C++ kernels do not compute this model"
@@ -112,7 +112,7 @@ def _must_wait(builder: PlanBuilder, machine: Machine, facts: ModelFacts, plan: 
         return "as asked"
     if not 0 < facts.weight_bytes <= MAX_RELOADED_BYTES:
         return f"the weights are loaded once more, which is done up to {MAX_RELOADED_BYTES >> 20} MiB"
-    once = {  # features whose state is in the first executor
+    once = {  # features with state in the first executor, which a second executor would lack
         "several ranks or replicas": parallel.ranks * parallel.copies > 1,
         "adapters": plan.lora.enabled,
         "a draft model": plan.draft.algorithm is not None,
@@ -265,7 +265,7 @@ def _settings(builder: PlanBuilder, decode: str) -> Decision[Mapping[str, Mappin
 
 
 def no_cpp(machine: Machine) -> str:
-    """Return why this machine computes nothing in C++, or "" if it can."""
+    """Return the reason why this machine cannot use the C++ kernels, or "" if it can."""
     if not machine.has_cpp:
         return "there are no compiled C++ kernels, and no C++ compiler; a step would be faster with one"
     needs = CPP_NEEDS.get(machine.processor)
