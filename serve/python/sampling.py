@@ -122,7 +122,8 @@ class SamplingParams(dict[str, Any]):
         own = own_name(name)
         if own is None:
             raise AttributeError(f"{name} is not a sampling parameter{_suggestion(name)}")
-        return self[own] if own in self else _defaults()[own]
+        value = self.get(own)
+        return _defaults()[own] if value is None else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Check and set a parameter. The name may be Penstock's, vLLM's or OpenAI's."""

@@ -190,7 +190,7 @@ def _groups(params: Sequence[Params], names: Sequence[str | None], *, alone: boo
     groups: dict[tuple[int, str | None], list[int]] = {}
     for index, each in enumerate(params):
         groups.setdefault((id(each), names[index]), []).append(index)
-    several = any(each and each.get("n", 1) > 1 for each in params)
+    several = any(each and (each.get("n") or 1) > 1 for each in params)
     most = max(1, MAX_OUTPUTS // MAX_CHOICES) if several else MAX_PROMPTS
     return [group[first : first + most] for group in groups.values() for first in range(0, len(group), most)]
 

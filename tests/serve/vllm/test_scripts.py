@@ -130,6 +130,13 @@ def test_logits_processors_of_a_batch_and_of_requests(llm: LLM) -> None:
     assert all(one != two for one, two in itertools.pairwise(ids))
 
 
+def test_none_means_the_default(llm: LLM) -> None:
+    nothing: dict[str, Any] = {"stop": None, "stop_token_ids": None, "n": None, "temperature": 0}
+    [output] = llm.generate(PROMPTS[0], SamplingParams(**nothing), use_tqdm=False)
+    [plain] = llm.generate(PROMPTS[0], SamplingParams(temperature=0), use_tqdm=False)
+    assert output.outputs == plain.outputs
+
+
 def test_steps_of_an_engine(llm: LLM) -> None:
     engine = llm.llm_engine
     greedy = SamplingParams(temperature=0, max_tokens=6, logprobs=1, prompt_logprobs=1)
