@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 import anyio.to_thread
 
-from ops.cpp.build import BuildError, Lifeline
-from runtime.errors import EngineClosed
+from ops.cpp.build import BuildError, BuildStopped, Lifeline
+from runtime.errors import EngineClosed, first_error
 
 if TYPE_CHECKING:
     from runtime.worker.model_runner import ModelRunner, StepExecutor
@@ -52,12 +52,13 @@ class KernelCompilation:
                     executor, description = await anyio.to_thread.run_sync(self.make, lifeline)
             async with lock, paused() as pause:
                 pause.recompute = used = await self.runner.replace_executor(executor, description)
-        except BuildError as error:
-            logger.warning(FAILED, error)
-        except EngineClosed:
-            return
-        except Exception as error:  # for example too little memory or a deleted checkpoint; the engine continues
-            logger.exception(FAILED, error)
+        except Exception as raised:  # the group of `cut_if_cancelled`, or an error of the switch
+            error = first_error(raised)
+            if isinstance(error, BuildError):
+                logger.warning(FAILED, error)
+            elif not isinstance(error, BuildStopped | EngineClosed):  # those say that the engine is closing
+                # For example too little memory or a deleted checkpoint. The engine continues.
+                logger.error(FAILED, error, exc_info=error)
         else:
             logger.info(ENDS if used else CHANGED)
             if used:

@@ -12,7 +12,7 @@ import pytest
 
 from cpp_kernels import library
 from greedy import GREEDY, model_path, prompts, reference
-from runtime.actors.kernel_compilation import CHANGED, ENDS
+from runtime.actors.kernel_compilation import CHANGED, ENDS, FAILED
 from serve import Engine
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "random_seed": 1}
@@ -97,14 +97,22 @@ async def test_a_compiler_that_fails_costs_speed_only(
 ) -> None:
     (tmp_path / "c++").write_text("#!/bin/sh\necho 'kernels.cpp:1: error: I am broken' >&2\nexit 1\n")
     async with Engine(model_path("llama"), **OPTIONS) as engine:
-        await until_logged(caplog, "error: I am broken")
+        await until_logged(caplog, FAILED.partition("%s")[0])
         assert await outputs(engine) == reference("llama")
         assert not in_cpp(engine)
+    [record] = [record for record in caplog.records if record.msg == FAILED]
+    assert "I am broken" in record.getMessage()
+    assert record.exc_info is None
 
 
-async def test_closing_the_engine_ends_the_compiler(compiler: Compiler, tmp_path: Path) -> None:
+async def test_closing_the_engine_ends_the_compiler(
+    compiler: Compiler, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    caplog.set_level(logging.INFO, "penstock")
     async with Engine(model_path("llama"), **OPTIONS) as engine:
+        await until_logged(caplog, "5 of 5 files are done")
         assert not in_cpp(engine)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [path.name for path in (tmp_path / "cache" / "penstock" / "cpp").iterdir()] in ([], ["lock"])
 
 
