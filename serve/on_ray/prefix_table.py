@@ -12,7 +12,7 @@ from serve.on_ray.prompt_key import PromptKey
 R = TypeVar("R")
 
 MAX_HASHES = 500_000  # number of hashes that the table remembers, in about 100 MB
-SLACK = 4  # a replica with the prefix is too busy if it has more requests than the least busy replica and this number
+SLACK = 4  # the replica with the prefix may have so many requests more than the least busy replica
 
 
 class PrefixTable(Generic[R]):

@@ -48,8 +48,8 @@ FIXED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 class ProfilerConfig:
     """vLLM's `profiler_config`: the folder for the traces of `LLM.start_profile`.
 
-    The profile starts after `delay_iterations` steps and covers `max_iterations` steps. If `max_iterations` is 0, it
-    ends with `LLM.stop_profile`.
+    The profile covers `max_iterations` steps, or lasts until `LLM.stop_profile` if this is 0. `delay_iterations` above
+    0 is not supported: `LLM.start_profile` then raises `InvalidRequest`.
     """
 
     profiler: str = "torch"
