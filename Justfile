@@ -35,7 +35,7 @@ test *options:
 
 # What takes longer than about ten seconds each, in two processes; about twenty minutes.
 test-slow *options:
-    {{bin}}/python -m pytest -n 2 --dist loadfile -m 'slow and not gpu' {{options}}
+    {{bin}}/python -m pytest -n 2 --dist loadfile -m 'slow and not long and not gpu' {{options}}
 
 # What takes minutes each: by hand, before a release or after a change of what they test.
 test-long *options:
