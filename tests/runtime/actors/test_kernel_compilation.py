@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
@@ -33,7 +33,12 @@ class Compiler:
 
     async def finish(self) -> None:
         """Let the compiler end. Returns when it has begun to link."""
-        await asyncio.to_thread(self._gate.write_text, "go\n")
+        with await self.linking() as gate:
+            gate.write("go\n")
+
+    async def linking(self) -> TextIO:
+        """Wait until it has begun to link. It waits until the returned file is written or closed."""
+        return await asyncio.to_thread(self._gate.open, "w")
 
 
 @pytest.fixture
@@ -69,8 +74,8 @@ async def test_requests_are_answered_before_during_and_after_the_change(
         pieces = [piece async for piece in engine.stream(input_ids=prompts()[0], sampling_params=long)]
         stream = engine.stream(input_ids=prompts()[0], sampling_params=long)
         first = await anext(stream)
+        engine.core.schedulers[0].delay_s = 0.2  # the stream is longer than the change
         await compiler.finish()
-        engine.core.schedulers[0].delay_s = 0.02  # the stream is longer than the change
         await until_logged(caplog, ENDS)
         engine.core.schedulers[0].delay_s = 0.0
         assert engine.status().num_requests == 1  # the change met the stream
@@ -110,10 +115,11 @@ async def test_closing_the_engine_ends_the_compiler(
 ) -> None:
     caplog.set_level(logging.INFO, "penstock")
     async with Engine(model_path("llama"), **OPTIONS) as engine:
-        await until_logged(caplog, "5 of 5 files are done")
+        gate = await compiler.linking()
         assert not in_cpp(engine)
+    gate.close()
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [path.name for path in (tmp_path / "cache" / "penstock" / "cpp").iterdir()] in ([], ["lock"])
+    assert [path.name for path in (tmp_path / "cache" / "penstock" / "cpp").iterdir()] == ["lock"]
 
 
 async def test_an_engine_can_wait_for_its_kernels(compiler: Compiler) -> None:
