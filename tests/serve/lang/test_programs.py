@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -257,7 +258,7 @@ def test_a_batch_is_not_limited_by_its_threads(backend: sgl.Engine) -> None:
     batch = threading.Thread(target=few_shot.run_batch, args=([{"question": "Who?"}] * 150,))
     batch.start()
     while backend.status().num_requests < 150:
-        pass
+        time.sleep(0.01)
     backend.continue_generation()
     batch.join()
 
