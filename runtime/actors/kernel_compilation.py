@@ -56,7 +56,7 @@ class KernelCompilation:
             error = first_error(raised)
             if isinstance(error, BuildError):
                 logger.warning(FAILED, error)
-            elif not isinstance(error, BuildStopped | EngineClosed):  # those say that the engine is closing
+            elif not isinstance(error, BuildStopped | EngineClosed):  # both mean that the engine is closing
                 # For example too little memory or a deleted checkpoint. The engine continues.
                 logger.error(FAILED, error, exc_info=error)
         else:

@@ -26,7 +26,7 @@ FORMATS = (PROCESSED, ENCODED)
 class MediaTokens(NamedTuple):
     """The token ids and the vector size that the model uses for items of a kind, found by encoding a trial item."""
 
-    ids: NDArray[np.int64]  # ids of the tokens whose embeddings are vectors
+    ids: NDArray[np.int64]  # ids of the tokens whose embeddings are vectors of the encoder
     width: int  # size W of each vector
 
 
@@ -36,7 +36,7 @@ class EncodedPrompt(NamedTuple):
     is_media: NDArray[np.bool_]  # [T], marks the N tokens whose embeddings are `vectors`
     vectors: NDArray[np.float32]  # [N, W]
     types: NDArray[np.int64]  # [T], token types for positions; 0: text
-    grids: Mapping[str, Any]  # sizes of the images and videos, by the name that `Positions` takes
+    grids: Mapping[str, Any]  # sizes of the images and videos, by argument name of `Positions`
 
 
 def format_of(source: MediaSource) -> str | None:
@@ -96,7 +96,7 @@ def encoded_prompt(
 def _feature(source: MediaSource, width: int) -> NDArray[np.float32]:
     """Return the vectors of an item, float32 [N, W]."""
     feature = source.content.get("feature")
-    if hasattr(feature, "detach"):  # a tensor of torch
+    if hasattr(feature, "detach"):  # a PyTorch tensor
         feature = feature.detach().float().cpu().numpy()
     if not isinstance(feature, np.ndarray) or feature.dtype.kind != "f" or feature.shape[-1:] != (width,):
         raise InvalidRequest(

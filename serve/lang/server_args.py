@@ -38,5 +38,5 @@ class ServerArgs:
 
     @staticmethod
     def from_cli_args(args: argparse.Namespace) -> ServerArgs:
-        """Create `ServerArgs` from the parsed arguments that are options of the engine."""
+        """Create `ServerArgs` from the parsed arguments that belong to the engine."""
         return ServerArgs(**{name: value for name in word_types() if (value := getattr(args, name, None)) is not None})

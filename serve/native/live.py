@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MAX_REQUESTS = 200  # maximum number of requests in the answer
 MAX_NODES = 300  # maximum number of nodes in the answer per prefix tree
-MAX_NODE_TOKENS = 16  # tokens of a node that are shown as text
+MAX_NODE_TOKENS = 16  # maximum number of a node's tokens that are shown as text
 MAX_RID_CHARS = 80
 
 

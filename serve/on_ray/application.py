@@ -38,7 +38,7 @@ class Scaling(NamedTuple):
 
     @classmethod
     def of(cls, replicas: str, target: int = DEFAULT_TARGET, **others: Any) -> Scaling:
-        """Create it from a number such as `2`, or a range such as `1..4` for autoscaling.
+        """Create a `Scaling` from a number such as `2`, or from a range such as `1..4` for autoscaling.
 
         Raises `ConfigurationError` for invalid values.
         """
@@ -62,7 +62,7 @@ class Model(NamedTuple):
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Model:
-        """Create it from options by name. Raises `ConfigurationError` for invalid values."""
+        """Create a `Model` from options by name. Raises `ConfigurationError` for invalid values."""
         rest = dict(values)
         others: dict[str, Any] = {name: float(rest.pop(name)) for name in ("num_cpus", "num_gpus") if name in rest}
         if "request_router" in rest:

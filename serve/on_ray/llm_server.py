@@ -195,7 +195,7 @@ class PenstockServer:
 
 
 def words_of_config(llm_config: LLMConfig) -> list[str]:
-    """Convert the configuration to the arguments of a command line. Raises `ConfigurationError` if it cannot."""
+    """Convert the configuration to command-line arguments. Raises `ConfigurationError` for unsupported fields."""
     for name, instead in REFUSED.items():
         if getattr(llm_config, name) is not None:
             raise ConfigurationError(f"LLMConfig.{name} has no effect on Penstock; {instead}.")

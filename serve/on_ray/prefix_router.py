@@ -14,7 +14,7 @@ from serve.on_ray.prompt_key import PromptKey
 
 
 class PrefixRouter(RequestRouter):
-    """Sends requests with a common prefix to the same replica, unless it is much busier than the others.
+    """Sends requests with a common prefix to the same replica, unless this replica is much busier than the others.
 
     Requests of a session go to the same replica as long as it runs.
     """

@@ -299,7 +299,7 @@ class SyncEngine:
                 asyncio.get_running_loop().call_soon(self._run_posted)
 
     def _check_open(self) -> None:
-        """Raise `EngineClosed` if the engine is closed. Starts it if it was never started."""
+        """Raise `EngineClosed` if the engine is closed. Starts an engine that has never been started."""
         _ = self._running
 
     def _begin(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -423,7 +423,7 @@ class SyncGeneration:
         self._engine._call(partial(self._generation.append, text_or_ids))
 
     def tool(self, function: Callable[[], Result], **options: Any) -> Result:
-        """Return `function()`, and keep this generation's pages cached meanwhile. See `Generation.tool`."""
+        """Call `function` and return its result, and keep the pages cached meanwhile. See `Generation.tool`."""
         done: Future[None] = Future()
         waiting = self._engine._running.start_task_soon(
             lambda: self._generation.tool(asyncio.wrap_future(done), **options)

@@ -156,7 +156,7 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """Create the object from the parsed arguments that are arguments of the engine."""
+        """Create `EngineArgs` from the parsed arguments that belong to the engine."""
         return cls(**{name: getattr(args, name) for name in _types() if getattr(args, name, None) is not None})
 
 

@@ -34,7 +34,7 @@ class LLMEngine:
     def __init__(self, caller: Caller) -> None:
         self._caller = caller
         self._arrived: queue.Queue[RequestOutput | Exception] = queue.Queue()
-        self._kept: list[RequestOutput | Exception] = []  # arrived before those in `_arrived`
+        self._kept: list[RequestOutput | Exception] = []  # outputs that arrived before the ones in `_arrived`
         self._running: set[str] = set()
         self._pieces: set[str] = set()  # running requests whose outputs have only new text
 
@@ -93,7 +93,7 @@ class LLMEngine:
         self._caller.engine._begin(read)
 
     def step(self) -> list[RequestOutput]:
-        """Wait for new outputs and return the last of each request, or all if `output_kind` is `DELTA`.
+        """Wait for new outputs. Return the latest output of each request, or all its new outputs for `DELTA`.
 
         Returns an empty list if no request is unfinished. Raises the error of a request that failed, and `EngineClosed`
         if the engine ends first.

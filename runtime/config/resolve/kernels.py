@@ -94,7 +94,7 @@ def kernel_plan(
 
 
 def compiled_in_background(builder: PlanBuilder, machine: Machine, facts: ModelFacts, plan: Plan) -> KernelPlan:
-    """Return the plan's kernel section, and decide in it whether requests are accepted while C++ kernels compile."""
+    """Return the plan's kernel section, which says whether requests are accepted while the C++ kernels compile."""
     reason = _must_wait(builder, machine, facts, plan)
     kernels = plan.kernels
     reasons = {**kernels.reasons, "in_background": reason or "torch answers first requests at once"}
@@ -102,7 +102,7 @@ def compiled_in_background(builder: PlanBuilder, machine: Machine, facts: ModelF
 
 
 def _must_wait(builder: PlanBuilder, machine: Machine, facts: ModelFacts, plan: Plan) -> str:
-    """Return the reason to compile the C++ kernels before the first request, or "" if the background is possible."""
+    """Return the reason to compile the C++ kernels before the first request, or "" if they may compile later."""
     args, parallel, cache = builder.args, plan.parallel, plan.cache
     if plan.kernels.fallback is None:
         return "C++ kernels do not compute this model"

@@ -84,7 +84,7 @@ class GenerateBody:
     modalities: list[Modality] | Modality | None = None
     return_hidden_states: bool | list[bool] = False  # requires --enable-return-hidden-states; not with stream
     return_routed_experts: bool | list[bool] = False  # requires --enable-return-routed-experts; not with stream
-    routed_experts_start_len: StartLength | list[StartLength] = 0  # first token whose experts are returned
+    routed_experts_start_len: StartLength | list[StartLength] = 0  # index of the first token whose experts are returned
     custom_logit_processor: str | list[str | None] | None = None  # a sampling parameter in the other APIs
     bootstrap_host: Hosts | None = None  # prefill server of the prompt, in the fields of SGLang's routers
     bootstrap_port: Ports | None = None
