@@ -26,7 +26,10 @@ def progress_bar(
     """
     if total is None or not ("ipykernel" in sys.modules or sys.stderr.isatty()):
         return nullcontext()
-    from tqdm import tqdm
+    try:
+        from tqdm import tqdm
+    except ModuleNotFoundError:  # the environment in which a wheel is built
+        return nullcontext()
 
     class QuietBar(tqdm):
         monitor_interval = 0  # 0: tqdm starts no background thread
