@@ -134,7 +134,10 @@ class BatchBuilder:
         if max(running.owners.values(), default=0) <= self._waiting.least_served + 1:
             return
         first = next(iter(self._waiting.ordered()), None)
-        if first is None or first.num_pending:
+        if first is None or first.num_pending or first in self._cache.held:
+            return
+        running.adapters.begin_admission()
+        if not running.adapters.can_enter(first):  # another sequence would get the row
             return
         num_running = Counter(running.owners)
         least = num_running[first.request.owner] + 1

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from fake_runner import Drive, make_plan, make_sequence
-from runtime.request import Finish, Request
+from runtime.request import Adapter, Finish, Request
 from runtime.sampling_params import SamplingParams
 from runtime.scheduler import budget
 from runtime.sequence import Sequence
@@ -257,3 +257,16 @@ def test_a_more_urgent_request_is_not_retracted_for_another_client():
     drive.add(of("b", 3, 2))
     drive.run()
     assert drive.scheduler.num_retracted == 0
+
+
+def test_no_row_is_freed_for_a_client_whose_adapter_has_no_slot():
+    drive = Drive(make_plan(max_running=3, adapter_slots=1), num_pages=400, page_size=1)
+    first, second = (Adapter(index, f"adapter {index}", "") for index in (1, 2))
+    heavy = [make_sequence([1] * 3, max_new_tokens=20, adapter=first), *(of("", 3, 20) for _ in range(6))]
+    drive.add(*heavy)
+    drive.step()
+    light = make_sequence([2] * 3, max_new_tokens=2, adapter=second, owner="light")
+    drive.add(light)
+    drive.run()
+    assert drive.scheduler.num_retracted <= 1
+    assert all(drive.output(each) == drive.expected(each) for each in [*heavy, light])
