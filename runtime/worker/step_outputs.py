@@ -118,5 +118,7 @@ def _of_rows(batch: Batch, rows: Sequence[int], copies: Iterator[Tensor]) -> lis
     """Split the next copied array by row. It has an entry for each token of `rows`."""
     if not rows:
         return []
-    parts = np.split(next(copies).numpy(), batch.counts[list(rows)].cumsum()[:-1])
-    return list(zip(rows, parts, strict=True))
+    whole = next(copies).numpy()
+    parts = np.split(whole, batch.counts[list(rows)].cumsum()[:-1])
+    # Requests keep their parts. A view of a small part would keep the parts of all other requests alive.
+    return [(row, part.copy() if 2 * len(part) < len(whole) else part) for row, part in zip(rows, parts, strict=True)]
