@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 from runtime.errors import InvalidRequest
 from serve.lang.expressions import Expression, Gen, Parts, RoleBegin, RoleEnd, Select
@@ -38,6 +39,8 @@ class Executor:
         self._pending = ""  # text that is not yet encoded and appended to the generation
         self._role: str | None = None
         self._content = ""  # content of the open message
+        self._copies: WeakSet[Executor] = WeakSet()
+        self._closed = False
         self.text = ""
         self.messages: list[dict[str, str]] = []
         self.variables: dict[str, Any] = {}
@@ -45,7 +48,9 @@ class Executor:
         self.error: BaseException | None = None
 
     def submit(self, part: Expression | str) -> None:
-        """Add a part to the queue."""
+        """Add a part to the queue. Does nothing after `close`."""
+        if self._closed:
+            return
         self._queue.extend(part.parts if isinstance(part, Parts) else (part,))
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._work())
@@ -67,16 +72,22 @@ class Executor:
         while self._task is not None and not self._task.done():
             await asyncio.wait([self._task])
 
-    async def close(self) -> None:
-        """Stop at once, and abort the running generation."""
+    async def close(self, error: BaseException | None = None) -> None:
+        """Stop at once and for good, with all copies: abort the running generation, and set `error`."""
+        self._closed = True
+        self.error = self.error or error or InvalidRequest("The program was aborted.")
         self._queue.clear()
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
+        for copy in [*self._copies]:
+            await copy.close(error)
 
     def copied(self) -> Executor:
         """Return a copy that continues from the current state. Call it when all parts are done."""
         copy = Executor(self._engine, self._sampling)
+        copy._closed = self._closed
+        self._copies.add(copy)
         copy._generation = None if self._generation is None else self._generation.fork(1)[0]
         copy._pending, copy._role, copy._content = self._pending, self._role, self._content
         copy.text, copy.messages = self.text, [dict(message) for message in self.messages]

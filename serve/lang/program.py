@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 
 from runtime.errors import InvalidRequest
 from serve.lang.expressions import Expression
-from serve.lang.state import ProgramState, new_state
+from serve.lang.state import Close, ProgramState, new_state
 from serve.python.arguments import divided
 from serve.python.engine import Engine as AsyncEngine
 from serve.python.sync_engine import SyncEngine
@@ -107,8 +107,8 @@ class Program:
             try:
                 self._add(state, arguments, mine)
                 state.sync()
-            except BaseException:
-                engine._call(close)
+            except BaseException as error:
+                engine._call(partial(close, error))
                 raise
 
         if not stream:
@@ -221,8 +221,9 @@ class _Running:
         self._engine = engine
         self._on_end = on_end
         self._room = Semaphore(limit)
-        self._closers: dict[ProgramState, Callable[[], Coroutine[Any, Any, None]]] = {}
+        self._closers: dict[ProgramState, Close] = {}
         self._ended: dict[ProgramState, Event] = {}
+        self._closed = False
 
     def wait_for_room(self) -> None:
         """Wait until another program may start. Raises `EngineClosed` if the engine ends first."""
@@ -230,15 +231,17 @@ class _Running:
             self._engine._check_open()
 
     def new_state(self, sampling: Mapping[str, Any]) -> ProgramState:
-        """Return the state of a new program."""
+        """Return the state of a new program. Raises `InvalidRequest` after `close`."""
         state, close = new_state(self._engine, sampling)
         self._closers[state] = close
         self._ended[state] = Event()
+        if self._closed:  # checked last: `close` ends all states that it sees
+            raise InvalidRequest("The program was aborted.")
         return state
 
     def fail(self, state: ProgramState, error: Exception) -> None:
         """End a program whose function raised an error."""
-        self._engine._call(self._closers[state])
+        self._engine._call(partial(self._closers[state], error))
         state._unsent.clear()
         state._executor.error = error
 
@@ -259,7 +262,8 @@ class _Running:
             self._engine._check_open()
 
     def close(self) -> None:
-        """End all programs at once."""
+        """End all programs at once, and let none begin."""
+        self._closed = True
         for close in [*self._closers.values()]:
             self._engine._call(close)
 

@@ -16,6 +16,7 @@ from serve.python.engine import Engine
 from serve.python.sync_engine import SyncEngine
 
 Event = tuple[str | None, str, Mapping[str, Any] | None]
+Close = Callable[..., Coroutine[Any, Any, None]]  # `Executor.close`
 
 
 class ProgramState:
@@ -278,7 +279,7 @@ class ProgramStateGroup:
 
 def new_state(
     engine: Engine | SyncEngine, sampling: Mapping[str, Any], *, streamed: bool = False
-) -> tuple[ProgramState, Callable[[], Coroutine[Any, Any, None]]]:
+) -> tuple[ProgramState, Close]:
     """Return the state of a new program, and a coroutine function that ends the program."""
     if not isinstance(engine, SyncEngine):
         executor = Executor(engine, sampling)

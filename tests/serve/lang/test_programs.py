@@ -187,6 +187,44 @@ def test_an_interrupted_batch_ends_its_programs(backend: sgl.Engine) -> None:
     assert few_shot.run(question="Who?")["answer"] is not None
 
 
+def test_an_interrupted_batch_ends_forks_and_takes_no_further_parts(backend: sgl.Engine) -> None:
+    begun = threading.Event()
+    heard: list[BaseException | None] = []
+
+    @sgl.function
+    def forking(s: Any) -> None:
+        s += "Once"
+        [fork] = s.fork(1)
+        fork += sgl.gen("x", max_tokens=900, ignore_eos=True)
+        begun.set()
+        fork.sync()
+        heard.append(fork.error())
+
+    @sgl.function
+    def busy(s: Any) -> None:
+        s += "Once"
+        forking(s)
+        until = time.monotonic() + 10
+        while s.error() is None and time.monotonic() < until:  # a program that computes something itself
+            time.sleep(0.001)
+        s += sgl.gen("x", max_tokens=900, ignore_eos=True)
+        heard.append(None if "x" in s else s.error())
+
+    def interrupt() -> None:
+        begun.wait()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        busy.run_batch([{}])
+    assert len(heard) == 2
+    assert all(isinstance(error, InvalidRequest) for error in heard)
+    while backend.status().num_requests:
+        pass
+    with pytest.raises(TypeError):
+        few_shot.run(question=5, stream=True).text()
+
+
 def test_join_gathers_variables() -> None:
     @sgl.function
     def votes(s: Any) -> None:
