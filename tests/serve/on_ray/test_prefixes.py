@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from runtime.errors import ConfigurationError
 from serve.on_ray.joined_metrics import joined_metrics
@@ -113,9 +114,8 @@ process_cpu 1.5
 
 
 def test_joined_metrics_are_read_by_prometheus() -> None:
-    parser = pytest.importorskip("prometheus_client.parser", reason="needs prometheus-client")
     text = joined_metrics({"r1": FIRST, "r2": FIRST.replace("3.0", "4.0")})
-    families = {each.name: each for each in parser.text_string_to_metric_families(text)}
+    families = {each.name: each for each in text_string_to_metric_families(text)}
     counts = {each.labels["replica"]: each.value for each in families["sglang:num_requests"].samples}
     assert counts == {"r1": 3.0, "r2": 4.0}
     assert {each.labels["replica"] for each in families["process_cpu"].samples} == {"r1", "r2"}

@@ -230,7 +230,6 @@ def test_beam_search_finds_the_beams_of_transformers() -> None:
 
 
 def test_metrics_are_objects(llm: LLM) -> None:
-    pytest.importorskip("prometheus_client")
     llm.generate(PROMPTS[0], use_tqdm=False)
     metrics = llm.get_metrics()
     assert any(isinstance(metric, Histogram) and metric.count for metric in metrics)
