@@ -96,6 +96,10 @@ class AnyOrder(RuleBasedStateMachine):
         pinnable_share: float,
         **plan: Any,
     ):
+        self.late = LateHostData(VOCAB, is_held=lambda output_ids: True)
+        self.added: list[Sequence] = []
+        # sequences that were ended from outside: aborted, stopped early, lost, broken
+        self.interrupted: dict[Sequence, str] = {}
         self.stretch = max(1, page_size // 4)  # prompts are longer if pages are larger
         num_tokens *= self.stretch
         if self.stores:
@@ -150,10 +154,6 @@ class AnyOrder(RuleBasedStateMachine):
             self.drive.on_idle = lambda: work(next(faults))
         if not depth:  # a sequence must not have another step in flight if a step may bring several tokens
             self.drive.runner.tokens_per_step = tokens_per_step
-        self.late = LateHostData(VOCAB, is_held=lambda output_ids: True)
-        self.added: list[Sequence] = []
-        # sequences that were ended from outside: aborted, stopped early, lost, broken
-        self.interrupted: dict[Sequence, str] = {}
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14),
