@@ -44,6 +44,7 @@ class WaitingQueue:
         self._retracted: deque[Sequence] = deque()
         self._queued: dict[Sequence, None] = {}  # an ordered set
         self.num_tokens = 0  # prompt tokens of sequences that have not run yet
+        self._tokens_of: Counter[float] = Counter()  # these tokens by urgency
         self._owners: Counter[str] = Counter()  # number of waiting sequences by owner
         self._last_turns: dict[str, int] = {}  # owner -> number of the turn in which its sequence last left the queue
         self._num_turns = 0
@@ -61,6 +62,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         self._queued[sequence] = None
         self.num_tokens += sequence.num_prompt
+        self._tokens_of[sequence.urgency] += sequence.num_prompt
         self._owners[sequence.request.owner] += 1
 
     def put_back(self, sequence: Sequence) -> None:
@@ -72,6 +74,9 @@ class WaitingQueue:
         if sequence in self._queued:
             del self._queued[sequence]
             self.num_tokens -= sequence.num_prompt
+            self._tokens_of[sequence.urgency] -= sequence.num_prompt
+            if not self._tokens_of[sequence.urgency]:
+                del self._tokens_of[sequence.urgency]
             self._num_turns += 1
             self._last_turns[sequence.request.owner] = self._num_turns
         else:
@@ -84,6 +89,7 @@ class WaitingQueue:
         self._retracted.clear()
         self._queued.clear()
         self.num_tokens = 0
+        self._tokens_of.clear()
         self._owners.clear()
 
     def ordered(self) -> Iterable[Sequence]:
@@ -92,6 +98,10 @@ class WaitingQueue:
             return [sequence for sequence in self if sequence in self.allowed]
         order = self._policy_order()
         return sorted(order, key=lambda sequence: -sequence.urgency) if self._priorities else order
+
+    def num_tokens_from(self, urgency: float) -> int:
+        """Return the number of prompt tokens of the sequences with at least this urgency that have not run yet."""
+        return sum(count for each, count in self._tokens_of.items() if each >= urgency)
 
     @property
     def least_served(self) -> int:

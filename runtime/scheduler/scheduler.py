@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Hashable, Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
@@ -113,9 +112,7 @@ class Scheduler:
     def num_tokens_ahead(self, urgency: float) -> int:
         """Return the number of prompt tokens to compute before a new sequence with this urgency."""
         running = sum(max(0, len(each.ids) - each.num_computed - 1) for each in self._running)
-        if math.isinf(urgency):
-            return running + self._waiting.num_tokens
-        return running + sum(each.num_prompt for each in self._waiting if each.urgency >= urgency)
+        return running + self._waiting.num_tokens_from(urgency)
 
     @property
     def least_urgency(self) -> float:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from fake_runner import Drive, make_plan, make_sequence
@@ -122,3 +124,15 @@ def test_the_policy_decides_who_runs_first():
     drive.add(short, long)
     drive.run()
     assert [delta.request_id for delta in drive.deltas] == [long.request.id] * 3 + [short.request.id]
+
+
+def test_the_tokens_before_a_request_are_counted_without_a_pass_over_the_queue(monkeypatch: pytest.MonkeyPatch):
+    queue = WaitingQueue("fcfs", cache_with(), priorities=True)
+    sequences = [make_sequence([1] * (n + 1), urgency=n % 3) for n in range(9)]
+    for sequence in sequences:
+        queue.add(sequence)
+    queue.remove(sequences[4])
+    monkeypatch.delattr(WaitingQueue, "__iter__")
+    assert [queue.num_tokens_from(urgency) for urgency in (-math.inf, 0, 1, 2, 3)] == [40, 40, 28, 18, 0]
+    queue.clear()
+    assert queue.num_tokens_from(-math.inf) == 0
