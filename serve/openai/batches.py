@@ -126,7 +126,7 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
     body = await read_as(http, BatchBody)
     files, owner = FileStore.of(http), CLIENT.get().name
     source = await anyio.to_thread.run_sync(files.get, body.input_file_id, owner)
-    await anyio.to_thread.run_sync(files.room)
+    await anyio.to_thread.run_sync(files.room, owner)
     now = int(time.time())
     states = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
     shown = {
@@ -231,7 +231,7 @@ async def _answer(
             def write(line: bytes, is_good: bool) -> None:
                 nonlocal room
                 if room < len(line):
-                    room = min(files.room(), ROOM_BYTES)
+                    room = min(files.room(batch.owner), ROOM_BYTES)
                 room -= len(line)
                 (good if is_good else bad).write(line)
                 if good.tell() + bad.tell() > MAX_OUTPUT_BYTES:
@@ -283,4 +283,4 @@ def _keep(batch: Batch, files: FileStore, written: Mapping[str, FileObject]) -> 
         if path.is_file() and path.stat().st_size:
             batch.shown[name] = files.keep(file).id
         else:
-            path.unlink(missing_ok=True)
+            files.discard(file.id)

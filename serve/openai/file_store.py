@@ -55,6 +55,7 @@ class FileStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._adding = Lock()  # held from the check of the free space to the end of the write
+        self._owners: dict[str, str] = {}  # by file id; of unfinished files too, which have no description yet
 
     @staticmethod
     def of(http: HttpRequest) -> FileStore:
@@ -67,14 +68,17 @@ class FileStore:
         """Return the path of a file's content. Check `file_id` before, because it becomes part of the path."""
         return self.folder / file_id
 
-    def room(self) -> int:
-        """Return the number of bytes that may still be written. Raises `PayloadTooLarge` if the folder is full.
+    def room(self, owner: str) -> int:
+        """Return the number of bytes that `owner` may still write. Raises `PayloadTooLarge` if there are none.
+
+        A client without a key may write as much as is free. A client with a key may own at most as much as is free, so
+        that it cannot fill the folder: one client may use half of it, each of two clients a third.
 
         Every stored file counts, with or without a description. Old content without a description, which a killed
         server left behind, is deleted.
         """
-        names: set[str] = set()
-        left, now = MAX_FOLDER_BYTES, time.time()
+        sizes: dict[str, int] = {}
+        now = time.time()
         for entry in os.scandir(self.folder) if self.folder.is_dir() else ():
             if not _ID.match(entry.name):
                 continue
@@ -86,26 +90,39 @@ class FileStore:
                     continue
             except FileNotFoundError:  # deleted in the meantime
                 continue
-            names.add(entry.name.partition(".")[0])
-            left -= stat.st_size
-        if left <= 0 or len(names) >= MAX_FILES:
+            file_id = entry.name.partition(".")[0]
+            sizes[file_id] = sizes.get(file_id, 0) + stat.st_size
+        free = MAX_FOLDER_BYTES - sum(sizes.values())
+        if free <= 0 or len(sizes) >= MAX_FILES:
             raise PayloadTooLarge("The server's file storage is full; delete some files.")
+        if not owner:
+            return free
+        own = [size for file_id, size in sizes.items() if self._owner(file_id) == owner]
+        left = (free - sum(own)) // 2  # a written byte is one byte less that is free, and one more that `owner` has
+        if left <= 0 or len(own) >= MAX_FILES - len(sizes):
+            raise PayloadTooLarge("Your share of the server's file storage is full; delete some of your files.")
         return left
+
+    def _owner(self, file_id: str) -> str:
+        if file_id not in self._owners:
+            file = self._read(self._description(file_id))
+            self._owners[file_id] = file.owner if file else ""
+        return self._owners[file_id]
 
     def add(self, filename: str, purpose: str, content: bytes | memoryview, owner: str) -> FileObject:
         """Store a file.
 
         Raises `PayloadTooLarge` if the folder has no space for it, and `Overloaded` if the disk is full.
         """
-        file = self.new(filename, purpose, owner)
         with self._adding:
-            if len(content) > self.room():
+            if len(content) > self.room(owner):
                 raise PayloadTooLarge("The server's file storage has no space for this file; delete some files.")
+            file = self.new(filename, purpose, owner)
             try:
                 self.path(file.id).write_bytes(content)
                 return self.keep(file)
             except BaseException as error:
-                self.path(file.id).unlink(missing_ok=True)
+                self.discard(file.id)
                 if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
                     logger.error("Cannot store a file of %d bytes: %s", len(content), error)
                     raise Overloaded(DISK_FULL, retry_after_s=60) from error
@@ -114,8 +131,10 @@ class FileStore:
     def new(self, filename: str, purpose: str, owner: str) -> FileObject:
         """Return a new file object. The caller writes its content."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # other users may not read clients' files
+        file_id = f"file-{uuid4().hex}"
+        self._owners[file_id] = owner
         return FileObject(
-            id=f"file-{uuid4().hex}",
+            id=file_id,
             bytes=0,
             created_at=int(time.time()),
             filename=filename[:255],
@@ -133,7 +152,7 @@ class FileStore:
             os.replace(unfinished, self._description(file.id))
         except BaseException:
             unfinished.unlink(missing_ok=True)
-            self.path(file.id).unlink(missing_ok=True)
+            self.discard(file.id)
             raise
         return file
 
@@ -148,7 +167,12 @@ class FileStore:
         """Delete a file. Raises `NotFound` if it does not exist or belongs to another client."""
         self.get(file_id, owner)
         self._description(file_id).unlink(missing_ok=True)
+        self.discard(file_id)
+
+    def discard(self, file_id: str) -> None:
+        """Delete the content of a file without a description."""
         self.path(file_id).unlink(missing_ok=True)
+        self._owners.pop(file_id, None)
 
     def all_files(self) -> list[FileObject]:
         """Return the files of all clients, oldest first. Files with an unreadable description are skipped."""

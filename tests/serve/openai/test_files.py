@@ -17,7 +17,7 @@ import pytest
 
 import fake_core
 import serve.calls.batch as batch_module
-from runtime.errors import EngineFailure, InvalidRequest, Overloaded
+from runtime.errors import EngineFailure, InvalidRequest, Overloaded, PayloadTooLarge
 from runtime.tokenizer.tokenizer import Tokenizer
 from serve.cli.main import FAILED, run
 from serve.openai import batches, file_store, files
@@ -157,14 +157,49 @@ async def test_uploads_at_once_share_the_room_that_there_is(client: httpx.AsyncC
     monkeypatch.setattr(file_store, "MAX_FOLDER_BYTES", 2500)
     room = file_store.FileStore.room
 
-    def slow_room(store: file_store.FileStore) -> int:
-        left = room(store)
+    def slow_room(store: file_store.FileStore, owner: str) -> int:
+        left = room(store, owner)
         time.sleep(0.05)  # gives the other uploads time to check the limit
         return left
 
     monkeypatch.setattr(file_store.FileStore, "room", slow_room)
     answers = await asyncio.gather(*(upload(client, b"a" * 1500) for _ in range(3)))
     assert sorted(answer.status_code for answer in answers) == [200, 413, 413]
+
+
+async def test_no_key_can_fill_the_folder(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    keys = tmp_path / "keys"
+    keys.write_text("first: sk-first-0123456789\nsecond: sk-second-0123456789\n")
+    first, second = ({"authorization": f"Bearer sk-{name}-0123456789"} for name in ("first", "second"))
+    monkeypatch.setattr(file_store, "MAX_FOLDER_BYTES", 10_000)
+    folder = str(tmp_path / "files")
+    async with client_of(fake_core.FakeCore(tokenizer, file_storage=folder, api_key_file=str(keys))) as client:
+
+        async def status(key: dict[str, str], num_bytes: int) -> int:
+            files = {"file": ("in.jsonl", b"a" * num_bytes)}
+            return (await client.post("/v1/files", data={"purpose": "batch"}, files=files, headers=key)).status_code
+
+        assert await status(first, 6000) == 413
+        assert await status(first, 4500) == 200
+        assert await status(first, 1000) == 413
+        assert await status(second, 2000) == 200
+        assert await status(first, 100) == 413
+        kept = (await client.get("/v1/files", headers=first)).json()["data"][0]["id"]
+        await client.delete(f"/v1/files/{kept}", headers=first)
+        assert await status(first, 2000) == 200
+        monkeypatch.setattr(file_store, "MAX_FILES", 3)
+        assert [await status(first, 1), await status(second, 1)] == [413, 413]
+
+
+async def test_restart_and_unfinished_answers_count_to_the_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(file_store, "MAX_FOLDER_BYTES", 10_000)
+    file_store.FileStore(tmp_path).add("in.jsonl", "batch", b"a" * 2000, "first")
+    store = file_store.FileStore(tmp_path)
+    unfinished = store.new("out.jsonl", "batch_output", "first")
+    store.path(unfinished.id).write_bytes(b"a" * 2500)
+    with pytest.raises(PayloadTooLarge, match="no space"):
+        store.add("in.jsonl", "batch", b"a" * 1000, "first")
+    assert store.add("in.jsonl", "batch", b"a" * 1000, "second").bytes == 1000
 
 
 @pytest.mark.parametrize("part", ["", ".json.new"])
