@@ -79,11 +79,13 @@ class Ingress:
                 if len(body) > MAX_EVERYWHERE_BYTES:
                     return failure(KIND, 413, f"The body has more than {MAX_EVERYWHERE_BYTES} bytes.")
                 return await self._everywhere(scope, body)
-            if path == MODELS and len(self._models) > 1:
+            if path == MODELS and len(self._models) > 1 and request.method in ("GET", "HEAD"):
                 return await self._list_models(scope)
             return await self._forward(scope, body)
         except (BackPressureError, DeploymentUnavailableError):
             return failure(KIND, 503, BUSY, {"retry-after": "1"})
+        except RayActorError:
+            return failure(KIND, 503, LOST, {"retry-after": "1"})
 
     async def _forward(self, scope: Scope, body: bytes) -> Response:
         """Send the request to a replica of its model and return the answer."""

@@ -25,6 +25,36 @@ class Replicas:
         yield 200, []
 
 
+class Ended(Replicas):
+    """Stands for the handle of replicas that have ended."""
+
+    async def remote(self, *arguments: Any) -> Any:
+        from ray.exceptions import ActorDiedError
+
+        raise ActorDiedError
+
+
+def request_of(method: str, path: str) -> Request:
+    scope = {"type": "http", "http_version": "1.1", "method": method, "scheme": "http", "query_string": b"",
+             "headers": [], "client": ("192.0.2.1", 9), "server": ("127.0.0.1", 8000), "path": path}  # fmt: skip
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b""}
+
+    return Request(scope, receive)
+
+
+async def test_models_are_listed_by_get_and_not_by_replicas_that_ended() -> None:
+    from serve.on_ray.ingress import Ingress
+
+    names = {"a": ["a", "/a"], "b": ["b", "/b"]}
+    ended: dict[str, Any] = {"a": Ended(), "b": Ended()}
+    assert (await Ingress(ended, names)(request_of("GET", "/v1/models"))).status_code == 503
+    replicas: dict[str, Any] = {"a": Replicas(), "b": Replicas()}
+    await Ingress(replicas, names)(request_of("POST", "/v1/models"))
+    assert [scope["method"] for scope in replicas["a"].scopes] == ["POST"]  # whose server refuses it
+
+
 async def test_a_replica_takes_no_request_for_one_of_its_machine() -> None:
     from runtime.errors import Forbidden
     from serve.http.access import Access, AccessKey, RouteScope
