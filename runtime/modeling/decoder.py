@@ -61,6 +61,7 @@ class Decoder(nn.Module):
         self.norm: Norm | None = norm
         self.head: LMHead | None = head
         self.hidden_size = embedding.size
+        self.first_layer = 0  # number of layers on earlier pipeline stages
         self.pooler = Pooler()
         # Cache specs of all layers of the whole model (all pipeline stages), before tensor-parallel splits.
         self.cache_specs = collect_specs(self)
@@ -84,6 +85,7 @@ class Decoder(nn.Module):
     def keep(self, stage: Stage) -> None:
         """Remove the layers that other pipeline stages compute."""
         self.layers = nn.ModuleList(self.layers[index] for index in stage.layers)
+        self.first_layer = stage.layers.start
         if not stage.first:
             self.embedding = self.embedding_norm = self.head = None
         if not stage.last:
@@ -110,7 +112,7 @@ class Decoder(nn.Module):
         if self._taps is not None:
             return self._tapped_blocks(self._taps, x, residual, batch)
         levels = batch.media_levels
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers, self.first_layer):
             x, residual = layer(x, residual, batch)
             if index < len(levels):
                 x = x + levels[index].to(x.dtype)

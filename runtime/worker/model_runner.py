@@ -484,11 +484,12 @@ class StepExecutor:
     def _check(self, batch: Batch) -> None:
         """Raise ValueError if the batch has values that no layer of the model reads.
 
-        `SECOND_START` is exempt, because models that do not distinguish the two texts of a pair ignore it.
+        `SECOND_START` is exempt, because models that do not distinguish the two texts of a pair ignore it. With
+        pipeline parallelism, a later stage may have the layers that read positions on three axes.
         """
         reads = self._reads
         unread = [name for name in batch.row_values if name not in reads.row_values and name != SECOND_START]
-        if batch.position_offsets is not None and not reads.position_axes:
+        if batch.position_offsets is not None and not reads.position_axes and not self.pipelined:
             unread.append("positions of three axes")
         if batch.media and not reads.media_size:
             unread.append("vectors in place of ids")
@@ -506,7 +507,8 @@ class StepExecutor:
         return self.rank.adapters.tokens_of_slots(batch, positions)
 
     def _prepare(self, batch: Batch, last_tokens: Tensor, more: Mapping[str, Any] = NO_ARRAYS) -> StepInputs:
-        size = self._reads.media_size
+        # A later stage of a pipeline has no embedding, but its layers may add the rest of the media vectors.
+        size = self._reads.media_size or self._model.hidden_size
         return prepare(
             batch, self._pool, self._staging, last_tokens, more, lengths=self.lengths, media_size=size
         )  # fmt: skip

@@ -27,6 +27,7 @@ SAMPLING = SamplingParams(temperature=0.0, max_new_tokens=NUM_NEW, ignore_eos=Tr
 TEXT = "Once upon a time"
 # Numbers of the pictures that stand in a prompt: none, one, several, and the same ones in another order.
 ASKED: tuple[tuple[int, ...], ...] = ((0, 1), (), (0,), (1, 0), (2, 1), (2,))
+WITH_TORCHVISION = pytest.mark.skipif(not HAS_TORCHVISION, reason="its processor needs torchvision")
 FAST = ("llava", "qwen2_vl", "qwen3_vl", "gemma3")
 
 
@@ -64,8 +65,7 @@ def families() -> list[Any]:
             family,
             marks=[
                 *([] if family in FAST else [pytest.mark.slow]),
-                *([pytest.mark.skipif(not HAS_TORCHVISION, reason="its processor needs torchvision")]
-                  if family in NEEDS_TORCHVISION else []),
+                *([WITH_TORCHVISION] if family in NEEDS_TORCHVISION else []),
             ],
         )
         for family in FAMILIES
@@ -114,6 +114,30 @@ async def test_settings_do_not_change_tokens(family: str, settings: dict[str, An
         for _ in range(2):
             found = await asyncio.gather(*(answer(engine, family, numbers) for numbers in ASKED))
             assert agree(found, wanted)
+        engine.core.check()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_vl",
+        pytest.param("gemma3", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", marks=pytest.mark.slow),
+        pytest.param("mistral3", marks=[pytest.mark.slow, WITH_TORCHVISION]),
+    ],
+)
+async def test_two_stages_give_the_same_tokens(family: str) -> None:
+    """Qwen3-VL's second stage adds vectors of images too; only Qwen3.5's second stage reads three-axis positions."""
+    wanted = [expected(family, numbers) for numbers in ASKED]
+    settings = {"pp_size": 2, "chunked_prefill_size": 32 if family == "gemma3" else 16, "page_size": 4}
+    async with Engine(tiny_seeing.cached(family), **{**PLAIN, **settings}) as engine:
+        assert agree(await asyncio.gather(*(answer(engine, family, numbers) for numbers in ASKED)), wanted)
+        again = await asyncio.gather(*(answer(engine, family, numbers) for numbers in ASKED))
+        assert agree(again, wanted)
+        assert all(num_cached for _, num_cached in again) or family in ("qwen3_5", "gemma3")
+        media = engine.core.media
+        assert media is not None
+        assert media.cache.num_hits >= sum(map(len, ASKED)), "no image is encoded again"
         engine.core.check()
 
 

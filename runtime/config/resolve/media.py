@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import MediaPlan, ModelPlan, ParallelPlan
+from runtime.config.plan import MediaPlan, ModelPlan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
@@ -14,10 +14,10 @@ GIB = 2**30
 KINDS = ("image", "video", "audio")
 
 
-def media_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan, parallel: ParallelPlan) -> MediaPlan:
+def media_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan) -> MediaPlan:
     """Plan media in requests. Refuse --enable-multimodal if the model or the machine does not support it."""
     args = builder.args.media
-    obstacle = _obstacle(facts, model, parallel)
+    obstacle = _obstacle(facts, model)
     if args.enable_multimodal and obstacle and facts.architecture:
         builder.refuse("enable_multimodal", f"--enable-multimodal: {obstacle}.")
     enabled = not obstacle and args.enable_multimodal is not False
@@ -33,7 +33,7 @@ def media_plan(builder: PlanBuilder, facts: ModelFacts, model: ModelPlan, parall
     )
 
 
-def _obstacle(facts: ModelFacts, model: ModelPlan, parallel: ParallelPlan) -> str:
+def _obstacle(facts: ModelFacts, model: ModelPlan) -> str:
     """Return why the model cannot take images, videos or audio, or ""."""
     if not any(isinstance(facts.config.get(part), dict) for part in ("vision_config", "audio_config")):
         return "this model has no encoder for images, videos or audio"
@@ -43,8 +43,6 @@ def _obstacle(facts: ModelFacts, model: ModelPlan, parallel: ParallelPlan) -> st
         return f"the checkpoint has no processor ({' or '.join(PROCESSOR_FILES)})"
     if model.load_format == "dummy":
         return "random weights (--load-format dummy) have no encoder"
-    if parallel.pp_size > 1:
-        return "images need --pp-size 1"
     if find_spec("PIL") is None:
         return "Pillow is not installed (pip install 'penstock[media]')"
     return ""
