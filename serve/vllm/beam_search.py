@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from runtime.errors import InvalidRequest
+from serve.calls.prompts import MAX_PROMPTS
 from serve.python.sync_engine import SyncEngine
 
 
@@ -49,7 +51,7 @@ def beam_search(
 ) -> list[BeamSearchOutput]:
     """Run a beam search from each prompt. Raises `InvalidRequest`.
 
-    Each call of the engine extends all beams of all prompts by one token.
+    Each step extends all beams of all prompts by one token.
     """
     if params.beam_width < 1 or params.max_tokens < 1:
         raise InvalidRequest("beam_width and max_tokens must be at least 1.", param="beam_width")
@@ -63,13 +65,14 @@ def beam_search(
         running = [beam for each in beams for beam in each]
         if not running:
             break
-        answers = iter(
+        answers = chain.from_iterable(
             engine.generate(
-                input_ids=[beam.tokens for beam in running],
+                input_ids=[beam.tokens for beam in running[first : first + MAX_PROMPTS]],
                 sampling_params={"max_new_tokens": 1, "ignore_eos": True, "temperature": 0},
                 return_logprob=True,
                 top_logprobs_num=2 * params.beam_width,
             )
+            for first in range(0, len(running), MAX_PROMPTS)
         )
         for number, mine in enumerate(beams):
             longer: list[BeamSearchSequence] = []

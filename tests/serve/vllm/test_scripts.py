@@ -229,6 +229,12 @@ def test_beam_search_finds_the_beams_of_transformers() -> None:
             assert output.sequences[0].text == llm.get_tokenizer().decode(output.sequences[0].tokens)
 
 
+def test_beams_of_more_prompts_than_a_call_takes(llm: LLM) -> None:
+    outputs = llm.beam_search([[5]] * 1025, BeamSearchParams(beam_width=1, max_tokens=1, ignore_eos=True))
+    assert len(outputs) == 1025
+    assert outputs[0].sequences[0].tokens == outputs[-1].sequences[0].tokens
+
+
 def test_metrics_are_objects(llm: LLM) -> None:
     llm.generate(PROMPTS[0], use_tqdm=False)
     metrics = llm.get_metrics()
