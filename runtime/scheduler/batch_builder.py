@@ -137,7 +137,7 @@ class BatchBuilder:
         if first is None or first.num_pending or first in self._cache.held:
             return
         running.adapters.begin_admission()
-        if not running.adapters.can_enter(first):  # another sequence would get the row
+        if not running.adapters.can_enter(first):  # another waiting sequence would get the free row
             return
         num_running = Counter(running.owners)
         least = num_running[first.request.owner] + 1

@@ -44,7 +44,7 @@ class WaitingQueue:
         self._retracted: deque[Sequence] = deque()
         self._queued: dict[Sequence, None] = {}  # an ordered set
         self.num_tokens = 0  # prompt tokens of sequences that have not run yet
-        self._tokens_of: Counter[float] = Counter()  # these tokens by urgency
+        self._tokens_of: Counter[float] = Counter()  # urgency -> its part of `num_tokens`
         self._owners: Counter[str] = Counter()  # number of waiting sequences by owner
         self._last_turns: dict[str, int] = {}  # owner -> number of the turn in which its sequence last left the queue
         self._num_turns = 0

@@ -120,5 +120,5 @@ def _of_rows(batch: Batch, rows: Sequence[int], copies: Iterator[Tensor]) -> lis
         return []
     whole = next(copies).numpy()
     parts = np.split(whole, batch.counts[list(rows)].cumsum()[:-1])
-    # Requests keep their parts. A view of a small part would keep the parts of all other requests alive.
+    # A request keeps its part. A view of a small part would also keep the memory of all other parts.
     return [(row, part.copy() if 2 * len(part) < len(whole) else part) for row, part in zip(rows, parts, strict=True)]

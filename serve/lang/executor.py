@@ -73,7 +73,7 @@ class Executor:
             await asyncio.wait([self._task])
 
     async def close(self, error: BaseException | None = None) -> None:
-        """Stop at once and for good, with all copies: abort the running generation, and set `error`."""
+        """End this executor and its copies at once. Aborts the running generation, and sets `error`."""
         self._closed = True
         self.error = self.error or error or InvalidRequest("The program was aborted.")
         self._queue.clear()

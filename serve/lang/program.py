@@ -235,7 +235,7 @@ class _Running:
         state, close = new_state(self._engine, sampling)
         self._closers[state] = close
         self._ended[state] = Event()
-        if self._closed:  # checked last: `close` ends all states that it sees
+        if self._closed:  # checked after the state is registered, so that `close` misses none
             raise InvalidRequest("The program was aborted.")
         return state
 
@@ -262,7 +262,7 @@ class _Running:
             self._engine._check_open()
 
     def close(self) -> None:
-        """End all programs at once, and let none begin."""
+        """End all programs at once. No further program can start."""
         self._closed = True
         for close in [*self._closers.values()]:
             self._engine._call(close)

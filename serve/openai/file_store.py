@@ -55,7 +55,7 @@ class FileStore:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._adding = Lock()  # held from the check of the free space to the end of the write
-        self._owners: dict[str, str] = {}  # by file id; of unfinished files too, which have no description yet
+        self._owners: dict[str, str] = {}  # file id -> owner, also of unfinished files without a description
 
     @staticmethod
     def of(http: HttpRequest) -> FileStore:
@@ -71,8 +71,8 @@ class FileStore:
     def room(self, owner: str) -> int:
         """Return the number of bytes that `owner` may still write. Raises `PayloadTooLarge` if there are none.
 
-        A client without a key may write as much as is free. A client with a key may own at most as much as is free, so
-        that it cannot fill the folder: one client may use half of it, each of two clients a third.
+        A client without a key may write as much as is free. A client with a key may own at most as much as is free.
+        One client can therefore fill half of the folder, and each of two clients a third.
 
         Every stored file counts, with or without a description. Old content without a description, which a killed
         server left behind, is deleted.
@@ -98,7 +98,7 @@ class FileStore:
         if not owner:
             return free
         own = [size for file_id, size in sizes.items() if self._owner(file_id) == owner]
-        left = (free - sum(own)) // 2  # a written byte is one byte less that is free, and one more that `owner` has
+        left = (free - sum(own)) // 2  # halved, because each written byte lowers `free` and raises the owner's sum
         if left <= 0 or len(own) >= MAX_FILES - len(sizes):
             raise PayloadTooLarge("Your share of the server's file storage is full; delete some of your files.")
         return left
