@@ -176,14 +176,14 @@ def test_an_interrupted_batch_ends_its_programs(backend: sgl.Engine) -> None:
 
     def interrupt() -> None:
         while not backend.status().num_running:
-            pass
+            time.sleep(0.01)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         endless.run_batch([{}] * 200)
     while backend.status().num_requests:
-        pass
+        time.sleep(0.01)
     assert few_shot.run(question="Who?")["answer"] is not None
 
 
@@ -220,7 +220,7 @@ def test_an_interrupted_batch_ends_forks_and_takes_no_further_parts(backend: sgl
     assert len(heard) == 2
     assert all(isinstance(error, InvalidRequest) for error in heard)
     while backend.status().num_requests:
-        pass
+        time.sleep(0.01)
     with pytest.raises(TypeError):
         few_shot.run(question=5, stream=True).text()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -165,7 +166,7 @@ def test_a_step_returns_every_new_text(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
     llm.llm_engine.add_request("a", PROMPTS[0], params)
     while llm.engine.status().num_requests:  # all outputs arrive before the first step
-        pass
+        time.sleep(0.01)
     llm.llm_engine.add_request("long", "word " * 900)
     outputs: list[RequestOutput] = []
     failed = 0
