@@ -73,8 +73,14 @@ async def test_a_model_of_which_torch_computes_a_part_has_no_cpu_graph(head_dim:
         assert len(await outputs(engine)) > 0
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param(family, way, marks=[] if number % len(WAYS) == turn else [pytest.mark.slow])
+        for number, family in enumerate(FAMILIES)
+        for turn, way in enumerate(WAYS)
+    ],
+)
 @pytest.mark.usefixtures("no_compiler")
 async def test_without_a_compiler_answers_are_the_same(family: str, way: str, caplog: pytest.LogCaptureFixture) -> None:
     async with Engine(model_path(family), **PLAIN, **WAYS[way]) as engine:
