@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from runtime.errors import CheckpointError
 
 
 @contextmanager
@@ -33,7 +36,13 @@ def without_messages_of(*names: str) -> Iterator[None]:
 
 # transformers imports torchao, which warns about missing libraries and makes torch warn about registered types.
 with without_messages_of("torchao", "torch.utils._pytree"):
-    from transformers.modeling_utils import AttentionInterface
+    try:
+        from transformers.modeling_utils import AttentionInterface
+    except RuntimeError as error:  # torch cannot register the operators of a torchvision for another torch
+        raise CheckpointError(
+            f"transformers cannot be imported: {error}. If torchvision is installed, uninstall it, or install the one "
+            f"that fits torch {torch.__version__}."
+        ) from error
 
 NAME = "penstock"
 # Ignored options: there is no training and no transformers cache, and RoPE is already applied.
