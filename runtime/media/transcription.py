@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Self
 
@@ -64,7 +65,7 @@ class Transcriber:
         self._rate = int(processor.feature_extractor.sampling_rate)
         self._window_s = float(getattr(processor.feature_extractor, "chunk_length", WINDOW_S))
         self._slots, self._thread = FairSlots(1), anyio.CapacityLimiter(1)
-        self._num_waiting = 0
+        self._waiting: Counter[str] = Counter()  # requests that wait or run, by client
 
     @classmethod
     def load(cls, path: str, plan: Plan) -> Self:
@@ -97,12 +98,15 @@ class Transcriber:
     async def transcribe(self, request: Transcription, client: str) -> Transcript:
         """Return the transcript. Cancellation stops the work at the model's next token.
 
-        Raises `InvalidRequest` for invalid audio or parameters, and `Overloaded` if too many requests wait.
+        `client` is the name of the API key, or "" without a key. A client with a key may have half of the waiting
+        requests. Raises `InvalidRequest` for invalid audio or parameters, and `Overloaded` if too many requests wait.
         """
         self._check(request)
-        if self._num_waiting >= MAX_WAITING:
+        if self._waiting.total() >= MAX_WAITING:
             raise Overloaded("Too many transcriptions are waiting.", retry_after_s=5)
-        self._num_waiting += 1
+        if client and self._waiting[client] >= MAX_WAITING // 2:
+            raise Overloaded("Too many of your transcriptions are waiting.", retry_after_s=5)
+        self._waiting[client] += 1
         ended = threading.Event()
         try:
             async with self._slots.slot(Asker(client)):
@@ -115,7 +119,9 @@ class Transcriber:
                     with anyio.CancelScope(shield=True):  # the slot is kept until the thread has ended
                         await asyncio.wait([work])
         finally:
-            self._num_waiting -= 1
+            self._waiting[client] -= 1
+            if not self._waiting[client]:
+                del self._waiting[client]
 
     def _check(self, request: Transcription) -> None:
         known = getattr(self._model.generation_config, "lang_to_id", None) or {}

@@ -53,16 +53,17 @@ async def _answer(http: HttpRequest, core: EngineCore, task: Task) -> ASGIApp:
         )
     boundary = boundary_of(http.headers.get("content-type", ""))
     uploads: Uploads = http.app.state.uploads
-    with uploads.one() as body:
+    client = CLIENT.get().name
+    with uploads.one(client) as body:
         async for part in http.stream():
             if len(body) + len(part) > core.plan.media.max_bytes + FORM_BYTES:
                 raise PayloadTooLarge(f"A file may have at most {core.plan.media.max_bytes} bytes.")
-            uploads.grow(body, part)
+            uploads.grow(body, part, client)
         form = await anyio.to_thread.run_sync(_read, body, boundary, task)
         if form.model not in (*core.transcriber.names, "whisper-1"):
             raise NotFound(f"The model {form.model[:200]!r} does not exist; it is {core.transcriber.names[-1]!r}.",
                            param="model")  # fmt: skip
-        work = core.transcriber.transcribe(form.request, CLIENT.get().name)
+        work = core.transcriber.transcribe(form.request, client)
         transcript = await or_disconnect(work, http.receive)
     return _shown(transcript, form)
 

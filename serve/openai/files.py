@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -35,31 +36,41 @@ _PARAMETER = re.compile(r';\s*([\w*-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*+)"|([^\s;"]*)
 
 
 class Uploads:
-    """The number of bytes of all running uploads."""
+    """The number of bytes of all running uploads, in total and by client.
+
+    A client is the name of an API key, or "" without a key. A client with a key may use half of the memory.
+    """
 
     def __init__(self) -> None:
         self.num_bytes = 0
+        self._of_client: Counter[str] = Counter()
 
     @contextmanager
-    def one(self) -> Iterator[bytearray]:
+    def one(self, client: str) -> Iterator[bytearray]:
         """Yield the buffer of one upload. Use `grow` to extend it."""
         body = bytearray()
         try:
             yield body
         finally:
             self.num_bytes -= len(body)
+            self._of_client[client] -= len(body)
+            if not self._of_client[client]:
+                del self._of_client[client]
 
-    def grow(self, body: bytearray, part: bytes) -> None:
+    def grow(self, body: bytearray, part: bytes, client: str) -> None:
         """Extend the buffer.
 
-        Raises `PayloadTooLarge` if this upload is too large, and `Overloaded` if all running uploads together are too
-        large.
+        Raises `PayloadTooLarge` if this upload is too large, and `Overloaded` if all running uploads together, or
+        those of this client, are too large.
         """
         check_size(len(body) + len(part))
         if self.num_bytes + len(part) > MAX_ARRIVING_BYTES:
             raise Overloaded("Too many files are being uploaded; try again.", retry_after_s=5)
+        if client and self._of_client[client] + len(part) > MAX_ARRIVING_BYTES // 2:
+            raise Overloaded("You are uploading too many files at once; try again.", retry_after_s=5)
         body += part
         self.num_bytes += len(part)
+        self._of_client[client] += len(part)
 
 
 def check_size(num_bytes: int) -> None:
@@ -76,9 +87,9 @@ async def upload(http: HttpRequest, core: EngineCore) -> ASGIApp:
     check_size(int(content_length[:20]) if content_length.isdecimal() else 0)
     owner = CLIENT.get().name
     uploads: Uploads = http.app.state.uploads
-    with uploads.one() as body:
+    with uploads.one(owner) as body:
         async for part in http.stream():
-            uploads.grow(body, part)
+            uploads.grow(body, part, owner)
         file = await anyio.to_thread.run_sync(_keep, store, body, boundary, owner)
     return json_response(file.shown())
 

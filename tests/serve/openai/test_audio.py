@@ -182,7 +182,17 @@ async def test_a_client_that_leaves_ends_its_work_and_few_wait(monkeypatch: pyte
             await began.wait()
             with pytest.raises(Overloaded):
                 await transcriber.transcribe(request, "")
-            leaving.cancel()
+            slow.setattr(transcription, "MAX_WAITING", 4)
+            waiting = [asyncio.ensure_future(transcriber.transcribe(request, name)) for name in ("a", "a", "b")]
+            await asyncio.sleep(0)  # all three wait now
+            with pytest.raises(Overloaded, match="Too many transcriptions"):
+                await transcriber.transcribe(request, "b")
+            waiting.pop().cancel()
+            await asyncio.sleep(0)
+            with pytest.raises(Overloaded, match="of your transcriptions"):
+                await transcriber.transcribe(request, "a")
+            for each in (*waiting, leaving):
+                each.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await leaving
             assert ended.is_set(), "the next request waits for the thread of this one"

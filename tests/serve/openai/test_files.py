@@ -138,6 +138,22 @@ async def test_all_uploads_together_have_so_much_memory(client: httpx.AsyncClien
         assert (await upload(client, b"a" * 2048)).status_code == 200
 
 
+def test_a_client_with_a_key_may_use_half_of_the_memory_of_uploads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files, "MAX_ARRIVING_BYTES", 100)
+    uploads = files.Uploads()
+    for _ in range(2):  # ended uploads no longer count
+        with uploads.one("a") as first, uploads.one("a") as second, uploads.one("b") as third, uploads.one("") as open:
+            uploads.grow(first, b"x" * 40, "a")
+            with pytest.raises(Overloaded, match="You are uploading"):
+                uploads.grow(second, b"x" * 11, "a")
+            uploads.grow(second, b"x" * 10, "a")
+            uploads.grow(third, b"x" * 30, "b")
+            with pytest.raises(Overloaded, match="Too many files"):
+                uploads.grow(open, b"x" * 21, "")
+            uploads.grow(open, b"x" * 20, "")
+        assert uploads.num_bytes == 0
+
+
 async def test_folder_counts_all_that_lies_there(
     client: httpx.AsyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
