@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
+from os.path import realpath
 from typing import Any
 
 from runtime.errors import InvalidRequest
@@ -128,7 +129,13 @@ class Caller:
         if name is None or path is None:
             return name
         async with self._loading:
-            if name not in self.engine._engine.core.adapters:
+            loaded = {adapter.name: adapter.path for adapter in self.engine._engine.core.adapters.adapters}
+            if name in loaded and not _same_folder(loaded[name], path):
+                raise InvalidRequest(
+                    f"The adapter {name} was loaded from {loaded[name]}; give the one of {path} another name.",
+                    param="lora_request",
+                )
+            if name not in loaded:
                 answer = await self.engine._engine.load_lora_adapter(name, path)
                 if not answer["success"]:
                     raise InvalidRequest(answer["error_message"], param="lora_request")
@@ -178,6 +185,10 @@ class _Growing:
             num_cached_tokens=piece.meta_info["cached_tokens"],
             lora_request=output.lora_request,
         )
+
+
+def _same_folder(one: str, other: str) -> bool:
+    return realpath(one) == realpath(other)
 
 
 def _groups(params: Sequence[Params], names: Sequence[str | None], *, alone: bool) -> list[list[int]]:

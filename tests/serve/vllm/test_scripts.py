@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import lora_adapters
 from penstock.vllm import (
     LLM,
     AdapterLogitsProcessor,
@@ -24,6 +25,7 @@ from penstock.vllm import (
     Histogram,
     LLMEngine,
     LogitsProcessor,
+    LoRARequest,
     PoolingParams,
     RequestOutput,
     RequestOutputKind,
@@ -234,6 +236,17 @@ def test_beams_of_more_prompts_than_a_call_takes(llm: LLM) -> None:
     outputs = llm.beam_search([[5]] * 1025, BeamSearchParams(beam_width=1, max_tokens=1, ignore_eos=True))
     assert len(outputs) == 1025
     assert outputs[0].sequences[0].tokens == outputs[-1].sequences[0].tokens
+
+
+def test_an_adapters_name_means_one_folder() -> None:
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0)
+    first, second = (lora_adapters.adapter(str(demo_path()), seed) for seed in (1, 2))
+    with LLM(max_model_len=512, enable_lora=True, max_lora_rank=8) as llm:
+        [plain] = llm.generate(PROMPTS[0], greedy, use_tqdm=False)
+        [adapted] = llm.generate(PROMPTS[0], greedy, use_tqdm=False, lora_request=LoRARequest("a", 1, first))
+        assert adapted.outputs[0].cumulative_logprob != pytest.approx(plain.outputs[0].cumulative_logprob, abs=1e-3)
+        with pytest.raises(InvalidRequest, match="another name"):
+            llm.generate(PROMPTS[0], greedy, use_tqdm=False, lora_request=LoRARequest("a", 2, second))
 
 
 def test_metrics_are_objects(llm: LLM) -> None:
