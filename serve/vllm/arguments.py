@@ -111,6 +111,8 @@ class EngineSettings:
         elif name == "profiler_config":
             self.profiler = ProfilerConfig.of(value)
         elif name == "logits_processors":
+            if isinstance(value, str) or not all(isinstance(each, type) for each in value):
+                raise ConfigurationError("logits_processors must be a list of classes, not of their names.")
             self.logits_processors = tuple(value)
         elif name == "enable_prefix_caching":
             self._set("disable_radix_cache", not value)

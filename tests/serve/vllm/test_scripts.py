@@ -104,6 +104,7 @@ def test_arguments_of_a_command_line() -> None:
         ({"distributed_executor_backend": "ray"}, "one process per rank"),
         ({"profiler_config": {"profiler": "cuda"}}, "torch"),
         ({"max_model_len": 8, "context_length": 9}, "twice"),
+        ({"logits_processors": ["module:Class"]}, "classes"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(keywords: dict[str, Any], advice: str) -> None:
