@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from runtime.batch import Batch
 from runtime.request import Delta
@@ -49,6 +49,13 @@ class StepTimes:
         self._prompt_token_s = _mean(self._prompt_token_s, rest / tokens)
         rest = max(seconds - (self._short_decode_s or 0.0), 0.0)
         self._short_prompt_token_s = _low_mean(self._short_prompt_token_s, rest / tokens)
+
+    def note_decodes(self, times_s: Iterable[float]) -> None:
+        """Record the measured times of several decode steps in seconds, like `note` for each of them."""
+        decode_s, short_s = self._decode_s, self._short_decode_s
+        for seconds in times_s:
+            decode_s, short_s = _mean(decode_s, seconds), _low_mean(short_s, seconds)
+        self._decode_s, self._short_decode_s = decode_s, short_s
 
     @property
     def decode_s(self) -> float | None:

@@ -18,6 +18,7 @@ from runtime.request import Delta, DraftCounts, Finish, LogprobParams, Logprobs
 from runtime.scheduler.adapter_slots import AdapterSlots
 from runtime.scheduler.apply import Effects, apply_output, final_delta
 from runtime.scheduler.batch_builder import BatchBuilder
+from runtime.scheduler.decode_runs import DecodeRuns
 from runtime.scheduler.drafting import Drafting
 from runtime.scheduler.fast_forward import FastForward
 from runtime.scheduler.queue import WaitingQueue
@@ -71,6 +72,7 @@ class Scheduler:
         self._fast_forward = FastForward(plan, cache, self._running, vocab_size)
         self._drafting = Drafting(plan, cache, self._running)
         self._builder = BatchBuilder(plan, cache, self._running, self._waiting, self._fast_forward, self._drafting)
+        self._decode_runs = DecodeRuns(plan, cache, self._running, self._waiting, self._builder.new_token_ratio)
         self._effects = Effects(self._retire, self._running.stall, self._running.rewind, self._drafting.note)
         self._trials = Trials()
         self._num_filled = 0
@@ -178,6 +180,32 @@ class Scheduler:
         if self._trials and self._trials.passed(self._running.full):
             self._try_next()
         return deltas
+
+    @property
+    def num_equal_steps(self) -> int:
+        """Lower bound on the number of next steps that have the same decode rows, if no token ends a sequence.
+
+        0 if it is unknown. Until these steps end, no waiting sequence starts, none is retracted and none ends.
+        """
+        if self._trials:
+            return 0
+        return self._decode_runs.length(self._num_filled - self._num_applied)
+
+    def skip_steps(self, num_steps: int, token_id: int) -> None:
+        """Advance by `num_steps` equal steps, each of which samples `token_id` in every row. For simulations.
+
+        The result is the state after `num_steps` calls of `fill` and of `apply`, without their batches and Deltas. As
+        many steps as before are in flight, with the numbers that follow. `num_steps` must be at most `num_equal_steps`,
+        and the token must end no sequence.
+        """
+        self._decode_runs.advance(num_steps, token_id)
+        self._num_filled += num_steps
+        self._num_applied += num_steps
+
+    @property
+    def running(self) -> Iterable[Sequence]:
+        """The running sequences, in order of admission."""
+        return self._running
 
     @property
     def awaited(self) -> list[HostData]:

@@ -60,6 +60,12 @@ class StepCosts(NamedTuple):
         work = max(self.floor, rows * self.row + tokens * self.token)
         return self.base + work + context * self.context + pairs * self.pair
 
+    def decode_seconds(self, num_rows: int, context: int, num_steps: int) -> NDArray[np.float64]:
+        """Return the predicted times [num_steps] of decode steps with the same rows. The first one reads `context`."""
+        work = max(self.floor, num_rows * self.row)
+        contexts = context + num_rows * np.arange(num_steps)
+        return (self.base + work) + contexts * self.context
+
 
 def features(batch: Batch) -> tuple[int, int, int, int]:
     """Return the features (rows, tokens, context, pairs) of a step.

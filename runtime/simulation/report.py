@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from runtime.batch import Batch
 from runtime.request import Delta
+from runtime.sequence import Sequence
 
 PERCENTILES = (50, 90, 99)
 COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
@@ -62,6 +63,16 @@ class Outcome:
                 last_s[number] = now_s
                 num_output[number] += count
                 self.num_tokens += count
+
+    def decoded(self, sequences: Iterable[Sequence], num_steps: int, now_s: float) -> None:
+        """Note several steps with one token for each of these sequences. None of these tokens is a first one."""
+        self.num_steps += num_steps
+        numbers, last_s, num_output = self.numbers, self.last_s, self.num_output
+        for sequence in sequences:
+            number = numbers[sequence.request.id]
+            last_s[number] = now_s
+            num_output[number] += num_steps
+            self.num_tokens += num_steps
 
     @property
     def first_token_s(self) -> NDArray[np.float64]:

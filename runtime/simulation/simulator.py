@@ -5,23 +5,28 @@ Steps are not computed; each one advances the clock by its predicted time.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import repeat
+from itertools import pairwise, repeat
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.actors.step_times import StepTimes
-from runtime.batch import Batch, StepOutput
+from runtime.batch import UNKNOWN, Batch, Ints, Sampling, StepOutput, StepStats
 from runtime.config.plan import SchedulerPlan
 from runtime.errors import PenstockError
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Logprobs
 from runtime.scheduler.scheduler import Scheduler
+from runtime.sequence import Sequence
 from runtime.simulation.costs import StepCosts
 from runtime.simulation.report import Outcome
 from runtime.simulation.traces import LAST_ID, OUTPUT_ID, Arrival
 
+MIN_SKIPPED = 2  # a single step is not skipped
+MAX_SKIPPED = 4096  # steps that are skipped at once
 GENERATED = [OUTPUT_ID]  # tokens of a row, shared by all rows
 
 
@@ -29,8 +34,16 @@ class Simulator:
     """Simulates one replica with one policy. Mirrors the loop of `SchedulerActor`."""
 
     def __init__(
-        self, plan: SchedulerPlan, cache: PrefixCache, costs: StepCosts, *, vocab_size: int, context_length: int
+        self,
+        plan: SchedulerPlan,
+        cache: PrefixCache,
+        costs: StepCosts,
+        *,
+        vocab_size: int,
+        context_length: int,
+        skips: bool = True,
     ) -> None:
+        """`skips` advances over many equal decode steps at once. It changes only the duration of the simulation."""
         self.scheduler = Scheduler(plan, cache, vocab_size=vocab_size, context_length=context_length)
         self.outcome = Outcome()
         self._costs = costs
@@ -40,6 +53,7 @@ class Simulator:
         self._outputs: dict[tuple[int, int], list[int] | int] = {}  # of sequences that have not ended
         # By sequence index: the length at which the sequence's output ends.
         self._ends = np.zeros(plan.max_running, np.int64)
+        self._skips = skips
         self._special = 0  # number of unended sequences whose tokens are known, or that have no output
         self._in_flight: deque[tuple[Batch, float]] = deque()  # (batch, time at which it ends)
         self._now_s = self._device_free_s = self._applied_s = 0.0
@@ -52,6 +66,8 @@ class Simulator:
             while coming is not None and coming.time_s <= self._now_s:
                 self._add(coming)
                 coming = next(waiting, None)
+            if self._skip(math.inf if coming is None else coming.time_s):
+                continue
             batch = self.scheduler.fill()
             if batch is not None:
                 self._launch(batch)
@@ -76,6 +92,62 @@ class Simulator:
         for sequence, output in zip(sequences, arrival.outputs, strict=True):
             self._outputs[sequence.request.id, sequence.index] = output
             self._special += isinstance(output, list)
+
+    def _skip(self, next_arrival_s: float) -> bool:
+        """Advance over the equal decode steps before the next arrival or the next end of an output.
+
+        The result is the same as that of single steps. Return False, without effect, if at most one step can be
+        skipped.
+        """
+        if not self._skips or self._special or len(self._in_flight) != self._depth:
+            return False
+        if any(batch.stats.num_prompt_tokens or batch.stats.num_new for batch, _ in self._in_flight):
+            return False
+        scheduler = self.scheduler
+        running = list(scheduler.running)
+        if not running:
+            return False
+        lengths = np.array([len(sequence.ids) for sequence in running])
+        indices = np.array([sequence.sequence_index for sequence in running], np.int32)
+        until_end = int((self._ends[indices] - lengths).min()) - 1
+        if until_end < MIN_SKIPPED:
+            return False
+        limit = min(until_end, scheduler.num_equal_steps, MAX_SKIPPED)
+        if limit < MIN_SKIPPED:
+            return False
+        num_rows, depth = len(running), self._depth
+        # With steps in flight, further positions are computed than tokens are known.
+        context = int(lengths.sum()) + num_rows * (depth - 1)
+        began_s = max(self._now_s, self._device_free_s)
+        before_s = [end_s for _, end_s in self._in_flight] or [began_s]
+        steps_s = self._costs.decode_seconds(num_rows, context, limit)
+        ends_s = np.add.accumulate(np.concatenate(([before_s[-1]], steps_s)))
+        ends_s = np.concatenate((before_s[:-1], ends_s)) if depth else ends_s[1:]
+        # The step in which the arrival falls is the last one: the request is added after it.
+        num_steps = min(limit, int(np.searchsorted(ends_s, next_arrival_s)) + 1)
+        if num_steps < MIN_SKIPPED:
+            return False
+        scheduler.skip_steps(num_steps, OUTPUT_ID)
+        passed_s = ends_s[:num_steps].tolist()
+        self._now_s = passed_s[-1]
+        self.outcome.decoded(running, num_steps, self._now_s)
+        self._note_decodes([began_s if not depth else self._applied_s, *passed_s])
+        self._applied_s = self._now_s
+        in_flight_s = ends_s[num_steps : num_steps + depth].tolist()
+        self._device_free_s = in_flight_s[-1] if depth else self._now_s
+        number = self._in_flight[0][0].number + num_steps if depth else 0
+        self._in_flight = deque(
+            (decode_batch(number + ahead, running, indices, lengths + (num_steps - 1 + ahead)), end_s)
+            for ahead, end_s in enumerate(in_flight_s)
+        )
+        return True
+
+    def _note_decodes(self, times_s: list[float]) -> None:
+        """Note decode steps, of which each begins when the step before ends. `times_s` begins with the first start."""
+        self._times.note_decodes([end_s - start_s for start_s, end_s in pairwise(times_s)])
+        self.scheduler.note_step_time(self._times.decode_s)
+        if self._target_s is not None:
+            self.scheduler.limit_mixed_steps(self._times.tokens_within(self._target_s))
 
     def _launch(self, batch: Batch) -> None:
         stats = batch.stats
@@ -166,6 +238,23 @@ class Simulator:
             if isinstance(output, list) and len(sequence.ids) - sequence.num_prompt >= max(len(output), 1):
                 self.scheduler.end(sequence)
                 self._forget(sequence.request.id, sequence.index)
+
+
+def decode_batch(number: int, sequences: list[Sequence], indices: Ints, starts: NDArray[np.int64]) -> Batch:
+    """Return a batch with one decode row for each sequence. It has no page table, because nothing computes it."""
+    rows = np.arange(len(sequences), dtype=np.int32)
+    unused = np.zeros(0, np.int32)
+    return Batch(
+        number=number,
+        sequences=tuple(sequences),
+        starts=starts.astype(np.int32),
+        counts=np.ones_like(rows),
+        sequence_indices=indices,
+        token_ids=np.full_like(rows, UNKNOWN),
+        page_table=np.zeros((len(rows), 0), np.int32),
+        sampling=Sampling(rows, rows, unused.astype(np.bool_), unused.astype(np.float32)),
+        stats=StepStats(num_decode_rows=len(rows)),
+    )
 
 
 def in_order(arrivals: Iterable[Arrival]) -> Iterator[Arrival]:

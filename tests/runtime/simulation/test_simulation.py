@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,60 @@ def test_waiting_times_are_those_of_queueing_theory():
     outcome = simulate(rows, StepCosts(base=service_s), max_running=1, overlap=False, max_queued=100_000)
     wait_s = float(outcome.first_token_s.mean()) - service_s
     assert wait_s == pytest.approx(load * service_s / (2 * (1 - load)), rel=0.07)
+
+
+def states(text: str, *, skips: bool, num_pages: int, costs: StepCosts, **plan: Any) -> tuple[list[Any], int]:
+    """Simulate a random trace. Return the scheduler's states at all arrivals and the outcome, and how often it filled.
+
+    A state has the pages, tokens and rows of the running sequences, the free pages and the estimates.
+    """
+    found: list[Any] = []
+    cache = PrefixCache(num_pages, 4)
+    simulator = Simulator(make_plan(**plan), cache, costs, vocab_size=2**31, context_length=300, skips=skips)
+    scheduler, numbers = simulator.scheduler, simulator.outcome.numbers
+
+    def arrivals() -> Iterator[Arrival]:
+        draw = random.Random(text)
+        for arrival in read_trace(text):
+            arrival.sequences[0].max_tokens = draw.choice([2**31, arrival.sequences[0].num_prompt + 30])
+            scheduler.check()
+            rows = [
+                (numbers[each.request.id], each.sequence_index, each.pages[:], each.ids[:], each.num_computed)
+                for each in scheduler.running
+            ]
+            found.append((rows, scheduler.load, list(cache._pool._free), {**vars(simulator._times)}))  # pyright: ignore
+            yield arrival
+
+    num_filled, fill = 0, scheduler.fill
+
+    def counted() -> Any:
+        nonlocal num_filled
+        num_filled += 1
+        return fill()
+
+    scheduler.fill = counted
+    outcome = simulator.run(arrivals())
+    order = [numbers[each] for each in outcome.order]
+    times = [list(each) for each in (outcome.arrived_s, outcome.first_s, outcome.last_s, outcome.num_output)]
+    return [*found, order, times, outcome.values()], num_filled
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("plan", [{}, {"max_running": 3, "policy": "lpm"}, {"mixed": False, "target_token_ms": 30.0}])
+def test_skipped_steps_leave_the_state_of_single_steps(plan: dict[str, Any], overlap: bool):
+    num_filled = Counter[bool]()
+    for seed in range(8):
+        draw = random.Random(seed)
+        trace = f"requests=40,rate={draw.choice([0, 1, 10, 50])},input=20,output=40,prefixes=3,prefix=12,seed={seed}"
+        costs = StepCosts(*(10.0 ** -draw.randrange(2, 6) for _ in range(6)))
+        num_pages = draw.choice([80, 200, 1000])
+        ran = []
+        for skips in (False, True):
+            found, number = states(trace, skips=skips, num_pages=num_pages, costs=costs, overlap=overlap, **plan)
+            ran.append(found)
+            num_filled[skips] += number
+        assert ran[0] == ran[1]
+    assert num_filled[True] < 0.7 * num_filled[False]
 
 
 def test_shared_prefixes_are_computed_once(tmp_path: Path):

@@ -1,0 +1,101 @@
+"""Advances the scheduler over many equal decode steps at once, for simulations.
+
+Steps are equal if each one has the same decode rows, and no sequence can start, end or be retracted in between.
+"""
+
+from __future__ import annotations
+
+from runtime.config.plan import SchedulerPlan
+from runtime.kv_cache.prefix_cache import PrefixCache
+from runtime.scheduler.budget import NewTokenRatio
+from runtime.scheduler.queue import WaitingQueue
+from runtime.scheduler.request_tables import Running
+from runtime.sequence import Sequence
+
+
+class DecodeRuns:
+    """Decides for how many steps all rows stay the same, and updates sequences and pages as these steps would."""
+
+    def __init__(
+        self, plan: SchedulerPlan, cache: PrefixCache, running: Running, waiting: WaitingQueue, ratio: NewTokenRatio
+    ) -> None:
+        self._cache = cache
+        self._running = running
+        self._waiting = waiting
+        self._ratio = ratio
+        self._priorities = plan.priorities
+        self._max_rows = plan.max_micro_batch
+        # Other features change the state in every step, or have rows that are not plain decode rows.
+        self._possible = (
+            plan.micro_batches == 1
+            and not plan.max_drafts
+            and plan.min_draft_gain is None
+            and not cache.kinds
+            and cache.tier is None
+            and cache.storage is None
+        )
+
+    def length(self, num_in_flight: int) -> int:
+        """Return a lower bound on the number of next steps that are equal if no token ends a sequence.
+
+        `num_in_flight` is the number of steps in flight. Each of them must have a row of every running sequence.
+        """
+        running, cache = self._running, self._cache
+        num_rows = len(running)
+        if not num_rows or not self._possible or running.constrained or running.stalled or cache.copies:
+            return 0
+        if self._max_rows is not None and num_rows > self._max_rows:
+            return 0
+        if self._waiting and not self._admits_none():
+            return 0
+        # Each sequence needs at most this many pages: one for every `page_size` steps.
+        longest = cache.num_available // num_rows * cache.page_size
+        for sequence in running:
+            computed = sequence.num_computed
+            if (
+                sequence.num_pending != num_in_flight
+                or sequence.num_drafted
+                or computed < sequence.num_prompt
+                or len(sequence.ids) + num_in_flight != computed + 1
+            ):
+                return 0
+            longest = min(longest, sequence.max_tokens - max(computed, len(sequence.ids)) - 1)
+        return longest
+
+    def _admits_none(self) -> bool:
+        """Return whether no waiting sequence can start, or displace another one, until a running one ends."""
+        running, waiting = self._running, self._waiting
+        if waiting.allowed is not None or self._priorities:
+            return False
+        if max(running.owners.values()) > waiting.least_served + 1:
+            return False
+        return running.full or not running.tables.num_free
+
+    def advance(self, num_steps: int, token_id: int) -> None:
+        """Change sequences, pages and the expected output length as `num_steps` equal steps with this token would."""
+        self._append_pages(num_steps)
+        tokens = [token_id] * num_steps
+        for sequence in self._running:
+            sequence.num_computed += num_steps
+            sequence.ids += tokens
+        for _ in range(num_steps):
+            before = self._ratio.value
+            self._ratio.decay()
+            if self._ratio.value == before:
+                break
+
+    def _append_pages(self, num_steps: int) -> None:
+        """Allocate the pages of all steps, in the order in which single steps would."""
+        size = self._cache.page_size
+        growing: dict[int, list[Sequence]] = {}  # step -> sequences that need a page in this step
+        for sequence in self._running:
+            for step in range(-sequence.num_computed % size, num_steps, size):
+                growing.setdefault(step, []).append(sequence)
+        if not growing:
+            return
+        sequences: list[Sequence] = []
+        pages: list[int] = []
+        for step in sorted(growing):
+            sequences += growing[step]
+            pages += self._cache.allocate(len(growing[step]))
+        self._running.tables.append_pages(sequences, pages)
