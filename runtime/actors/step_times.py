@@ -13,6 +13,7 @@ from runtime.scheduler.scheduler import Scheduler
 logger = logging.getLogger("penstock.scheduler")
 
 WEIGHT = 0.1  # weight of the newest step in the moving averages
+RISE = 0.5  # the same weight in the direction in which a mean moves fast
 PATIENCE = 10  # a step counts as hanging after this multiple of its predicted time
 LEAST_PATIENCE_S = 5.0  # no step counts as hanging earlier
 OVERHEAD = 1 / 20  # maximum share of a prefill step's time that the step's fixed cost may take
@@ -54,7 +55,11 @@ class StepTimes:
         """Record the measured times of several decode steps in seconds, like `note` for each of them."""
         decode_s, short_s = self._decode_s, self._short_decode_s
         for seconds in times_s:
-            decode_s, short_s = _mean(decode_s, seconds), _low_mean(short_s, seconds)
+            if decode_s is None or short_s is None:
+                decode_s, short_s = _mean(decode_s, seconds), _low_mean(short_s, seconds)
+            else:  # without calls: 0.1 us in place of 0.3 us
+                decode_s += (RISE if seconds > decode_s else WEIGHT) * (seconds - decode_s)
+                short_s += (RISE if seconds < short_s else WEIGHT / 4) * (seconds - short_s)
         self._decode_s, self._short_decode_s = decode_s, short_s
 
     @property
@@ -122,16 +127,16 @@ class StepTimes:
 
 def _mean(before: float | None, newest: float) -> float:
     """Update a mean that rises fast and falls slowly: a false alarm of the watchdog is worse than a late one."""
-    if before is None or newest > before:
-        return newest if before is None else before + max(WEIGHT, 0.5) * (newest - before)
-    return before + WEIGHT * (newest - before)
+    if before is None:
+        return newest
+    return before + (RISE if newest > before else WEIGHT) * (newest - before)
 
 
 def _low_mean(before: float | None, newest: float) -> float:
     """Update a mean that falls fast and rises slowly, because long times include delays by other work."""
     if before is None:
         return newest
-    return before + (0.5 if newest < before else WEIGHT / 4) * (newest - before)
+    return before + (RISE if newest < before else WEIGHT / 4) * (newest - before)
 
 
 class Progress:

@@ -139,6 +139,13 @@ class NewTokenRatio:
         """Lower the ratio. Called for each step with decode rows."""
         self.value = max(self.value - self._decay, self._minimum)
 
+    def decay_by(self, num_steps: int) -> None:
+        """Lower the ratio as `num_steps` calls of `decay` would."""
+        for _ in range(num_steps):
+            if self.value == self._minimum:
+                break
+            self.value = max(self.value - self._decay, self._minimum)
+
     def reset(self) -> None:
         """Restore the initial ratio. Called when no sequence is left."""
         self.value = self._initial

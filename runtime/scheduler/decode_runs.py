@@ -78,11 +78,7 @@ class DecodeRuns:
         for sequence in self._running:
             sequence.num_computed += num_steps
             sequence.ids += tokens
-        for _ in range(num_steps):
-            before = self._ratio.value
-            self._ratio.decay()
-            if self._ratio.value == before:
-                break
+        self._ratio.decay_by(num_steps)
 
     def _append_pages(self, num_steps: int) -> None:
         """Allocate the pages of all steps, in the order in which single steps would."""

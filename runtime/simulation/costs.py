@@ -63,8 +63,8 @@ class StepCosts(NamedTuple):
     def decode_seconds(self, num_rows: int, context: int, num_steps: int) -> NDArray[np.float64]:
         """Return the predicted times [num_steps] of decode steps with the same rows. The first one reads `context`."""
         work = max(self.floor, num_rows * self.row)
-        contexts = context + num_rows * np.arange(num_steps)
-        return (self.base + work) + contexts * self.context
+        contexts = np.arange(context, context + num_rows * num_steps, num_rows, dtype=np.float64)
+        return contexts * self.context + (self.base + work)
 
 
 def features(batch: Batch) -> tuple[int, int, int, int]:

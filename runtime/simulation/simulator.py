@@ -6,15 +6,15 @@ Steps are not computed; each one advances the clock by its predicted time.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Iterator
-from itertools import pairwise, repeat
+from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from runtime.actors.step_times import StepTimes
-from runtime.batch import UNKNOWN, Batch, Ints, Sampling, StepOutput, StepStats
+from runtime.batch import UNKNOWN, Batch, Sampling, StepOutput, StepStats
 from runtime.config.plan import SchedulerPlan
 from runtime.errors import PenstockError
 from runtime.kv_cache.prefix_cache import PrefixCache
@@ -25,8 +25,8 @@ from runtime.simulation.costs import StepCosts
 from runtime.simulation.report import Outcome
 from runtime.simulation.traces import LAST_ID, OUTPUT_ID, Arrival
 
-MIN_SKIPPED = 2  # a single step is not skipped
 MAX_SKIPPED = 4096  # steps that are skipped at once
+NO_FLAGS, NO_NUMBERS = np.zeros(0, np.bool_), np.zeros(0, np.float32)
 GENERATED = [OUTPUT_ID]  # tokens of a row, shared by all rows
 
 
@@ -52,7 +52,7 @@ class Simulator:
         self._times = StepTimes()
         self._outputs: dict[tuple[int, int], list[int] | int] = {}  # of sequences that have not ended
         # By sequence index: the length at which the sequence's output ends.
-        self._ends = np.zeros(plan.max_running, np.int64)
+        self._ends = [0] * plan.max_running
         self._skips = skips
         self._special = 0  # number of unended sequences whose tokens are known, or that have no output
         self._in_flight: deque[tuple[Batch, float]] = deque()  # (batch, time at which it ends)
@@ -94,52 +94,48 @@ class Simulator:
             self._special += isinstance(output, list)
 
     def _skip(self, next_arrival_s: float) -> bool:
-        """Advance over the equal decode steps before the next arrival or the next end of an output.
+        """Advance over the equal decode steps up to the next arrival, or up to the next end of an output.
 
-        The result is the same as that of single steps. Return False, without effect, if at most one step can be
-        skipped.
+        The result is the same as that of single steps. Return False, without effect, if no step can be skipped.
         """
         if not self._skips or self._special or len(self._in_flight) != self._depth:
             return False
-        if any(batch.stats.num_prompt_tokens or batch.stats.num_new for batch, _ in self._in_flight):
+        for batch, _ in self._in_flight:
+            if batch.stats.num_prompt_tokens:
+                return False
+        limit = min(self.scheduler.num_equal_steps, MAX_SKIPPED)
+        if limit < 1:
             return False
-        scheduler = self.scheduler
-        running = list(scheduler.running)
-        if not running:
+        ends, running = self._ends, list(self.scheduler.running)
+        num_left = [ends[sequence.sequence_index] - len(sequence.ids) for sequence in running]
+        limit = min(limit, *num_left)
+        if limit < 1:
             return False
-        lengths = np.array([len(sequence.ids) for sequence in running])
-        indices = np.array([sequence.sequence_index for sequence in running], np.int32)
-        until_end = int((self._ends[indices] - lengths).min()) - 1
-        if until_end < MIN_SKIPPED:
-            return False
-        limit = min(until_end, scheduler.num_equal_steps, MAX_SKIPPED)
-        if limit < MIN_SKIPPED:
-            return False
-        num_rows, depth = len(running), self._depth
-        # With steps in flight, further positions are computed than tokens are known.
-        context = int(lengths.sum()) + num_rows * (depth - 1)
         began_s = max(self._now_s, self._device_free_s)
-        before_s = [end_s for _, end_s in self._in_flight] or [began_s]
-        steps_s = self._costs.decode_seconds(num_rows, context, limit)
-        ends_s = np.add.accumulate(np.concatenate(([before_s[-1]], steps_s)))
-        ends_s = np.concatenate((before_s[:-1], ends_s)) if depth else ends_s[1:]
-        # The step in which the arrival falls is the last one: the request is added after it.
-        num_steps = min(limit, int(np.searchsorted(ends_s, next_arrival_s)) + 1)
-        if num_steps < MIN_SKIPPED:
-            return False
-        scheduler.skip_steps(num_steps, OUTPUT_ID)
-        passed_s = ends_s[:num_steps].tolist()
-        self._now_s = passed_s[-1]
+        before_s = [end_s for _, end_s in self._in_flight]
+        context = sum([sequence.num_computed for sequence in running])
+        steps_s = self._costs.decode_seconds(len(running), context, limit)
+        steps_s[0] += began_s  # the times of the steps become the times at which they end
+        ends_s = [*before_s, *np.add.accumulate(steps_s).tolist()]
+        # An arrival during a step waits for its end, so this step is the last one.
+        num_steps = min(limit, bisect_left(ends_s, next_arrival_s) + 1)
+        self.scheduler.skip_steps(num_steps, OUTPUT_ID)
+        self._now_s = ends_s[num_steps - 1]
         self.outcome.decoded(running, num_steps, self._now_s)
-        self._note_decodes([began_s if not depth else self._applied_s, *passed_s])
+        self._note_decodes([self._applied_s if before_s else began_s, *ends_s[:num_steps]])
         self._applied_s = self._now_s
-        in_flight_s = ends_s[num_steps : num_steps + depth].tolist()
-        self._device_free_s = in_flight_s[-1] if depth else self._now_s
-        number = self._in_flight[0][0].number + num_steps if depth else 0
+        self._device_free_s = ends_s[num_steps + self._depth - 1]
+        number = self._in_flight[0][0].number + num_steps if before_s else 0
         self._in_flight = deque(
-            (decode_batch(number + ahead, running, indices, lengths + (num_steps - 1 + ahead)), end_s)
-            for ahead, end_s in enumerate(in_flight_s)
+            (decode_batch(number + ahead, running, self._depth - ahead), ends_s[num_steps + ahead])
+            for ahead in range(self._depth)
         )
+        for sequence, left in zip(running, num_left):
+            if left == num_steps:
+                sequence.ids[-1] = LAST_ID
+                if LAST_ID in sequence.stop_ids:
+                    self.scheduler.end(sequence)
+                    self._forget(sequence.request.id, sequence.index)
         return True
 
     def _note_decodes(self, times_s: list[float]) -> None:
@@ -201,16 +197,15 @@ class Simulator:
         """Return the tokens of a step in which only the lengths of outputs are known."""
         if batch.sampling is None:
             return [[] for _ in batch.sequences]
-        ends = batch.starts + batch.counts + 1  # length of each sequence after the step
-        last = ends >= self._ends[batch.sequence_indices]
-        if len(batch.sampling.row_of) == len(batch.sequences):
-            tokens = list(repeat(GENERATED, len(batch.sequences)))
-            for row in np.flatnonzero(last).tolist():
-                tokens[row] = [LAST_ID]
-            return tokens
-        tokens = [[] for _ in batch.sequences]
-        for row in batch.sampling.row_of.tolist():
-            tokens[row] = [LAST_ID] if last[row] else GENERATED
+        lengths = (batch.starts + batch.counts + 1).tolist()  # length of each sequence after the step
+        ends = self._ends
+        tokens = [
+            [LAST_ID] if length >= ends[index] else GENERATED
+            for length, index in zip(lengths, batch.sequence_indices.tolist())
+        ]
+        if len(batch.sampling.row_of) < len(tokens):
+            sampled = set(batch.sampling.row_of.tolist())
+            tokens = [each if row in sampled else [] for row, each in enumerate(tokens)]
         return tokens
 
     def _known_output(self, batch: Batch) -> StepOutput:
@@ -240,19 +235,22 @@ class Simulator:
                 self._forget(sequence.request.id, sequence.index)
 
 
-def decode_batch(number: int, sequences: list[Sequence], indices: Ints, starts: NDArray[np.int64]) -> Batch:
-    """Return a batch with one decode row for each sequence. It has no page table, because nothing computes it."""
+def decode_batch(number: int, sequences: list[Sequence], steps_back: int) -> Batch:
+    """Return the batch of decode rows that was launched `steps_back` steps ago, counted from 1.
+
+    It has no page table and no parameters, because nothing computes it.
+    """
+    starts = np.array([sequence.num_computed - steps_back for sequence in sequences], np.int32)
     rows = np.arange(len(sequences), dtype=np.int32)
-    unused = np.zeros(0, np.int32)
     return Batch(
         number=number,
         sequences=tuple(sequences),
-        starts=starts.astype(np.int32),
-        counts=np.ones_like(rows),
-        sequence_indices=indices,
-        token_ids=np.full_like(rows, UNKNOWN),
+        starts=starts,
+        counts=np.ones(len(rows), np.int32),
+        sequence_indices=np.array([sequence.sequence_index for sequence in sequences], np.int32),
+        token_ids=np.full(len(rows), UNKNOWN, np.int32),
         page_table=np.zeros((len(rows), 0), np.int32),
-        sampling=Sampling(rows, rows, unused.astype(np.bool_), unused.astype(np.float32)),
+        sampling=Sampling(rows, rows, NO_FLAGS, NO_NUMBERS),
         stats=StepStats(num_decode_rows=len(rows)),
     )
 

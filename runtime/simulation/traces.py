@@ -30,6 +30,7 @@ from runtime.simulation.costs import features
 
 BLOCK = 512  # number of tokens per element of `hash_ids`
 IDS = 2**31 - 2
+SAMPLING = SamplingParams(max_new_tokens=None, temperature=0.0)
 OUTPUT_ID, LAST_ID = IDS, IDS + 1  # id of generated tokens, and id of the token that ends an output
 
 
@@ -114,7 +115,7 @@ class Row(NamedTuple):
 
 
 def _sequence(row: Row) -> Sequence:
-    request = Request(label="", ids=(), sampling=SamplingParams(max_new_tokens=None, temperature=0.0))
+    request = Request(label="", ids=(), sampling=SAMPLING)
     return Sequence(request, 0, row.ids, max_tokens=2**31, stop_ids=frozenset((LAST_ID,)), seed=0)
 
 

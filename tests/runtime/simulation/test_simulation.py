@@ -53,7 +53,7 @@ def test_waiting_times_are_those_of_queueing_theory():
     """
     draw, time_s, rows = random.Random(3), 0.0, []
     service_s, load = 0.1, 0.6
-    for arrival in read_trace("requests=8000,rate=1,input=8,output=1"):
+    for arrival in read_trace("requests=4000,rate=1,input=8,output=1"):
         time_s += draw.expovariate(load / service_s)
         rows.append(arrival._replace(time_s=time_s, outputs=[1]))
     outcome = simulate(rows, StepCosts(base=service_s), max_running=1, overlap=False, max_queued=100_000)
@@ -101,7 +101,7 @@ def states(text: str, *, skips: bool, num_pages: int, costs: StepCosts, **plan: 
 @pytest.mark.parametrize("plan", [{}, {"max_running": 3, "policy": "lpm"}, {"mixed": False, "target_token_ms": 30.0}])
 def test_skipped_steps_leave_the_state_of_single_steps(plan: dict[str, Any], overlap: bool):
     num_filled = Counter[bool]()
-    for seed in range(8):
+    for seed in range(6):
         draw = random.Random(seed)
         trace = f"requests=40,rate={draw.choice([0, 1, 10, 50])},input=20,output=40,prefixes=3,prefix=12,seed={seed}"
         costs = StepCosts(*(10.0 ** -draw.randrange(2, 6) for _ in range(6)))
@@ -112,7 +112,7 @@ def test_skipped_steps_leave_the_state_of_single_steps(plan: dict[str, Any], ove
             ran.append(found)
             num_filled[skips] += number
         assert ran[0] == ran[1]
-    assert num_filled[True] < 0.7 * num_filled[False]
+    assert num_filled[True] < 0.4 * num_filled[False]
 
 
 def test_shared_prefixes_are_computed_once(tmp_path: Path):
