@@ -7,7 +7,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heapreplace
-from itertools import chain
+from itertools import chain, groupby
 from types import MappingProxyType
 
 from runtime.errors import ConfigurationError
@@ -96,8 +96,10 @@ class WaitingQueue:
         """Return the sequences in the order of admission. The queue must not change during the iteration."""
         if self.allowed is not None:
             return [sequence for sequence in self if sequence in self.allowed]
-        order = self._policy_order()
-        return sorted(order, key=lambda sequence: -sequence.urgency) if self._priorities else order
+        waiting = self._policy_order()
+        if self._priorities:
+            waiting = sorted(waiting, key=lambda sequence: -sequence.urgency)
+        return self._in_turns(waiting) if len(self._owners) > 1 else waiting
 
     def num_tokens_from(self, urgency: float) -> int:
         """Return the number of prompt tokens of the sequences with at least this urgency that have not run yet."""
@@ -119,35 +121,37 @@ class WaitingQueue:
         return min((sequence.urgency for sequence in self._queued), default=math.inf)
 
     def _policy_order(self) -> Iterable[Sequence]:
-        if len(self) < 2:
-            return self
         queued: Iterable[Sequence] = self._queued
         if self._sort is not None and len(self._queued) > 1:
             queued = self._sort(list(queued), self._cache)
-        waiting = chain(self._retracted, queued)
-        return self._in_turns(waiting) if len(self._owners) > 1 else waiting
+        return chain(self._retracted, queued)
 
     def _in_turns(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
         """Yield the next sequence of the owner with the fewest running sequences, until none is left.
 
         Yielded sequences count as running. On a tie, the owner whose last turn is longest ago comes first.
+        With priorities, `waiting` is sorted by urgency, and only sequences of the same urgency change places.
         """
-        by_owner: dict[str, list[Sequence]] = {}
-        for sequence in waiting:
-            by_owner.setdefault(sequence.request.owner, []).append(sequence)
-        turns = [
-            (self._num_running.get(owner, 0), self._last_turns.get(owner, 0), number, iter(sequences))
-            for number, (owner, sequences) in enumerate(by_owner.items())
-        ]
-        heapify(turns)
-        while turns:
-            num_running, last_turn, number, sequences = turns[0]
-            sequence = next(sequences, None)
-            if sequence is None:
-                heappop(turns)
-                continue
-            heapreplace(turns, (num_running + 1, last_turn, number, sequences))
-            yield sequence
+        counts = Counter(self._num_running)
+        groups = groupby(waiting, lambda sequence: sequence.urgency) if self._priorities else [(0, waiting)]
+        for _, equals in groups:
+            by_owner: dict[str, list[Sequence]] = {}
+            for sequence in equals:
+                by_owner.setdefault(sequence.request.owner, []).append(sequence)
+            turns = [
+                (counts[owner], self._last_turns.get(owner, 0), number, owner, iter(sequences))
+                for number, (owner, sequences) in enumerate(by_owner.items())
+            ]
+            heapify(turns)
+            while turns:
+                _, last_turn, number, owner, sequences = turns[0]
+                sequence = next(sequences, None)
+                if sequence is None:
+                    heappop(turns)
+                    continue
+                counts[owner] += 1
+                heapreplace(turns, (counts[owner], last_turn, number, owner, sequences))
+                yield sequence
 
 
 def _policy(name: str) -> Policy | None:

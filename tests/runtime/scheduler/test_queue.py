@@ -136,3 +136,12 @@ def test_the_tokens_before_a_request_are_counted_without_a_pass_over_the_queue(m
     assert [queue.num_tokens_from(urgency) for urgency in (-math.inf, 0, 1, 2, 3)] == [40, 40, 28, 18, 0]
     queue.clear()
     assert queue.num_tokens_from(-math.inf) == 0
+
+
+def test_urgent_sequences_of_a_client_count_before_its_others():
+    queue = WaitingQueue("fcfs", cache_with(), priorities=True)
+    shapes = [("a", 0), ("a", 0), ("a", 1), ("b", 0)]
+    sequences = [make_sequence([1], owner=owner, urgency=urgency) for owner, urgency in shapes]
+    for sequence in sequences:
+        queue.add(sequence)
+    assert [sequences.index(each) for each in queue.ordered()] == [2, 3, 0, 1]
