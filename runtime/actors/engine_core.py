@@ -17,6 +17,7 @@ from runtime.actors.adapters import AdapterRegistry
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.generation_pause import GenerationPause
 from runtime.actors.input_processor import InputProcessor, namespace_of
+from runtime.actors.kernel_compilation import DEPENDENCE, KernelCompilation
 from runtime.actors.live_requests import LiveRequests, RequestObserver, Timeline
 from runtime.actors.loop_watch import gc_watched, watch_loop
 from runtime.actors.output_stream import OutputStream
@@ -157,6 +158,8 @@ class EngineCore:
             num_threads=plan.tokenizer.encoder_threads,
         )
         self._compilation = replicas[0].compilation if len(replicas) == 1 else None
+        if self._compilation is not None:
+            self._processor.dependence = self._processor.dependence or DEPENDENCE
         self.pause = GenerationPause(lambda: self._scheduler.alive, requests, self._tokenizer.submit)
         self.weights = WeightControl(
             lambda: self._scheduler.alive,
@@ -187,7 +190,7 @@ class EngineCore:
                     if self._grammars is not None:
                         self._grammars.start()
                     if self._compilation is not None:
-                        actors.start_soon(self._compilation.run, self._scheduler.alive[0].paused, self._weights_lock)
+                        actors.start_soon(self._change_kernels, self._compilation)
                         self._compilation = None  # so that its worker is freed when the compilation has ended
                     started()
         except BaseExceptionGroup as group:
@@ -211,6 +214,11 @@ class EngineCore:
                         closing.start_soon(self.media.close)
                     if self._traces is not None:
                         closing.start_soon(anyio.to_thread.run_sync, self._traces.close)
+
+    async def _change_kernels(self, compilation: KernelCompilation) -> None:
+        """Compile the C++ kernels and use them. Then accept requests that insist on deterministic answers."""
+        if await compilation.run(self._scheduler.alive[0].paused, self._weights_lock):
+            self._processor.dependence = self.plan.model.dependence
 
     async def drain(self) -> None:
         """Accept no new requests, and return when all requests have ended. Cancelling the call does not undo this."""

@@ -40,7 +40,7 @@ class InputProcessor:
         self._eos_ids = facts.eos_ids | (tokenizer.eos_ids if tokenizer else frozenset())
         self._tokenizer = tokenizer
         self._is_embedding = plan.model.is_embedding
-        self._dependence = plan.model.dependence
+        self.dependence = plan.model.dependence  # why results may depend on other requests; None: they do not
         self._hidden_size = facts.hidden_size
         self._returns_hidden, self._returns_experts = plan.serve.returns_hidden, plan.experts.returned
         self._experts_of_token = facts.num_layers * facts.num_experts_per_token
@@ -106,8 +106,8 @@ class InputProcessor:
                 "The chosen experts are not recorded on this server; start it with --enable-return-routed-experts.",
                 param="return_routed_experts",
             )
-        if sampling.deterministic and self._dependence is not None:
-            raise InvalidRequest(f"deterministic cannot be promised: {self._dependence}.", param="deterministic")
+        if sampling.deterministic and self.dependence is not None:
+            raise InvalidRequest(f"deterministic cannot be promised: {self.dependence}.", param="deterministic")
         name = sampling.custom_logit_processor
         if name is not None:
             check_name(name, self._processors)

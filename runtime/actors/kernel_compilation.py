@@ -22,6 +22,7 @@ logger = logging.getLogger("penstock.core")
 BEGINS = "Steps are computed by PyTorch until the C++ kernels are compiled. Requests are accepted meanwhile."
 ENDS = "C++ kernels compute all further steps. Running requests were recomputed, and the prefix cache was emptied."
 FAILED = "The kernels in C++ cannot be used; slower kernels of torch are used instead: %s"
+DEPENDENCE = "PyTorch computes the steps until the C++ kernels are compiled, and its products depend on the batch"
 CHANGED = "The weights have changed since the start, so PyTorch computes the steps until the next start."
 
 
@@ -39,11 +40,12 @@ class KernelCompilation:
     # Compiles the kernels, which takes seconds, and loads the model for them. Returns the executor and its description.
     make: Callable[[Lifeline], tuple[StepExecutor, str]]
 
-    async def run(self, paused: Callable[[], AbstractAsyncContextManager[Recomputing]], lock: anyio.Lock) -> None:
+    async def run(self, paused: Callable[[], AbstractAsyncContextManager[Recomputing]], lock: anyio.Lock) -> bool:
         """Compile the kernels and switch to them. After an error, log it and keep PyTorch's kernels.
 
         `paused` pauses the steps of the replica (see `SchedulerActor.paused`), and `lock` prevents weight updates
-        during the switch. Running requests are recomputed and continue. Cancellation kills the compilers.
+        during the switch. Running requests are recomputed and continue. Returns whether C++ kernels compute the
+        steps now. Cancellation kills the compilers.
         """
         logger.info(BEGINS)
         try:
@@ -59,10 +61,11 @@ class KernelCompilation:
             elif not isinstance(error, BuildStopped | EngineClosed):  # both mean that the engine is closing
                 # For example too little memory or a deleted checkpoint. The engine continues.
                 logger.error(FAILED, error, exc_info=error)
-        else:
-            logger.info(ENDS if used else CHANGED)
-            if used:
-                logger.info("Kernels: %s", description)
+            return False
+        logger.info(ENDS if used else CHANGED)
+        if used:
+            logger.info("Kernels: %s", description)
+        return used
 
 
 @asynccontextmanager

@@ -13,6 +13,7 @@ import pytest
 from cpp_kernels import library
 from greedy import GREEDY, model_path, prompts, reference
 from runtime.actors.kernel_compilation import CHANGED, ENDS, FAILED
+from runtime.errors import InvalidRequest
 from serve import Engine
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "random_seed": 1}
@@ -85,6 +86,17 @@ async def test_requests_are_answered_before_during_and_after_the_change(
         assert in_cpp(engine)
         assert await outputs(engine) == reference("llama")
         engine.core.check()
+
+
+async def test_deterministic_answers_need_the_kernels(compiler: Compiler, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "penstock")
+    params = {**GREEDY, "deterministic": True}
+    async with Engine(model_path("llama"), **OPTIONS) as engine:
+        with pytest.raises(InvalidRequest, match="until the C\\+\\+ kernels are compiled"):
+            await engine.generate(input_ids=prompts()[0], sampling_params=params)
+        await compiler.finish()
+        await until_logged(caplog, ENDS)
+        await engine.generate(input_ids=prompts()[0], sampling_params=params)
 
 
 async def test_weights_that_changed_meanwhile_stay(compiler: Compiler, caplog: pytest.LogCaptureFixture) -> None:
