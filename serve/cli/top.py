@@ -32,7 +32,8 @@ class Scrape(NamedTuple):
     by_label: Mapping[tuple[str, str], float]
 
 
-LABELS = {"penstock:pages": "owner"}  # sample -> the label whose values are summed separately
+TOKENS = "sglang:realtime_tokens_total"  # counted in each step; the totals of requests grow when requests end
+LABELS = {"penstock:pages": "owner", TOKENS: "mode"}  # sample -> the label whose values are summed separately
 HISTOGRAMS = {
     "first token": "sglang:time_to_first_token_seconds",
     "between tokens": "sglang:inter_token_latency_seconds",
@@ -56,9 +57,16 @@ def read(text: str, at_s: float) -> Scrape:
     return Scrape(at_s, totals, by_label)
 
 
-def rate(name: str, before: Scrape, now: Scrape) -> float:
-    """Return a counter's increase per second, or 0 if the counter has decreased because the server restarted."""
-    grown = now.totals.get(name, 0.0) - before.totals.get(name, 0.0)
+def rate(name: str | tuple[str, str], before: Scrape, now: Scrape) -> float:
+    """Return a counter's increase per second, or 0 if the counter has decreased because the server restarted.
+
+    `name` is a key of `totals` or of `by_label`.
+    """
+
+    def value(scrape: Scrape) -> float:
+        return scrape.totals.get(name, 0.0) if isinstance(name, str) else scrape.by_label.get(name, 0.0)
+
+    grown = value(now) - value(before)
     return max(0.0, grown) / max(now.at_s - before.at_s, 1e-9)
 
 
@@ -94,6 +102,9 @@ def screen(url: str, before: Scrape, now: Scrape) -> RenderableType:
     def count(name: str) -> int:
         return int(totals.get(name, 0))
 
+    def tokens(mode: str) -> float:
+        return rate((TOKENS, mode), before, now)
+
     add("server", url)
     add(
         "requests",
@@ -103,9 +114,8 @@ def screen(url: str, before: Scrape, now: Scrape) -> RenderableType:
     )
     add(
         "tokens",
-        f"{rate('sglang:generation_tokens_total', before, now):.0f} out/s, "
-        f"{rate('sglang:prompt_tokens_total', before, now):.0f} in/s, "
-        f"{rate('sglang:cached_tokens_total', before, now):.0f} of them cached/s",
+        f"{tokens('decode'):.0f} out/s, {tokens('prefill_compute') + tokens('prefill_cache'):.0f} in/s, "
+        f"{tokens('prefill_cache'):.0f} of them cached/s",
     )
     pages = {owner: now.by_label.get(("penstock:pages", owner), 0.0) for owner in ("running", "prefix", "free")}
     add("pages", f"{_bar(pages)} " + ", ".join(f"{int(value)} {owner}" for owner, value in pages.items()))

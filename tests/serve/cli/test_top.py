@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Iterable
 
 import pytest
+from rich.console import Console
 
 import http_server
 import tiny_models
 from serve import Engine
 from serve.cli.main import REFUSED, run
-from serve.cli.top import quantile, rate, read
+from serve.cli.top import Scrape, quantile, rate, read, screen
 from serve.server.app import build_app
 
 
@@ -64,3 +65,14 @@ def test_rates_and_quantiles_are_of_what_came_between_two_looks():
     assert quantile(name, 0.5, before, now) == 0.5
     assert quantile(name, 0.99, before, now) == float("inf")
     assert quantile(name, 0.5, now, now) is None
+
+
+def test_tokens_of_running_requests_count_at_once(capsys: pytest.CaptureFixture[str]):
+    def scrape(at_s: float, decoded: int) -> Scrape:
+        name = "sglang:realtime_tokens"
+        values = {"prefill_compute": 50, "prefill_cache": 0, "decode": decoded}
+        lines = [f'{name}_total{{mode="{mode}"}} {value}' for mode, value in values.items()]
+        return read("\n".join([f"# TYPE {name} counter", *lines, ""]), at_s)
+
+    Console(width=120).print(screen("http://server", scrape(10.0, 100), scrape(12.0, 300)))
+    assert "100 out/s, 0 in/s" in capsys.readouterr().out
