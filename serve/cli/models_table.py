@@ -81,7 +81,11 @@ def rows_of(name: str) -> list[Row]:
     if alike and name not in REFUSED:
         return alike
     foreign = row(name)
-    return [] if foreign is None else [foreign]
+    if foreign is not None:
+        return [foreign]
+    from runtime.models.by_transformers.facts import text_models
+
+    return [found for each in text_models() if name.lower() in each.lower() and (found := row(each))]
 
 
 def _refused(name: str) -> list[str]:

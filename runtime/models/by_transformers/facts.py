@@ -126,6 +126,11 @@ def output_kind(name: str) -> str | None:
     return VECTORS if name in masked.values() or name in encoders else None
 
 
+def text_models() -> list[str]:
+    """Return the names of the classes of transformers that generate text from text, sorted."""
+    return sorted({each for each in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if isinstance(each, str)})
+
+
 def usual_name(name: str) -> str:
     """Return the transformers class name that equals `name` except for case and underscores, or `name` itself.
 

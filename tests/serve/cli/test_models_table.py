@@ -61,4 +61,6 @@ def test_names_may_be_parts_models_and_spelt_otherwise(tmp_path: Path, capsys: p
     assert run(["models", "--json", "PhiMoEForCausalLM"]) == 0
     [foreign] = json.loads(capsys.readouterr().out)
     assert foreign["computed_by"] == "transformers"
+    assert run(["models", "--json", "phimoe"]) == 0
+    assert [each["architecture"] for each in json.loads(capsys.readouterr().out)] == ["PhimoeForCausalLM"]
     assert run(["models", str(tmp_path / "none" / "here")]) == 2
