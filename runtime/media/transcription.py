@@ -98,8 +98,8 @@ class Transcriber:
     async def transcribe(self, request: Transcription, client: str) -> Transcript:
         """Return the transcript. Cancellation stops the work at the model's next token.
 
-        `client` is the name of the API key, or "" without a key. A client with a key may have half of the waiting
-        requests. Raises `InvalidRequest` for invalid audio or parameters, and `Overloaded` if too many requests wait.
+        `client` is the name of the API key, or "" without a key. At most half of the waiting requests may be from one
+        key. Raises `InvalidRequest` for invalid audio or parameters, and `Overloaded` if too many requests wait.
         """
         self._check(request)
         if self._waiting.total() >= MAX_WAITING:

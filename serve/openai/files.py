@@ -38,7 +38,7 @@ _PARAMETER = re.compile(r';\s*([\w*-]+)\s*=\s*(?:"((?:[^"\\]|\\.)*+)"|([^\s;"]*)
 class Uploads:
     """The number of bytes of all running uploads, in total and by client.
 
-    A client is the name of an API key, or "" without a key. A client with a key may use half of the memory.
+    `client` is the name of the API key, or "" without a key. The uploads of one key may use half of the limit.
     """
 
     def __init__(self) -> None:
