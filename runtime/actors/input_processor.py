@@ -200,7 +200,7 @@ class InputProcessor:
         if request.returns_hidden:
             self._check_hidden(min(len(ids) + new, self.context_length) * sampling.n, request.num_with_hidden)
         if request.experts_from is not None:
-            self._check_experts(request.experts_from, len(ids), min(len(ids) + new, self.context_length) * sampling.n)
+            self._check_experts(request.experts_from, len(ids), min(len(ids) + new, self.context_length), sampling.n)
         seed = self._random.getrandbits(64) if sampling.seed is None else sampling.seed
         return request, [
             Sequence(
@@ -284,18 +284,18 @@ class InputProcessor:
                 param="return_hidden_states",
             )
 
-    def _check_experts(self, first: int, num_prompt: int, num_tokens: int) -> None:
-        """Raise `InvalidRequest` if `first` is not in the prompt, or if `num_tokens` tokens have too many experts."""
+    def _check_experts(self, first: int, num_prompt: int, end: int, num_choices: int) -> None:
+        """Raise `InvalidRequest` if `first` is not in the prompt, or if too many experts are returned."""
         if first > num_prompt:
             raise InvalidRequest(
                 f"routed_experts_start_len must be at most {num_prompt}, the number of prompt tokens, not {first}.",
                 param="routed_experts_start_len",
             )
-        most = MAX_EXPERT_NUMBERS // self._experts_of_token
+        most, num_tokens = MAX_EXPERT_NUMBERS // self._experts_of_token, (end - first) * num_choices
         if num_tokens > most:
             raise InvalidRequest(
-                f"A request with routed experts may have at most {most} tokens of prompt and output, not {num_tokens}; "
-                "set a lower max_new_tokens.",
+                f"A request may have routed experts of at most {most} tokens of prompt and output, not {num_tokens}; "
+                "set a lower max_new_tokens or a higher routed_experts_start_len.",
                 param="return_routed_experts",
             )
 

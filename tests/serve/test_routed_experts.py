@@ -15,6 +15,7 @@ import torch
 import http_server
 import tiny_checkpoints
 import tiny_models
+from runtime.actors import input_processor
 from runtime.errors import ConfigurationError, InvalidRequest
 from runtime.request import Chunk
 from serve import Engine
@@ -95,7 +96,7 @@ async def test_layers_without_experts_have_zeros() -> None:
         assert (experts[:, 1:, 0] != experts[:, 1:, 1]).all()
 
 
-async def test_all_apis_return_them() -> None:
+async def test_all_apis_return_them(monkeypatch: pytest.MonkeyPatch) -> None:
     async with (
         Engine(model_path(), **{**PLAIN, **RETURNS}) as engine,
         http_server.serving(build_app(engine.core)) as url,
@@ -116,6 +117,11 @@ async def test_all_apis_return_them() -> None:
         for wrong, param in refusals:
             asked = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_routed_experts": True, **wrong}
             assert (await post(http, "/generate", asked, status=400))["error"]["param"] == param
+        most = (len(PROMPT) + SAMPLING["max_new_tokens"] - 4) * experts[0].size
+        monkeypatch.setattr(input_processor, "MAX_EXPERT_NUMBERS", most)
+        asked = {"input_ids": PROMPT, "sampling_params": SAMPLING, "return_routed_experts": True}
+        assert (await post(http, "/generate", asked, status=400))["error"]["param"] == "return_routed_experts"
+        await post(http, "/generate", {**asked, "routed_experts_start_len": 4})
         predict = {"instances": [{"input_ids": [5]}], "parameters": {"return_routed_experts": True}}
         await post(http, "/vertex_generate", predict, status=400)
         with pytest.raises(InvalidRequest, match=r"use Engine\.generate"):
