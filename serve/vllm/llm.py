@@ -37,7 +37,8 @@ class LLM:
 
     The keywords are Penstock's options, or vLLM's names for them. Raises `ConfigurationError`, which lists every option
     that cannot be satisfied. The class also works in notebooks, because the event loop runs in its own thread. The
-    engine ends with `shutdown`, with its `with` block, or with the process.
+    engine ends with `shutdown`, with its `with` block, or with the process. `use_tqdm` shows a progress bar in
+    `generate` and `chat`; the other methods accept it and show none.
     """
 
     def __init__(self, model: str | None = None, **keywords: Any) -> None:
