@@ -33,7 +33,7 @@ from ray.llm._internal.serve.core.configs.openai_api_models import (
 )
 
 from runtime.config import Args
-from runtime.errors import ConfigurationError
+from runtime.errors import ConfigurationError, InvalidRequest
 from serve.on_ray.application import words_of
 from serve.on_ray.ingress import VIA
 from serve.on_ray.local_server import LocalServer
@@ -147,9 +147,14 @@ class PenstockServer:
         if not self._server.engine.flush_cache():
             raise RuntimeError("The cache was not emptied: requests are running or waiting.")
 
-    async def sleep(self, tags: list[str] | None = None) -> None:
-        """Release the memory of the parts in `tags`, by default of the weights and the KV cache."""
-        await self._server.engine.release_memory_occupation(tags)
+    async def sleep(self, tags: list[str] | None = None, level: int = 1) -> None:
+        """Release the memory of the parts in `tags`, by default of the weights and the KV cache.
+
+        Level 1 keeps the weights in files, and level 2 discards them. Raises `InvalidRequest` for another level.
+        """
+        if level not in (1, 2):
+            raise InvalidRequest("level must be 1 or 2.", param="level")
+        await self._server.engine.release_memory_occupation(tags, keep=level == 1)
 
     async def wakeup(self, tags: list[str] | None = None) -> None:
         """Allocate the released memory again."""
@@ -159,9 +164,15 @@ class PenstockServer:
         """Return whether any memory is released."""
         return bool(self._server.engine.core.weights.released)
 
-    async def pause(self, mode: str = "abort") -> None:
-        """Pause generation. `mode` is "abort", "wait", "retract" or "in_place", as for `Engine.pause_generation`."""
-        await self._server.engine.pause_generation(mode)
+    async def pause(self, mode: str = "abort", *, clear_cache: bool = True) -> None:
+        """Pause generation.
+
+        `mode` is "abort", "wait", "retract" or "in_place", as for `Engine.pause_generation`, or vLLM's "keep", which is
+        "in_place". `clear_cache` empties the prefix cache, except if running requests stay in place.
+        """
+        await self._server.engine.pause_generation("in_place" if mode == "keep" else mode)
+        if clear_cache and mode not in ("in_place", "keep"):
+            self._server.engine.core.pause.retract()
 
     async def resume(self) -> None:
         """Resume generation after `pause`."""

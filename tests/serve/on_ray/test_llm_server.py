@@ -93,7 +93,7 @@ async def test_ray_serves_penstock_by_its_own_ingress(url: str) -> None:
 
         handle = serve.get_deployment_handle("PenstockServer:first", "default")
         await handle.reset_prefix_cache.remote()
-        await handle.pause.remote()
+        await handle.pause.remote(mode="keep", clear_cache=True)
         assert await handle.is_paused.remote()
         await handle.resume.remote()
         assert not await handle.is_paused.remote()
