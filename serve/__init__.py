@@ -45,7 +45,7 @@ __all__ = [
     "StructuredOutputsParams",
     "SyncEngine",
     "__version__",
-    "http_server",
+    "http_server",  # pyright: ignore[reportUnsupportedDunderAll]  # in a higher layer
 ]
 
 _MODULES = {

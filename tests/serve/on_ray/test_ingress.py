@@ -29,7 +29,7 @@ class Ended(Replicas):
     """Stands for the handle of replicas that have ended."""
 
     async def remote(self, *arguments: Any) -> Any:
-        from ray.exceptions import ActorDiedError
+        from ray.exceptions import ActorDiedError  # pyright: ignore[reportMissingImports]
 
         raise ActorDiedError
 

@@ -80,11 +80,13 @@ def test_vllm_logprobs(llm: LLM) -> None:
     assert completion.logprobs is not None
     assert output.prompt_logprobs is not None
     for token_id, entries in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert entries is not None
         assert entries[token_id].rank == 1
         assert entries[token_id].logprob == max(each.logprob for each in entries.values())
     assert output.prompt_logprobs[0] is None
     assert len(output.prompt_logprobs) == len(output.prompt_token_ids)
-    total = sum(entries[i].logprob for i, entries in zip(completion.token_ids, completion.logprobs, strict=True))
+    pairs = zip(completion.token_ids, completion.logprobs, strict=True)
+    total = sum(entries[token_id].logprob for token_id, entries in pairs if entries is not None)
     assert completion.cumulative_logprob == pytest.approx(total)
 
 

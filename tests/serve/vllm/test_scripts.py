@@ -189,7 +189,7 @@ def test_a_step_after_the_end_does_not_wait_forever() -> None:
     engine.add_request("a", PROMPTS[0], SamplingParams(max_tokens=400, ignore_eos=True))
     engine.shutdown()
     with pytest.raises(EngineClosed):
-        [*iter(engine.step, None)]  # step after step
+        list(iter(engine.step, None))  # step after step
 
 
 def test_streams_of_every_kind_and_a_pause() -> None:
