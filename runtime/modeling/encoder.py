@@ -37,6 +37,7 @@ class Encoder(Decoder):
         self._taps, self.tapped = None, []
         self.embeddings = embeddings
         self.layers = nn.ModuleList(layers)
+        self.first_layer = 0
         self.norm = final_norm
         self.hidden_size = hidden_size
         self.pooler = Pooler()

@@ -82,7 +82,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[ReplayingDevice]:
         return made[-1]
 
     monkeypatch.setattr(worker_module, "open_device", open_device)
-    monkeypatch.setattr(worker_module, "_select", lambda *_: late_steps.kernels())
+    monkeypatch.setattr(worker_module, "_select", lambda *_, **__: late_steps.kernels())
     return made
 
 
