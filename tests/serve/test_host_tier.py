@@ -53,7 +53,7 @@ async def served(family: str, **options: Any) -> tuple[Status, list[int]]:
         ("llama", {"swap_space": 0.01, "schedule_conservativeness": 0.0}),
         ("deepseek_v3", {"hicache_mem_layout": "page_first"}),  # keys and values share a tensor
         ("mistral", {}),  # sliding windows
-        ("llama", {"tp_size": 2, "hicache_mem_layout": "page_first"}),
+        pytest.param("llama", {"tp_size": 2, "hicache_mem_layout": "page_first"}, marks=pytest.mark.slow),
         pytest.param("llama", {"pp_size": 2}, marks=pytest.mark.slow),
         pytest.param("llama", {"dp_size": 2}, marks=pytest.mark.slow),
     ],

@@ -198,6 +198,7 @@ async def test_streams_bring_the_same_tokens(plain: list[list[int]]):
     assert len(pieces) < len(plain[0])
 
 
+@pytest.mark.slow
 async def test_steps_computed_operation_by_operation_give_the_same_tokens():
     eager = {"attention_backend": "torch_native", "dtype": "float32"}
     found, expected = await answers(**NGRAM, **eager), await answers(**eager)

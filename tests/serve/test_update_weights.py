@@ -108,7 +108,7 @@ SIZES = [
     pytest.param({}, id="alone"),
     pytest.param({"disable_overlap_schedule": True}, id="no-overlap"),
     pytest.param({"dp_size": 2}, id="dp"),
-    pytest.param({"tp_size": 2}, id="tp"),
+    pytest.param({"tp_size": 2}, id="tp", marks=pytest.mark.slow),
     pytest.param({"pp_size": 2}, id="pp"),
 ]
 
