@@ -37,26 +37,16 @@ CacheKey = Annotated[str, Length(1, 256)]
 StartLength = Annotated[int, Range(0, MAX_INT32)]
 
 
-def check_hidden(wanted: bool, num_choices: int, *, stream: bool) -> None:
-    """Raise `InvalidRequest` if a call wants hidden states that it cannot get."""
-    if wanted and stream:
-        raise InvalidRequest("Hidden states cannot be streamed; set stream to false.", param="return_hidden_states")
-    if wanted and num_choices > MAX_HIDDEN_CHOICES:
-        raise InvalidRequest(
-            f"A call with hidden states has at most {MAX_HIDDEN_CHOICES} choices of all prompts together.",
-            param="return_hidden_states",
-        )
-
-
-def check_routed(wanted: bool, num_choices: int, *, stream: bool) -> None:
-    """Raise `InvalidRequest` if a call with routed experts streams or has too many choices."""
-    if wanted and stream:
-        raise InvalidRequest("Routed experts cannot be streamed; set stream to false.", param="return_routed_experts")
-    if wanted and num_choices > MAX_ROUTED_CHOICES:
-        raise InvalidRequest(
-            f"A call with routed experts has at most {MAX_ROUTED_CHOICES} choices of all prompts together.",
-            param="return_routed_experts",
-        )
+def check_parts(*, hidden: bool, routed: bool, num_choices: int, stream: bool) -> None:
+    """Raise `InvalidRequest` if a call wants hidden states or routed experts, and streams or has too many choices."""
+    for wanted, name, param, most in (
+        (hidden, "hidden states", "return_hidden_states", MAX_HIDDEN_CHOICES),
+        (routed, "routed experts", "return_routed_experts", MAX_ROUTED_CHOICES),
+    ):
+        if wanted and stream:
+            raise InvalidRequest(f"{name.capitalize()} cannot be streamed; set stream to false.", param=param)
+        if wanted and num_choices > most:
+            raise InvalidRequest(f"A call with {name} has at most {most} choices of all prompts together.", param=param)
 
 
 def check_choices(num_prompts: int, n: int) -> None:

@@ -25,8 +25,7 @@ from serve.calls.hidden_states import last_hidden
 from serve.calls.logprobs import CompletionLogprobs, prompt_logprobs, with_top
 from serve.calls.prompts import (
     check_choices,
-    check_hidden,
-    check_routed,
+    check_parts,
     labels_of,
     namespaces_of,
     of_client,
@@ -101,8 +100,12 @@ def _read(core: EngineCore, raw: bytes) -> _Call:
     if body.suffix:
         prompts = _fill_in_the_middle(core, body, prompts)
     check_choices(len(prompts), sampling.n)
-    check_hidden(body.return_hidden_states, len(prompts) * sampling.n, stream=body.stream)
-    check_routed(body.return_routed_experts, len(prompts) * sampling.n, stream=body.stream)
+    check_parts(
+        hidden=body.return_hidden_states,
+        routed=body.return_routed_experts,
+        num_choices=len(prompts) * sampling.n,
+        stream=body.stream,
+    )
     logprobs = _logprobs(body)
     rid = body.rid or uuid4().hex
     keep_last = keep_last_of(body)

@@ -32,7 +32,7 @@ from serve.calls.generate.answers import GenerateAnswers
 from serve.calls.generate.schema import GenerateBody, requests_of
 from serve.calls.occupation import pause, resume, tags_of
 from serve.calls.profile import ProfileBody, profile_options
-from serve.calls.prompts import check_hidden, check_routed, vector_requests
+from serve.calls.prompts import check_parts, vector_requests
 from serve.calls.scores.classify import ClassifyBody, classified, classify_requests
 from serve.calls.scores.rerank import RerankBody, order, rank_documents
 from serve.calls.scores.score import ScoreBody, label_requests, label_scores
@@ -289,8 +289,8 @@ class Engine:
         core.check_queue_space()
         requests = requests_of(generate_body(prompt, sampling_params, input_ids, options), core)
         for request in requests:
-            check_hidden(request.returns_hidden, 1, stream=True)
-            check_routed(request.experts_from is not None, 1, stream=True)
+            routed = request.experts_from is not None
+            check_parts(hidden=request.returns_hidden, routed=routed, num_choices=1, stream=True)
         async with aclosing(pieces_of(core, with_hook(requests, on_logits))) as pieces:
             async for piece in pieces:
                 yield piece

@@ -9,7 +9,7 @@ from runtime.errors import InvalidRequest
 from runtime.sampling_params import APIS, SamplingParams
 from serve.calls.body import decode_open, parse_object, report_unknown
 from serve.calls.chat_completions.schema import ChatBody, OpenAIBody
-from serve.calls.prompts import check_hidden, check_routed
+from serve.calls.prompts import check_parts
 from serve.calls.response_format import grammar_of, structured_outputs_of
 from serve.calls.sampling import read_sampling, sampling_fields, sampling_params
 
@@ -48,8 +48,7 @@ def decode_body(cls: type[Body], raw: bytes, core: EngineCore) -> Body:
         raise InvalidRequest("stream_options requires stream to be true.", param="stream_options")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs cannot be streamed; set stream to false.", param="prompt_logprobs")
-    check_hidden(body.return_hidden_states, 1, stream=body.stream)
-    check_routed(body.return_routed_experts, 1, stream=body.stream)
+    check_parts(hidden=body.return_hidden_states, routed=body.return_routed_experts, num_choices=1, stream=body.stream)
     return body
 
 

@@ -29,9 +29,8 @@ from serve.calls.prompts import (
     Tier,
     Timeout,
     check_choices,
-    check_hidden,
     check_length,
-    check_routed,
+    check_parts,
     labels_of,
     namespaces_of,
     service_of,
@@ -126,9 +125,8 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
     priorities = spread(body.priority, count, "priority")
     adapters = spread(body.lora_path, count, "lora_path")
     hidden = spread(body.return_hidden_states, count, "return_hidden_states")
-    check_hidden(any(hidden), count * sampling[0].n, stream=body.stream)
     routed = spread(body.return_routed_experts, count, "return_routed_experts")
-    check_routed(any(routed), count * sampling[0].n, stream=body.stream)
+    check_parts(hidden=any(hidden), routed=any(routed), num_choices=count * sampling[0].n, stream=body.stream)
     firsts = spread(body.routed_experts_start_len, count, "routed_experts_start_len")
     values: dict[Kind, Any] = {"image": body.image_data, "video": body.video_data, "audio": body.audio_data}
     media = native_media(values, count, is_batch=body.is_batch)
