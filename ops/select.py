@@ -175,12 +175,11 @@ def _launcher(
     return KernelLauncher(library, num_threads or torch.get_num_threads())
 
 
-def must_compile(num_threads: int | None = None, compiler: str | None = None) -> bool:
-    """Return whether `select` with these settings of "with_cpp" would have to compile C++ kernels, which is slow."""
+def must_compile(compiler: str | None = None) -> bool:
+    """Return whether `select` would have to compile C++ kernels, which is slow. `compiler` is set as for `select`."""
     from ops.cpp import prebuilt
     from ops.cpp.build import BuildError, is_whole, library_path
 
-    del num_threads  # does not change the compiled library
     machine = Machine.probe()
     if compiler is None and prebuilt.find(machine.processor, machine.cpu_flags) is not None:
         return False

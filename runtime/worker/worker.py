@@ -199,7 +199,9 @@ class ModelWorker:
         self._alone = Mesh(RankInfo(rank=0, tp_size=1, pp_size=1), self.device)  # mesh of whole models
         self._whole = frozenset(name for name, model in setup.models.items() if model.whole)
         # Whether torch computes the steps until `lead_in_cpp` has compiled the C++ kernels.
-        self.compiles_later = setup.kernels.in_background and must_compile(**setup.kernels.settings["with_cpp"])
+        self.compiles_later = setup.kernels.in_background and must_compile(
+            setup.kernels.settings["with_cpp"].get("compiler")
+        )
         self.kernels = _select(setup.kernels, lifeline, fall_back=self.compiles_later)
         self._graphs = setup.graphs
         self._two_batches = setup.two_batches
