@@ -35,8 +35,7 @@ class AsyncLLM:
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Start an engine with these arguments. Blocks until the model is loaded."""
-        settings = EngineSettings.of(engine_args.keywords)
-        return cls(Caller(settings.start(), settings.logits_processors))
+        return cls(Caller.started(EngineSettings.of(engine_args.keywords)))
 
     @property
     def engine(self) -> SyncEngine:

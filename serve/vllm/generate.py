@@ -7,13 +7,14 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequenc
 from contextlib import aclosing, contextmanager
 from functools import partial
 from os.path import realpath
-from typing import Any
+from typing import Any, Self
 
 from runtime.errors import InvalidRequest
 from runtime.sampling_params import MAX_CHOICES
 from serve.python.results import Generated, Piece
 from serve.python.sampling import RequestOutputKind, SamplingParams
 from serve.python.sync_engine import SyncEngine
+from serve.vllm.arguments import EngineSettings
 from serve.vllm.logits_processors import hook_of
 from serve.vllm.outputs import CompletionOutput, RequestOutput, completion_output, logprobs_of, request_output
 from serve.vllm.prompts import LoRARequest
@@ -40,6 +41,11 @@ class Caller:
         self.engine = engine
         self._processors = logits_processors
         self._loading = asyncio.Lock()  # held while an adapter is loaded
+
+    @classmethod
+    def started(cls, settings: EngineSettings) -> Self:
+        """Start an engine with these settings."""
+        return cls(settings.start(), settings.logits_processors)
 
     # --- whole outputs ---
 

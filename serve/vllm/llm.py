@@ -44,8 +44,8 @@ class LLM:
     def __init__(self, model: str | None = None, **keywords: Any) -> None:
         settings = EngineSettings.of({"model": model, **keywords})
         self._profiler = settings.profiler
-        self._engine = settings.start()
-        self._caller = Caller(self._engine, settings.logits_processors)
+        self._caller = Caller.started(settings)
+        self._engine = self._caller.engine
         self._stepped = LLMEngine(self._caller)
 
     @classmethod

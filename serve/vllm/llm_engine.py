@@ -41,8 +41,7 @@ class LLMEngine:
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Start an engine with these arguments."""
-        settings = EngineSettings.of(engine_args.keywords)
-        return cls(Caller(settings.start(), settings.logits_processors))
+        return cls(Caller.started(EngineSettings.of(engine_args.keywords)))
 
     @property
     def engine(self) -> SyncEngine:
