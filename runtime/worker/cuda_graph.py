@@ -99,6 +99,7 @@ class CudaGraphRunner:
         self._choice = choice
         # (size, whether the graph samples); the last entry is captured next
         self._waiting: list[tuple[int, bool]] = []
+        self._num_missed = 0  # steps since the last capture that ran eagerly because their graph waits
         self._requested: set[bool] = set()
         if self._capturable:
             self._request_capture(choice is not None)
@@ -142,6 +143,10 @@ class CudaGraphRunner:
         """Return whether graphs remain to be captured. May be called on any thread."""
         return bool(self._waiting)
 
+    def num_missed(self) -> int:
+        """Return the number of steps since the last capture whose graph still waits. May be called on any thread."""
+        return self._num_missed
+
     @property
     def num_waiting(self) -> int:
         """Number of graphs that remain to be captured."""
@@ -161,6 +166,7 @@ class CudaGraphRunner:
         if not self._waiting:
             return False
         size, chooses = self._waiting.pop()
+        self._num_missed = 0
         began = time.perf_counter()
         with torch.inference_mode(), self._device.forward(), self._capture_context(size):
             self._reset(0)
@@ -186,6 +192,7 @@ class CudaGraphRunner:
         if captured is None:
             self._request_capture(arrays is not None)
             self._capture_soon((size, arrays is not None))
+            self._num_missed += 1
             return None
         self._fill(batch, arrays)
         if any(captured.replans):

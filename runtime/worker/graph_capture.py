@@ -10,7 +10,9 @@ from runtime.worker.device import DeviceThread, Read
 
 logger = logging.getLogger("penstock.core")
 
-STEPS_BETWEEN = 64  # under constant load, a graph is captured after this number of steps
+STEPS_BETWEEN = 64  # under constant load, a graph that no step needs is captured after this number of steps
+# A graph that steps need is captured after this number of them. A capture takes about as long as so many steps.
+STEPS_MISSED = 8
 QUIET_S = 0.05  # idle time before the next capture; longer than the pause of a client that replies immediately
 
 
@@ -18,8 +20,9 @@ class BackgroundCapture:
     """Calls `capture_next` on the device thread while `is_waiting` is true. Any step may make it true again.
 
     The first capture starts after the first step, so that no first token waits for a capture. Later captures run while
-    no step runs; under constant load, they run every `steps_between` steps. After a failed capture, the error is logged
-    and no further graph is captured. Must be called on the event loop.
+    no step runs. Under constant load, they run every `steps_between` steps, or as soon as `num_missed` returns
+    `steps_missed`: the number of steps since the last capture that ran without a graph because it was not captured yet.
+    After a failed capture, the error is logged and no further graph is captured. Must be called on the event loop.
     """
 
     def __init__(
@@ -28,13 +31,16 @@ class BackgroundCapture:
         capture_next: Callable[[], object],
         is_waiting: Callable[[], bool],
         *,
+        num_missed: Callable[[], int] = lambda: 0,
         steps_between: int = STEPS_BETWEEN,
+        steps_missed: int = STEPS_MISSED,
         quiet_s: float = QUIET_S,
     ) -> None:
         self._thread = thread
         self._capture_next: Callable[[], object] | None = capture_next  # None after a failure or `close`
         self._is_waiting = is_waiting
-        self._steps_between = steps_between
+        self._num_missed = num_missed
+        self._steps_between, self._steps_missed = steps_between, steps_missed
         self._quiet_s = quiet_s
         self._capturing = False
         self._num_in_flight = 0
@@ -60,7 +66,7 @@ class BackgroundCapture:
 
     def _step_done(self, step: asyncio.Future) -> None:
         self._num_in_flight -= 1
-        if self._num_steps >= self._steps_between:
+        if self._num_steps >= self._steps_between or self._num_missed() >= self._steps_missed:
             self._start()
         elif not self._num_in_flight:
             self._start_if_quiet()

@@ -86,7 +86,9 @@ class ModelRunner:
         self._capture = None
         graphs = executor.cuda_graphs
         if graphs is not None:
-            self._capture = BackgroundCapture(self._thread, graphs.capture_next, graphs.is_waiting)
+            self._capture = BackgroundCapture(
+                self._thread, graphs.capture_next, graphs.is_waiting, num_missed=graphs.num_missed
+            )
 
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
         """Enqueue the batch and return immediately. Shield the future: cancelling it does not cancel the step.

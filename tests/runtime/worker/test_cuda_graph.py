@@ -114,7 +114,9 @@ def test_size_of_an_eager_step_is_captured_next(monkeypatch: pytest.MonkeyPatch)
     graphs: Any = made.forward
     run = replays(monkeypatch, made)
     assert not run(batch(1))
+    assert graphs.num_missed() == 1
     graphs.capture_next()
+    assert graphs.num_missed() == 0
     assert graphs.captured == {8}  # its memory serves all sizes
     assert not run(batch(2))
     assert not run(batch(1))

@@ -16,15 +16,20 @@ class Graphs:
 
     def __init__(self, left: int) -> None:
         self.left = left
+        self.missed = 0  # steps whose graph is not captured yet
         self.error: Exception | None = None
 
     def capture_next(self) -> None:
         if self.error is not None:
             raise self.error
         self.left -= 1
+        self.missed = 0
 
     def is_waiting(self) -> bool:
         return self.left > 0
+
+    def num_missed(self) -> int:
+        return self.missed
 
 
 @asynccontextmanager
@@ -70,6 +75,19 @@ async def test_one_graph_is_captured_every_so_many_steps_where_it_is_never_quiet
             await step(device, capture)
         await device.submit(lambda: lambda: None)
         assert graphs.left == 7
+
+
+async def test_a_graph_that_steps_miss_is_captured_after_few_of_them():
+    async with thread() as device:
+        graphs = Graphs(10)
+        capture = BackgroundCapture(
+            device, graphs.capture_next, graphs.is_waiting, num_missed=graphs.num_missed, quiet_s=3600
+        )
+        for _ in range(20):
+            graphs.missed += 1
+            await step(device, capture)
+        await device.submit(lambda: lambda: None)
+        assert graphs.left == 8
 
 
 async def test_steps_go_on_when_a_capture_fails(caplog: pytest.LogCaptureFixture):
