@@ -9,7 +9,7 @@ depend only on shapes.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -21,10 +21,10 @@ from ops.matmul.triton_float8 import from_float8, inputs_per_step, multiplies_fl
 from ops.matmul.with_triton import Packed, prepare_grouped
 from ops.moe import GroupedMixture, Grouping, Mixture, native
 from ops.moe.native import prepare_experts
+from ops.moe.triton_sort import Sorted, sort_pairs
 
 __all__ = ["mix", "one_expert", "prepare_experts", "prepare_grouped_experts", "route"]
 
-SORT_BLOCK = 1024  # pairs per iteration of a sort program
 COMBINE_BLOCK = 1024
 
 
@@ -41,16 +41,6 @@ def one_expert(mixture: Mixture, expert: int, size: int, inner_size: int) -> Mix
     if isinstance(mixture.gate_up, Packed):
         raise ValueError("The weights of experts in float8 are not readable one by one.")
     return native.one_expert(mixture, expert, size, inner_size)
-
-
-class Sorted(NamedTuple):
-    """Pairs of a token and one of its k experts, sorted by expert and then by pair number.
-
-    Pair t * k + j belongs to token t. Pairs with the expert -1 come first.
-    """
-
-    order: Tensor  # int32 [T * k], number of the pair at each position
-    starts: Tensor  # int32 [X + 1], first position of each expert, then T * k
 
 
 def route(
@@ -118,14 +108,6 @@ def mix(
         results, weights, experts, out, size, TOP_K=top_k, BLOCK=block
     )
     return out
-
-
-def sort_pairs(experts: Tensor, num_experts: int) -> Sorted:
-    """Sort the pairs of `experts` (int32 [T, k], contiguous), one program for each expert."""
-    order = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
-    _sort_kernel[(num_experts + 1,)](experts, order, starts, experts.numel(), BLOCK=SORT_BLOCK)
-    return Sorted(order, starts)
 
 
 def _grouped(x: Tensor, weight: Tensor, pairs: Sorted, top_k: int, *, from_tokens: bool) -> Tensor:
@@ -226,33 +208,6 @@ def _route_kernel(
     inside = positions < TOP_K
     tl.store(weights + token * TOP_K + positions, scores, mask=inside)
     tl.store(experts + token * TOP_K + positions, chosen, mask=inside)
-
-
-# Varies between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
-@triton.jit(do_not_specialize=["num_pairs"])
-def _sort_kernel(
-    experts,  # [num_pairs]
-    order,  # [num_pairs]
-    starts,  # [X + 1]
-    num_pairs,
-    BLOCK: tl.constexpr,
-):
-    expert, lanes = tl.program_id(0), tl.arange(0, BLOCK)
-    before = tl.zeros([BLOCK], tl.int32)
-    for base in range(0, num_pairs, BLOCK):
-        inside = base + lanes < num_pairs
-        before += ((tl.load(experts + base + lanes, mask=inside, other=0) < expert) & inside).to(tl.int32)
-    position = tl.sum(before, axis=0)
-    tl.store(starts + expert, position)
-    # The last program has no expert of its own, and lists the pairs of other ranks.
-    expert = tl.where(expert == tl.num_programs(0) - 1, -1, expert)
-    position = tl.where(expert < 0, 0, position)
-    for base in range(0, num_pairs, BLOCK):
-        inside = base + lanes < num_pairs
-        is_expert = (tl.load(experts + base + lanes, mask=inside, other=-2) == expert).to(tl.int32)
-        rank = tl.cumsum(is_expert, axis=0) - 1
-        tl.store(order + position + rank, base + lanes, mask=is_expert == 1)
-        position += tl.sum(is_expert, axis=0)
 
 
 @triton.jit

@@ -148,7 +148,9 @@ def _score(num_top: int = 5) -> None:
 
 
 def _sort(count: int) -> None:
-    _backend("moe").sort_pairs(torch.zeros(count, 1, dtype=torch.int32), 128)
+    from ops.moe.triton_sort import sort_pairs
+
+    sort_pairs(torch.zeros(count, 1, dtype=torch.int32), 128)
 
 
 def _product(rows: int, *, bits: int = 4, dtype: torch.dtype = BF16) -> None:
@@ -281,6 +283,7 @@ SIZES: Mapping[str, tuple[Callable[[], None], ...]] = {
     "low-rank additions": tuple(lambda count=count: _add_low_rank(count, 16) for count in (1, 7, 16, 48, 600)),
     "score": tuple(lambda num_top=num_top: _score(num_top) for num_top in (4, 5, 6)),
     "sort": tuple(lambda count=count: _sort(count) for count in (1, 16, 7)),
+    "sort of many pairs": tuple(lambda count=count: _sort(count) for count in (1025, 8192, 65_536)),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,15 +26,30 @@ def test_the_kernels_equal_native(name: str) -> None:
     assert [x.dtype for x in found] == [x.dtype for x in wanted]
 
 
-@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(1, 1, 1), (700, 2, 5), (5, 3, 40)])
-def test_pairs_are_sorted_by_expert_and_number(num_tokens: int, top_k: int, num_experts: int) -> None:
-    from ops.moe.with_triton import sort_pairs
+@pytest.mark.parametrize(("num_tokens", "top_k", "num_experts"), [(1, 1, 1), (70, 2, 5), (5, 3, 40), (50, 4, 40)])
+def test_pairs_are_sorted_by_expert_and_number(
+    num_tokens: int, top_k: int, num_experts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ops.moe import triton_sort
 
-    experts = torch.randint(0, num_experts, (num_tokens, top_k), dtype=torch.int32)
+    monkeypatch.setattr(triton_sort, "PART", 32)
+    sort_pairs = triton_sort.sort_pairs
+    experts = torch.randint(-1, num_experts, (num_tokens, top_k), dtype=torch.int32)  # -1: another rank has it
     order, starts = sort_pairs(experts, num_experts)
     assert torch.equal(order.long(), experts.flatten().argsort(stable=True))
-    counts = experts.flatten().bincount(minlength=num_experts)
-    assert starts.tolist() == [0, *counts.cumsum(0).tolist()]
+    counts = (experts.flatten() + 1).bincount(minlength=num_experts + 1)
+    assert starts.tolist() == counts.cumsum(0).tolist()
+
+
+def test_pairs_are_read_twice_however_many_experts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kernel_memory import traffic
+    from ops.moe import triton_sort
+
+    monkeypatch.setattr(triton_sort, "PART", 32)
+    experts = torch.randint(0, 100, (50, 2), dtype=torch.int32)
+    with traffic() as loads:
+        triton_sort.sort_pairs(experts, 100)
+    assert loads.loads_from(experts) == 2 * experts.numel()
 
 
 def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
@@ -60,7 +76,6 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
             "tl.sum(tl.exp(x - peak), axis=0)",
             "tl.sum(tl.exp(top_logits - peak), axis=0)",
         ),
-        ("a few tokens", "order + position + rank, base + lanes", "order + position + rank, position + rank"),
         ("a few tokens", "expert.to(tl.int64) * OUT + columns", "0 * expert.to(tl.int64) + columns"),
         ("a few tokens", "pairs // TOP_K, positions", "positions // TOP_K, positions"),
         ("products longer and wider than a tile", "tl.load(weight_rows + base", "tl.load(weight_rows"),
@@ -70,3 +85,19 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
 def test_a_broken_kernel_is_noticed(name: str, old: str, new: str, tmp_path: Path) -> None:
     broken = mutant("moe", old, new, tmp_path)
     assert differ(outputs(broken, CASES[name]), outputs(native, CASES[name]))
+
+
+@pytest.mark.parametrize(
+    ("num_pairs", "old", "new"),
+    [
+        (30, "order + position + rank, lanes", "order + position + rank, position + rank"),
+        (150, "firsts + before - (", "firsts - ("),
+        (150, "(parts < part)", "(parts > part)"),
+        (150, "tl.where(inside, chosen, BINS) * BLOCK + lanes)", "tl.where(inside, chosen, BINS) * BLOCK)"),
+    ],
+)
+def test_a_broken_sort_is_noticed(num_pairs: int, old: str, new: str, tmp_path: Path) -> None:
+    experts = torch.randint(-1, 7, (num_pairs, 1), dtype=torch.int32)
+    broken: Any = mutant("moe", old, new, tmp_path, file="triton_sort")
+    broken.PART = 32
+    assert not torch.equal(broken.sort_pairs(experts, 7).order.long(), experts.flatten().argsort(stable=True))
