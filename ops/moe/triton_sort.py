@@ -6,7 +6,7 @@ and then each part is sorted and written behind the pairs of the parts before it
 """
 
 # Pyright cannot check the arguments of kernel launches.
-# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
 from __future__ import annotations
 
 from typing import NamedTuple
