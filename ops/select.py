@@ -17,6 +17,7 @@ from ops.backends import ATTENTION, SAMPLING
 from ops.cpp.library import KernelDescription
 from ops.machine import Machine
 from ops.moe import Mixture
+from ops.rope.composed import compose
 from ops.sampling import Scores
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("native", "with_cpp", "with_triton"),
     ),
     "recurrence": (("convolve", "delta_rule", "scan"), ("native", "with_cpp")),
-    "rope": (("rotate", "angles"), ("native", "with_cpp", "with_triton")),
+    "rope": (("rotate", "angles", "norm_rotate", "rotate_store"), ("native", "with_cpp", "with_triton")),
     "sampling": (
         ("choose", "penalize", "score"),
         ("with_cpp", *(backend.file for backend in SAMPLING.values())),
@@ -76,6 +77,8 @@ class Kernels:
     add: Callable[..., Tensor]
     angles: Callable[..., Tensor]
     rotate: Callable[..., tuple[Tensor, Tensor]]
+    norm_rotate: Callable[..., tuple[Tensor, Tensor]]
+    rotate_store: Callable[..., Tensor]
     gate: Callable[..., Tensor]
     activate: Callable[..., Tensor]
     modulate: Callable[..., Tensor]
@@ -148,6 +151,8 @@ def select(
             callables.update(module.make(launcher))
         else:
             callables.update({field: getattr(module, field) for field in fields})
+    if len({backends[operation] for operation in ("kv", "norm", "rope")}) > 1:
+        callables |= compose(*(callables[field] for field in ("rms_norm", "rotate", "store")))
     callables["attend"] = _attention(backends["attention"], prefill, settings)
     backends[PREFILL] = prefill or backends["attention"]
     return Kernels(**callables, backends=backends, launcher=launcher)

@@ -4,6 +4,8 @@ A backend file defines
 
     rotate(q, k, table, positions, *, interleaved=False, plan_cache=None) -> (q, k)
     angles(table, positions [3, T], axis_of_pair int32 [R / 2]) -> float32 [T, R]
+    norm_rotate(q, k, rotation) -> (q, k)
+    rotate_store(q, k, v, k_pool, v_pool, metadata, rotation, *, k_scale=1.0, v_scale=1.0) -> q
 
     q          [T, H, D]
     k          [T, K, D]
@@ -18,4 +20,34 @@ Source: RoFormer, arXiv 2104.09864.
 
 `angles` supports positions with three axes (time, height, width): it returns each token's row of the table, in which
 pair i depends on the token's position on axis `axis_of_pair[i]`. Source: Qwen2-VL, arXiv 2409.12191.
+
+`norm_rotate` does the work of `ops.norm.rms_norm` for q and k, if the rotation has norms, and of `rotate`.
+`rotate_store` also stores the rotated keys and the values [T, K, D] in the cache, like `ops.kv.store`. Both round where
+the separate operations round: after the norm and after the rotation. They may overwrite q and k.
 """
+
+from __future__ import annotations
+
+from collections.abc import Hashable, MutableMapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms that are applied to each head of the queries and keys."""
+
+    q: Tensor  # [D]
+    k: Tensor  # [D]
+    eps: float
+    unit_offset: bool = False  # whether the factors are 1 + weight
+
+
+class Rotation(NamedTuple):
+    """A rotation of queries and keys, and the norms before it."""
+
+    table: Tensor
+    positions: Tensor | None
+    interleaved: bool = False
+    norms: HeadNorms | None = None
+    plan_cache: MutableMapping[Hashable, Any] | None = None

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.kv.native import store
+from ops.norm.native import rms_norm
+from ops.rope.composed import compose
+
 
 def rotate(
     q: Tensor,
@@ -51,3 +55,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         partners = torch.cat(rotated.chunk(2, dim=-1)[::-1], dim=-1)
     result = partners.mul_(sin).addcmul_(rotated, cos).to(x.dtype)
     return torch.cat((result, rest), dim=-1) if rest.shape[-1] else result
+
+
+_composed = compose(rms_norm, rotate, store)
+norm_rotate, rotate_store = _composed["norm_rotate"], _composed["rotate_store"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import address
 from ops.cpp.structures import Angles, Rotate, Step
+from ops.kv import with_cpp as kv
+from ops.norm.with_cpp import rms_norm
+from ops.rope.composed import compose
 
 
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
@@ -60,4 +64,6 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         launcher.launch("angles", torch.float32, operands, Step(num_tokens=num_tokens))
         return out
 
-    return {"angles": angles, "rotate": rotate}
+    # In a CPU graph, the launcher fuses the store with the rotation.
+    fused = compose(partial(rms_norm, launcher), rotate, kv.make(launcher)["store"])
+    return {"angles": angles, "rotate": rotate, **fused}

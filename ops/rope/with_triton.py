@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ops.rope.native import angles
+from ops.rope.triton_fused import norm_rotate, rotate_store
 
-__all__ = ["angles", "rotate"]  # torch computes `angles`
+__all__ = ["angles", "norm_rotate", "rotate", "rotate_store"]  # torch computes `angles`
 
 
 def rotate(

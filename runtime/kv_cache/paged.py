@@ -15,6 +15,7 @@ from ops.attention import AttentionMetadata, AttentionOptions
 from ops.attention.native import attend_mutually
 from ops.latent import LatentWeights
 from ops.machine import GIB
+from ops.rope import Rotation
 from ops.select import Kernels
 from runtime.errors import ConfigurationError
 from runtime.kv_cache.kinds import PAGED
@@ -108,6 +109,24 @@ class PagedKVCache(NamedTuple):
         if metadata.repeated is not None:
             tokens, again = metadata.repeated
             kernels.store(k[tokens], v[tokens], self.k, self.v, again, **fp8_scales)
+
+    def rotate_store(
+        self,
+        kernels: Kernels,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        scales: Mapping[str, float],
+    ) -> Tensor:
+        """Rotate queries [T, H, D] and keys [T, K, D], store keys and values, and return the rotated queries."""
+        metadata = self._metadata(batch)
+        if metadata.repeated is not None:
+            q, k = kernels.norm_rotate(q, k, rotation)
+            self.store(kernels, k, v, batch, scales)
+            return q
+        return kernels.rotate_store(q, k, v, self.k, self.v, metadata, rotation, **self._fp8_scales(scales))
 
     def attend(
         self,

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionOptions
+from ops.rope import HeadNorms
 from runtime.errors import CheckpointError
 from runtime.layers.build import Build
 from runtime.layers.forward_batch import ForwardBatch, KVSpec
 from runtime.layers.linear import Linear, from_heads
-from runtime.layers.norm import Norm
+from runtime.layers.norm import Norm, RMSNorm
 from runtime.layers.rope import QueryScale, Rope
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import (
@@ -103,6 +104,8 @@ class Attention(Weighted):
         self.out = from_heads(f"{name}.{out_name}", num_heads, head_dim, out_size or size, build, bias=out_bias)
         self.q_norm, self.k_norm = qk_norm or (None, None)
         self.norm_last = norm_last
+        # Whether the norms of q and k are computed together with the rotation.
+        self._norms_heads = rope is not None and not norm_last and _norm_heads(self.q_norm, self.k_norm, head_dim)
         self._heads = whole_range(num_heads)
         self.has_sinks = sinks
         self.allocate()
@@ -138,21 +141,33 @@ class Attention(Weighted):
         heads = self.qkv(x, batch).unflatten(-1, (-1, self.head_dim))  # [T, H + 2K, D], plus H gates
         sizes = (self.num_heads, self.num_kv_heads, self.num_kv_heads, self.num_heads * self.gated)
         q, k, v, gates = heads.split(sizes, dim=1)
-        if not self.norm_last:
+        cache, kernels, scales = batch.cache[self.index], self.kernels, self.kv_scales.values
+        norms = None
+        if self._norms_heads:
+            norms = self._head_norms()
+        elif not self.norm_last:
             q, k = self._normed(q, k)
-        if self.rope is not None:
-            q, k = self.rope(q, k, batch)
-        if self.norm_last:
-            q, k = self._normed(q, k)
+        if self.rope is not None and not self.norm_last:
+            q = cache.rotate_store(kernels, q, k, v, self.rope.rotation(batch, norms), batch, scales)
+        else:
+            if self.rope is not None:
+                q, k = self.rope(q, k, batch)
+            if self.norm_last:
+                q, k = self._normed(q, k)
+            cache.store(kernels, k, v, batch, scales)
         if self.query_scale is not None:
             q = self.query_scale(q, batch)
-        cache, kernels, scales = batch.cache[self.index], self.kernels, self.kv_scales.values
-        cache.store(kernels, k, v, batch, scales)
         options = AttentionOptions(self.scale, self.window, self.chunked, self.soft_cap, self.sinks, self.slopes)
         out = cache.attend(kernels, q, batch, scales, options).flatten(1)  # [T, H * D]
         if self.gated:
             out = self.kernels.modulate(out, gates.flatten(1), "sigmoid")
         return self.out(out, batch)
+
+    def _head_norms(self) -> HeadNorms:
+        q, k = self.q_norm, self.k_norm
+        if not isinstance(q, RMSNorm) or not isinstance(k, RMSNorm):
+            raise TypeError("This layer has no RMS norms of heads.")
+        return HeadNorms(q.weight, k.weight, q.eps, q.unit_offset)
 
     def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return q [T, H, D] and k [T, K, D], normalised if the layer has norms."""
@@ -162,6 +177,14 @@ class Attention(Weighted):
             return self.q_norm(q), self.k_norm(k)
         q, k = self.q_norm(q.flatten(1)), self.k_norm(k.flatten(1))  # one norm over all heads
         return q.unflatten(1, (-1, self.head_dim)), k.unflatten(1, (-1, self.head_dim))
+
+
+def _norm_heads(q: Norm | None, k: Norm | None, head_dim: int) -> bool:
+    """Return whether both are RMS norms of single heads that differ only in their weights."""
+    if not isinstance(q, RMSNorm) or not isinstance(k, RMSNorm):
+        return False
+    same = (q.eps, q.unit_offset) == (k.eps, k.unit_offset)
+    return same and q.weight.shape[-1] == k.weight.shape[-1] == head_dim and not (q.spans_ranks or k.spans_ranks)
 
 
 def alibi_slopes(num_heads: int, steepest: float = 8.0) -> list[float]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ops.attention import AttentionMetadata, AttentionOptions
 from ops.latent import LatentWeights
+from ops.rope import Rotation
 from ops.select import Kernels
 from runtime.layers.sharding import shard_range
 
@@ -65,6 +66,19 @@ class LayerCache(Protocol):
 
     def store(self, kernels: Kernels, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Mapping[str, float]) -> None:
         """Store keys and values [T, K, D] of the batch's tokens."""
+        ...
+
+    def rotate_store(
+        self,
+        kernels: Kernels,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        scales: Mapping[str, float],
+    ) -> Tensor:
+        """Rotate queries [T, H, D] and keys [T, K, D], store keys and values, and return the rotated queries."""
         ...
 
     def attend(

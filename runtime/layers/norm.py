@@ -42,6 +42,11 @@ class RMSNorm(Weighted):
         self._summed_over: TensorParallelGroup | None = None
         self.allocate()
 
+    @property
+    def spans_ranks(self) -> bool:
+        """Whether ranks divide the dimension."""
+        return self._axis is not None
+
     def allocate(self) -> None:
         self.weight = parameter(self._rows.size)
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from ops.rope import HeadNorms, Rotation
 from ops.select import Kernels
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.layers.rope_parameters import RopeParameters
@@ -41,13 +42,21 @@ class Rope(nn.Module):
 
         Raises ValueError if positions have three axes and the parameters have no sections.
         """
+        table, positions, interleaved, _, plan_cache = self.rotation(batch)
+        return self.kernels.rotate(q, k, table, positions, interleaved=interleaved, plan_cache=plan_cache)
+
+    def rotation(self, batch: ForwardBatch, norms: HeadNorms | None = None) -> Rotation:
+        """Return the rotation of the batch's tokens, after these norms.
+
+        Raises ValueError if positions have three axes and the parameters have no sections.
+        """
         table, positions, plan_cache = self.table, batch.positions, batch.attention.plan_cache
         if batch.position_axes is not None:
             key = (__name__, id(self))
             if key not in plan_cache:
                 plan_cache[key] = self._angles(batch.position_axes)
             table, positions = plan_cache[key], None
-        return self.kernels.rotate(q, k, table, positions, interleaved=self.interleaved, plan_cache=plan_cache)
+        return Rotation(table, positions, self.interleaved, norms, plan_cache)
 
     def _angles(self, axes: Tensor) -> Tensor:
         """Return the cosines and sines [T, R] of tokens at positions [3, T]."""

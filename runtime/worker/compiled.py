@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
+from ops.rope.composed import compose
 from ops.select import Kernels
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.forward_batch import ForwardBatch
@@ -23,11 +25,12 @@ logger = logging.getLogger("penstock.core")
 
 def compilable(kernels: Kernels) -> Kernels:
     """Return kernels for torch.compile. It does not compile `attend` and `store`, which use the paged cache."""
-    opaque = {
+    opaque: dict[str, Any] = {
         name: torch.compiler.disable(getattr(kernels, name), reason="reads or writes the paged cache")
         for name in ("attend", "store")
     }
-    return replace(kernels, **opaque)
+    fused = compose(kernels.rms_norm, kernels.rotate, opaque["store"])
+    return replace(kernels, **opaque, **fused)
 
 
 class CompiledForward:

@@ -40,7 +40,6 @@ class Model(NamedTuple):
     kv_heads: int
     head_dim: int
     vocab: int
-    head_norm: bool = False  # whether queries and keys are normalised
     experts: int = 0
     top_k: int = 0
     shared: int = 0  # inner size of the shared expert
@@ -50,8 +49,8 @@ class Model(NamedTuple):
 
 MODELS = {
     "Llama-3.1-8B": Model(32, 4096, 14_336, 32, 8, 128, 128_256),
-    "Qwen3-8B": Model(36, 4096, 12_288, 32, 8, 128, 151_936, head_norm=True),
-    "Qwen3-30B-A3B": Model(48, 2048, 768, 32, 4, 128, 151_936, head_norm=True, experts=128, top_k=8),
+    "Qwen3-8B": Model(36, 4096, 12_288, 32, 8, 128, 151_936),
+    "Qwen3-30B-A3B": Model(48, 2048, 768, 32, 4, 128, 151_936, experts=128, top_k=8),
     # Its experts are stored in 4 bits, but dequantised on a GPU so far.
     "gpt-oss-20b": Model(24, 2880, 2880, 64, 8, 64, 201_088, experts=32, top_k=4),
     "DeepSeek-V2-Lite": Model(27, 2048, 1408, 16, 1, 192, 102_400, experts=64, top_k=6, shared=2816, latent=576),
@@ -127,11 +126,7 @@ def _attention(model: Model, rows: int, context: int, bits: float, cache_bits: f
         read, operations = context * model.latent, 2 * context * model.heads * (model.latent + 512)
     else:
         yield product("query, key and value product", rows, width + 2 * kv_width, model.size, bits)
-        if model.head_norm:
-            yield small("query norm", rows, width)
-            yield small("key norm", rows, kv_width)
-        yield small("rotate", rows, width + kv_width)
-        yield small("store", rows, 2 * kv_width)
+        yield small("norms of heads, rotation and store", rows, width + 2 * kv_width)
         read, operations = 2 * context * kv_width, 4 * context * width
     yield Kernel("attention", rows * read * cache_bits / 8, rows * operations)
     yield small("merge splits", rows, width)

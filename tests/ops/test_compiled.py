@@ -66,6 +66,27 @@ def _rotate(interleaved: bool = False, *, by_token: bool = False) -> None:
     _backend("rope").rotate(q, k, table, positions, interleaved=interleaved)
 
 
+def _norm_rotate(dtype: torch.dtype = BF16, *, dim: int = DIM, rotated: int = DIM, **options: Any) -> None:
+    q, k = _tokens(2, HEADS, dim=dim, dtype=dtype), _tokens(2, KV_HEADS, dim=dim, dtype=dtype)
+    _backend("rope").norm_rotate(q, k, _rotation(dim, rotated, dtype, **options))
+
+
+def _rotate_store(
+    dtype: torch.dtype = BF16, pool_dtype: torch.dtype | None = None, *, count: int = 2, normed: bool = True
+) -> None:
+    q, k = _tokens(count, HEADS, dtype=dtype), _tokens(count, KV_HEADS, dtype=dtype)
+    places, rotation = _places([1] * count), _rotation(DIM, DIM, dtype, normed=normed)
+    _backend("rope").rotate_store(q, k, k, *_pools(pool_dtype or dtype), places, rotation, k_scale=0.5)
+
+
+def _rotation(dim: int, rotated: int, dtype: torch.dtype, *, normed: bool = True, interleaved: bool = False) -> Any:
+    from ops.rope import HeadNorms, Rotation
+
+    weights = torch.empty(2, dim, dtype=dtype)
+    norms = HeadNorms(weights[0], weights[1], 1e-6) if normed else None
+    return Rotation(torch.empty(4096, rotated), torch.zeros(2, dtype=torch.int64), interleaved, norms)
+
+
 def _gate(activation: str, dtype: torch.dtype = BF16) -> None:
     _backend("activation").gate(torch.empty(48, 2 * 14336, dtype=dtype), activation)
 
@@ -201,6 +222,10 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "norm of heads": _head_norm,
     "layer norm of a 4096 row": lambda: _layer_norm(WIDTH),
     "rotate halves": _rotate,
+    "norm and rotate": _norm_rotate,
+    "norm, rotate and store": _rotate_store,
+    "rotate and store": lambda: _rotate_store(normed=False),
+    "norm, rotate and store fp8 e4m3": lambda: _rotate_store(pool_dtype=torch.float8_e4m3fn),
     "gate silu": lambda: _gate("silu"),
     "embed": _embed,
     "embed beside vectors": _embed_media,
@@ -237,6 +262,10 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "layer norm of an fp16 row of 8192": lambda: _layer_norm(8192, torch.float16),
     "norm of an fp32 row of 16384": lambda: _norm(16384, torch.float32),
     "rotate interleaved": lambda: _rotate(interleaved=True),
+    "norm and rotate a part, interleaved": lambda: _norm_rotate(dim=96, rotated=48, interleaved=True),
+    "norm and rotate heads of 256 in fp32": lambda: _norm_rotate(torch.float32, dim=256, rotated=256),
+    "norm, rotate and store in fp16": lambda: _rotate_store(torch.float16),
+    "rotate and store fp8 e5m2": lambda: _rotate_store(pool_dtype=torch.float8_e5m2, normed=False),
     "gate gelu": lambda: _gate("gelu"),
     "gate gelu_tanh": lambda: _gate("gelu_tanh", torch.float16),
     "gate relu": lambda: _gate("relu", torch.float32),
@@ -272,6 +301,7 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
 # name -> calls of steps that differ in size alone.
 SIZES: Mapping[str, tuple[Callable[[], None], ...]] = {
     "norm": tuple(lambda count=count: _norm(WIDTH, count=count) for count in (1, 16, 48, 7)),
+    "norm, rotate and store": tuple(lambda count=count: _rotate_store(count=count) for count in (1, 16, 7)),
     "decode": tuple(
         lambda rows=rows, width=width: _attend([1] * rows, width=width)
         for rows, width in ((1, 1), (16, 16), (3, 32), (5, 7))
@@ -341,6 +371,17 @@ def test_nothing_is_compiled_anew_for_a_step_of_another_size(name: str) -> None:
 def test_a_call_that_launches_nothing_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         check(lambda: None, 90, tmp_path)
+
+
+def test_norm_rotation_and_store_take_few_registers_and_wide_loads(tmp_path: Path) -> None:
+    with compiling_for(90) as kernels:
+        _rotate_store(count=64)
+    assert len(kernels) == 1
+    code, found = machine_code(kernels[0], tmp_path), inspect(kernels[0], tmp_path)
+    assert 8 * 128 * found.registers <= 2**16  # eight blocks per multiprocessor
+    assert found.shared_bytes <= 1024
+    loads = [line for line in code if "LDG" in line]
+    assert sum("128" in line for line in loads) >= 5  # halves of queries and of keys, and values
 
 
 def test_decode_loads_the_next_keys_during_products(tmp_path: Path) -> None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from kernel_comparison import TOLERANCE, agree
+from ops.attention import AttentionMetadata
+from ops.rope import HeadNorms, Rotation, native
 
 
 class Case(NamedTuple):
@@ -37,6 +42,105 @@ CASES = {
     "three axes": Case(axis_of_pair=(0, 0, 1, 2)),
     "three axes by turns, partial": Case(rotated=6, dtype=torch.bfloat16, fused=True, axis_of_pair=(2, 1, 0)),
 }
+
+
+class FusedCase(NamedTuple):
+    """A rotation after norms, with a cache write."""
+
+    case: Case = Case()
+    normed: bool = True
+    unit_offset: bool = False
+    page_size: int = 4
+    pool_dtype: torch.dtype | None = None  # None: the dtype of the queries
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+EPS = 1e-3
+NUM_PAGES = 8
+HALF_PRECISION = Case(dtype=torch.float16, fused=True)
+FUSED_CASES = {
+    "norm and halves": FusedCase(),
+    "norm and interleaved": FusedCase(Case(interleaved=True, fused=True)),
+    "no norm": FusedCase(Case(fused=True), normed=False),
+    "unit offset, pages of one": FusedCase(unit_offset=True, page_size=1),
+    "partial": FusedCase(Case(rotated=4, fused=True)),
+    "partial and interleaved, no norm": FusedCase(Case(rotated=4, interleaved=True), normed=False),
+    "no powers of two": FusedCase(Case(3, 1, 20, 12), page_size=3),
+    "half precision": FusedCase(HALF_PRECISION),
+    "half precision without norm": FusedCase(HALF_PRECISION, normed=False),
+    "bfloat16 into float32": FusedCase(Case(dtype=torch.bfloat16), pool_dtype=torch.float32),
+    "more heads than a program has": FusedCase(Case(20, 5, 256, 256, fused=True)),
+    "more kv heads than a program has": FusedCase(Case(10, 10, 256, 256), normed=False),
+    "three axes": FusedCase(Case(axis_of_pair=(0, 0, 1, 2))),
+    # Quarter turns of values that fp8 represents exactly: Triton's interpreter loses carries of other values.
+    "fp8 e4m3 with scales, some too large": FusedCase(
+        HALF_PRECISION, normed=False, pool_dtype=torch.float8_e4m3fn, k_scale=2**-8, v_scale=0.5
+    ),
+    "fp8 e5m2": FusedCase(normed=False, pool_dtype=torch.float8_e5m2, v_scale=2.0),
+}
+
+
+def fused_inputs(fused: FusedCase) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Rotation, AttentionMetadata]:
+    """Return q, k, v, both pools, the rotation and the metadata of two rows."""
+    case, generator = fused.case, torch.Generator().manual_seed(5)
+    q, k, table, positions = inputs(case)
+    v = torch.randn(k.shape, generator=generator).to(case.dtype)
+    weights = torch.randn(2, case.head_dim, generator=generator).to(case.dtype)
+    pool_dtype = fused.pool_dtype or case.dtype
+    if pool_dtype.itemsize == 1:
+        q, k, v = (x.to(pool_dtype).to(case.dtype) for x in (q, k, v))
+        quarters = torch.arange(len(table) * case.rotated // 2).view(len(table), -1) % 4
+        table = torch.cat([torch.tensor(values)[quarters] for values in ((1.0, 0, -1, 0), (0.0, 1, 0, -1))], dim=-1)
+    if case.axis_of_pair:
+        table = native.angles(table, axes(case), torch.tensor(case.axis_of_pair, dtype=torch.int32))
+    norms = HeadNorms(weights[0], weights[1], EPS, fused.unit_offset) if fused.normed else None
+    rotation = Rotation(table, None if case.axis_of_pair else positions, case.interleaved, norms, {})
+    shape = (2, NUM_PAGES, case.num_kv_heads, fused.page_size, case.head_dim)
+    k_pool, v_pool = torch.randn(shape, generator=generator).to(pool_dtype)
+    pages = np.arange(NUM_PAGES, dtype=np.int32)[::-1].reshape(2, -1).copy()
+    return q, k, v, k_pool, v_pool, rotation, AttentionMetadata.build([1, 0], [2, 1], pages, fused.page_size)
+
+
+def fused_outputs(backend: Any, fused: FusedCase) -> list[Tensor]:
+    """Return the queries and both pools (as float32) of `rotate_store`, then the results of `norm_rotate`."""
+    q, k, v, k_pool, v_pool, rotation, metadata = fused_inputs(fused)
+    scales = {"k_scale": fused.k_scale, "v_scale": fused.v_scale}
+    rotated = backend.rotate_store(q.clone(), k.clone(), v, k_pool, v_pool, metadata, rotation, **scales)
+    return [rotated, k_pool.float(), v_pool.float(), *backend.norm_rotate(q, k, rotation)]
+
+
+def fused_expected(fused: FusedCase) -> list[Tensor]:
+    """Compute the same in float64, one token after another."""
+    q, k, v, k_pool, v_pool, rotation, metadata = fused_inputs(fused)
+    case, results = fused.case, []
+    lines = rotation.table if rotation.positions is None else rotation.table[rotation.positions]
+    cos, sin = lines.double().unsqueeze(1).chunk(2, dim=-1)
+    for x, weight in ((q, rotation.norms and rotation.norms.q), (k, rotation.norms and rotation.norms.k)):
+        wide = x.double()
+        if weight is not None:
+            factor = weight.double() + fused.unit_offset
+            wide = wide / torch.sqrt(wide.square().mean(-1, keepdim=True) + EPS) * factor
+            wide = wide.to(case.dtype).double()
+        results.append(_turned(wide, torch.complex(cos, sin), case))
+    for values, pool, scale in ((results[1].to(case.dtype), k_pool, fused.k_scale), (v, v_pool, fused.v_scale)):
+        for token, slot in enumerate(metadata.slot_mapping.tolist()):
+            value = values[token].float() / scale
+            if pool.dtype.itemsize == 1:
+                value = value.clamp(-torch.finfo(pool.dtype).max, torch.finfo(pool.dtype).max)
+            pool[slot // fused.page_size, :, slot % fused.page_size] = value.to(pool.dtype)
+    return [results[0], k_pool.float(), v_pool.float(), *results]
+
+
+def agree_fused(backend: Any, fused: FusedCase) -> None:
+    """Raise AssertionError unless the results are the expected ones within the precision of the case's dtype."""
+    found = fused_outputs(backend, fused)
+    wanted = fused_expected(fused)
+    assert {x.dtype for x in (found[0], *found[3:])} == {fused.case.dtype}
+    # The pools are returned as float32, but are as precise as the queries.
+    slack = TOLERANCE[fused.case.dtype] / TOLERANCE[torch.float32]
+    agree([found[0], *found[3:]], [wanted[0], *wanted[3:]])
+    agree(found[1:3], wanted[1:3], slack)
 
 
 def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from cpp_kernels import DTYPES, THREADS, backend, drawn
-from kernel_cases.rope import CASES, Case, expected, inputs, outputs
+from kernel_cases.rope import (
+    CASES,
+    FUSED_CASES,
+    Case,
+    FusedCase,
+    agree_fused,
+    expected,
+    inputs,
+    outputs,
+)
 from kernel_comparison import agree
 
 TYPED = {
@@ -31,6 +40,13 @@ def test_kernel_turns_like_complex_numbers(case: Case, num_threads: int) -> None
     found = outputs(backend("rope", num_threads), case)
     agree(found, expected(case))
     assert {x.dtype for x in found} == {case.dtype}
+
+
+@pytest.mark.parametrize("case", FUSED_CASES.values(), ids=FUSED_CASES)
+def test_norm_rotation_and_store_follow_the_formula(case: FusedCase) -> None:
+    if case.case.dtype not in DTYPES:
+        pytest.skip("the C++ kernels do not compute in float16")
+    agree_fused(backend("rope"), case)
 
 
 def test_slices_of_one_tensor_are_turned_in_place_and_nothing_else() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 import paged_forward
 import tiny_checkpoints
 from ops.attention import AttentionMetadata, AttentionOptions, token_positions
+from ops.rope import Rotation
 from ops.select import select
 from runtime.errors import CheckpointError
 from runtime.kv_cache.paged import PagedKVCache
@@ -94,6 +95,13 @@ class Remembered:
     def store(self, kernels: Any, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Any) -> None:
         self.k, self.v = torch.cat([self.k, k]), torch.cat([self.v, v])
 
+    def rotate_store(
+        self, kernels: Any, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, batch: ForwardBatch, scales: Any
+    ) -> Tensor:
+        q, k = kernels.norm_rotate(q, k, rotation)
+        self.store(kernels, k, v, batch, scales)
+        return q
+
     def attend(self, kernels: Any, q: Tensor, batch: ForwardBatch, scales: Any, options: AttentionOptions) -> Tensor:
         self.k, self.v = self.k[-self.size :], self.v[-self.size :]
         keys, values = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (self.k, self.v))
@@ -141,9 +149,9 @@ def test_scales_of_an_fp8_cache_reach_store_and_attend() -> None:
     seen: list[dict[str, Any]] = []
     plain = select()
 
-    def store(*args: Any, **options: Any) -> None:
+    def rotate_store(*args: Any, **options: Any) -> Tensor:
         seen.append(options)
-        plain.store(*args, **options)
+        return plain.rotate_store(*args, **options)
 
     def attend(*step: Any) -> Tensor:
         options = step[-1]
@@ -151,7 +159,9 @@ def test_scales_of_an_fp8_cache_reach_store_and_attend() -> None:
         return plain.attend(*step)
 
     scales = {"a.k_scale": torch.tensor([0.5]), "a.v_scale": torch.tensor([2.0])}
-    made = layer(sinks=False, kernels=replace(plain, store=store, attend=attend), tensors=TENSORS | scales)
+    made = layer(
+        sinks=False, kernels=replace(plain, rotate_store=rotate_store, attend=attend), tensors=TENSORS | scales
+    )
     exact, rounded = run(made), run(made, torch.float8_e4m3fn)
     given = {"k_scale": 0.5, "v_scale": 2.0}
     assert seen == [{}, {"k_scale": 1.0, "v_scale": 1.0}, given, given]

@@ -1,0 +1,40 @@
+"""Operations that combine a rotation with norms and cache writes, composed of the separate operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from ops.attention import AttentionMetadata
+from ops.rope import Rotation
+
+
+def compose(
+    rms_norm: Callable[..., Tensor], rotate: Callable[..., tuple[Tensor, Tensor]], store: Callable[..., None]
+) -> Mapping[str, Callable[..., Any]]:
+    """Return `norm_rotate` and `rotate_store` (see `ops.rope`), which call these three operations one by one."""
+
+    def norm_rotate(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        table, positions, interleaved, norms, plan_cache = rotation
+        if norms is not None:
+            q = rms_norm(q, norms.q, norms.eps, unit_offset=norms.unit_offset)
+            k = rms_norm(k, norms.k, norms.eps, unit_offset=norms.unit_offset)
+        return rotate(q, k, table, positions, interleaved=interleaved, plan_cache=plan_cache)
+
+    def rotate_store(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        metadata: AttentionMetadata,
+        rotation: Rotation,
+        **scales: float,
+    ) -> Tensor:
+        q, k = norm_rotate(q, k, rotation)
+        store(k, v, k_pool, v_pool, metadata, **scales)
+        return q
+
+    return {"norm_rotate": norm_rotate, "rotate_store": rotate_store}
