@@ -148,6 +148,11 @@ class Request:
         return self.truncate or self.keep_last is not None
 
 
+def renewed(request: Request, ids: tuple[int, ...]) -> Request:
+    """Return a new request for other token ids, with the same parameters. Its `id` and `label` are new."""
+    return replace(request, ids=ids, label=uuid4().hex, id=next(_request_ids))
+
+
 def with_grammar(request: Request) -> Request:
     """Return the request with the grammar that its sampling parameters specify, if any.
 

@@ -150,7 +150,7 @@ class Program:
         _, shared = self._divided(sampling)
 
         with _progress(len(batch), shown=progress_bar) as advance:
-            running = _Running(engine, limit, advance)
+            running = _Running(engine, limit, len(batch), advance)
 
             def one(arguments: Mapping[str, Any]) -> ProgramState:
                 state = running.new_state(shared)
@@ -169,8 +169,7 @@ class Program:
                     running.wait_for_room()
                     started.append(threads.submit(one, arguments))
                 states = [each.result() for each in started]
-                for state in states:
-                    running.wait_for(state)
+                running.wait_until_done()
                 return states
             except BaseException:  # interrupted: end the running programs, and start no more
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -215,14 +214,15 @@ class Program:
 
 
 class _Running:
-    """The running programs of one batch. At most `limit` of them run at the same time."""
+    """The running programs of one batch of `total` programs. At most `limit` of them run at the same time."""
 
-    def __init__(self, engine: SyncEngine, limit: int, on_end: Callable[[], object]) -> None:
+    def __init__(self, engine: SyncEngine, limit: int, total: int, on_end: Callable[[], object]) -> None:
         self._engine = engine
+        self._num_left = total  # programs that have not ended; changed on the event loop
         self._on_end = on_end
         self._room = Semaphore(limit)
         self._closers: dict[ProgramState, Close] = {}
-        self._ended: dict[ProgramState, Event] = {}
+        self._done = Event()
         self._closed = False
 
     def wait_for_room(self) -> None:
@@ -234,7 +234,6 @@ class _Running:
         """Return the state of a new program. Raises `InvalidRequest` after `close`."""
         state, close = new_state(self._engine, sampling)
         self._closers[state] = close
-        self._ended[state] = Event()
         if self._closed:  # checked after the state is registered, so that `close` misses none
             raise InvalidRequest("The program was aborted.")
         return state
@@ -247,18 +246,18 @@ class _Running:
 
     def end_when_done(self, state: ProgramState) -> None:
         """Let another program start once all parts of this one are done. Returns immediately."""
-        ended = self._ended[state]
+        self._engine._post(partial(state._call_when_done, self._end))
 
-        def end() -> None:
-            ended.set()
-            self._room.release()
-            self._on_end()
+    def _end(self) -> None:
+        self._num_left -= 1
+        if not self._num_left:
+            self._done.set()
+        self._room.release()
+        self._on_end()
 
-        self._engine._post(partial(state._call_when_done, end))
-
-    def wait_for(self, state: ProgramState) -> None:
-        """Wait until all parts of a program are done. Raises `EngineClosed` if the engine ends first."""
-        while not self._ended[state].wait(CHECK_S):
+    def wait_until_done(self) -> None:
+        """Wait until all parts of all programs are done. Raises `EngineClosed` if the engine ends first."""
+        while not self._done.wait(CHECK_S):
             self._engine._check_open()
 
     def close(self) -> None:

@@ -284,8 +284,8 @@ def new_state(
     if not isinstance(engine, SyncEngine):
         executor = Executor(engine, sampling)
         return ProgramState(executor, None), executor.close
-    events: queue.Queue[Event | None] = queue.Queue()
-    executor = Executor(engine._engine, sampling, emit=(lambda *event: events.put(event)) if streamed else None)
+    events: queue.Queue[Event | None] | None = queue.Queue() if streamed else None
+    executor = Executor(engine._engine, sampling, emit=None if events is None else lambda *event: events.put(event))
     state = ProgramState(executor, engine._call, engine._post)
-    state._events = events if streamed else None
+    state._events = events
     return state, executor.close

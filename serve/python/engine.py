@@ -63,6 +63,7 @@ from serve.python.options import plain_options, with_signature
 from serve.python.progress import progress_over
 from serve.python.results import Batch, Encoded, Fields, Generated, Piece
 from serve.python.streams import Stream, account_of, pieces_of
+from serve.python.templates import RequestTemplates
 from serve.python.tokens import TokenizerView
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class Engine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._forgotten: finalize[..., Engine] | None = None
         self._views: list[watch.Watch] = []
+        self.templates = RequestTemplates()  # for generations and programs
 
     async def __aenter__(self) -> Self:
         await self.start()

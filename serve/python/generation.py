@@ -20,6 +20,7 @@ from serve.python import html
 from serve.python.arguments import as_json, generate_body
 from serve.python.display import briefly_interrupted
 from serve.python.hooks import OnLogits, with_hook
+from serve.python.templates import RequestTemplates
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -81,6 +82,8 @@ class Engine(Protocol):
 
     @property
     def core(self) -> EngineCore: ...
+    @property
+    def templates(self) -> RequestTemplates: ...
 
 
 class Generation:
@@ -473,8 +476,8 @@ class Generation:
             position = len(self.ids) - self.num_prompt
             parameters["seed"] = (seed + SEED_STEP * self._branch + position) % 2**63
         options = {**self.options, "return_logprob": True} if self.logprobs else self.options
-        requests = requests_of(generate_body(None, parameters, [self.ids], options), self._core)
-        [request] = with_hook(requests, self.on_logits)
+        request = self._engine.templates.request(self._core, self.ids, parameters, options)
+        [request] = with_hook([request], self.on_logits)
         if request.returns_parts:
             name = "return_hidden_states" if request.returns_hidden else "return_routed_experts"
             raise InvalidRequest(f"A generation does not support {name}; use Engine.generate.", param=name)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 import tiny_models
 from runtime.errors import InvalidRequest
 from serve import Engine, SyncEngine
-from serve.python import generation
+from serve.python import generation, templates
 
 PROMPT = "Once upon a time there was a small engine that lived beside a long river"
 GREEDY = {"temperature": 0, "ignore_eos": True}
@@ -200,6 +200,25 @@ async def test_one_call_at_a_time(engine: Engine) -> None:
         await engine.open(PROMPT, n=2).generate()
     with pytest.raises(InvalidRequest, match="at least one"):
         await g.select([])
+
+
+async def test_repeated_parameters_are_checked_each_time(engine: Engine) -> None:
+    g = engine.open(PROMPT, GREEDY, stop=["no such text"])
+    one = await g.generate(1)
+    fork = engine.open(PROMPT, GREEDY, stop=["no such text"])
+    assert await fork.generate(1) == one
+    assert len(engine.templates) == 1
+    for wrong in (True, 1.5):  # each equals a checked number or its key's type
+        with pytest.raises(InvalidRequest, match="max_new_tokens"):
+            await g.generate(wrong)  # pyright: ignore[reportArgumentType]
+    assert len(await engine.open(PROMPT, GREEDY, max_new_tokens=1, return_logprob=True).generate()) == len(one)
+    assert await engine.open(PROMPT, GREEDY, max_new_tokens=1, stop=one).generate() == ""
+    g.ids.append("a")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(InvalidRequest):
+        await g.generate(1)
+    for number in range(100):
+        engine.open(PROMPT, GREEDY, max_new_tokens=number)._request(None, {})
+    assert len(engine.templates) == templates.MAX_TEMPLATES
 
 
 async def test_a_loop_over_a_generation_that_changes_ends_with_an_error(engine: Engine) -> None:
