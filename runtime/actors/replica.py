@@ -22,6 +22,7 @@ from runtime.actors.storage import Storage
 from runtime.batch import Runner
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
+from runtime.config.resolve.cache import plan_of_replica
 from runtime.config.resolve.drafts import draft_model_plan
 from runtime.distributed.common_steps import CommonSteps
 from runtime.distributed.link import encode
@@ -109,7 +110,7 @@ class _ReplicaLoader:
     """Starts one replica: call `load`, then `finish`. `close` may be called at any time and releases everything."""
 
     def __init__(self, plan: Plan, facts: ModelFacts, index: int) -> None:
-        self._plan = plan
+        self._plan = plan_of_replica(plan, index)
         self._facts = facts
         self._index = index
         self._group = WorkerGroup()
@@ -243,6 +244,7 @@ class _ReplicaLoader:
                     min_pages=max(1, int(threshold) // plan.cache.page_size),
                     saves=plan.cache.storage != "decode",
                     loads=plan.cache.storage != "prefill",
+                    loads_slow=plan.cache.storage == "decode",  # computing prompts would delay running requests
                 )
         return prefixes
 

@@ -12,6 +12,7 @@ import anyio
 
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.live_requests import LiveRequest, LiveRequests
+from runtime.actors.prefill_replicas import PrefillReplicas
 from runtime.actors.scheduler import SchedulerActor
 from runtime.errors import EngineFailure
 from runtime.scheduler.apply import final_delta
@@ -49,6 +50,9 @@ class Router:
     A failed replica is closed and restarted. Its requests without output move to the other replicas. Its remaining
     requests fail with the reason. The restarted replica gets a share of the waiting requests. The engine fails when the
     last replica is given up. Without `start_replica`, the first failure of a replica ends all of them.
+
+    If the plan has prefill replicas, these are the first ones. They get no requests, but prompts of the requests that
+    the decode replicas get.
     """
 
     def __init__(
@@ -66,7 +70,12 @@ class Router:
         self._detokenizer = detokenizer
         self._metrics = metrics
         self._max_queued = replicas[0].plan.scheduler.max_queued
-        self._num_given_up = 0
+        plan = replicas[0].plan
+        self._num_prefill = plan.parallel.prefill_replicas
+        self._prompts = PrefillReplicas(plan.cache.page_size) if self._num_prefill else None
+        if self._prompts is not None:
+            requests.observers.append(self._prompts)
+        self._given_up: set[int] = set()  # indices of the replicas that are not restarted any more
         # Scheduler actor of each replica, by index. None while a replica restarts and after it is given up.
         self._schedulers: list[SchedulerActor | None] = [
             self._actor(index, replica) for index, replica in enumerate(replicas)
@@ -77,9 +86,14 @@ class Router:
         return [scheduler for scheduler in self._schedulers if scheduler is not None]
 
     @property
+    def _decoding(self) -> list[SchedulerActor]:
+        """The live replicas that get requests."""
+        return [scheduler for scheduler in self._schedulers[self._num_prefill :] if scheduler is not None]
+
+    @property
     def queue_space(self) -> int:
         """Number of further choices that the queues accept. While no replica is alive, requests wait in the router."""
-        if alive := self.alive:
+        if alive := self._decoding:
             return sum(scheduler.queue_space for scheduler in alive)
         return self._max_queued - sum(len(live.sequences) for live in self._requests)
 
@@ -89,24 +103,27 @@ class Router:
 
         Infinity if there are none or if priorities are off.
         """
-        return min((scheduler.least_urgency for scheduler in self.alive), default=math.inf)
+        return min((scheduler.least_urgency for scheduler in self._decoding), default=math.inf)
 
     @property
     def wait_s(self) -> float:
         """Shortest expected wait of a new request on any replica, in seconds; 0.0 if no replica is alive."""
-        return min((scheduler.wait_s for scheduler in self.alive), default=0.0)
+        return min((scheduler.wait_s for scheduler in self._decoding), default=0.0)
 
     @property
     def retry_after_s(self) -> int:
         """Seconds after which a refused client should retry."""
-        return min((scheduler.retry_after_s for scheduler in self.alive), default=RESTART_RETRY_S)
+        return min((scheduler.retry_after_s for scheduler in self._decoding), default=RESTART_RETRY_S)
 
     def admit(self, live: LiveRequest) -> None:
         """Assign a request to a replica. If no replica is alive, the first replica that restarts gets it."""
-        alive = self.alive
+        alive = self._decoding
         if alive:
-            index = self._policy(self._loads(alive, live)) if len(alive) > 1 else 0
-            alive[index].admit(live)
+            chosen = alive[self._policy(self._loads(alive, live)) if len(alive) > 1 else 0]
+            if self._prompts is not None:
+                prefill = [scheduler for scheduler in self._schedulers[: self._num_prefill] if scheduler is not None]
+                self._prompts.start(live, prefill, chosen)
+            chosen.admit(live)
 
     async def run(self) -> None:
         """Run all replicas until cancelled. Raises `EngineFailure` when no replica is left, or an actor's exception."""
@@ -128,8 +145,8 @@ class Router:
                 self._move_requests(scheduler, error)
                 await self._close(index, scheduler)
                 if not await self._restart(index, start_replica):
-                    self._num_given_up += 1
-                if self._num_given_up == len(self._schedulers):
+                    self._given_up.add(index)
+                if self._given_up.issuperset(range(self._num_prefill, len(self._schedulers))):
                     raise
 
     async def _close(self, index: int, scheduler: SchedulerActor) -> None:
@@ -150,6 +167,8 @@ class Router:
                 continue
             self._schedulers[index] = restarted = self._actor(index, replica)
             logger.warning("Replica %d is alive again.", index)
+            if index < self._num_prefill:
+                return True
             for live in self._requests:
                 if live.sequences and live.scheduler is None:
                     self.admit(live)
@@ -160,7 +179,7 @@ class Router:
 
     def _rebalance_waiting(self, restarted: SchedulerActor) -> None:
         """Move waiting requests to a restarted replica, so that all replicas have equal shares."""
-        waiting: dict[object, list[LiveRequest]] = {scheduler: [] for scheduler in self.alive}
+        waiting: dict[object, list[LiveRequest]] = {scheduler: [] for scheduler in self._decoding}
         for live in self._requests:
             if live.scheduler in waiting and live.waits and live.aborting is None:
                 waiting[live.scheduler].append(live)
@@ -172,17 +191,21 @@ class Router:
             else:
                 self.admit(live)
 
-        for scheduler in self.alive:
+        for scheduler in self._decoding:
             for live in waiting[scheduler][share:]:
                 if scheduler is not restarted:
                     scheduler.give_back(live, admit)
 
     def _move_requests(self, dead: SchedulerActor, error: EngineFailure) -> None:
         """Move the requests of a dead replica to other replicas. Requests that already have output fail instead."""
+        if self._prompts is not None:
+            self._prompts.give_up(dead, self._requests)
         for live in self._requests:
             if live.scheduler is not dead:
                 continue
             live.scheduler = None
+            if self._prompts is not None:
+                self._prompts.stop(live)
             if live.aborting is not None:
                 finish = live.aborting
                 self._detokenizer.inbox.put([final_delta(sequence, finish) for sequence in live.sequences])

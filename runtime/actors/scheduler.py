@@ -35,6 +35,7 @@ from runtime.errors import (
     PenstockError,
     StepFailed,
     WorkerFailed,
+    first_error,
 )
 from runtime.request import Delta, Finish
 from runtime.scheduler.apply import NOT_FINITE, RowFailed
@@ -293,10 +294,11 @@ class SchedulerActor:
                 if self.balancer is not None:
                     tasks.start_soon(self.balancer.run)
         except ExceptionGroup as group:
-            failures = [error for error in group.exceptions if isinstance(error, EngineFailure)]
-            if len(failures) < len(group.exceptions):  # a programming error: the engine must stop
+            failures, others = group.split(EngineFailure)
+            if failures is None or others is not None:  # a programming error: the engine must stop
                 raise
-            raise failures[0] from failures[0].__cause__
+            failure = first_error(failures)
+            raise failure from failure.__cause__
         finally:
             self._has_ended = True
             for pause in self._pauses:

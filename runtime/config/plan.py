@@ -79,7 +79,8 @@ class CachePlan(Section):
     host_gb: int = 0  # size of the host tier per rank, in 10^9 bytes; 0: `host_ratio` decides
     write_policy: str = "write_through"  # when a page is copied to the host tier; see `kv_cache.host_tier`
     copy_backend: str = "kernel"  # how a GPU copies pages to and from the host: "kernel" or "direct"
-    role: str = "null"  # "prefill" or "decode" if separate servers compute prompts and outputs
+    # "prefill" or "decode" if separate servers compute prompts and outputs; "replicas" if replicas of this server do.
+    role: str = "null"
     storage: str | None = None  # backend of the storage tier: "file" or "dynamic"; None: no storage at start
     prefetch_policy: str = "timeout"  # how long a request waits for pages from storage
     storage_config: Mapping[str, Any] = field(default_factory=dict)  # settings of the backend
@@ -257,6 +258,7 @@ class ParallelPlan(Section):
     # than this share of the tokens. None: steps are not split into halves.
     two_batches: float | None = None
     whole_dense: bool = False  # whether each rank has the whole dense MLPs of a mixture-of-experts model
+    prefill_replicas: int = 0  # number of replicas that compute prompts for the others; 0: each computes its own
     balance: str = "round_robin"  # load-balance method between the copies
     gpu_step: int = 1  # distance between the indices of used GPUs
     nnodes: int = 1  # machines

@@ -63,14 +63,22 @@ class StorageTier:
     """Decides which pages move between the host tier and a store. Belongs to one `HostTier`."""
 
     def __init__(
-        self, host: HostTier, *, waits: bool, min_pages: int = 1, saves: bool = True, loads: bool = True
+        self,
+        host: HostTier,
+        *,
+        waits: bool,
+        min_pages: int = 1,
+        saves: bool = True,
+        loads: bool = True,
+        loads_slow: bool = False,
     ) -> None:
         """With `waits`, a sequence is not admitted while its pages are loaded.
 
         Prefixes with fewer than `min_pages` missing pages are not looked up. `saves` and `loads` say whether pages are
-        written to the store, and read from it.
+        written to the store, and read from it. With `loads_slow`, pages are loaded even if this seems slower than
+        to compute them.
         """
-        self._saves, self._loads = saves, loads
+        self._saves, self._loads, self._loads_slow = saves, loads, loads_slow
         self.attached = False
         self.saving: dict[bytes, Entry] = {}  # pages that a save in progress reads
         self.held: set[Sequence] = set()  # waiting sequences that must not be admitted yet
@@ -293,7 +301,7 @@ class StorageTier:
         They are loaded if this seems faster than computing them, or if its speed must be measured (again).
         """
         compute_s = self._host.compute_s
-        if self.load_s is None or compute_s is None or self.load_s <= GAIN * compute_s:
+        if self._loads_slow or self.load_s is None or compute_s is None or self.load_s <= GAIN * compute_s:
             return True
         self._num_slow += 1
         if self._num_slow % PROBE_EVERY == 0:

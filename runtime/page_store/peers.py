@@ -104,6 +104,7 @@ class OfferedPages:
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
+            self._server.close_connections()
         self.clear()
 
 
@@ -116,7 +117,7 @@ class _Server(socketserver.ThreadingTCPServer):
         self.pages = pages
         self.expected = expected
         self.strangers: dict[socket.socket, None] = {}  # connections that have not sent a greeting yet, oldest first
-        self.num_connections = 0
+        self.connections: set[socket.socket] = set()
         self.lock = threading.Lock()
         super().__init__(address, _Connection)
 
@@ -127,24 +128,29 @@ class _Server(socketserver.ThreadingTCPServer):
         connection is refused.
         """
         with self.lock:
-            if self.num_connections >= MAX_CONNECTIONS:
+            if len(self.connections) >= MAX_CONNECTIONS:
                 oldest = next(iter(self.strangers), None)
                 if oldest is None:
                     logger.warning("A connection to the bootstrap port was refused: %d are open.", MAX_CONNECTIONS)
                     super().shutdown_request(request)
                     return
                 del self.strangers[oldest]
-                with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread then ends
-            self.num_connections += 1
+                _shut_down(oldest)
+            self.connections.add(request)
             self.strangers[request] = None
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         with self.lock:
-            self.num_connections -= 1
+            self.connections.discard(request)
             self.strangers.pop(request, None)
         super().shutdown_request(request)
+
+    def close_connections(self) -> None:
+        """Close all connections, so that decode servers notice that these pages are offered no longer."""
+        with self.lock:
+            for connection in self.connections:
+                _shut_down(connection)
 
     def greeted(self, request: socket.socket) -> None:
         """Note that a connection has sent the right greeting: it belongs to a decode server of the same model."""
@@ -153,6 +159,12 @@ class _Server(socketserver.ThreadingTCPServer):
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         logger.debug("A decode server at %s left.", client_address, exc_info=True)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """End a connection. The thread that serves it then ends too, and closes the socket."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Connection(socketserver.BaseRequestHandler):

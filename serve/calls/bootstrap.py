@@ -50,7 +50,7 @@ def with_prefill_server(
                 raise InvalidRequest(f"{name} needs bootstrap_host.", param=name)
         return [*requests]
     count, role = len(requests), core.plan.cache.role
-    if role == "null":
+    if role in ("null", "replicas"):
         raise InvalidRequest(
             "bootstrap_host needs a server with --disaggregation-mode prefill or decode; this server computes prompts "
             "and outputs.",

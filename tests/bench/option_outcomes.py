@@ -53,6 +53,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
         )
     },
     "disaggregation_prefill": {"disaggregation_mode": "decode"},
+    "disaggregation_prefill_replicas": {"dp_size": 2},
     "disaggregation_bootstrap_port": {"disaggregation_mode": "prefill"},
     "num_reserved_decode_tokens": {"disaggregation_mode": "decode", "disaggregation_prefill": ("first:8998",)},
     "hicache_storage_backend": {"enable_hierarchical_cache": True},

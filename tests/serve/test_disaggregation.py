@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Sequence
@@ -145,6 +146,11 @@ async def test_a_server_of_another_model_is_not_asked(caplog: pytest.LogCaptureF
         ({"disaggregation_ib_device": "mlx5_0"}, "pages travel over TCP"),
         ({"disaggregation_mode": "prefill", "disaggregation_decode_tp": 2}, "both need the same --tp-size, here 1"),
         ({"disaggregation_mode": "prefill", "disaggregation_decode_dp": 2}, "both need the same --dp-size, here 1"),
+        ({"disaggregation_prefill_replicas": 2, "dp_size": 2}, "needs a larger --dp-size: 2 of 2"),
+        (
+            {"disaggregation_prefill_replicas": 1, "dp_size": 2, "tp_size": 2, "enable_dp_attention": True},
+            "--enable-dp-attention",
+        ),
         ({"num_reserved_decode_tokens": 7}, "needs --disaggregation-mode decode"),
         ({"disaggregation_mode": "prefill", "disable_radix_cache": True}, "--disable-radix-cache"),
     ],
@@ -318,6 +324,32 @@ async def test_a_client_that_leaves_before_the_answer_ends_its_request() -> None
             await ended.wait()
 
 
+def replicas(**options: Any) -> Engine:
+    """An engine whose first replica computes prompts and whose second one generates the outputs."""
+    roles = {"dp_size": 2, "disaggregation_prefill_replicas": 1, "disaggregation_bootstrap_port": free_port()}
+    return Engine(**{**OPTIONS, **roles, **options})
+
+
+async def test_replicas_of_one_process_compute_prompts_for_others() -> None:
+    reference = await plain(PROMPTS)
+    async with replicas() as engine, app_serving(build_app(engine.core)) as url:
+        await attached(engine)
+        first, second = engine.core.schedulers
+        answers = await outputs(url, PROMPTS)
+        assert [answer["text"] for answer in answers] == reference
+        size = engine.core.status().page_size
+        for answer in answers:
+            assert answer["meta_info"]["cached_tokens"] == (answer["meta_info"]["prompt_tokens"] - 1) // size * size
+        assert first.progress.num_generated == len(PROMPTS)
+        assert second.progress.num_generated == len(PROMPTS) * SAMPLING["max_new_tokens"]
+
+        again = await outputs(url, PROMPTS)  # the decode replica has these prompts now
+        assert [answer["text"] for answer in again] == reference
+        assert first.progress.num_generated == len(PROMPTS)
+
+        engine.core.check()
+
+
 @pytest.mark.slow
 async def test_a_killed_prefill_server_costs_time_alone() -> None:
     """A process is killed while prompts are on their way."""
@@ -348,6 +380,30 @@ async def test_ranks_fetch_their_shares(sizes: dict[str, int]) -> None:
         answers = await outputs(url, PROMPTS[:4])
         assert [answer["text"] for answer in answers] == reference
         assert all(answer["meta_info"]["cached_tokens"] for answer in answers)
+
+
+@pytest.mark.slow
+async def test_a_killed_prefill_replica_costs_time_alone() -> None:
+    """Its prompts are computed by the decode replica, and it is started again."""
+    long_prompts = [f"{number}: " + "What does an option of the server do? " * 40 for number in range(12)]
+    reference = await plain(long_prompts, tp_size=2)
+    async with replicas(tp_size=2) as engine, app_serving(build_app(engine.core)) as url:
+        await attached(engine)
+        prefill, decode = engine.core.schedulers
+        asked = asyncio.create_task(outputs(url, long_prompts))
+        while not prefill.progress.num_steps:
+            await asyncio.sleep(0)
+        [worker] = vars(prefill.runner)["_group"].workers
+        os.kill(worker.process_id, signal.SIGKILL)
+        assert [answer["text"] for answer in await asked] == reference
+        while len(engine.core.schedulers) < 2 or engine.core.schedulers[0] is prefill:
+            await asyncio.sleep(0.05)
+        assert engine.core.schedulers[1] is decode
+        await attached(engine)
+        again = ["Once more: " + prompt for prompt in PROMPTS]
+        answers = await outputs(url, again)
+        assert all(answer["meta_info"]["cached_tokens"] for answer in answers)
+        engine.core.check()
 
 
 def mixed_requests(count: int) -> list[tuple[str, dict[str, Any]]]:
@@ -432,5 +488,16 @@ async def test_many_kinds_of_requests_are_answered_as_by_one_server(options: dic
                 await asyncio.sleep(0.01)
             each.core.check()
         assert decode.core.status().num_generated > prefill.core.status().num_generated
+    different = [kind for (kind, _), one, other in zip(requests, expected, found, strict=True) if one != other]
+    assert different == []
+    if options:
+        return
+    async with replicas(**adapted) as engine, app_serving(build_app(engine.core)) as url:
+        await attached(engine)
+        found = await answers_to(url, requests)
+        while engine.status().num_running:
+            await asyncio.sleep(0.01)
+        engine.core.check()
+        assert engine.core.schedulers[0].progress.num_generated > 0
     different = [kind for (kind, _), one, other in zip(requests, expected, found, strict=True) if one != other]
     assert different == []

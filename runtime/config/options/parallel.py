@@ -171,7 +171,8 @@ class DisaggregationArgs:
     )
     disaggregation_bootstrap_port: int = option(
         8998,
-        "Port at which rank 0 of a prefill server offers pages; the other ranks use the ports after it.",
+        "Port at which rank 0 of a prefill server offers pages; the other ranks use the ports after it. With "
+        "--disaggregation-prefill-replicas, the first port of the prefill replicas on 127.0.0.1.",
         low=1,
         high=65535,
         plan="cache.storage_config",
@@ -181,6 +182,13 @@ class DisaggregationArgs:
         "Prefill servers from which a decode server fetches pages, HOST:PORT with their bootstrap ports. It connects "
         "to no other address.",
         plan="cache.storage_config",
+    )
+    disaggregation_prefill_replicas: int = option(
+        0,
+        "Of the --dp-size replicas of this server, the number that compute prompts. The others generate the outputs. "
+        "Penstock only.",
+        low=0,
+        plan="parallel.prefill_replicas",
     )
     disaggregation_decode_tp: int | None = always(
         None,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
-from runtime.config.plan import CachePlan
+from runtime.config.plan import CachePlan, Plan
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 from runtime.errors import ConfigurationError
 from runtime.page_store.protocol import check_config
 
 PAGE_SIZE = 16
+LOCAL_HOST = "127.0.0.1"
 SHARE_OF_FREE_MEMORY = 0.3
 FLOAT8 = {"fp8_e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3fn"}
 E4M3_CAPABILITY = (8, 9)  # compute capability; below it Triton lacks e4m3
@@ -85,7 +87,7 @@ HOST_OPTIONS = (
 
 def _host_layout(builder: PlanBuilder) -> Decision[str]:
     args = builder.args.hierarchy
-    if builder.args.disaggregation.disaggregation_mode != "null":
+    if _role_flag(builder) is not None:
         return Decision("page_first", "pages travel as blocks")
     if args.hicache_storage_backend is None:
         if args.hicache_storage_backend_extra_config:
@@ -103,6 +105,60 @@ def _host_layout(builder: PlanBuilder) -> Decision[str]:
     return Decision("page_first", "storage reads and writes whole pages")
 
 
+def _role_flag(builder: PlanBuilder) -> str | None:
+    """Return the option that separates prompts from outputs, or None if each replica does both."""
+    args = builder.args.disaggregation
+    if args.disaggregation_prefill_replicas:
+        return "--disaggregation-prefill-replicas"
+    return None if args.disaggregation_mode == "null" else f"--disaggregation-mode {args.disaggregation_mode}"
+
+
+def _prefill_replicas(builder: PlanBuilder) -> dict[str, Decision[Any]]:
+    """Decide the storage of replicas that compute prompts for the others; see `actors/prefill_replicas.py`."""
+    args, parallel = builder.args.disaggregation, builder.args.parallel
+    option, flag = "disaggregation_prefill_replicas", "--disaggregation-prefill-replicas"
+    last_port = (
+        args.disaggregation_bootstrap_port
+        + args.disaggregation_prefill_replicas * parallel.tp_size * parallel.pp_size
+        - 1
+    )
+    problems = {
+        f"needs a larger --dp-size: {args.disaggregation_prefill_replicas} of {parallel.dp_size} replicas compute "
+        "prompts, and at least one must generate": args.disaggregation_prefill_replicas >= parallel.dp_size,
+        f"cannot be combined with --disaggregation-mode {args.disaggregation_mode}": args.disaggregation_mode != "null",
+        "cannot be combined with --enable-dp-attention, whose replicas share their steps": parallel.enable_dp_attention,
+        "cannot be combined with --hicache-storage-backend": builder.args.hierarchy.hicache_storage_backend is not None,
+        f"needs the ports up to {last_port}; set a smaller --disaggregation-bootstrap-port": last_port > 65535,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            builder.refuse(option, f"{flag} {problem}.")
+    config = {"prefetch_threshold": 1, "port": args.disaggregation_bootstrap_port}
+    return {
+        "role": Decision("replicas", f"with {flag}"),
+        "storage_config": Decision(config, f"{flag} moves pages through host memory"),
+        "prefetch_policy": Decision("wait_complete", "the prompt is computed elsewhere"),
+    }
+
+
+def plan_of_replica(plan: Plan, index: int) -> Plan:
+    """Return the plan of one replica: if replicas have roles, its storage is the pages of the prefill replicas."""
+    num_prefill = plan.parallel.prefill_replicas
+    if not num_prefill:
+        return plan
+    config, ranks = dict(plan.cache.storage_config), plan.parallel.ranks
+    first_port = config.pop("port")
+    ports = [first_port + number * ranks for number in range(num_prefill)]  # one port for each rank
+    if index < num_prefill:
+        cache = replace(
+            plan.cache, storage="prefill", storage_config=config | {"host": LOCAL_HOST, "port": ports[index]}
+        )
+    else:
+        peers = [[LOCAL_HOST, port] for port in ports]
+        cache = replace(plan.cache, storage="decode", storage_config=config | {"peers": peers})
+    return replace(plan, cache=cache)
+
+
 def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
     """Decide the storage of a prefill or decode server.
 
@@ -113,13 +169,18 @@ def _disaggregation(builder: PlanBuilder) -> dict[str, Decision[Any]]:
     _check_counterparts(builder)
     if role != "decode" and args.disaggregation_prefill:
         builder.refuse("disaggregation_prefill", f"--disaggregation-prefill needs {flag} decode.")
+    if args.disaggregation_prefill_replicas:
+        return _prefill_replicas(builder)
     if role == "null":
         return {"storage_config": builder.follow("hicache_storage_backend_extra_config")}
     reason = f"{flag} {role} moves pages through host memory"
     if builder.args.hierarchy.hicache_storage_backend is not None:
         builder.refuse("hicache_storage_backend", f"--hicache-storage-backend cannot be combined with {flag}.")
     if builder.args.parallel.dp_size > 1:
-        builder.refuse("disaggregation_mode", f"{flag} {role} takes one replica; leave --dp-size out.")
+        builder.refuse(
+            "disaggregation_mode",
+            f"{flag} {role} takes one replica; leave --dp-size out, or set --disaggregation-prefill-replicas alone.",
+        )
     config: dict[str, Any] = {"prefetch_threshold": 1}
     if role == "prefill":
         config |= {"host": builder.args.http.host, "port": args.disaggregation_bootstrap_port}
@@ -153,9 +214,9 @@ def _check_counterparts(builder: PlanBuilder) -> None:
 
 
 def _host_tier(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
-    role = builder.args.disaggregation.disaggregation_mode
-    flag = "--enable-hierarchical-cache" if role == "null" else f"--disaggregation-mode {role}"
-    if not builder.args.hierarchy.enable_hierarchical_cache and role == "null":
+    role_flag = _role_flag(builder)
+    flag = role_flag or "--enable-hierarchical-cache"
+    if not builder.args.hierarchy.enable_hierarchical_cache and role_flag is None:
         for option in HOST_OPTIONS:
             if builder.args.changed(option):
                 builder.refuse(option, f"--{option.replace('_', '-')} needs {flag}.")
@@ -169,7 +230,7 @@ def _host_tier(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
         reason = "states of recurrent layers cannot be copied to the host; leave the option out"
     if reason is not None:
         builder.refuse("enable_hierarchical_cache", f"{flag}: {reason}.")
-    if role != "null":
+    if role_flag is not None:
         return Decision(True, f"{flag} moves pages through host memory")
     return builder.follow("enable_hierarchical_cache")
 
@@ -181,7 +242,7 @@ def _page_size(builder: PlanBuilder) -> Decision[int]:
 
 def _window_ratio(builder: PlanBuilder) -> Decision[float | None]:
     args = builder.args.cache
-    if builder.args.hierarchy.enable_hierarchical_cache or builder.args.disaggregation.disaggregation_mode != "null":
+    if builder.args.hierarchy.enable_hierarchical_cache or _role_flag(builder) is not None:
         return Decision(None, "with --enable-hierarchical-cache, so that all their pages can be copied")
     if args.disable_hybrid_swa_memory:
         return Decision(None, "as asked with --disable-hybrid-swa-memory")

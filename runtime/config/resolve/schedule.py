@@ -63,7 +63,8 @@ def schedule_plan(
 
 
 def _reserved(builder: PlanBuilder) -> Decision[int]:
-    if builder.args.disaggregation.disaggregation_mode == "decode":
+    args = builder.args.disaggregation
+    if args.disaggregation_mode == "decode" or args.disaggregation_prefill_replicas:
         return builder.follow("num_reserved_decode_tokens")
     if builder.args.changed("num_reserved_decode_tokens"):
         builder.refuse("num_reserved_decode_tokens", "--num-reserved-decode-tokens needs --disaggregation-mode decode.")

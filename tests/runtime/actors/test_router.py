@@ -167,7 +167,7 @@ async def test_a_replica_that_is_given_up_does_not_end_one_that_may_return(monke
         actor._start_replica = start_late
         for runner in list(runners):
             runner.die(DEATH)
-        await until(lambda: actor._num_given_up == 1)
+        await until(lambda: actor._given_up == {0})
         output = core.submit(request(3, 4))
         may_start.set()
         assert await whole(output) == expected((3, 4))
