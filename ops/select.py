@@ -28,7 +28,7 @@ PREFILL = "prefill_attention"  # key in `choices` for the attention backend of r
 
 # operation -> (fields of `Kernels` that a backend file provides, names of the backend files)
 OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "activation": (("gate", "activate", "modulate"), ("native", "with_cpp", "with_triton")),
+    "activation": (("gate", "gate_round", "activate", "modulate"), ("native", "with_cpp", "with_triton")),
     "attention": (
         ("attend",),
         ("with_cpp", "with_onednn", *(backend.file for backend in ATTENTION.values())),
@@ -42,7 +42,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "latent": (("prepare_heads", "join", "attend_latent"), ("native", "with_cpp")),
     "low_rank": (("add_low_rank",), ("native", "with_cpp", "with_triton")),
     "matmul": (
-        ("prepare", "prepare_grouped", "linear", "logits"),
+        ("prepare", "prepare_grouped", "linear", "logits", "row_group"),
         ("native", "int8", "with_cpp", "with_onednn", "with_triton"),
     ),
     "moe": (
@@ -50,7 +50,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("native", "with_cpp", "with_triton"),
     ),
     "norm": (
-        ("rms_norm", "add_rms_norm", "layer_norm", "add_layer_norm", "add"),
+        ("rms_norm", "add_rms_norm", "add_rms_norm_round", "layer_norm", "add_layer_norm", "add"),
         ("native", "with_cpp", "with_triton"),
     ),
     "recurrence": (("convolve", "delta_rule", "scan"), ("native", "with_cpp")),
@@ -72,6 +72,7 @@ class Kernels:
     copy_pages: Callable[..., None]
     rms_norm: Callable[..., Tensor]
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]]
+    add_rms_norm_round: Callable[..., tuple[Tensor, Tensor]]
     layer_norm: Callable[..., Tensor]
     add_layer_norm: Callable[..., tuple[Tensor, Tensor]]
     add: Callable[..., Tensor]
@@ -80,6 +81,7 @@ class Kernels:
     norm_rotate: Callable[..., tuple[Tensor, Tensor]]
     rotate_store: Callable[..., Tensor]
     gate: Callable[..., Tensor]
+    gate_round: Callable[..., Tensor]
     activate: Callable[..., Tensor]
     modulate: Callable[..., Tensor]
     embed: Callable[..., Tensor]
@@ -101,6 +103,7 @@ class Kernels:
     prepare_grouped: Callable[..., Tensor]
     linear: Callable[..., Tensor]
     logits: Callable[[Tensor, Tensor], Tensor]
+    row_group: Callable[[Tensor], int | None]
     add_low_rank: Callable[..., Tensor]
     choose: Callable[..., tuple[Tensor, Tensor]]
     penalize: Callable[..., None]

@@ -6,6 +6,11 @@ A backend file defines
     activate(x [..., F], activation) -> [..., F]                 activation(x)
     modulate(x [T, F], gate [T, F], activation) -> [T, F]        x * activation(gate)
 
+    gate_round(x [T, 2F], activation, group) -> RoundedRows [T, F]
+
+`gate_round` is `gate` for a product that rounds its rows to float8 with one scale per `group` elements: `group` is F or
+a power of two that divides F. See `ops/matmul/rounded_rows.py`.
+
 `activation` is one of `ACTIVATIONS`; for `modulate`, "silu" or "sigmoid". `activate` may overwrite x, so its caller
 must not read x afterwards. `modulate` computes in float32 and rounds once.
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.activation import SWIGLU_LIMIT, SWIGLU_SLOPE
+from ops.matmul.rounded_rows import RoundedRows, round_rows
 
 
 def _relu2(x: Tensor) -> Tensor:
@@ -32,6 +33,11 @@ def gate(x: Tensor, activation: str) -> Tensor:
         values = values.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT).add_(1)
         return gates.mul((gates * SWIGLU_SLOPE).sigmoid_()).mul_(values)
     return _FUNCTIONS[activation](gates).mul_(values)
+
+
+def gate_round(x: Tensor, activation: str, group: int) -> RoundedRows:
+    """Return activation(first half) * second half with its rounding (see `ops.activation`)."""
+    return round_rows(gate(x, activation), group)
 
 
 def modulate(x: Tensor, gate: Tensor, activation: str) -> Tensor:

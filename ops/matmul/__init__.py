@@ -6,6 +6,7 @@ A backend file defines
     prepare_grouped(weight: GroupedWeight, dtype, *, out_size=None, into=None, first=0) -> weight
     linear(x [..., I], weight [O, I], bias [O] | None) -> [..., O]
     logits(x [R, I], weight [O, I]) -> [R, O]
+    row_group(weight) -> int | None
 
 `linear` returns x @ weight.T + bias in x's dtype. `logits` returns x @ weight.T in float32 if this costs the backend no
 additional time, otherwise in x's dtype. All products with weights use `linear` or `logits`, which accept unprepared and
@@ -20,4 +21,7 @@ backend without a kernel for such weights dequantises them. Products with a grou
 the weight permits it (`rounded_rows`). The C++ backend accepts a large weight in parts, one part per call. In the first
 call, `out_size` is the total number of rows. In each later call, `into` is the tensor that the first call returned, and
 `first` is the index of the part's first row, a multiple of the panel width 32.
+
+`row_group` returns the number of inputs per scale if `linear` rounds the rows of x to float8 for this weight, and other
+operations can round them in the same way (`RoundedRows` in `ops/matmul/rounded_rows.py`); otherwise None.
 """

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.matmul.grouped import GroupedWeight
+from ops.matmul.native import row_group as row_group
 
 
 class Int8(Tensor):

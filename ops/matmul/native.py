@@ -29,3 +29,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def logits(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T (see `ops.matmul`)."""
     return linear(x, weight)
+
+
+def row_group(weight: Tensor) -> int | None:
+    """Return None: this backend does not round rows (see `ops.matmul`)."""
+    return None

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.matmul.rounded_rows import RoundedRows
+
 FLOAT8_CAPABILITY = (8, 9)  # minimum compute capability of float8 products
 LARGEST = tl.constexpr(448.0)  # largest value of e4m3
 ROUND_BLOCK = 1024  # numbers per iteration of a program that rounds rows
@@ -31,11 +33,19 @@ def multiplies_float8(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= FLOAT8_CAPABILITY
 
 
+def row_group(groups: int, in_size: int) -> int | None:
+    """Return the number of inputs per scale if kernels before a product can round its rows, else None."""
+    group = in_size // groups
+    return group if groups == 1 or group & (group - 1) == 0 else None
+
+
 def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Round x [T, I] to e4m3 with one scale per row and group of inputs: the group's largest magnitude / 448.
 
-    Return the numbers [T, I] and the scales, float32 [T, I / group].
+    Return the numbers [T, I] and the scales, float32 [T, I / group]. `RoundedRows` may have them already.
     """
+    if isinstance(x, RoundedRows) and (known := x.rounding(group)) is not None:
+        return known
     num_rows, in_size = x.shape
     numbers = torch.empty((num_rows, in_size), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((num_rows, in_size // group), dtype=torch.float32, device=x.device)
@@ -168,6 +178,12 @@ def to_float8(x):
 
 
 @triton.jit
+def round_scale(largest):
+    """Return the scale of numbers that are rounded to e4m3, of which `largest` is the largest magnitude."""
+    return tl.maximum(largest / LARGEST, 1e-12)
+
+
+@triton.jit
 def from_float8(codes, like):
     """Convert codes of e4m3 (uint8) to the dtype of `like`, exactly: 16-bit floats or float32."""
     if like.dtype == tl.float16:
@@ -197,7 +213,7 @@ def _round_kernel(
         inside = is_group[:, None] & (base + inner < GROUP)[None, :]
         part = tl.load(x + row * stride + offsets + base, mask=inside, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(part), axis=1))
-    scale = tl.maximum(largest / LARGEST, 1e-12)
+    scale = round_scale(largest)
     tl.store(scales + row * GROUPS + groups, scale, mask=is_group)
     for base in range(0, GROUP, BLOCK):
         inside = is_group[:, None] & (base + inner < GROUP)[None, :]

@@ -18,6 +18,7 @@ from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import TYPES, address, contiguous_tokens
 from ops.cpp.structures import Pack, Pack4, Pack8, Product, Product4, Product8
 from ops.matmul.grouped import GroupedWeight, GroupForm, is_whole
+from ops.matmul.native import row_group
 
 SCALE_BYTES = 4
 CACHE_LINE = 64
@@ -117,7 +118,7 @@ def scratch8(launcher: KernelLauncher, rows: int, in_size: int) -> Tensor:
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """Return all operations of `ops.matmul`."""
     operations = (prepare, prepare_grouped, linear, logits)
-    return {operation.__name__: partial(operation, launcher) for operation in operations}
+    return {"row_group": row_group} | {operation.__name__: partial(operation, launcher) for operation in operations}
 
 
 def prepare(launcher: KernelLauncher, weight: Tensor, *, bits: int | None = None) -> Tensor:

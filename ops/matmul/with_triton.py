@@ -108,9 +108,18 @@ def logits(x: Tensor, weight: Tensor) -> Tensor:
     return _product(x, weight, None, torch.float32)
 
 
+def row_group(weight: Tensor) -> int | None:
+    """Return the number of inputs per scale of rows that are rounded to float8 (see `ops.matmul`)."""
+    if not isinstance(weight, Packed) or weight.parts.codes.dtype != torch.float8_e4m3fn:
+        return None
+    if not triton_float8.multiplies_float8(weight.parts.codes.device):
+        return None
+    return triton_float8.row_group(weight.parts.scales.shape[-1], weight.shape[-1])
+
+
 def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     (codes, scales, shifts), (out_size, in_size) = weight.parts, weight.shape
-    rows = x.reshape(-1, in_size)
+    rows = x if x.dim() == 2 else x.reshape(-1, in_size)  # `RoundedRows` stay as they are
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     if codes.dtype == torch.float8_e4m3fn:
         rounded = triton_float8.multiplies_float8(x.device)

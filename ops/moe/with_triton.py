@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ops.activation.with_triton import gate
+from ops.activation.with_triton import gate, gate_round
 from ops.matmul.triton_float8 import from_float8, inputs_per_step, multiplies_float8, round_rows
-from ops.matmul.with_triton import Packed, prepare_grouped
+from ops.matmul.with_triton import Packed, prepare_grouped, row_group
 from ops.moe import GroupedMixture, Grouping, Mixture, native
 from ops.moe.native import prepare_experts
 from ops.moe.triton_sort import Sorted, sort_pairs
@@ -89,7 +89,8 @@ def mix(
     weigh_inputs: bool = False,
 ) -> Tensor:
     gate_up, down, gate_up_bias, down_bias = mixture
-    x, (num_tokens, top_k), (num_experts, size, _) = x.contiguous(), experts.shape, down.shape
+    (num_tokens, top_k), (num_experts, size, _) = experts.shape, down.shape
+    x = x if x.is_contiguous() else x.contiguous()  # `RoundedRows` stay as they are
     by_expert = sort_pairs(experts, num_experts)
     pairs_per_row = top_k
     if weigh_inputs:  # one row per pair
@@ -98,7 +99,8 @@ def mix(
     inner = _grouped(x, gate_up, by_expert, pairs_per_row, from_tokens=True)  # [T * k, 2F], by expert
     if gate_up_bias is not None:
         inner += gate_up_bias[experts.flatten()[by_expert.order]]
-    inner = gate(inner, activation)
+    group = row_group(down)
+    inner = gate(inner, activation) if group is None else gate_round(inner, activation, group)
     results = _grouped(inner, down, by_expert, top_k, from_tokens=False)  # [T * k, E], by token
     if down_bias is not None:
         results += down_bias[experts.flatten()]

@@ -18,5 +18,10 @@ A weight [H, D] normalises each of H vectors with D elements (for example heads)
 
     add(x [T, E], y [T, E], *, scale=1.0, gate [T, 1] | None = None) -> y + x * scale * sigmoid(gate)
 
+    add_rms_norm_round(x, residual, weight, eps, group, *, unit_offset=False) -> (RoundedRows, x + residual)
+
+This operation is `add_rms_norm` for a product that rounds its rows to float8 with one scale per `group` elements:
+`group` is E or a power of two that divides E. The normalised values are `RoundedRows` (`ops/matmul/rounded_rows.py`).
+
 `add_rms_norm`, `add_layer_norm` and `add` may overwrite their inputs; use the returned tensors.
 """

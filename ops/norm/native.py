@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ops.matmul.rounded_rows import RoundedRows, round_rows
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
     factor = weight.float() + 1 if unit_offset else weight
@@ -18,6 +20,14 @@ def add_rms_norm(
     """Add, then normalise. Return the normalised values and the sum (see `ops.norm`)."""
     residual = residual + x
     return rms_norm(residual, weight, eps, unit_offset=unit_offset), residual
+
+
+def add_rms_norm_round(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, *, unit_offset: bool = False
+) -> tuple[RoundedRows, Tensor]:
+    """Add, normalise and round. Return the normalised values and the sum (see `ops.norm`)."""
+    normed, residual = add_rms_norm(x, residual, weight, eps, unit_offset=unit_offset)
+    return round_rows(normed, group), residual
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import address, contiguous_tokens
 from ops.cpp.structures import Add, Norm
+from ops.norm.native import add_rms_norm_round
 
 
 class Kind(NamedTuple):
@@ -26,7 +27,8 @@ class Kind(NamedTuple):
 def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """Return all operations of `ops.norm`."""
     operations = (rms_norm, add_rms_norm, layer_norm, add_layer_norm, add)
-    return {operation.__name__: partial(operation, launcher) for operation in operations}
+    callables = {operation.__name__: partial(operation, launcher) for operation in operations}
+    return {"add_rms_norm_round": add_rms_norm_round} | callables  # products in C++ do not read rows in float8
 
 
 def rms_norm(launcher: KernelLauncher, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.matmul.rounded_rows import RoundedRows
+from ops.matmul.triton_float8 import round_scale, to_float8
 from ops.norm import native
 from ops.norm.native import add
 
@@ -19,6 +21,7 @@ __all__ = [
     "add",
     "add_layer_norm",
     "add_rms_norm",
+    "add_rms_norm_round",
     "layer_norm",
     "rms_norm",
 ]
@@ -49,6 +52,18 @@ def add_rms_norm(
     return _add_norm(x, residual, Kind(weight, eps, unit_offset))
 
 
+def add_rms_norm_round(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, group: int, *, unit_offset: bool = False
+) -> tuple[RoundedRows, Tensor]:
+    """Add, normalise and round (see `ops.norm`). The normalised values and the sum overwrite the inputs."""
+    x, residual = x.contiguous(), residual.contiguous()
+    numbers = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty((len(x), x.shape[1] // group), dtype=torch.float32, device=x.device)
+    kind = Kind(weight, eps, unit_offset)
+    _launch(x.unsqueeze(0), residual, x, kind, added=True, numbers=numbers, scales=scales)
+    return RoundedRows.of(x, numbers, scales), residual
+
+
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     if weight.dim() == 2:  # one weight per head
         return native.layer_norm(x, weight, bias, eps)
@@ -75,7 +90,16 @@ def _add_norm(x: Tensor, residual: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     return x, residual
 
 
-def _launch(x: Tensor, residual: Tensor, out: Tensor, kind: Kind, *, added: bool) -> None:
+def _launch(
+    x: Tensor,
+    residual: Tensor,
+    out: Tensor,
+    kind: Kind,
+    *,
+    added: bool,
+    numbers: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> None:
     num_tokens, num_heads, width = x.shape
     num_rows, block = num_tokens * num_heads, triton.next_power_of_2(width)
     rows = max(1, TILE // block)
@@ -85,6 +109,8 @@ def _launch(x: Tensor, residual: Tensor, out: Tensor, kind: Kind, *, added: bool
         kind.weight,
         kind.weight if kind.bias is None else kind.bias,  # without a bias, a valid pointer that is not read
         out,
+        numbers,
+        scales,
         num_rows,
         num_heads,
         x.stride(0),
@@ -97,6 +123,7 @@ def _launch(x: Tensor, residual: Tensor, out: Tensor, kind: Kind, *, added: bool
         CENTRED=kind.centred,
         HAS_BIAS=kind.bias is not None,
         ADDED=added,
+        GROUP=0 if scales is None else width // scales.shape[1],
         num_warps=min(16, max(4, block // 1024)),
     )
 
@@ -109,6 +136,8 @@ def _norm_kernel(
     weight,  # [WIDTH]
     bias,  # [WIDTH]
     out,  # [T * H, WIDTH]
+    numbers,  # e4m3 [T * H, WIDTH]: the result once more, in float8; None if GROUP is 0
+    scales,  # [T * H, WIDTH / GROUP]
     num_rows,
     num_heads,
     token_stride,
@@ -121,6 +150,7 @@ def _norm_kernel(
     CENTRED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADDED: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # [ROWS, 1]
     columns = tl.arange(0, BLOCK)[None, :]
@@ -143,4 +173,18 @@ def _norm_kernel(
     normed = values * tl.rsqrt(mean_square + eps) * factor
     if HAS_BIAS:
         normed += tl.load(bias + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    tl.store(out + packed, normed.to(out.dtype.element_ty), mask=inside)
+    result = normed.to(out.dtype.element_ty)
+    tl.store(out + packed, result, mask=inside)
+    if GROUP == WIDTH:
+        wide = result.to(tl.float32)
+        scale = round_scale(tl.max(tl.abs(wide), axis=1)[:, None])  # [ROWS, 1]
+        tl.store(scales + rows, scale, mask=rows < num_rows)
+        tl.store(numbers + packed, to_float8(tl.clamp(wide / scale, -448.0, 448.0)), mask=inside)
+    elif GROUP > 0:
+        groups: tl.constexpr = WIDTH // GROUP
+        grouped = result.to(tl.float32).reshape(ROWS, BLOCK // GROUP, GROUP)
+        scale = round_scale(tl.max(tl.abs(grouped), axis=2))  # [ROWS, BLOCK / GROUP]
+        group = tl.arange(0, BLOCK // GROUP)[None, :]
+        tl.store(scales + rows * groups + group, scale, mask=(rows < num_rows) & (group < groups))
+        grouped = tl.clamp(grouped / scale[:, :, None], -448.0, 448.0)
+        tl.store(numbers + packed, to_float8(grouped.reshape(ROWS, BLOCK)), mask=inside)

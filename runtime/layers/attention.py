@@ -136,6 +136,11 @@ class Attention(Weighted):
         """Shape of the keys and values that this layer caches, and its window."""
         return KVSpec(self.num_kv_heads, self.head_dim, self.window)
 
+    @property
+    def first_product(self) -> Linear:
+        """The product that reads the input."""
+        return self.qkv
+
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the attention output, x [T, E] -> [T, E], and store the tokens' keys and values in the cache."""
         heads = self.qkv(x, batch).unflatten(-1, (-1, self.head_dim))  # [T, H + 2K, D], plus H gates

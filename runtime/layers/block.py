@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ops.select import Kernels
 from runtime.layers.forward_batch import ForwardBatch
-from runtime.layers.norm import NoNorm, Norm
+from runtime.layers.norm import NoNorm, Norm, RMSNorm
 
 
 class Block(nn.Module):
@@ -43,6 +43,10 @@ class PreNormBlock(Block):
         super().__init__(attention_norm, attention, mlp_norm, mlp)
         self.post_attention_norm = post_attention_norm
         self.post_mlp_norm = post_mlp_norm
+        for norm, layer in ((attention_norm, attention), (mlp_norm, mlp)):
+            reader = getattr(layer, "first_product", None)
+            if isinstance(norm, RMSNorm) and reader is not None:
+                norm.round_for(reader)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
         """Map x [T, E] and residual [T, E] (None in the first block) to the next block's pair."""

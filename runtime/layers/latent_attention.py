@@ -106,6 +106,11 @@ class LatentAttention(Weighted):
         self.expanding = frozen(prepare(keys) if self.expand_from is not None else keys.new_empty(0))
         self.expansion = frozen(self.expansion.new_empty(0, self.rank))
 
+    @property
+    def first_product(self) -> Linear:
+        """The product that reads the input."""
+        return self.latents
+
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the attention output, x [T, E] -> [T, E], and store the tokens' latent vectors in the cache."""
         reduced, latent, k_pe = self.latents(x, batch).split(self._sizes, dim=-1)

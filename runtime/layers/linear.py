@@ -49,6 +49,9 @@ class Linear(Weighted):
         self.has_bias = bias
         self.adapters: LowRankSlots | None = None  # None: adapters cannot change this layer
         self._summed_over: TensorParallelGroup | None = None
+        # Number of inputs per scale if the product rounds rows to float8, so that the operation before it can round
+        # them; otherwise None.
+        self.row_group: int | None = None
         self.allocate()
 
     def allocate(self) -> None:
@@ -83,6 +86,7 @@ class Linear(Weighted):
 
     def prepare(self) -> None:
         self.method.prepare(self, self.kernels)
+        self.row_group = self.kernels.row_group(self.get_parameter("weight"))
 
     def take_adapters(self, slots: LowRankSlots) -> None:
         """Apply the adapters in these slots to the output, for rows of the batch that name an adapter."""

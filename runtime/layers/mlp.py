@@ -35,7 +35,15 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the output of the layer, x [T, E] -> [T, E]."""
-        return self.down(self.kernels.gate(self.gate_up(x, batch), self.activation), batch)
+        inner, group = self.gate_up(x, batch), self.down.row_group
+        if group is None:
+            return self.down(self.kernels.gate(inner, self.activation), batch)
+        return self.down(self.kernels.gate_round(inner, self.activation, group), batch)
+
+    @property
+    def first_product(self) -> Linear:
+        """The product that reads the input."""
+        return self.gate_up
 
 
 class MLP(nn.Module):
@@ -69,3 +77,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the output of the layer, x [T, E] -> [T, E]."""
         return self.down(self.kernels.activate(self.up(x, batch), self.activation), batch)
+
+    @property
+    def first_product(self) -> Linear:
+        """The product that reads the input."""
+        return self.up

@@ -120,6 +120,7 @@ class MoE(Weighted):
         self._sharing = build.experts
         block = BLOCK.search(f"{name}.")
         self.layer_number = int(block[1]) if block else 0  # in the whole model
+        self.row_group: int | None = None  # see `Linear.row_group`; of the experts' first product
         self._is_part = False  # whether this rank holds only some of the experts
         self._inner_rank = 0  # this rank's index among the ranks that split the same experts
         self._summed_over: TensorParallelGroup | None = None
@@ -267,9 +268,15 @@ class MoE(Weighted):
             gate_up, down = self.gate_up.view(experts, -1, self.size), self.down.view(experts, self.size, -1)
             prepared = self.method.prepare_experts(Mixture(gate_up, down, *biases), self.kernels)
         self.gate_up, self.down = frozen(prepared.gate_up), frozen(prepared.down)
+        self.row_group = self.kernels.row_group(self.gate_up)
         self.gate_up_bias, self.down_bias = (
             None if each is None else frozen(each) for each in (prepared.gate_up_bias, prepared.down_bias)
         )
+
+    @property
+    def first_product(self) -> MoE:
+        """The product that reads the input."""
+        return self
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Return the weighted sum of the experts' outputs, x [T, E] -> [T, E]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,12 @@ from torch import Tensor, nn
 from runtime.layers.build import Build
 from runtime.layers.sharding import TensorParallelGroup, shard_range, whole_range
 from runtime.layers.weight import Shard, Weighted, frozen, parameter, whole
+
+
+class RowReader(Protocol):
+    """A product that reads the normalised rows."""
+
+    row_group: int | None  # number of inputs per scale if it rounds rows to float8, otherwise None
 
 
 class RMSNorm(Weighted):
@@ -37,6 +44,7 @@ class RMSNorm(Weighted):
         self.unit_offset = unit_offset
         self.kernels = build.kernels
         self._axis, self._unit = axis, unit
+        self._readers: tuple[RowReader, ...] = ()  # in a tuple, so that they do not become this layer's modules
         self._default = None if weight else 1.0
         self._rows = whole_range(size)
         self._summed_over: TensorParallelGroup | None = None
@@ -66,10 +74,19 @@ class RMSNorm(Weighted):
             return norm_of_ranks(x, self.weight, self.eps, self._summed_over)
         return self.kernels.rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
 
+    def round_for(self, reader: RowReader) -> None:
+        """Let `add` also round the normalised rows as the product that reads them would."""
+        self._readers = (reader,)
+
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return norm(x + residual) and x + residual; without a residual, norm(x) and x."""
         if residual is None:
             return self(x), x
+        for reader in self._readers:
+            if (group := reader.row_group) is not None:
+                return self.kernels.add_rms_norm_round(
+                    x, residual, self.weight, self.eps, group, unit_offset=self.unit_offset
+                )
         return self.kernels.add_rms_norm(x, residual, self.weight, self.eps, unit_offset=self.unit_offset)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ops.matmul.rounded_rows import RoundedRows, round_rows
+
 # Tolerance by dtype of the results. Sums are always float32, so only a few roundings of the result differ.
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 
@@ -26,3 +28,10 @@ def differ(found: Sequence[Tensor], wanted: Sequence[Tensor], slack: float = 1.0
     except AssertionError:
         return True
     return False
+
+
+def assert_rounded(rows: RoundedRows, group: int) -> None:
+    """Raise AssertionError unless the rows have exactly the rounding that torch computes from them."""
+    wanted = round_rows(torch.Tensor(rows), group)
+    assert torch.equal(rows.scales, wanted.scales)
+    assert torch.equal(rows.numbers.float(), wanted.numbers.float())

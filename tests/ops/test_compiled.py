@@ -49,6 +49,15 @@ def _norm(width: int, dtype: torch.dtype = BF16, count: int = 48) -> None:
     _backend("norm").add_rms_norm(x, residual, x[0], 1e-5, unit_offset=True)
 
 
+def _norm_round(group: int, dtype: torch.dtype = BF16, width: int = WIDTH) -> None:
+    x, residual = torch.empty(2, 48, width, dtype=dtype)
+    _backend("norm").add_rms_norm_round(x, residual, x[0], 1e-5, group)
+
+
+def _gate_round(group: int, dtype: torch.dtype = BF16) -> None:
+    _backend("activation").gate_round(torch.empty(48, 2 * 14336, dtype=dtype), "silu", group)
+
+
 def _layer_norm(width: int, dtype: torch.dtype = BF16) -> None:
     x, residual = torch.empty(2, 48, width, dtype=dtype)
     _backend("norm").layer_norm(x, x[0], None, 1e-5)
@@ -226,6 +235,10 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "norm, rotate and store": _rotate_store,
     "rotate and store": lambda: _rotate_store(normed=False),
     "norm, rotate and store fp8 e4m3": lambda: _rotate_store(pool_dtype=torch.float8_e4m3fn),
+    "norm and float8 rows e4m3": lambda: _norm_round(WIDTH),
+    "norm and float8 blocks e4m3": lambda: _norm_round(128),
+    "gate and float8 rows e4m3": lambda: _gate_round(14336),
+    "gate and float8 blocks e4m3": lambda: _gate_round(128),
     "gate silu": lambda: _gate("silu"),
     "embed": _embed,
     "embed beside vectors": _embed_media,
@@ -266,6 +279,10 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "norm and rotate heads of 256 in fp32": lambda: _norm_rotate(torch.float32, dim=256, rotated=256),
     "norm, rotate and store in fp16": lambda: _rotate_store(torch.float16),
     "rotate and store fp8 e5m2": lambda: _rotate_store(pool_dtype=torch.float8_e5m2, normed=False),
+    "norm of 8192 and float8 rows in fp16 e4m3": lambda: _norm_round(8192, torch.float16, 8192),
+    "norm and float8 blocks in fp32 e4m3": lambda: _norm_round(128, torch.float32),
+    "gate and float8 rows in fp16 e4m3": lambda: _gate_round(14336, torch.float16),
+    "gate and float8 blocks in fp32 e4m3": lambda: _gate_round(128, torch.float32),
     "gate gelu": lambda: _gate("gelu"),
     "gate gelu_tanh": lambda: _gate("gelu_tanh", torch.float16),
     "gate relu": lambda: _gate("relu", torch.float32),
@@ -382,6 +399,19 @@ def test_norm_rotation_and_store_take_few_registers_and_wide_loads(tmp_path: Pat
     assert found.shared_bytes <= 1024
     loads = [line for line in code if "LDG" in line]
     assert sum("128" in line for line in loads) >= 5  # halves of queries and of keys, and values
+
+
+def test_rounding_after_norms_and_gates_takes_few_registers(tmp_path: Path) -> None:
+    for call in (lambda: _norm_round(WIDTH), lambda: _norm_round(128), lambda: _gate_round(14336)):
+        with compiling_for(90) as kernels:
+            call()
+        [kernel] = kernels
+        found = inspect(kernel, tmp_path)
+        threads = 32 * kernel.metadata.num_warps
+        blocks = max(1, 768 // threads)  # per multiprocessor
+        assert blocks * threads * found.registers <= 2**16, found
+        assert found.shared_bytes <= 48 * 1024, found
+        assert any("LDG" in line and "128" in line for line in machine_code(kernel, tmp_path))
 
 
 def test_decode_loads_the_next_keys_during_products(tmp_path: Path) -> None:

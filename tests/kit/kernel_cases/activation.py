@@ -51,3 +51,14 @@ def expected(case: Case) -> list[Tensor]:
     if case.activation == "clamped_swiglu":
         value = value.clamp(-7, 7) + 1
     return [active * value]
+
+
+# name -> (case, inputs per scale)
+ROUND_CASES = {
+    "one scale per row": (Case("silu", (3, 2 * 72)), 72),
+    "groups of 32": (Case("gelu_tanh", (4, 2 * 96)), 32),
+    "half precision": (Case("clamped_swiglu", (4, 64), torch.float16), 16),
+    "bfloat16": (Case("silu", (4, 64), torch.bfloat16), 32),
+    "wider than a program": (Case("silu", (2, 2 * 1152), torch.float16), 128),
+    "a long row with one scale": (Case("silu", (2, 2 * 1100), torch.float16), 1100),
+}

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ops.matmul.rounded_rows import RoundedRows
+
 
 class Case(NamedTuple):
     shape: tuple[int, ...]
@@ -74,3 +76,22 @@ def expected(case: Case) -> list[Tensor]:
         return [norm(x)]
     total = (x + residual).to(case.dtype).double()
     return [norm(x), norm(total), total]
+
+
+# width, inputs per scale, dtype, unit offset
+ROUND_CASES = {
+    "one scale per row": (3, 72, 72, torch.float32, False),
+    "groups of 32": (5, 96, 32, torch.float32, False),
+    "half precision, unit offset": (2, 64, 16, torch.float16, True),
+    "bfloat16, several rows per program": (9, 128, 128, torch.bfloat16, False),
+    "a row longer than a tile": (2, 1100, 1100, torch.float16, False),
+    "groups of a row longer than a tile": (3, 1152, 128, torch.float16, False),
+}
+
+
+def rounded(backend: ModuleType, name: str) -> tuple[RoundedRows, Tensor]:
+    """Return the results of `add_rms_norm_round`. The first row has only zeros."""
+    rows, width, group, dtype, unit_offset = ROUND_CASES[name]
+    x, residual, weight, _ = inputs(Case((rows, width), dtype))
+    x[0], residual[0] = 0, 0
+    return backend.add_rms_norm_round(x, residual, weight, EPS, group, unit_offset=unit_offset)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from kernel_cases.activation import CASES, outputs
-from kernel_comparison import agree, differ
+from kernel_cases.activation import CASES, ROUND_CASES, Case, inputs, outputs
+from kernel_comparison import agree, assert_rounded, differ
 from kernel_mutants import mutant
 from ops.activation import native
 
@@ -21,6 +22,40 @@ def test_the_kernel_equals_native(name: str) -> None:
     found, wanted = (outputs(backend, CASES[name]) for backend in (with_triton, native))
     agree(found, wanted)
     assert [x.dtype for x in found] == [x.dtype for x in wanted]
+
+
+@pytest.mark.parametrize("name", ROUND_CASES)
+def test_rows_are_gated_and_rounded_as_by_two_operations(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ops.activation import with_triton
+
+    case, group = ROUND_CASES[name]
+    wanted = native.gate_round(inputs(case), case.activation, group)
+    for largest in (with_triton.MAX_BLOCK, 64):  # in one kernel, and in two for rows that are too long
+        monkeypatch.setattr(with_triton, "MAX_BLOCK", largest)
+        found = with_triton.gate_round(inputs(case), case.activation, group)
+        agree([torch.Tensor(found)], [torch.Tensor(wanted)])
+        assert_rounded(found, group)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tl.max(tl.abs(grouped), axis=1)", "tl.max(grouped, axis=1)"),
+        ("row * num_groups + group, scale", "row * num_groups + group, scale * 2"),
+        ("tl.program_id(1) * (BLOCK // GROUP) + tl", "tl"),
+    ],
+)
+def test_a_broken_rounding_is_noticed(old: str, new: str, tmp_path: Path) -> None:
+    broken = mutant("activation", old, new, tmp_path)
+
+    def differs(case: Case, group: int) -> bool:
+        try:
+            assert_rounded(broken.gate_round(inputs(case), case.activation, group), group)
+        except AssertionError:
+            return True
+        return False
+
+    assert any(differs(*each) for each in ROUND_CASES.values())
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import tiny_checkpoints
 from kernel_comparison import agree, differ
 from kernel_mutants import mutant
 from ops.matmul.grouped import GroupedWeight, GroupForm, common_form, round_to_float8
+from ops.matmul.rounded_rows import RoundedRows
 from ops.select import Kernels, select
 from runtime.loading.facts import read_facts
 from runtime.loading.loader import load_model
@@ -209,3 +210,23 @@ def test_a_broken_kernel_is_noticed(name: str, old: str, new: str, tmp_path: Pat
     broken = mutant("matmul", old, new, tmp_path, file="triton_float8")
     wanted = expected(name, torch.float32, rounded=True)
     assert differ([found(broken, name, torch.float32, rounded=True)], [wanted], slack=2)
+
+
+@pytest.mark.parametrize("scope", ["block", pytest.param("channel", marks=pytest.mark.slow)])
+def test_norms_and_gates_round_the_rows_of_the_products_after_them(scope: str, tmp_path: Path) -> None:
+    quantized, _ = quantized_checkpoints.write(tmp_path, "fp8", "qwen3", scope=scope)
+    products: list[bool] = []
+    whole = select(dict.fromkeys(("matmul", "moe", "norm", "activation"), "with_triton"))
+
+    def linear(x: Tensor, *operands: Any) -> Tensor:
+        products.append(isinstance(x, RoundedRows))
+        return whole.linear(x, *operands)
+
+    model = paged_forward.load(quantized, kernels=replace(whole, linear=linear))
+    found = paged_forward.all_logits(model, IDS, 16)[0]
+    wanted = paged_forward.all_logits(paged_forward.load(quantized, kernels=kernels()), IDS, 16)[0]
+    agree([found], [wanted], slack=20)  # sums of norms differ in their last bits, and e4m3 rounds them
+    # per layer: queries, keys and values; output of attention; gate and up; down. No norm adds before the first layer.
+    step = [False, False, True, True, *[True, False, True, True] * (len(model.layers) - 1)]
+    assert products
+    assert products == step * (len(products) // len(step))
