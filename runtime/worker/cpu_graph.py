@@ -285,21 +285,18 @@ class CpuGraph:
             # stored.
             if batch.drafts is not None:
                 sequences[np.isin(batch.sampling.row_of, batch.drafts.rows)] = -1
-        inputs = {
-            "given_ids": batch.token_ids,
-            "starts": batch.starts,
-            "counts": batch.counts,
-            "sequence_indices": batch.sequence_indices,
-            "sample_positions": positions,
-            "sample_sequences": sequences,
-            "page_table": batch.page_table,
-        }
-        arrays = [np.ascontiguousarray(array, np.int32) for array in inputs.values()]
-        for name, array in zip(inputs, arrays, strict=True):
-            setattr(step, name, array.ctypes.data)
-        step.num_tokens, step.num_rows, step.num_samples = (
-            len(array) for array in (batch.token_ids, batch.starts, positions)
-        )
+        given = (batch.token_ids, batch.starts, batch.counts, batch.sequence_indices, positions, sequences)
+        arrays = [np.ascontiguousarray(array, np.int32) for array in (*given, batch.page_table)]
+        (
+            step.given_ids,
+            step.starts,
+            step.counts,
+            step.sequence_indices,
+            step.sample_positions,
+            step.sample_sequences,
+            step.page_table,
+        ) = [array.ctypes.data for array in arrays]
+        step.num_tokens, step.num_rows, step.num_samples = len(batch.token_ids), len(batch.starts), len(positions)
         step.table_width = batch.page_table.shape[1]
         step.last_tokens = last_tokens.data_ptr()
         if self._inputs.position_axes is not None:

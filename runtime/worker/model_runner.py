@@ -541,12 +541,13 @@ class StepExecutor:
 
     def _begin_in_cpu_graph(self, graph: CpuGraph, batch: Batch) -> _Begun:
         """Compute a step by one call of the CPU graph, which also samples if all rows are greedy."""
-        sampling, samples = batch.sampling, samples_on_host(batch)
+        sampling = batch.sampling
         is_plain = batch.embedding_rows is None and sampling is not None and chooses_greedily(sampling)
-        if is_plain and graph.chooses and self._graphs_choose:
+        is_chosen = is_plain and graph.chooses and self._graphs_choose
+        samples = samples_on_host(batch, are_stored=is_chosen)
+        if is_chosen:
             chosen = Sampled(*graph.choose(batch, self.last_tokens))
             experts = self._note_experts(batch, graph)
-            samples = samples._replace(sequences=None)
             return _Begun(batch, samples, NOTHING, chosen=chosen, in_graph=True, experts=experts)
         hidden, vectors = graph.states(batch, self.last_tokens)
         experts = self._note_experts(batch, graph)
@@ -599,11 +600,11 @@ class StepExecutor:
             sampled = self._sampler.sample(logits, batch, samples.more)
         if sampled is not None:
             limits = accept_limits(batch, sampled.host_data.without_token)
-            accepted, taken = self._keep(samples, sampled.ids, limits)
-            sampled = replace(sampled, accepted=accepted, taken=taken)
-            self._taken = taken
-            if sampled.uncounted is not None and sampled.accepted is not None:
-                self._sampler.count(sampled, sampled.accepted)
+            accepted, self._taken = self._keep(samples, sampled.ids, limits)
+            if accepted is not None:
+                sampled = replace(sampled, accepted=accepted, taken=self._taken)
+                if sampled.uncounted is not None:
+                    self._sampler.count(sampled, accepted)
         if batch.prompt_logprobs:
             prompts = self._sampler.score_prompts(
                 hidden,

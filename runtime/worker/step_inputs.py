@@ -48,6 +48,9 @@ class SampleInputs(NamedTuple):
     more: Staged = NOT_STAGED  # the arrays passed to `prepare` as `more`
 
 
+OF_GRAPH = SampleInputs(slice(None), None)
+
+
 class StepInputs(NamedTuple):
     """The tensors of a step for the model and the sampler."""
 
@@ -223,15 +226,18 @@ def prepare(
     return StepInputs(forward, samples, on_device["requested"])
 
 
-def samples_on_host(batch: Batch) -> SampleInputs:
-    """Return a step's `SampleInputs` in host memory, for the hidden states [N, E] of its sampled positions."""
+def samples_on_host(batch: Batch, *, are_stored: bool = False) -> SampleInputs:
+    """Return a step's `SampleInputs` in host memory, for the hidden states [N, E] of its sampled positions.
+
+    `are_stored` says that the CPU graph stores the last tokens.
+    """
     sampling = batch.sampling
-    if sampling is None:
-        return SampleInputs(slice(None), None)
+    if sampling is None or (are_stored and batch.drafts is None):
+        return OF_GRAPH
     drafts = {} if batch.drafts is None else draft_arrays(batch)
     return SampleInputs(
         slice(None),
-        torch.from_numpy(batch.sequence_indices[sampling.row_of]),
+        None if are_stored else torch.from_numpy(batch.sequence_indices[sampling.row_of]),
         {name: torch.from_numpy(array) for name, array in drafts.items()} or None,
     )
 
