@@ -1,4 +1,4 @@
-"""Progress bars for the slow parts of a start: kernel compilation, weight loading and graph capture."""
+"""Progress bars: for the slow parts of a start (kernels, weights, graph capture), and for lists of prompts."""
 
 from __future__ import annotations
 
@@ -27,11 +27,23 @@ def progress_bar(
     if total is None or not ("ipykernel" in sys.modules or sys.stderr.isatty()):
         return nullcontext()
     try:
-        from tqdm import tqdm
+        return shown_bar(total, name, unit=unit, scaled=scaled, quiet_s=quiet_s, leave=False)
     except ModuleNotFoundError:  # the environment in which a wheel is built
         return nullcontext()
+
+
+def shown_bar(
+    total: int, name: str, *, unit: str, scaled: bool = False, quiet_s: float = 0.0, leave: bool = True
+) -> AbstractContextManager[Bar]:
+    """Return a progress bar that is shown in any case, also in a file. It starts no background thread.
+
+    With `leave`, the finished bar stays visible. Raises `ModuleNotFoundError` without tqdm.
+    """
+    from tqdm import tqdm
 
     class QuietBar(tqdm):
         monitor_interval = 0  # 0: tqdm starts no background thread
 
-    return QuietBar(total=total, desc=name, unit=unit, unit_scale=scaled, delay=quiet_s, leave=False)
+    return QuietBar(
+        total=total, desc=name, unit=unit, unit_scale=scaled, delay=quiet_s, leave=leave, dynamic_ncols=leave
+    )

@@ -72,6 +72,19 @@ class HostData:
             self.forced = forced if self.process is None else ()
             self._tell()
 
+    def process_with(self, function: Callable[[Any], None]) -> None:
+        """Add a function to `process`, which runs after those added before. Call it before the data is set."""
+        earlier = self.process
+        if earlier is None:
+            self.process = function
+            return
+
+        def both(logits: Any) -> None:
+            earlier(logits)
+            function(logits)
+
+        self.process = both
+
     def fail(self) -> None:
         """End the choice with an error. The caller logs the reason."""
         if not self.is_there:
@@ -411,7 +424,7 @@ class LogitsHook:
             if changed is not None:
                 logits.copy_(changed)
 
-        data.process = process
+        data.process_with(process)
         if self._inner is None:
             data.give()
         else:

@@ -69,7 +69,7 @@ class ProcessedLogits:
     def host_data_after(self, choice: int, output: Output, data: HostData) -> None:
         """Set the function that the sampler calls, and request the inner constraint's data."""
         output_ids = output.ids[output.num_prompt : output.num_prompt + output.num_output]
-        data.process = partial(self._process, output_ids)
+        data.process_with(partial(self._process, output_ids))
         if self._inner is None:
             data.give()
         else:

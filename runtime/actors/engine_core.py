@@ -324,6 +324,27 @@ class EngineCore:
         observers.append(observer)
         return lambda: observers.remove(observer) if observer in observers else None
 
+    def hook_logits(self, function: Callable[[list[int], Any], Any]) -> Callable[[], None]:
+        """Call `function` with the logits of all requests that begin from now on (see `LogitsHook`).
+
+        Returns a function that ends this, also for running requests. Raises `InvalidRequest` if a function is active.
+        """
+        if self._processor.on_logits is not None:
+            raise InvalidRequest("There is an on_logits of the engine already; end it first.", param="on_logits")
+        active = True
+
+        def call(ids: list[int], logits: Any) -> Any:
+            return function(ids, logits) if active else None
+
+        def end() -> None:
+            nonlocal active
+            active = False
+            if self._processor.on_logits is call:
+                self._processor.on_logits = None
+
+        self._processor.on_logits = call
+        return end
+
     @property
     def request_log_level(self) -> int | None:
         """Detail of the request log, or None if requests are not logged."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import Plan
@@ -54,6 +55,7 @@ class InputProcessor:
         self._prefills = plan.cache.storage == "prefill"
         self._media = plan.media
         self._random = random.Random(plan.model.random_seed)
+        self.on_logits: Callable[[list[int], Any], Any] | None = None  # called for each new request; see `LogitsHook`
 
     def check(self, request: Request) -> None:
         """Raise `InvalidRequest` if a field of the request is invalid, before the prompt is encoded."""
@@ -191,6 +193,8 @@ class InputProcessor:
             request = replace(request, constraint=DryPenalties(request.sampling, breaker_ids, request.constraint))
         if request.on_logits is not None:
             request = replace(request, constraint=LogitsHook(request.on_logits, request.constraint))
+        if self.on_logits is not None and not request.wants_embedding:  # outermost, so that it is called first
+            request = replace(request, constraint=LogitsHook(self.on_logits, request.constraint))
         request = self._fit(request, ids)
         banned_ids = self._banned_ids(request.sampling)
         sampling, ids = request.sampling, request.ids or ()

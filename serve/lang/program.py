@@ -11,6 +11,7 @@ from functools import partial
 from threading import Event, Semaphore, Thread
 from typing import Any
 
+from ops.progress import shown_bar
 from runtime.errors import InvalidRequest
 from serve.lang.expressions import Expression
 from serve.lang.state import Close, ProgramState, new_state
@@ -273,7 +274,5 @@ def _progress(total: int, *, shown: bool) -> Iterator[Callable[[], object]]:
     if not shown:
         yield lambda: None
         return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc="Programs", dynamic_ncols=True) as bar:
+    with shown_bar(total, "Programs", unit="program") as bar:
         yield bar.update

@@ -33,6 +33,7 @@ class LocalServer:
         """Create the engine. `words` has its command-line options. Raises `ConfigurationError`."""
         self.engine = Engine.of(Args.parse(words))
         self.replica = serve.get_replica_context().replica_id.unique_id
+        self._reporting: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Load the model, and start to report Ray's metrics."""
@@ -86,8 +87,9 @@ class LocalServer:
             raise RuntimeError(f"The engine is {status.state}.")
 
     async def aclose(self) -> None:
-        """Release the engine."""
-        self._reporting.cancel()
+        """Release the engine. Also works after `start` has failed."""
+        if self._reporting is not None:
+            self._reporting.cancel()
         await self.engine.aclose()
 
     async def _report(self) -> None:

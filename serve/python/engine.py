@@ -363,13 +363,15 @@ class Engine:
         lora_path: str | Sequence[str | None] | None = None,
         prompt_name: str | None = None,
         truncate: bool | None = None,
+        progress: bool = False,
     ) -> Any:
         """Embed one prompt (returns a dict) or a list of prompts (returns a list of dicts).
 
         Each dict has `embedding` (a list of floats; None if the request was aborted) and `meta_info`. The checkpoint
         sets the pooling. The default is the last token's hidden state, scaled to length 1. `prompt_name` selects one of
         the checkpoint's prompts, which is put before each text. `truncate` cuts texts that are longer than the context.
-        Raises `InvalidRequest`, whose `param` is the name of the argument.
+        `progress` shows a bar that counts finished prompts. Raises `InvalidRequest`, whose `param` is the name of the
+        argument.
         """
         self.core.check_queue_space()
         options = {name: value for name, value in (("rid", rid), ("lora_path", lora_path)) if value is not None}
@@ -377,7 +379,9 @@ class Engine:
         requests = requests_of(body, self.core)
         requests = vector_requests(requests, self.core, prompt_name=prompt_name, truncate=truncate)
         answers = GenerateAnswers(self.core, requests, indexed=False)
-        results = [Encoded(each) for each in answers.embeddings(await read_all(await self.core.submit_all(requests)))]
+        streams = await self.core.submit_all(requests)
+        with progress_over(streams, shown=progress):
+            results = [Encoded(each) for each in answers.embeddings(await read_all(streams))]
         return results if body.is_batch else results[0]
 
     async def classify(
@@ -388,19 +392,23 @@ class Engine:
         input_ids: Ids | None = None,
         rid: str | Sequence[str] | None = None,
         truncate: bool | None = None,
+        progress: bool = False,
     ) -> Any:
         """Classify one prompt (returns a dict) or a list of prompts (returns a list of dicts).
 
         Each dict has `embedding` (the score of each label), `label` (the most likely label; None for models with one
         label), `probs` (None if the scores are not probabilities) and `meta_info`. `pair` gives a second text for each
-        prompt, for models that classify pairs. Raises `InvalidRequest`, whose `param` is the name of the argument.
+        prompt, for models that classify pairs. `progress` shows a bar that counts finished prompts. Raises
+        `InvalidRequest`, whose `param` is the name of the argument.
         """
         values = {"text": prompt, "text_pair": pair, "input_ids": input_ids, "rid": rid, "truncate": truncate}
         core = self.core
         core.check_queue_space()
         read = partial(classify_requests, core)
         is_batch, requests = await anyio.to_thread.run_sync(lambda: read(decode(ClassifyBody, set_values(values))))
-        answers = await read_all(await core.submit_all(requests))
+        streams = await core.submit_all(requests)
+        with progress_over(streams, shown=progress):
+            answers = await read_all(streams)
         results = [Encoded(each) for each in await anyio.to_thread.run_sync(classified, core, requests, answers)]
         return results if is_batch else results[0]
 
@@ -451,6 +459,17 @@ class Engine:
         return await anyio.to_thread.run_sync(partial(label_scores, answers, softmax=apply_softmax))
 
     # --- hooks ---
+
+    def on_logits(self, function: OnLogits) -> Callable[[], None]:
+        """Call `function(ids, logits)` before each token of every request that begins from now on, also over HTTP.
+
+        It works like `on_logits` of `generate`, and is called before that of a request. If it raises, the request whose
+        logits it got ends with an error. Returns a function that ends the calls. Raises `InvalidRequest` if another
+        function is active.
+        """
+        if not callable(function):
+            raise InvalidRequest("on_logits must be a function of (ids, logits).", param="on_logits")
+        return self.core.hook_logits(function)
 
     def on_token(self, function: OnToken) -> Callable[[], None]:
         """Call `function` with each `TokenEvent` of all requests. Returns a function that removes it.

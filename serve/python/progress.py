@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
 
+from ops.progress import shown_bar
 from runtime.actors.output_stream import OutputStream
 
 REFRESH_S = 0.2
@@ -18,17 +19,16 @@ def progress_over(streams: Sequence[OutputStream], *, shown: bool) -> Iterator[N
     if not shown:
         yield
         return
-    from tqdm import tqdm
-
-    class Bar(tqdm):
-        monitor_interval = 0  # 0: tqdm starts no background thread
-
     loop, began_s = asyncio.get_running_loop(), monotonic()
-    with Bar(total=len(streams), desc="Prompts", unit="prompt", dynamic_ncols=True) as bar:
+    with shown_bar(len(streams), "Prompts", unit="prompt") as bar:
         timer: asyncio.TimerHandle | None = None
+        num_shown = 0
 
         def update() -> None:
-            bar.update(sum(stream.finished for stream in streams) - bar.n)
+            nonlocal num_shown
+            num_finished = sum(stream.finished for stream in streams)
+            bar.update(num_finished - num_shown)
+            num_shown = num_finished
 
         def refresh() -> None:
             nonlocal timer

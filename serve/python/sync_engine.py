@@ -212,6 +212,7 @@ class SyncEngine:
     why_waiting = _blocking(Engine.why_waiting)
     prefix_tree = _blocking(Engine.prefix_tree)
     watch = _blocking(Engine.watch)
+    on_logits = _blocking(Engine.on_logits)
     on_token = _blocking(Engine.on_token)
     on_step = _blocking(Engine.on_step)
 

@@ -67,7 +67,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Abort a request. Its stream ends with the finish reason "abort"."""
-        await self._call(partial(self._engine.abort, request_id))
+        await self._call(partial(self._caller.abort, request_id))
 
     async def pause_generation(self, *, mode: str = "abort") -> None:
         """Pause generation between two steps.

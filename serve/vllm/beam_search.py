@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 
+from ops.progress import shown_bar
 from runtime.errors import InvalidRequest
 from serve.calls.prompts import MAX_PROMPTS
 from serve.python.sync_engine import SyncEngine
@@ -47,11 +49,11 @@ class BeamSearchOutput:
 
 
 def beam_search(
-    engine: SyncEngine, prompts: Sequence[Sequence[int]], params: BeamSearchParams
+    engine: SyncEngine, prompts: Sequence[Sequence[int]], params: BeamSearchParams, *, progress: bool = False
 ) -> list[BeamSearchOutput]:
     """Run a beam search from each prompt. Raises `InvalidRequest`.
 
-    Each step extends all beams of all prompts by one token.
+    Each step extends all beams of all prompts by one token. `progress` shows a bar of the steps.
     """
     if params.beam_width < 1 or params.max_tokens < 1:
         raise InvalidRequest("beam_width and max_tokens must be at least 1.", param="beam_width")
@@ -61,34 +63,12 @@ def beam_search(
     eos = None if params.ignore_eos else tokenizer.eos_token_id
     beams = [[BeamSearchSequence(list(prompt))] for prompt in prompts]
     ended: list[list[BeamSearchSequence]] = [[] for _ in prompts]
-    for _ in range(params.max_tokens):
-        running = [beam for each in beams for beam in each]
-        if not running:
-            break
-        answers = chain.from_iterable(
-            engine.generate(
-                input_ids=[beam.tokens for beam in running[first : first + MAX_PROMPTS]],
-                sampling_params={"max_new_tokens": 1, "ignore_eos": True, "temperature": 0},
-                return_logprob=True,
-                top_logprobs_num=2 * params.beam_width,
-            )
-            for first in range(0, len(running), MAX_PROMPTS)
-        )
-        for number, mine in enumerate(beams):
-            longer: list[BeamSearchSequence] = []
-            for beam in mine:
-                for logprob, token, _ in next(answers).meta_info["output_top_logprobs"][0]:
-                    new = BeamSearchSequence([*beam.tokens, token], beam.cum_logprob + logprob)
-                    new.logprobs = [*beam.logprobs, logprob]
-                    if token == eos:
-                        new.finish_reason = "stop"
-                        if not params.include_stop_str_in_output:
-                            new.tokens.pop()
-                        ended[number].append(new)
-                    else:
-                        longer.append(new)
-            longer.sort(key=lambda beam: -beam.cum_logprob)
-            beams[number] = longer[: params.beam_width]
+    with shown_bar(params.max_tokens, "Beam search", unit="token") if progress else nullcontext() as bar:
+        for _ in range(params.max_tokens):
+            if not _extend(engine, params, eos, beams, ended):
+                break
+            if bar is not None:
+                bar.update()
     outputs = []
     for mine, over in zip(beams, ended, strict=True):
         for beam in mine:
@@ -98,6 +78,44 @@ def beam_search(
             beam.text = tokenizer.decode(beam.tokens)
         outputs.append(BeamSearchOutput(best))
     return outputs
+
+
+def _extend(
+    engine: SyncEngine,
+    params: BeamSearchParams,
+    eos: int | None,
+    beams: list[list[BeamSearchSequence]],
+    ended: list[list[BeamSearchSequence]],
+) -> bool:
+    """Extend all beams by one token, and move those that end to `ended`. Returns False if there are none."""
+    running = [beam for each in beams for beam in each]
+    if not running:
+        return False
+    answers = chain.from_iterable(
+        engine.generate(
+            input_ids=[beam.tokens for beam in running[first : first + MAX_PROMPTS]],
+            sampling_params={"max_new_tokens": 1, "ignore_eos": True, "temperature": 0},
+            return_logprob=True,
+            top_logprobs_num=2 * params.beam_width,
+        )
+        for first in range(0, len(running), MAX_PROMPTS)
+    )
+    for number, mine in enumerate(beams):
+        longer: list[BeamSearchSequence] = []
+        for beam in mine:
+            for logprob, token, _ in next(answers).meta_info["output_top_logprobs"][0]:
+                new = BeamSearchSequence([*beam.tokens, token], beam.cum_logprob + logprob)
+                new.logprobs = [*beam.logprobs, logprob]
+                if token == eos:
+                    new.finish_reason = "stop"
+                    if not params.include_stop_str_in_output:
+                        new.tokens.pop()
+                    ended[number].append(new)
+                else:
+                    longer.append(new)
+        longer.sort(key=lambda beam: -beam.cum_logprob)
+        beams[number] = longer[: params.beam_width]
+    return True
 
 
 def _score(beam: BeamSearchSequence, eos: int | None, params: BeamSearchParams) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from os.path import realpath
 from typing import Any, Self
 
+from ops.progress import shown_bar
 from runtime.errors import InvalidRequest
 from runtime.sampling_params import MAX_CHOICES
 from serve.python.results import Generated, Piece
@@ -41,6 +43,8 @@ class Caller:
         self.engine = engine
         self._processors = logits_processors
         self._loading = asyncio.Lock()  # held while an adapter is loaded
+        self._starting: set[str] = set()  # requests that are not submitted yet, because their adapter is being loaded
+        self._aborted: set[str] = set()  # those of them that were aborted
 
     @classmethod
     def started(cls, settings: EngineSettings) -> Self:
@@ -84,7 +88,7 @@ class Caller:
                 outputs[index] = request_output(prompts[index], ids[index], mine, made, loras[index])
 
         async def run_all() -> None:
-            with _progress(len(prompts), shown=progress and len(groups) > 1) as done:
+            with prompts_counted(len(prompts), shown=progress and len(groups) > 1) as done:
                 tasks = [asyncio.ensure_future(run(group)) for group in groups]
                 for task, group in zip(tasks, groups, strict=True):
                     task.add_done_callback(partial(_count, done, len(group)))
@@ -112,16 +116,32 @@ class Caller:
         engine, made = self.engine._engine, with_defaults(params)
         ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
         fields: dict[str, Any] = {"rid": request_id, "on_logits": hook_of(self._processors, made, ids)}
-        if (name := await self._load(lora)) is not None:
+        growing = _Growing(request_id, prompt, ids, made, lora)
+        self._starting.add(request_id)
+        try:
+            name = await self._load(lora)
+            if request_id in self._aborted:
+                yield growing.aborted()
+                return
+        finally:
+            self._starting.discard(request_id)
+            self._aborted.discard(request_id)
+        if name is not None:
             fields["lora_path"] = name
         if priority:
             fields["priority"] = priority
-        growing = _Growing(request_id, prompt, ids, made, lora)
         async with aclosing(engine.stream(input_ids=ids, sampling_params=made, **fields)) as pieces:
             async for piece in pieces:
                 output = growing.with_piece(piece)
                 if output is not None:
                     yield output
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request, also while its adapter is being loaded. Runs on the engine's event loop."""
+        if request_id in self._starting:
+            self._aborted.add(request_id)
+        else:
+            self.engine._engine.core.abort_label(request_id, exact=True)
 
     # --- adapters ---
 
@@ -161,15 +181,21 @@ class _Growing:
         )
         self._outputs: dict[int, CompletionOutput] = {}
 
+    def aborted(self) -> RequestOutput:
+        """Return the output of a request that was aborted before it began."""
+        outputs = [CompletionOutput(index, "", [], None, None, "abort", None) for index in range(self._params.n)]
+        return replace(self._output, outputs=outputs, finished=True)
+
     def with_piece(self, piece: Piece) -> RequestOutput | None:
         """Return the output after this piece, or None if `output_kind` allows only the final output."""
         params, old = self._params, self._outputs.get(piece.index)
         new = completion_output(piece.index, piece, params)
+        if old is not None and new.logprobs is not None:  # the sum is of all tokens in every form of output
+            new.cumulative_logprob = (old.cumulative_logprob or 0.0) + (new.cumulative_logprob or 0.0)
         if old is not None and self._kind is not RequestOutputKind.DELTA:
             new.token_ids = old.token_ids + new.token_ids
             if new.logprobs is not None:
                 new.logprobs = (old.logprobs or []) + new.logprobs
-                new.cumulative_logprob = (old.cumulative_logprob or 0.0) + (new.cumulative_logprob or 0.0)
         if self._kind is RequestOutputKind.DELTA:
             new.text = piece.delta
         self._outputs[piece.index] = new
@@ -217,12 +243,10 @@ def _count(done: Callable[[int], object], count: int, task: asyncio.Future[None]
 
 
 @contextmanager
-def _progress(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
+def prompts_counted(total: int, *, shown: bool) -> Iterator[Callable[[int], object]]:
     """Show a progress bar of finished prompts. Yields a function that advances the bar by a number of prompts."""
     if not shown:
         yield lambda count: None
         return
-    from tqdm import tqdm
-
-    with tqdm(total=total, desc="Prompts", unit="prompt", dynamic_ncols=True) as bar:
+    with shown_bar(total, "Prompts", unit="prompt") as bar:
         yield bar.update

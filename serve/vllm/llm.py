@@ -13,7 +13,7 @@ from serve.python.sync_engine import SyncEngine
 from serve.python.tokens import TokenizerView
 from serve.vllm.arguments import EngineArgs, EngineSettings
 from serve.vllm.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
-from serve.vllm.generate import DEFAULT_TOKENS, Caller
+from serve.vllm.generate import DEFAULT_TOKENS, Caller, prompts_counted
 from serve.vllm.llm_engine import LLMEngine
 from serve.vllm.metrics import Metric, read_metrics
 from serve.vllm.outputs import (
@@ -37,8 +37,7 @@ class LLM:
 
     The keywords are Penstock's options, or vLLM's names for them. Raises `ConfigurationError`, which lists every option
     that cannot be satisfied. The class also works in notebooks, because the event loop runs in its own thread. The
-    engine ends with `shutdown`, with its `with` block, or with the process. `use_tqdm` shows a progress bar in
-    `generate` and `chat`; the other methods accept it and show none.
+    engine ends with `shutdown`, with its `with` block, or with the process. `use_tqdm` shows a progress bar.
     """
 
     def __init__(self, model: str | None = None, **keywords: Any) -> None:
@@ -141,7 +140,7 @@ class LLM:
         """Return the best beams of each prompt, best first. Raises `InvalidRequest`."""
         tokenizer = self.get_tokenizer()
         ids = [tokenizer.encode(each) if isinstance(each, str) else each for each in prompts_of(prompts)]
-        return beam_search(self._engine, ids, params)
+        return beam_search(self._engine, ids, params, progress=use_tqdm)
 
     # --- pooling models ---
 
@@ -158,12 +157,12 @@ class LLM:
         `pooling_task` is "embed" or "classify". Raises `InvalidRequest` for other tasks, such as "token_embed".
         """
         if pooling_task == "embed":
-            return self.embed(prompts, pooling_params=pooling_params)
+            return self.embed(prompts, pooling_params=pooling_params, use_tqdm=use_tqdm)
         if pooling_task != "classify":
             raise InvalidRequest(
                 f"pooling_task={pooling_task!r} is not supported; embed and classify are.", param="pooling_task"
             )
-        return self.classify(prompts, pooling_params=pooling_params)
+        return self.classify(prompts, pooling_params=pooling_params, use_tqdm=use_tqdm)
 
     def embed(
         self, prompts: Prompts, *, pooling_params: PoolingParams | None = None, use_tqdm: bool = True
@@ -177,7 +176,7 @@ class LLM:
             PoolingRequestOutput(
                 each["meta_info"]["id"], EmbeddingOutput(_shortened(each["embedding"], dimensions)), ids
             )
-            for ids, each in self._pooled(self._engine.encode, prompts)
+            for ids, each in self._pooled(self._engine.encode, prompts, use_tqdm)
         ]
 
     def classify(
@@ -194,7 +193,7 @@ class LLM:
                 ClassificationOutput(each["embedding"] if raw else each["probs"] or each["embedding"]),
                 ids,
             )
-            for ids, each in self._pooled(self._engine.classify, prompts)
+            for ids, each in self._pooled(self._engine.classify, prompts, use_tqdm)
         ]
 
     def score(
@@ -217,18 +216,21 @@ class LLM:
                 param="chat_template",
             )
         seconds = [data_2] if isinstance(data_2, str) else list(data_2)
+        calls: list[tuple[str, list[str]]]  # each a query and the texts to compare it with
         if isinstance(data_1, str) or len(data_1) == 1:
             query = data_1 if isinstance(data_1, str) else data_1[0]
-            ranked = self._engine.rerank(query, seconds)
+            calls = [(query, seconds[at : at + MAX_AT_ONCE]) for at in range(0, len(seconds), MAX_AT_ONCE)]
         else:
             if len(data_1) != len(seconds):
                 raise InvalidRequest(f"{len(data_1)} texts, but {len(seconds)} to compare them with.", param="data_2")
-            ranked = []
-            for index, (first, second) in enumerate(zip(data_1, seconds, strict=True)):
-                [each] = self._engine.rerank(first, [second])
-                ranked.append({**each, "index": index})
-        in_order = sorted(ranked, key=lambda each: each["index"])
-        return [PoolingRequestOutput(str(each["index"]), ScoringOutput(each["score"])) for each in in_order]
+            calls = [(first, [second]) for first, second in zip(data_1, seconds, strict=True)]
+        scores: list[float] = []
+        with prompts_counted(len(seconds), shown=use_tqdm) as done:
+            for first, some in calls:
+                ranked = sorted(self._engine.rerank(first, some), key=lambda each: each["index"])
+                scores += [each["score"] for each in ranked]
+                done(len(some))
+        return [PoolingRequestOutput(str(index), ScoringOutput(score)) for index, score in enumerate(scores)]
 
     # --- management ---
 
@@ -278,18 +280,21 @@ class LLM:
             param="method",
         )
 
-    def _pooled(self, method: Any, prompts: Prompts) -> list[tuple[list[int], Any]]:
+    def _pooled(self, method: Any, prompts: Prompts, use_tqdm: bool) -> list[tuple[list[int], Any]]:
         texts = prompts_of(prompts)
         tokenizer = self.get_tokenizer()
         results = []
-        for first in range(0, len(texts), MAX_AT_ONCE):
-            some = texts[first : first + MAX_AT_ONCE]
-            if all(isinstance(prompt, str) for prompt in some):
-                answers = method(some)
-            else:
-                ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in some]
-                answers = method(input_ids=ids)
-            results += answers
+        several = len(texts) > MAX_AT_ONCE  # then one bar counts all calls
+        with prompts_counted(len(texts), shown=use_tqdm and several) as done:
+            for first in range(0, len(texts), MAX_AT_ONCE):
+                some = texts[first : first + MAX_AT_ONCE]
+                if all(isinstance(prompt, str) for prompt in some):
+                    given: dict[str, Any] = {"prompt": some}
+                else:
+                    ids = [tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in some]
+                    given = {"input_ids": ids}
+                results += method(**given, progress=use_tqdm and not several)
+                done(len(some))
         known = (tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in texts)
         return list(zip(known, results, strict=True))
 

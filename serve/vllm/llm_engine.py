@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Self
 
 from runtime.errors import InvalidRequest
@@ -130,7 +131,7 @@ class LLMEngine:
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """Abort requests. Their last outputs have the finish reason "abort"."""
         for each in [request_ids] if isinstance(request_ids, str) else request_ids:
-            self._caller.engine.abort(each)
+            self._caller.engine._call(partial(self._caller.abort, each))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Empty the prefix cache. Returns False, and keeps the cache, while requests run or wait.

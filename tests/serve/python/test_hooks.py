@@ -3,12 +3,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import tiny_models
-from serve import Engine, EngineFailure, InvalidRequest, PenstockError
+from serve import Engine, EngineFailure, InvalidRequest, PenstockError, http_server
 from serve.python.hooks import StepEvent, TokenEvent
 
 PROMPT = "Once upon a time"
@@ -49,6 +50,31 @@ async def test_returned_logits_replace_the_models_own(engine: Engine) -> None:
     g = engine.open(PROMPT, GREEDY, on_logits=only)
     await g.generate(2)
     assert g.fork()[0].ids[-2:] == [65, 65]
+
+
+async def test_a_hook_of_the_engine_is_called_for_every_request(engine: Engine) -> None:
+    plain = await engine.generate(PROMPT, GREEDY)
+
+    def only_65(ids: list[int], logits: Any) -> Any:
+        return torch.full_like(logits, -1e9).index_fill_(0, torch.tensor([65]), 0.0)
+
+    calls: list[int] = []
+    end = engine.on_logits(only_65)
+    with pytest.raises(InvalidRequest, match="already"):
+        engine.on_logits(only_65)
+    async with http_server(engine) as server, httpx.AsyncClient(base_url=server.url) as client:
+        answer = await client.post("/generate", json={"text": PROMPT, "sampling_params": GREEDY})
+    assert answer.json()["output_ids"] == [65] * 6
+    own = await engine.generate(PROMPT, GREEDY, on_logits=lambda ids, logits: calls.append(int(logits.argmax())))
+    assert own.output_ids == calls == [65] * 6
+    assert await engine.open(PROMPT, GREEDY).generate() == own.text
+    pieces = engine.stream(PROMPT, {**GREEDY, "max_new_tokens": 12})
+    assert (await anext(pieces)).output_ids[0] == 65
+    end()
+    assert [i async for piece in pieces for i in piece.output_ids][-6:] != [65] * 6  # it ends for running requests too
+    assert (await engine.generate(PROMPT, GREEDY)).output_ids == plain.output_ids
+    with pytest.raises(InvalidRequest, match="function"):
+        engine.on_logits(3)  # pyright: ignore[reportArgumentType]
 
 
 async def test_a_hook_and_a_grammar_both_hold(engine: Engine) -> None:

@@ -315,14 +315,17 @@ def test_progress_counts_the_prompts(engine: SyncEngine, capsys: pytest.CaptureF
     assert "3/3" in capsys.readouterr().err
 
 
-def test_vllm_score_and_classify_of_encoders(tmp_path: Path) -> None:
+def test_vllm_score_and_classify_of_encoders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tiny_encoders.save(tmp_path / "pairs", "bert", num_labels=1)
     tiny_encoders.save_tokenizer(tmp_path / "pairs")
     with LLM(str(tmp_path / "pairs")) as llm:
         scores = [output.outputs.score for output in llm.score("w3 w4", ["w5", "w6 w7"])]
         ranked = sorted(llm.engine.rerank("w3 w4", ["w5", "w6 w7"]), key=lambda each: each.index)
         expected = [each.score for each in ranked]
+        many = [output.outputs.score for output in llm.score("w3 w4", ["w5", "w6 w7"] * 513, use_tqdm=True)]
     assert scores == expected
+    assert many[-2:] == pytest.approx(expected, abs=1e-5)
+    assert "1026/1026" in capsys.readouterr().err
     tiny_encoders.save(tmp_path / "labels", "roberta", num_labels=3)
     tiny_encoders.save_tokenizer(tmp_path / "labels")
     with LLM(str(tmp_path / "labels")) as llm:

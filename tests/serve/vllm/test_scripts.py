@@ -166,7 +166,9 @@ def test_steps_of_an_engine(llm: LLM) -> None:
 
 
 def test_a_step_returns_every_new_text(llm: LLM) -> None:
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+    params = SamplingParams(
+        temperature=0, max_tokens=8, ignore_eos=True, logprobs=0, output_kind=RequestOutputKind.DELTA
+    )
     llm.llm_engine.add_request("a", PROMPTS[0], params)
     while llm.engine.status().num_requests:  # all outputs arrive before the first step
         time.sleep(0.01)
@@ -180,6 +182,7 @@ def test_a_step_returns_every_new_text(llm: LLM) -> None:
             failed += 1
     [whole] = llm.generate(PROMPTS[0], params, use_tqdm=False)
     assert "".join(output.outputs[0].text for output in outputs) == whole.outputs[0].text
+    assert outputs[-1].outputs[0].cumulative_logprob == pytest.approx(whole.outputs[0].cumulative_logprob)
     assert failed == 1
 
 
@@ -233,8 +236,10 @@ def test_beam_search_finds_the_beams_of_transformers() -> None:
             assert output.sequences[0].text == llm.get_tokenizer().decode(output.sequences[0].tokens)
 
 
-def test_beams_of_more_prompts_than_a_call_takes(llm: LLM) -> None:
-    outputs = llm.beam_search([[5]] * 1025, BeamSearchParams(beam_width=1, max_tokens=1, ignore_eos=True))
+def test_beams_of_more_prompts_than_a_call_takes(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    params = BeamSearchParams(beam_width=1, max_tokens=1, ignore_eos=True)
+    outputs = llm.beam_search([[5]] * 1025, params, use_tqdm=True)
+    assert "Beam search: 100%" in capsys.readouterr().err
     assert len(outputs) == 1025
     assert outputs[0].sequences[0].tokens == outputs[-1].sequences[0].tokens
 
@@ -248,6 +253,15 @@ def test_an_adapters_name_means_one_folder() -> None:
         assert adapted.outputs[0].cumulative_logprob != pytest.approx(plain.outputs[0].cumulative_logprob, abs=1e-3)
         with pytest.raises(InvalidRequest, match="another name"):
             llm.generate(PROMPTS[0], greedy, use_tqdm=False, lora_request=LoRARequest("a", 2, second))
+        engine = llm.llm_engine  # a request may be aborted while its adapter is being loaded
+        for name in ("1", "10"):
+            long = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+            engine.add_request(name, PROMPTS[0], long, lora_request=LoRARequest("b", 2, second))
+        engine.abort_request("1")
+        ends: dict[str, str | None] = {}
+        while engine.has_unfinished_requests():
+            ends |= {each.request_id: each.outputs[0].finish_reason for each in engine.step() if each.finished}
+        assert ends == {"1": "abort", "10": "length"}
 
 
 def test_metrics_are_objects(llm: LLM) -> None:
@@ -256,8 +270,9 @@ def test_metrics_are_objects(llm: LLM) -> None:
     assert any(isinstance(metric, Histogram) and metric.count for metric in metrics)
 
 
-def test_embeddings_are_shortened(llm: LLM) -> None:
+def test_embeddings_are_shortened(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     [whole] = llm.encode(PROMPTS[0])
+    assert "Prompts: 100%" in capsys.readouterr().err
     [short] = llm.embed(PROMPTS[0], pooling_params=PoolingParams(dimensions=8))
     expected = whole.outputs.data[:8] / whole.outputs.data[:8].norm()
     assert torch.allclose(short.outputs.data, expected, atol=1e-5)
