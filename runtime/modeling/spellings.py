@@ -217,6 +217,11 @@ def minicpm(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the scales of MiniCPM (arXiv 2404.06395) to Granite's multipliers."""
     if values.get("num_experts"):
         raise CheckpointError("config.json: MiniCPM with experts (num_experts) is not supported.")
+    if values.get("sparse_config"):
+        raise CheckpointError(
+            "config.json: sparse attention (sparse_config) of MiniCPM 4 is not supported. Remove sparse_config to "
+            "compute dense attention, as for prompts of up to 8,192 tokens."
+        )
     read = dict(values)
     fields = Fields(values, "config.json: ")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
@@ -226,6 +231,23 @@ def minicpm(values: Mapping[str, Any]) -> dict[str, Any]:
     read["logits_scaling"] = hidden / (base or 1.0)
     read["residual_multiplier"] = (depth or 1.0) / fields.integer("num_hidden_layers") ** 0.5
     return read
+
+
+def minicpm3(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the scales of MiniCPM 3 to Granite's multipliers, and set the size of the cache.
+
+    Fields that are missing have the values of MiniCPM3-4B, as in transformers.
+    """
+    ranks = {"kv_lora_rank": 256, "qk_rope_head_dim": 32}
+    scales = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 256}
+    read = {**ranks, **scales, **values}
+    fields = Fields(read, "config.json: ")
+    hidden, depth = fields.integer("hidden_size"), fields.integer("num_hidden_layers")
+    for name, usual in (("scale_depth", depth**0.5), ("dim_model_base", hidden)):  # null: without effect
+        read[name] = fields.optional_number(name) or usual
+    if read.get("v_head_dim") is None:
+        read["v_head_dim"] = hidden // fields.integer("num_attention_heads")
+    return latent(minicpm(read))
 
 
 def qwen1(values: Mapping[str, Any]) -> dict[str, Any]:

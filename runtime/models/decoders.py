@@ -490,6 +490,21 @@ ARCHITECTURES: Mapping[str, Entry] = {
         "mistral:mistral",
         {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
+    "MiniCPM3ForCausalLM": Entry(
+        "granite:minicpm3",
+        captured=False,
+        defaults={
+            "kv_lora_rank": 256,
+            "max_position_embeddings": 32768,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 32,
+            "rms_norm_eps": 1e-5,
+            "rope_interleave": False,
+            "tie_word_embeddings": True,
+        },
+        spelling="minicpm3",
+    ),
     "Ministral3ForCausalLM": Entry("mistral:mistral", _MINISTRAL_3, spelling="mistral3"),
     "Mistral3ForConditionalGeneration": Entry(
         "mistral:mistral",

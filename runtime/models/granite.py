@@ -22,6 +22,7 @@ from runtime.modeling.decoder import Decoder, assemble
 from runtime.modeling.layer import Layer
 from runtime.modeling.mixtures import block_sparse
 from runtime.modeling.spellings import LINEAR
+from runtime.models.deepseek import latent_attention
 
 NAMES = ExpertNames(
     router="router.layer", gate="input_linear.weight", up="input_linear.weight", down="output_linear.weight"
@@ -57,6 +58,11 @@ def scaled(
         embedding_scale=config.number("embedding_multiplier"),
         logits_scale=1 / config.number("logits_scaling"),
     )
+
+
+def minicpm3(config: Config, build: Build) -> Decoder:
+    """Build MiniCPM 3: Granite's multipliers, with latent attention. The scale of its scores is the usual one."""
+    return scaled(config, build, lambda at: at.mlp(bias=config.flag("mlp_bias")), lambda at, _: latent_attention(at))
 
 
 def granitemoe(config: Config, build: Build) -> Decoder:

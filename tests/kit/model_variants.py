@@ -122,6 +122,15 @@ VARIANTS = {
         mutations={"scale of logits": no_logits_scale, "embedding scale": no_embedding_scale},
         overrides={"depth": {"scale_depth": 1.0}, "width": {"dim_model_base": 8}},
     ),
+    "minicpm3": Variant(
+        "minicpm3",
+        mutations={"scale of logits": no_logits_scale, "embedding scale": no_embedding_scale},
+        overrides={
+            "depth": {"scale_depth": 1.0},
+            "width": {"dim_model_base": 8},
+            "neighbours": {"rope_interleave": True},
+        },
+    ),
     "nemotron_nas": Variant("nemotron_nas"),
     "qwen1": Variant("qwen1", mutations={"qkv bias": no_qkv_bias}, overrides={"base": {"rotary_emb_base": 5e5}}),
     "xverse": Variant("xverse", overrides={"scaling": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}}),

@@ -137,10 +137,10 @@ FAMILIES = (
     "ernie4_5_moe", "exaone4", "falcon", "falcon_rw", "gemma", "gemma2", "gemma3", "gemma3_seeing", "glm", "glm4",
     "glm4_moe", "glm4_moe_lite", "gpt_neox", "gpt_oss", "granite", "granitemoe", "granitemoehybrid",
     "hunyuan_v1_dense", "internlm2", "internlm3", "iquestcoder", "lfm2", "lfm2_moe", "llama", "llama4",
-    "llama4_seeing", "ministral", "ministral3", "ministral3_seeing", "mistral", "mistral_seeing", "mixtral", "mpt",
-    "mpt_before", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3",
-    "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next", "qwen3_seeing",
-    "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "llama4_seeing", "minicpm3", "ministral", "ministral3", "ministral3_seeing", "mistral", "mistral_seeing",
+    "mixtral", "mpt", "mpt_before", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "phi3", "qwen2", "qwen2_moe",
+    "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_moe", "qwen3_next",
+    "qwen3_seeing", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 CONFIGS: dict[str, Any] = {family: NAMED_OTHERWISE.get(family) or CONFIG_MAPPING[family] for family in FAMILIES}
 SHAPE = {
@@ -324,6 +324,12 @@ OWN["glm4_moe_lite"] = {
     "kv_lora_rank": 32,
 }
 OWN["minicpm"] = FACTORS
+OWN["minicpm3"] = {
+    **{name: value for name, value in LATENT.items() if name not in OWN["glm4_moe"]},
+    "dim_model_base": 16,
+    "scale_depth": 0.7,
+    "scale_emb": 3.0,
+}
 OWN["deepseek"] = OWN["bailing"] = {
     **EXPERTS,
     "shared_expert_intermediate_size": 40,

@@ -26,7 +26,7 @@ from serve import Engine
 
 THRESHOLD = 1e-4  # as in tests/runtime/models/test_parity.py
 IDS = torch.randint(3, 128, (60,), generator=torch.Generator().manual_seed(5)).tolist()
-NAMES = ("deepseek_v2", "deepseek_v2-lite", "deepseek_v3", "deepseek_v3-yarn", "glm4_moe_lite")
+NAMES = ("deepseek_v2", "deepseek_v2-lite", "deepseek_v3", "deepseek_v3-yarn", "glm4_moe_lite", "minicpm3")
 CUTS = {"whole": (60,), "a cached prefix": (32, 28), "chunks": (20, 20, 20), "a short end": (58, 1, 1)}
 
 

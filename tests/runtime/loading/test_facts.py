@@ -124,6 +124,7 @@ BLOCK = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}}
     ("architecture", "values", "reason"),
     [
         ("MiniCPMForCausalLM", {"num_experts": 8}, "with experts"),
+        ("MiniCPMForCausalLM", {"sparse_config": {"topk": 64}}, "sparse attention"),
         ("ChatGLMModel", {"position_encoding_2d": True}, "first generation"),
         ("ChatGLMModel", {**GLM, "add_bias_linear": True}, "add_bias_linear True is not supported"),
         ("ChatGLMModel", {**GLM, "rmsnorm": False}, "rmsnorm False is not supported"),

@@ -117,6 +117,7 @@ MORE_THAN_PRODUCTS = {
     "granitemoe",
     "granitemoehybrid",
     "minicpm",
+    "minicpm3",
     "phi",
 }
 
