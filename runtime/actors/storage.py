@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -213,9 +214,9 @@ class Storage:
             num_found = 0
         if not self._tier.attached:
             return
-        pushed = self._push_copies()
+        copied = self._push_copies()
         if not self._tier.begin_load(wanted, num_found):
-            await self._pushed(*pushed)
+            await _end_of(copied)
             return
         began_s, count = time.monotonic(), 0
         keys = wanted.keys[wanted.first : wanted.first + len(wanted.pages)]
@@ -225,7 +226,7 @@ class Storage:
             self._tier.note_corrupt(sum(answer["corrupt"] for answer in answers))
         finally:
             self._tier.end_load(wanted, count, time.monotonic() - began_s)
-        await self._pushed(*pushed)
+        await _end_of(copied)
 
     async def _found(self, store: PageStore, wanted: Wanted) -> int:
         """Return how many of the wanted pages the store has.
@@ -261,11 +262,11 @@ class Storage:
                 while self._tier.attached:
                     if keys := self._tier.take_distrusted():
                         await self._move("delete_pages", keys, None)
-                    pushed = self._push_copies()
+                    copied = self._push_copies()
                     async with self._saving:
                         has_saved = await self._save_some()
-                    await self._pushed(*pushed)
-                    if not has_saved and pushed[0] is None:
+                    await _end_of(copied)
+                    if not has_saved and copied is None:
                         break
             except (InvalidRequest, EngineClosed) as error:
                 logger.warning("Storage failed: %s", error.message)
@@ -292,26 +293,26 @@ class Storage:
             payload["pages"] = np.array(pages, np.int32)
         return await asyncio.shield(self._runner.call(verb, payload))
 
-    def _push_copies(self) -> tuple[asyncio.Future[list[Any]] | None, dict[bytes, Entry]]:
-        """Enqueue the copies that would otherwise wait for the next batch. Later work on the ranks runs after them."""
+    def _push_copies(self) -> asyncio.Future[list[Any]] | None:
+        """Enqueue the copies that would otherwise wait for the next batch. Later work on the ranks runs after them.
+
+        Their pages are settled when the returned future ends, even if no caller waits for it. None: there is no copy.
+        """
         if not self._scheduler.has_copies:
-            return None, {}
+            return None
         copies = self._scheduler.take_copies()
         payload: dict[str, Any] = {"pools": [[copy.source, copy.target] for copy in copies]}
         for number, copy in enumerate(copies):
             payload |= {f"from_{number}": copy.source_pages, f"to_{number}": copy.target_pages}
-        return self._runner.call("copy_pages", payload), self._tier.take_new()
+        copied = self._runner.call("copy_pages", payload)
+        copied.add_done_callback(partial(self._settle, self._tier.take_new()))
+        return copied
 
-    async def _pushed(self, copied: asyncio.Future[list[Any]] | None, new: dict[bytes, Entry]) -> None:
-        if copied is None:
-            return
-        succeeded = False
-        try:
-            await asyncio.shield(copied)
-            succeeded = True
-        finally:
-            self._tier.settle(new, succeeded=succeeded)
-        self._save_work.set()
+    def _settle(self, new: dict[bytes, Entry], copied: asyncio.Future[list[Any]]) -> None:
+        succeeded = not copied.cancelled() and copied.exception() is None
+        self._tier.settle(new, succeeded=succeeded)
+        if succeeded:
+            self._save_work.set()
 
     def _begin_move(self) -> None:
         self._num_moving += 1
@@ -321,6 +322,12 @@ class Storage:
         self._num_moving -= 1
         if not self._num_moving:
             self._quiet.set()
+
+
+async def _end_of(copied: asyncio.Future[list[Any]] | None) -> None:
+    """Wait until copies have ended. Raises their error."""
+    if copied is not None:
+        await asyncio.shield(copied)
 
 
 def refuse_unsafe(attachment: Attachment, plan: Plan) -> None:
