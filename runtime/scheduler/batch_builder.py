@@ -115,7 +115,7 @@ class BatchBuilder:
         sequences are retracted first, and among equally urgent sequences the newest.
         """
         first = next(iter(self._waiting.ordered()), None)
-        if first is None or first.num_pending:
+        if first is None or first.num_pending or first in self._cache.held:
             return
         limit = first.urgency - self._plan.preemption_threshold
         victims = [sequence for sequence in reversed(list(self._running)) if sequence.urgency < limit]

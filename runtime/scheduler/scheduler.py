@@ -77,6 +77,7 @@ class Scheduler:
         self._trials = Trials()
         self._num_filled = 0
         self._num_applied = 0
+        self._num_tokens_running: int | None = None  # see `num_tokens_ahead`; None: not counted since the last `fill`
         self.storage = cache.storage
 
     def limit_steps(self, prefill: int | None, mixed: int | None, *, scored: tuple[int, int] | None = None) -> None:
@@ -112,9 +113,13 @@ class Scheduler:
         return self._max_queued + entering - len(self._waiting)
 
     def num_tokens_ahead(self, urgency: float) -> int:
-        """Return the number of prompt tokens to compute before a new sequence with this urgency."""
-        running = sum(max(0, len(each.ids) - each.num_computed - 1) for each in self._running)
-        return running + self._waiting.num_tokens_from(urgency)
+        """Return the number of prompt tokens to compute before a new sequence with this urgency.
+
+        The running sequences are counted once per step, at the first call after `fill`.
+        """
+        if self._num_tokens_running is None:
+            self._num_tokens_running = sum(max(0, len(each.ids) - each.num_computed - 1) for each in self._running)
+        return self._num_tokens_running + self._waiting.num_tokens_from(urgency)
 
     @property
     def least_urgency(self) -> float:
@@ -151,6 +156,7 @@ class Scheduler:
         Returns None if nothing can be computed before a result arrives or a sequence is added. If no batch is in flight
         either, all running and waiting sequences wait for `awaited`.
         """
+        self._num_tokens_running = None
         if not self._running and not self._waiting:
             self._builder.new_token_ratio.reset()
             return None

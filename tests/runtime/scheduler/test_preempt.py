@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from fake_runner import Drive, make_plan, make_sequence
+from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Adapter, Finish, Request
 from runtime.sampling_params import SamplingParams
 from runtime.scheduler import budget
@@ -180,6 +181,21 @@ def test_the_urgent_interrupt_those_that_are_far_less_so():
         assert ends == [second.request.id, urgent.request.id, first.request.id]
         assert drive.scheduler.num_retracted == 1
         assert preempting([0, 5, 10], **limit)[0].scheduler.num_retracted == 0
+
+
+def test_nobody_is_interrupted_for_a_sequence_that_waits_for_stored_pages(monkeypatch: pytest.MonkeyPatch):
+    drive = Drive(make_plan(priorities=True, max_running=1), num_pages=64, page_size=1)
+    drive.add(make_sequence([1] * 4, max_new_tokens=8))
+    drive.step()
+    urgent = make_sequence([2] * 4, max_new_tokens=2, urgency=100)
+    monkeypatch.setattr(PrefixCache, "held", property(lambda cache: {urgent}))
+    drive.add(urgent)
+    drive.step()
+    assert drive.scheduler.num_retracted == 0
+    monkeypatch.undo()
+    drive.step()
+    assert drive.scheduler.num_retracted == 1
+    drive.run()
 
 
 def test_nobody_is_interrupted_where_that_would_not_make_enough_room():
