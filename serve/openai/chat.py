@@ -54,7 +54,8 @@ async def create(http: HttpRequest, core: EngineCore) -> ASGIApp:
         return EventStream(streams, events, ERROR_FORMAT)
     [chunks] = await read_all_or_disconnect(streams, http.receive)
     answer = partial(_response, header, core.tokenizer, call.prepared, chunks)
-    if call.body.logprobs or call.body.return_routed_experts or call.prepared.parses:
+    listed = call.body.logprobs or call.body.prompt_logprobs is not None or call.body.return_routed_experts
+    if listed or call.prepared.parses:
         # Long lists and texts would block the event loop.
         return await anyio.to_thread.run_sync(answer)
     return answer()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from serve.calls import body as call_body
 from serve.calls.chat_completions.messages import chat_of
 from serve.calls.chat_completions.schema import ChatBody
 from serve.calls.decode import decode
+from serve.openai import chat as handlers
 from serve.openai.responses.call import _template_kwargs as kwargs_of_response
 from serve.openai.responses.schema import ResponsesBody
 from served_core import Serve, Served
@@ -51,6 +53,23 @@ async def test_message_is_answered(served: Served) -> None:
     assert answer.object == "chat.completion"
     assert answer.metadata == {"weight_version": "default"}
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": True}, {"prompt_logprobs": 1}])
+async def test_long_lists_are_written_in_a_thread(
+    served: Served, monkeypatch: pytest.MonkeyPatch, fields: Fields
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def answer(*values: Any) -> Any:
+        threads.append(threading.current_thread())
+        return written(*values)
+
+    written = handlers.chat_answer
+    monkeypatch.setattr(handlers, "chat_answer", answer)
+    await chat(served, extra_body=fields)
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 async def test_answer_id_is_the_callers_rid(served: Served) -> None:
