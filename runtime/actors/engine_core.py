@@ -17,7 +17,7 @@ from runtime.actors.adapters import AdapterRegistry
 from runtime.actors.detokenizer import DetokenizerActor
 from runtime.actors.generation_pause import GenerationPause
 from runtime.actors.input_processor import InputProcessor, namespace_of
-from runtime.actors.kernel_compilation import DEPENDENCE, KernelCompilation
+from runtime.actors.kernel_compilation import DEPENDENCE, NOT_COMPILED, KernelCompilation
 from runtime.actors.live_requests import LiveRequests, RequestObserver, Timeline
 from runtime.actors.loop_watch import gc_watched, watch_loop
 from runtime.actors.output_stream import OutputStream
@@ -160,6 +160,8 @@ class EngineCore:
         self._compilation = replicas[0].compilation if len(replicas) == 1 else None
         if self._compilation is not None:
             self._processor.dependence = self._processor.dependence or DEPENDENCE
+        elif any(replica.lacks_kernels for replica in replicas):
+            self._processor.dependence = self._processor.dependence or NOT_COMPILED
         self.pause = GenerationPause(lambda: self._scheduler.alive, requests, self._tokenizer.submit)
         self.weights = WeightControl(
             lambda: self._scheduler.alive,

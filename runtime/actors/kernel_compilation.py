@@ -23,6 +23,7 @@ BEGINS = "Steps are computed by PyTorch until the C++ kernels are compiled. Requ
 ENDS = "C++ kernels compute all further steps. Running requests were recomputed, and the prefix cache was emptied."
 FAILED = "The kernels in C++ cannot be used; slower kernels of torch are used instead: %s"
 DEPENDENCE = "PyTorch computes the steps until the C++ kernels are compiled, and its products depend on the batch"
+NOT_COMPILED = "the C++ kernels cannot be compiled (see the log), and PyTorch's products depend on the batch"
 CHANGED = "The weights have changed since the start, so PyTorch computes the steps until the next start."
 
 

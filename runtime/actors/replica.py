@@ -74,6 +74,7 @@ class Replica:
     storage: Storage | None = None
     balancer: ExpertBalancer | None = None
     compilation: KernelCompilation | None = None  # None: the replica keeps the kernels with which it starts
+    lacks_kernels: bool = False  # whether PyTorch computes all steps, because the C++ kernels cannot be compiled
 
 
 async def start_replicas(plan: Plan, facts: ModelFacts, indices: Iterable[int]) -> list[Replica]:
@@ -268,7 +269,7 @@ class _ReplicaLoader:
         if worker.compiles_later and isinstance(runner, ModelRunner):
             compilation = KernelCompilation(runner, lambda lifeline: worker.lead_in_cpp(plan, runner.pool, lifeline))
         events = self._kv_events[group] if self._kv_events else None
-        return Replica(plan, scheduler, runner, events, storage, balancer, compilation)
+        return Replica(plan, scheduler, runner, events, storage, balancer, compilation, worker.lacks_kernels)
 
     def _make_scheduler(
         self, group: int, prefixes: PrefixCache, num_host_pages: int, num_tier_pages: int, page_bytes: int

@@ -202,7 +202,11 @@ class ModelWorker:
         self.compiles_later = setup.kernels.in_background and must_compile(
             setup.kernels.settings["with_cpp"].get("compiler")
         )
-        self.kernels = _select(setup.kernels, lifeline, fall_back=self.compiles_later)
+        self.kernels, self.lacks_kernels = _select(setup.kernels, lifeline, fall_back=self.compiles_later)
+        if self.lacks_kernels and setup.models[TARGET].plan.deterministic:
+            raise ConfigurationError(
+                "--enable-deterministic-inference needs the C++ kernels, which cannot be compiled; the log says why."
+            )
         self._graphs = setup.graphs
         self._two_batches = setup.two_batches
         self._all_states = setup.all_states
@@ -702,15 +706,18 @@ def _relaxed(plan: Plan) -> RelaxedAcceptance | None:
     return thresholds if min(thresholds) < 1 else None
 
 
-def _select(plan: KernelPlan, lifeline: Lifeline | None, *, fall_back: bool) -> Kernels:
-    """Return the chosen kernels, or the fallback if `fall_back` is set or the C++ kernels cannot be compiled."""
+def _select(plan: KernelPlan, lifeline: Lifeline | None, *, fall_back: bool) -> tuple[Kernels, bool]:
+    """Return the chosen kernels, or the fallback if `fall_back` is set or the C++ kernels cannot be compiled.
+
+    Also returns whether the C++ kernels cannot be compiled.
+    """
     if fall_back:
-        return select(plan.fallback, plan.settings)
+        return select(plan.fallback, plan.settings), False
     cpp = {**plan.settings.get("with_cpp", {}), "lifeline": lifeline}
     try:
-        return select(plan.choices, {**plan.settings, "with_cpp": cpp})
+        return select(plan.choices, {**plan.settings, "with_cpp": cpp}), False
     except BuildError as error:
         if plan.fallback is None:
             raise
         logger.warning("The kernels in C++ cannot be used; slower kernels of torch are used instead: %s", error)
-        return select(plan.fallback, plan.settings)
+        return select(plan.fallback, plan.settings), True

@@ -13,7 +13,7 @@ import pytest
 from cpp_kernels import library
 from greedy import GREEDY, model_path, prompts, reference
 from runtime.actors.kernel_compilation import CHANGED, ENDS, FAILED
-from runtime.errors import InvalidRequest
+from runtime.errors import ConfigurationError, InvalidRequest
 from serve import Engine
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "random_seed": 1}
@@ -120,6 +120,20 @@ async def test_a_compiler_that_fails_costs_speed_only(
     [record] = [record for record in caplog.records if record.msg == FAILED]
     assert "I am broken" in record.getMessage()
     assert record.exc_info is None
+
+
+async def test_answers_are_not_promised_to_be_deterministic_if_the_kernels_do_not_compile(
+    compiler: Compiler, tmp_path: Path
+) -> None:
+    (tmp_path / "c++").write_text("#!/bin/sh\nexit 1\n")
+    params = {**GREEDY, "deterministic": True}
+    async with Engine(model_path("llama"), **OPTIONS, wait_for_kernels=True) as engine:
+        assert await outputs(engine) == reference("llama")
+        with pytest.raises(InvalidRequest, match="the C\\+\\+ kernels cannot be compiled"):
+            await engine.generate(input_ids=prompts()[0], sampling_params=params)
+    with pytest.raises(ConfigurationError, match="--enable-deterministic-inference needs the C\\+\\+ kernels"):
+        async with Engine(model_path("llama"), **OPTIONS, enable_deterministic_inference=True):
+            pass
 
 
 async def test_closing_the_engine_ends_the_compiler(
