@@ -1,7 +1,8 @@
 """Sampling in C++ (`ops/cpp/source/sampling.h`): greedy rows, and other rows that have no limit or only min_p.
 
 The same kernel also applies the mask of a row, while the row is in the core's cache. It skips blocks of 256 tokens that
-contain no allowed token. torch computes rows with other limits, penalties and log-probabilities.
+contain no allowed token. torch computes rows with other limits, and penalties. Log-probabilities are computed in C++
+too, without a softmax of the vocabulary: their mass is a sum, and only the best tokens are ranked.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from torch import Tensor
 
 from ops.cpp.kernel_launcher import KernelLauncher
 from ops.cpp.library import address
-from ops.cpp.structures import Draw
-from ops.sampling import Masks, SamplingArrays, native
+from ops.cpp.structures import Draw, Score
+from ops.sampling import Masks, SamplingArrays, Scores, native
 from ops.sampling.fallback import native_for_other_limits
 
+MAX_TOP = 128  # maximum number of best tokens that the kernel ranks; `sampling.h` has the same constant
 READ = ("greedy", "temperature", "min_p", "uniform")  # fields of `SamplingArrays` that the kernel reads
 
 
@@ -56,4 +58,31 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
         launcher.launch("draw", torch.float32, operands)
         return ids, sound
 
-    return {"choose": choose, "penalize": native.penalize, "score": native.score}
+    def score(logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int, requested_ids: Tensor) -> Scores:
+        num_rows, vocab_size = logits.shape
+        num_top, num_requested = min(num_top, vocab_size), requested_ids.shape[1]
+        if num_top > MAX_TOP or not logits.is_contiguous():
+            return native.score(logits, temperature, chosen_ids, num_top, requested_ids)
+        temperature, chosen_ids = temperature.contiguous(), chosen_ids.contiguous()
+        requested_ids = requested_ids.contiguous()
+        scores = Scores(
+            torch.empty(num_rows),
+            torch.empty(num_rows, num_top),
+            torch.empty(num_rows, num_top, dtype=torch.int64),
+            torch.empty(num_rows, num_requested),
+        )
+        operands = Score(
+            logits=address(logits),
+            temperature=address(temperature),
+            chosen_ids=address(chosen_ids),
+            requested_ids=address(requested_ids),
+            **{name: address(tensor) for name, tensor in scores._asdict().items()},
+            rows=num_rows,
+            vocab_size=vocab_size,
+            num_top=num_top,
+            num_requested=num_requested,
+        )
+        launcher.launch("score", torch.float32, operands)
+        return scores
+
+    return {"choose": choose, "penalize": native.penalize, "score": score}

@@ -128,10 +128,7 @@ class CpuGraph:
                 self._without_adapters = {graph: graph.without(ADD_LOW_RANK) for graph in graphs}
 
     def takes(self, batch: Batch) -> bool:
-        """Return whether the graph can compute the batch.
-
-        The batch must fit. It must not request prompt log-probabilities, which need all hidden states.
-        """
+        """Return whether the batch fits into the graph."""
         fits = len(batch.token_ids) <= self._capacity and len(batch.starts) <= self._max_rows
         if batch.sampling is not None:
             fits = fits and len(batch.sampling.positions) <= self._max_samples
@@ -140,14 +137,10 @@ class CpuGraph:
         if batch.media:  # not captured: vectors added after layers, and attention within images
             size = 0 if self._embeds is None else self._embeds.shape[1]
             fits = fits and batch.mutual_spans is None and all(span.vectors.shape[1] == size for span in batch.media)
-        return (
-            fits
-            and not batch.prompt_logprobs
-            and all(
-                batch.kinds[kind][name].size <= buffer.numel()
-                for kind, buffers in self._kinds.items()
-                for name, buffer in buffers.items()
-            )
+        return fits and all(
+            batch.kinds[kind][name].size <= buffer.numel()
+            for kind, buffers in self._kinds.items()
+            for name, buffer in buffers.items()
         )
 
     @property

@@ -607,24 +607,27 @@ class StepExecutor:
                     self._sampler.count(sampled, accepted)
         if batch.prompt_logprobs:
             prompts = self._sampler.score_prompts(
-                hidden,
+                self._hidden_of_all(begun, hidden),
                 lambda part, index: self._model.logits(part, self._adapted(batch, index)),
                 batch.prompt_logprobs,
                 samples.more,
             )
         if batch.embedding_rows is not None and vectors is None:
             vectors = self._model.pooler(hidden, batch.counts, batch.embedding_rows)
-        states = self._hidden_of_rows(begun) if batch.hidden_rows else None
+        states = self._hidden_of_rows(batch, self._hidden_of_all(begun, hidden)) if batch.hidden_rows else None
         return copy_out(self.device, batch, sampled, prompts, vectors, states, begun.experts)
 
-    def _hidden_of_rows(self, begun: _Begun) -> Tensor:
-        """Return a copy of the hidden states of all tokens of the batch's `hidden_rows`, float32 [n, E]."""
-        batch, graph = begun.batch, self._cpu_graph
-        if begun.in_graph and graph is not None:
-            hidden = graph.hidden_of_all(len(batch.token_ids))
-        else:
-            hidden = self._final_hidden(begun)
+    def _hidden_of_rows(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """Return a copy of the rows of `hidden` [T, E] of all tokens of the batch's `hidden_rows`, float32 [n, E]."""
         return hidden[to_device(_tokens_of(batch, batch.hidden_rows), hidden.device)].float()
+
+    def _hidden_of_all(self, begun: _Begun, final: Tensor) -> Tensor:
+        """Return the hidden states [T, E] of all tokens. The next step may overwrite them.
+
+        `final` is the result of `_final_hidden`, which has only the sampled positions of a step in the CPU graph.
+        """
+        graph = self._cpu_graph
+        return graph.hidden_of_all(len(begun.batch.token_ids)) if begun.in_graph and graph is not None else final
 
     def _final_hidden(self, begun: _Begun) -> Tensor:
         """Return the hidden states [T, E] after the final norm.

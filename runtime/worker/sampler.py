@@ -255,7 +255,10 @@ class Sampler:
         staged: Staged,
     ) -> ScoredPrompts:
         """Score prompt tokens by the raw logits of the positions before them (see `logprobs.score_prompts`)."""
-        return score_prompts(hidden, logits_of, requests, staged.on_device, self._score)
+        on_device = staged.on_device
+        if "prompt_indices" not in on_device:  # steps in the CPU graph stage no arrays
+            on_device = self._staging.copy(prompt_arrays(requests))
+        return score_prompts(hidden, logits_of, requests, on_device, self._score)
 
     def _host_arrays(self, batch: Batch, sampling: Sampling, arrived: Arrived) -> dict[str, np.ndarray]:
         """Return all arrays that the device needs for these positions, by name."""

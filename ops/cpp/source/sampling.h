@@ -1,4 +1,5 @@
-// Choice of tokens from logits, with masks of the tokens that a grammar allows (contract: ops/sampling/__init__.py).
+// Choice of tokens from logits, with masks of the tokens that a grammar allows, and log-probabilities (contract:
+// ops/sampling/__init__.py).
 #pragma once
 
 #include <algorithm>
@@ -184,6 +185,81 @@ void draw(const void* operands, const Step&, ThreadGroup& threads) {
         }
         const double scale = std::min(1.4426950408889634 / double(o.temperature[row]), 1e30);
         o.ids[row] = draw_one(logits, mask, o.vocab_size, {peak, float(scale), o.min_p[row], one}, o.uniform[row]);
+    });
+}
+
+struct ScoreOperands {
+    const float* logits;           // [R, V]
+    const float* temperature;      // [R]
+    const int64_t* chosen_ids;     // [R]
+    const int64_t* requested_ids;  // [R, M]
+    float* chosen;                 // [R], log-probabilities
+    float* top;                    // [R, N]
+    int64_t* top_ids;              // [R, N]
+    float* requested;              // [R, M]
+    int64_t rows;                  // R
+    int64_t vocab_size;            // V
+    int64_t num_top;               // N, at most V and at most MAX_TOP
+    int64_t num_requested;         // M
+};
+
+constexpr int64_t MAX_TOP = 128;
+
+// Finds the `count` largest logits of a row in descending order. Equal logits are ordered by id.
+inline void best_of(const float* logits, int64_t size, int64_t count, float* values, int64_t* ids) {
+    int64_t found = 0;
+    const auto insert = [&](float value, int64_t id) {
+        int64_t place = found < count ? found++ : count - 1;
+        for (; place > 0 && values[place - 1] < value; place--) {
+            values[place] = values[place - 1];
+            ids[place] = ids[place - 1];
+        }
+        values[place] = value;
+        ids[place] = id;
+    };
+    int64_t k = 0;
+    for (; k < count; k++) insert(logits[k], k);
+    if (count == 0) return;
+    constexpr int64_t BLOCK = 64;
+    for (; k + BLOCK <= size; k += BLOCK) {
+        bool any = false;
+        for (int64_t i = 0; i < BLOCK; i++) any |= logits[k + i] > values[count - 1];
+        if (!any) continue;
+        for (int64_t i = k; i < k + BLOCK; i++)
+            if (logits[i] > values[count - 1]) insert(logits[i], i);
+    }
+    for (; k < size; k++)
+        if (logits[k] > values[count - 1]) insert(logits[k], k);
+}
+
+template <class T>
+void score(const void* operands, const Step&, ThreadGroup& threads) {
+    const auto& o = *static_cast<const ScoreOperands*>(operands);
+    int bits = 0;
+    while ((int64_t{1} << bits) < o.vocab_size) bits++;
+    const float one = std::ldexp(1.0f, 62 - bits);
+    threads.share(o.rows, [&](int64_t row) {
+        const float* logits = o.logits + row * o.vocab_size;
+        const double temperature = o.temperature[row];
+        const float peak = peak_of(logits, o.vocab_size);
+        const double scale = std::min(1.4426950408889634 / temperature, 1e30);
+        double log_mass = std::numeric_limits<double>::quiet_NaN();  // of a row that is not sound
+        if (std::isfinite(peak)) {
+            int64_t weights[WEIGHTS + LANES], mass = 0;
+            for (int64_t first = 0; first < o.vocab_size; first += WEIGHTS)
+                mass += weigh(
+                    logits + first, std::min(WEIGHTS, o.vocab_size - first), {peak, float(scale), 0.0f, one}, weights);
+            log_mass = std::log(std::ldexp(double(mass), bits - 62));
+        }
+        const auto log_softmax = [&](float logit) {
+            return float((double(logit) - double(peak)) / temperature - log_mass);
+        };
+        o.chosen[row] = log_softmax(logits[o.chosen_ids[row]]);
+        for (int64_t i = row * o.num_requested; i < (row + 1) * o.num_requested; i++)
+            o.requested[i] = log_softmax(logits[o.requested_ids[i]]);
+        float* top = o.top + row * o.num_top;
+        best_of(logits, o.vocab_size, o.num_top, top, o.top_ids + row * o.num_top);
+        for (int64_t i = 0; i < o.num_top; i++) top[i] = log_softmax(top[i]);
     });
 }
 

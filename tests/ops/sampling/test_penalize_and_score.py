@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
 
-from ops.sampling import native
+from cpp_kernels import backend
+from ops.sampling import Scores, native
 
 INF = float("inf")
 
@@ -49,12 +52,17 @@ def test_penalties_leave_forbidden_tokens_forbidden() -> None:
     assert logits.tolist() == [[-INF, 1.0]]
 
 
+@pytest.fixture(params=["native", "C++"])
+def score(request: pytest.FixtureRequest) -> Callable[..., Scores]:
+    return native.score if request.param == "native" else backend("sampling", 2).score
+
+
 @pytest.mark.parametrize(("scale", "temperature"), [(1, 1.0), (10, 0.5), (10, 1e-3), (0.01, 2.0)])
-def test_scores_are_the_log_softmax(scale: float, temperature: float) -> None:
+def test_scores_are_the_log_softmax(score: Callable[..., Scores], scale: float, temperature: float) -> None:
     g = torch.Generator().manual_seed(3)
     logits = torch.randn(6, 5000, generator=g) * scale
     chosen, requested = torch.randint(5000, (6,), generator=g), torch.randint(5000, (6, 3), generator=g)
-    scores = native.score(logits, torch.full((6,), temperature), chosen, 4, requested)
+    scores = score(logits, torch.full((6,), temperature), chosen, 4, requested)
     x = logits.double().numpy() / np.float64(np.float32(temperature))
     expected = x - x.max(-1, keepdims=True)
     expected -= np.log(np.exp(expected).sum(-1, keepdims=True))
@@ -65,29 +73,29 @@ def test_scores_are_the_log_softmax(scale: float, temperature: float) -> None:
     assert scores.top_ids.tolist() == order.tolist()
 
 
-def test_scores_of_a_row_do_not_depend_on_its_neighbours() -> None:
+def test_scores_of_a_row_do_not_depend_on_its_neighbours(score: Callable[..., Scores]) -> None:
     g = torch.Generator().manual_seed(4)
     logits = torch.randn(9, 130_001, generator=g) * 3
     chosen, requested = torch.randint(130_001, (9,), generator=g), torch.randint(130_001, (9, 2), generator=g)
     temperature = torch.rand(9, generator=g) + 0.5
-    together = native.score(logits, temperature, chosen, 5, requested)
+    together = score(logits, temperature, chosen, 5, requested)
     for r in range(9):
         row = slice(r, r + 1)
-        alone = native.score(logits[row], temperature[row], chosen[row], 5, requested[row])
+        alone = score(logits[row], temperature[row], chosen[row], 5, requested[row])
         assert all(torch.equal(a, t[row]) for a, t in zip(alone, together))
 
 
-def test_equal_scores_are_ranked_by_id_and_forbidden_ones_come_last() -> None:
+def test_equal_scores_are_ranked_by_id_and_forbidden_ones_come_last(score: Callable[..., Scores]) -> None:
     logits = torch.tensor([[-INF, 0.0, 1.0, 0.0, 1.0]])
-    scores = native.score(logits, torch.ones(1), torch.tensor([2]), 128, torch.empty((1, 0), dtype=torch.int64))
+    scores = score(logits, torch.ones(1), torch.tensor([2]), 128, torch.empty((1, 0), dtype=torch.int64))
     assert scores.top_ids.tolist() == [[2, 4, 1, 3, 0]]
     assert scores.top[0, -1] == -INF
     assert scores.requested.shape == (1, 0)
 
 
-def test_very_unlikely_tokens_keep_their_order() -> None:
+def test_very_unlikely_tokens_keep_their_order(score: Callable[..., Scores]) -> None:
     logits = torch.tensor([[0.0, -200.0, -150.0, -100.0]])
     none = torch.empty((1, 0), dtype=torch.int64)
-    scores = native.score(logits, torch.ones(1), torch.tensor([1]), 4, none)
+    scores = score(logits, torch.ones(1), torch.tensor([1]), 4, none)
     assert scores.top_ids.tolist() == [[0, 3, 2, 1]]
     assert scores.top[0].tolist() == pytest.approx([0, -100, -150, -200])

@@ -18,7 +18,7 @@ from cpp_kernels import CHOICES, library
 from greedy import FAMILIES, RECURRENT
 from ops.cpp.kernel_launcher import NotCapturable
 from ops.select import Kernels, select
-from runtime.batch import UNKNOWN, Batch, LogprobParams, PromptLogprobs, Sampling
+from runtime.batch import UNKNOWN, Batch, LogprobParams, Sampling
 from runtime.kv_cache.pools import KVPool
 from runtime.layers.embedding import Embedding
 from runtime.layers.forward_batch import ForwardBatch
@@ -195,8 +195,6 @@ def test_what_does_not_fit_a_graph_is_said_before() -> None:
     assert graph.takes(batch_of([1] * MAX_ROWS))
     assert not graph.takes(batch_of([CAPACITY, 1]))
     assert not graph.takes(batch_of([1] * (MAX_ROWS + 1)))
-    wanted = PromptLogprobs(0, 0, np.zeros(1, np.int32), LogprobParams(top=0))
-    assert not graph.takes(batch_of([2], prompt_logprobs=(wanted,)))
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
