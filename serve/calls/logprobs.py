@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import codecs
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from runtime.request import Logprobs
+from serve.calls.json_pieces import PAUSE_S
 
 if TYPE_CHECKING:
     from runtime.tokenizer.tokenizer import Tokenizer
 
+PAUSED_TOKENS = 64  # number of tokens after which a long list pauses; they take about 0.2 ms
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot express
 
 
@@ -63,6 +66,8 @@ def prompt_logprobs(logprobs: Logprobs, tokenizer: Tokenizer, num_top: int) -> l
         best = (logprobs.top[index] if logprobs.top else None) or ()
         ranks = {other: rank for rank, (_, other) in enumerate(best, start=1)}
         pairs = {token_id: value} | {other: logprob for logprob, other in best[:num_top] if other != token_id}
+        if index % PAUSED_TOKENS == 0:
+            time.sleep(PAUSE_S)
         found.append(
             {
                 str(each): {
@@ -91,6 +96,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
         self._at_start = True
+        self._names: dict[int, str] = {}  # names of tokens that have occurred, which often occur again
 
     def piece(self, logprobs: Logprobs, text: str) -> dict[str, Any]:
         """Return the object for the tokens since the last piece.
@@ -119,8 +125,10 @@ class CompletionLogprobs:
     def _alternatives(self, logprobs: Logprobs) -> Sequence[Mapping[str, float] | None]:
         """Return one entry per token: a mapping from the top tokens and the token itself to log-probabilities.
 
-        The entry is None for a token without predecessors.
+        The entry is None for a token without predecessors. Long lists, which are made in a thread, are made with
+        pauses, in which the event loop runs.
         """
+        names = self._names
         alternatives: list[Mapping[str, float] | None] = []
         for index, (value, token_id) in enumerate(logprobs.chosen):
             pairs = logprobs.top[index] if logprobs.top else ()
@@ -129,6 +137,12 @@ class CompletionLogprobs:
                 continue
             named: dict[str, float] = {}
             for logprob, token in [*pairs, (value, token_id)]:
-                named.setdefault(_name(self._tokenizer, token, self._as_ids), _finite(logprob))
+                name = names.get(token)
+                if name is None:
+                    name = names[token] = _name(self._tokenizer, token, self._as_ids)
+                if name not in named:
+                    named[name] = logprob if logprob is not None and logprob > LOWEST else LOWEST
             alternatives.append(named)
+            if index % PAUSED_TOKENS == PAUSED_TOKENS - 1:
+                time.sleep(PAUSE_S)
         return alternatives
