@@ -411,11 +411,16 @@ def size_cache(
     kinds = make_kinds(worker.cache_specs, plan, pages)
     flag = "--speculative-num-steps" if plan.scheduler.max_model_drafts else "--speculative-num-draft-tokens"
     _check_drafts(kinds, plan.scheduler.max_drafts, flag)
-    if kinds and plan.scheduler.draft_topk > 1:
-        raise ConfigurationError(
-            f"--speculative-eagle-topk {plan.scheduler.draft_topk}: models with sliding-window or recurrent layers "
-            "take one chain of drafts; set it to 1."
-        )
+    breadths = {
+        "--speculative-eagle-topk": plan.scheduler.draft_topk,
+        "--speculative-ngram-max-bfs-breadth": plan.scheduler.draft_breadths[1],
+    }
+    for flag, breadth in breadths.items():
+        if kinds and breadth > 1:
+            raise ConfigurationError(
+                f"{flag} {breadth}: models with sliding-window or recurrent layers take one chain of drafts; set it "
+                "to 1."
+            )
     limits = [plan.scheduler.max_running, *(kind.max_sequences for kind in kinds if kind.max_sequences)]
     plan = replace(plan, scheduler=replace(plan.scheduler, max_running=min(limits)))
     cache = CacheSetup(

@@ -126,7 +126,8 @@ class SchedulerPlan(Section):
     max_lookup_drafts: int = 0  # maximum number of draft tokens from prompt lookup per row; 0: no prompt lookup
     max_model_drafts: int = 0  # maximum number of draft tokens from a draft model or head per row; 0: no such model
     draft_topk: int = 1  # number of alternative ids that a draft model or head proposes for each draft token
-    max_tree_drafts: int = 0  # maximum number of draft tokens of a row, including alternatives
+    max_tree_drafts: int = 0  # maximum number of a model's draft tokens of a row, including alternatives
+    max_lookup_ids: int = 0  # the same for draft tokens from prompt lookup
     # Minimum factor by which draft tokens must speed up decoding (in tokens per second). If they do not, steps have
     # none. None: steps always have draft tokens.
     min_draft_gain: float | None = None
@@ -134,6 +135,9 @@ class SchedulerPlan(Section):
     # Whether `overlap_drafts` also applies to sampled sequences, whose random numbers depend on the output position.
     overlap_draws: bool = False
     draft_windows: tuple[int, int] = (2, 8)  # smallest and largest n-gram that prompt lookup compares
+    draft_breadths: tuple[int, int] = (1, 1)  # continuations that it proposes after the longest and shortest n-grams
+    drafts_by_frequency: bool = False  # whether it prefers the most frequent continuation to the most recent one
+    draft_capacity: int = 10_000_000  # maximum number of states of a sequence's index
     adapter_slots: int = 0  # maximum number of LoRA adapters in one batch
     adapters_fifo: bool = False  # evict adapters in FIFO order instead of the least recently used first
     target_token_ms: float | None = None  # target for the time between two tokens of a stream; None: no target

@@ -63,7 +63,8 @@ def header(plan: SchedulerPlan, cache: PrefixCache, **settings: Any) -> dict[str
 def make_plan(first: Mapping[str, Any]) -> SchedulerPlan:
     """Return the scheduler plan of a record. Raises `TypeError` if another version of Penstock wrote the record."""
     values = dict(first["scheduler"])
-    values["draft_windows"] = tuple(values["draft_windows"])
+    for name in ("draft_windows", "draft_breadths"):
+        values[name] = tuple(values[name])
     return SchedulerPlan(**values)
 
 

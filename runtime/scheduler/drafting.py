@@ -15,7 +15,7 @@ from runtime.sequence import Sequence
 from runtime.speculative.chain import ChainDrafter
 from runtime.speculative.gain import DraftGain
 from runtime.speculative.model_drafts import ModelDrafter
-from runtime.speculative.ngram import NgramDrafter
+from runtime.speculative.ngram import LookupSettings, NgramDrafter
 
 
 class Drafting:
@@ -35,9 +35,15 @@ class Drafting:
         self.enabled = plan.max_drafts > 0
         self.by_model = plan.max_model_drafts > 0
         self._max_lookup, self._max_model = plan.max_lookup_drafts, plan.max_model_drafts
-        self._windows = plan.draft_windows
+        self._settings = LookupSettings(
+            *plan.draft_windows,
+            *plan.draft_breadths,
+            by_frequency=plan.drafts_by_frequency,
+            max_ids=plan.max_lookup_ids,
+            capacity=plan.draft_capacity,
+        )
         self._topk, self._max_tree = plan.draft_topk, plan.max_tree_drafts
-        self._branches = self._topk > 1
+        self._branches = self._topk > 1 or self._settings.max_breadth > 1
         self._max_step = plan.max_step_drafts
         # A row after draft tokens in flight begins at an unknown position, but recurrent layers need exact positions.
         self._follows = plan.overlap_drafts and all(kind.steps_back is None for kind in cache.kinds)
@@ -56,7 +62,7 @@ class Drafting:
             return
         asked = sequence.sampling.speculative
         lookup, model = (most if asked is None else min(asked, most) for most in (self._max_lookup, self._max_model))
-        looking = NgramDrafter(lookup, *self._windows) if lookup else None
+        looking = NgramDrafter(lookup, self._settings) if lookup else None
         asking = ModelDrafter(model, self._topk, self._max_tree) if model else None
         sequence.drafter = ChainDrafter(looking, asking) if looking and asking else looking or asking
 

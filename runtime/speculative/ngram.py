@@ -1,90 +1,160 @@
-"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the sequence's last n-gram.
+"""Prompt lookup: proposes the tokens that followed an earlier occurrence of the sequence's last tokens.
 
 Outputs that copy or edit their prompt repeat long parts of it. A step that verifies several tokens takes little longer
-than a step that computes one. The index contains only n-grams of the sequence's own prompt and output.
+than a step that computes one. The index is a suffix automaton of the sequence's own prompt and output.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
-CATCH_UP_TOKENS = 2048  # maximum number of tokens indexed in one call (about 0.5 ms)
-FIRST_DRAFT = 4  # number of ids in a sequence's first proposal
-MAX_PAUSE_BITS = 7  # a sequence whose proposals keep failing pauses for up to 2**7 tokens
+from runtime.speculative.pace import Pace
+from runtime.speculative.suffix_automaton import ROOT, SuffixAutomaton
+
+CATCH_UP_TOKENS = 1024  # maximum number of tokens indexed in one call (about 1 ms)
+
+
+@dataclass(frozen=True, slots=True)
+class LookupSettings:
+    """How prompt lookup finds tokens.
+
+    With `by_frequency`, it follows the most frequent continuation, otherwise the most recent one. Where the text
+    branches, up to `max_breadth` continuations are proposed: `max_breadth` after short n-grams, `min_breadth` after the
+    longest ones, and fewer after each proposed token. `max_ids` is the maximum number of ids of all continuations.
+    """
+
+    min_window: int = 2  # shortest n-gram that is looked up
+    max_window: int = 8  # longest n-gram that is looked up
+    min_breadth: int = 1
+    max_breadth: int = 1
+    by_frequency: bool = False
+    max_ids: int = 0
+    capacity: int = 10_000_000  # maximum number of states of the automaton; beyond it, the older half is forgotten
 
 
 class NgramDrafter:
-    """Proposes draft tokens for one sequence from an index of its n-grams.
+    """Proposes draft tokens for one sequence: the continuation of its longest suffix that occurred before.
 
-    The n-gram sizes are `max_window`, its repeated halves, and `min_window`. The longest n-gram that occurred before is
-    used. The proposals grow while they are accepted, and shrink to the number of tokens accepted last + 1.
-    They pause after failures, so that text without repetitions is decoded as fast as without draft tokens.
+    The drafter pauses after failures (see `Pace`).
     """
 
-    __slots__ = ("_ends", "_length", "_max_drafts", "_num_failures", "_num_indexed", "_resume", "_sizes")
+    __slots__ = ("_first", "_index", "_length", "_pace", "_pending", "_settings", "_state")
 
-    def __init__(self, max_drafts: int, min_window: int, max_window: int) -> None:
-        self._max_drafts = max_drafts
-        sizes = [max_window]
-        while sizes[-1] // 2 > min_window:
-            sizes.append(sizes[-1] // 2)
-        self._sizes = tuple(dict.fromkeys([*sizes, min_window]))  # longest first
-        # For each size: n-gram -> position after its last occurrence that a known token follows.
-        self._ends: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in self._sizes)
-        self._num_indexed = 0  # n-grams that end before this position are indexed
-        self._length = min(FIRST_DRAFT, max_drafts)  # length of the next proposal
-        self._num_failures = 0  # consecutive failures
-        self._resume = 0  # sequence length at which proposals resume
+    def __init__(self, max_drafts: int, settings: LookupSettings) -> None:
+        self._pace = Pace(max_drafts)
+        self._settings = settings
+        self._index = SuffixAutomaton(settings.max_window + 1)
+        self._first = 0  # position of the index's first token in the sequence
+        self._state, self._length = ROOT, 0  # of the n-gram that was found last
+        self._pending: list[int] = []  # the tokens that were assumed to be pending
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
         """Return up to `limit` ids to follow the known `ids` and `num_pending` pending tokens.
 
         The list is empty if there is no match. The pending tokens are assumed to be the ones that followed the match.
         """
-        if len(ids) < self._resume:
+        if len(ids) < self._pace.resume or not self._extend(ids) or not self._find():
             return []
-        self._index(ids)
-        if self._num_indexed < len(ids) - 1:
-            return []  # a long prompt is not fully indexed yet; the next call continues
-        count = num_pending + min(self._length, limit)
-        for size, ends in zip(self._sizes, self._ends, strict=True):
-            end = ends.get(tuple(ids[-size:]))
-            if end is not None:
-                continuation = ids[end : end + count]
-                while (
-                    len(continuation) < count
-                ):  # the match overlaps its continuation, so the text repeats with a period
-                    continuation += continuation[: count - len(continuation)]
-                return continuation[num_pending:]
-        return []
+        found = self._continuation(ids, num_pending + min(self._pace.length, limit))
+        self._pending = found[:num_pending]
+        return found[num_pending:]
 
     def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
-        """Return no alternatives."""
-        return []
+        """Return (number of the replaced draft token, ids) for each alternative to the ids that were proposed last.
+
+        Better alternatives come first. All ids together, with the proposed ones, are at most `max_ids`.
+        """
+        settings, left = self._settings, self._settings.max_ids - len(proposed)
+        if settings.max_breadth == 1 or left <= 0:
+            return []
+        found = self._branches(proposed)[:left]
+        if not found:
+            return []
+        longest = max(left // len(found), 1)
+        return [
+            (depth, self._follow(state, length, min(longest, len(proposed) + 1 - depth), token))
+            for depth, state, length, token in found
+        ]
 
     def note(self, num_proposed: int, num_accepted: int, num_known: int) -> None:
         """Record the result of a proposal. `num_known` is the number of known tokens."""
-        if num_accepted == num_proposed:
-            self._length = min(2 * num_proposed, self._max_drafts)
-        else:
-            self._length = max(1, min(num_accepted + 1, self._max_drafts))
-        if num_accepted:
-            self._num_failures = 0
-            return
-        self._num_failures += 1
-        self._resume = num_known + (1 << min(self._num_failures, MAX_PAUSE_BITS))
+        self._pace.note(num_proposed, num_accepted, num_known)
 
-    def _index(self, ids: Seq[int]) -> None:
-        """Index the n-grams that end before the last known token."""
-        first = self._num_indexed
-        last = min(len(ids) - 1, first + CATCH_UP_TOKENS)  # the n-grams that end at first + 1 .. last are indexed now
-        if last <= first:
-            return
-        for size, ends in zip(self._sizes, self._ends, strict=True):
-            if last < size:
-                continue
-            begin = max(first + 1 - size, 0)
-            part = ids[begin:last]
-            grams = zip(*(part[offset:] for offset in range(size)), strict=False)
-            ends.update(zip(grams, range(begin + size, last + 1), strict=False))
-        self._num_indexed = last
+    def _extend(self, ids: list[int]) -> bool:
+        """Index the known tokens, or a part of a long prompt. Return whether all are indexed."""
+        done = self._first + self._index.num_tokens
+        self._index.extend(ids[done : done + CATCH_UP_TOKENS])
+        if len(self._index.nexts) > self._settings.capacity:
+            self._first += self._index.num_tokens - self._settings.capacity // 4
+            self._index = SuffixAutomaton(self._settings.max_window + 1)
+            return self._extend(ids)
+        return self._first + self._index.num_tokens == len(ids)
+
+    def _find(self) -> bool:
+        """Find the longest suffix that a token followed earlier. Return whether it is long enough."""
+        index, settings = self._index, self._settings
+        state, length = index.suffix(index.state, index.length, settings.max_window)
+        while length >= settings.min_window and not index.nexts[state]:
+            state = index.links[state]
+            length = min(length, index.lengths[state])
+        self._state, self._length = state, length
+        return length >= settings.min_window
+
+    def _continuation(self, ids: list[int], count: int) -> list[int]:
+        """Return the `count` ids that are expected to follow."""
+        if self._settings.by_frequency:
+            return self._follow(self._state, self._length, count)
+        nexts, ends = self._index.nexts[self._state], self._index.ends
+        begin = self._first + max([ends[state] for state in nexts.values()]) - 1
+        found = ids[begin : begin + count]
+        while len(found) < count:  # the match overlaps its continuation, so the text repeats with a period
+            found += found[: count - len(found)]
+        return found
+
+    def _ranked(self, state: int) -> list[int]:
+        """Return the tokens that followed strings of this state, the most recent or most frequent one first."""
+        index, nexts = self._index, self._index.nexts[state]
+        rank = index.counts if self._settings.by_frequency else index.ends
+        return sorted(nexts, key=lambda token: (rank[nexts[token]], index.ends[nexts[token]]), reverse=True)
+
+    def _follow(self, state: int, length: int, count: int, token: int | None = None) -> list[int]:
+        """Return up to `count` ids that follow a string of this state, beginning with `token` if it is given."""
+        found, index, most = [], self._index, self._settings.max_window
+        while len(found) < count:
+            while not index.nexts[state]:  # the text ends here
+                state = index.links[state]
+                length = min(length, index.lengths[state])
+            if token is None:
+                nexts, rank = index.nexts[state], index.counts if self._settings.by_frequency else index.ends
+                token = max(nexts, key=lambda each: (rank[nexts[each]], index.ends[nexts[each]]))
+            found.append(token)
+            state, length = index.suffix(index.nexts[state][token], length + 1, most)
+            token = None
+        return found
+
+    def _branches(self, proposed: list[int]) -> list[tuple[int, int, int, int]]:
+        """Return (number of the replaced draft token, state, length, other token) for alternatives, best first."""
+        index, settings = self._index, self._settings
+        state, length = self._state, self._length
+        scale = (settings.max_breadth - settings.min_breadth) / settings.max_window
+        breadth = settings.max_breadth - length * scale
+        found, shares, share = list[tuple[int, int, int, int]](), list[float](), 1.0
+        for depth, own in enumerate([*self._pending, *proposed], 1 - len(self._pending)):
+            while own not in index.nexts[state]:  # a period that continues beyond the text
+                if state == ROOT:
+                    return found
+                state = index.links[state]
+                length = min(length, index.lengths[state])
+            nexts = index.nexts[state]
+            total = max(sum(index.counts[each] for each in nexts.values()), 1)
+            most = settings.max_breadth if settings.by_frequency else max(int(breadth), 1)
+            others = [token for token in self._ranked(state)[:most] if token != own][: most - 1] if depth > 0 else ()
+            found += [(depth, state, length, token) for token in others]
+            shares += [share * index.counts[nexts[token]] / total for token in others]
+            share *= index.counts[nexts[own]] / total
+            breadth -= scale
+            state, length = index.suffix(nexts[own], length + 1, settings.max_window)
+        if settings.by_frequency:
+            order = sorted(range(len(found)), key=lambda place: -shares[place])
+            found = [found[place] for place in order]
+        return found

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runtime.batch import Batch, Drafts, Ints
 from runtime.kv_cache.pools import KVPool
+from runtime.speculative.model_drafts import DRAFT
 
 # For each draft number: the rows that have a draft token with this number, and the likeliest ids there, [n, topk].
 Alternatives = Sequence[tuple[Ints, Ints]]
@@ -66,6 +67,8 @@ def with_branch_ids(batch: Batch, proposed: Batch, alternatives: Alternatives) -
     numbers, firsts = kept.cumsum() - 1, batch.counts.cumsum() - batch.counts
     used: dict[tuple[int, int], list[int]] = {}
     for row, owner, depth in zip(*(each.tolist() for each in batch.drafts.branches)):
+        if ids[firsts[row]] != DRAFT:  # from prompt lookup
+            continue
         known = used.setdefault((owner, depth), [int(ids[firsts[owner] + depth])])
         rows, likeliest = alternatives[depth - 1]
         [found] = likeliest[rows == numbers[owner]].tolist()

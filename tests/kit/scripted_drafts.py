@@ -7,7 +7,7 @@ from zlib import crc32
 
 from runtime.scheduler.scheduler import Scheduler
 from runtime.sequence import Sequence
-from runtime.speculative.ngram import NgramDrafter
+from runtime.speculative.ngram import LookupSettings, NgramDrafter
 
 
 class ScriptedDrafter(NgramDrafter):
@@ -16,7 +16,7 @@ class ScriptedDrafter(NgramDrafter):
     __slots__ = ("_expected", "_limit", "_right", "_sequence", "_vocab_size")
 
     def __init__(self, sequence: Sequence, expected: list[int], vocab_size: int, limit: int) -> None:
-        super().__init__(1, 1, 1)
+        super().__init__(1, LookupSettings())
         self._right: tuple[int, list[int]] = (0, [])  # place of the first wrong draft, and the right ids there
         self._limit = limit
         self._sequence, self._expected, self._vocab_size = sequence, expected, vocab_size

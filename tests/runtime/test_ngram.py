@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from time import perf_counter
+from typing import Any
 
 from runtime.speculative import ngram
-from runtime.speculative.ngram import NgramDrafter
+from runtime.speculative.ngram import LookupSettings, NgramDrafter
+from runtime.speculative.suffix_automaton import SuffixAutomaton
 
 
-def drafter(max_drafts: int = 8, windows: tuple[int, int] = (2, 8)) -> NgramDrafter:
-    return NgramDrafter(max_drafts, *windows)
+def drafter(max_drafts: int = 8, windows: tuple[int, int] = (2, 8), **settings: Any) -> NgramDrafter:
+    return NgramDrafter(max_drafts, LookupSettings(*windows, **settings))
 
 
 def test_what_followed_the_last_tokens_is_proposed():
@@ -74,6 +76,62 @@ def test_a_long_prompt_is_indexed_in_parts():
     found = [lookup.propose(ids, 0, 8) for _ in range(5)]
     assert found[0] == []
     assert found[-1] == [2, 3, 4, 5]
+
+
+def test_the_automaton_knows_every_string_with_its_last_end_and_count():
+    draw = random.Random(5)
+    for _ in range(60):
+        count, most = draw.randrange(1, 50), draw.randrange(1, 7)
+        ids = [draw.randrange(draw.choice([1, 2, 4])) for _ in range(count)]
+        automaton = SuffixAutomaton(most)
+        for token in ids:
+            automaton.extend([token])
+        for begin in range(count):
+            state = 0
+            for end in range(begin + 1, min(begin + most, count) + 1):
+                state, text = automaton.nexts[state][ids[end - 1]], ids[begin:end]
+                found = [last for last in range(len(text), count + 1) if ids[last - len(text) : last] == text]
+                assert (automaton.ends[state], automaton.counts[state]) == (found[-1], len(found))
+
+
+def test_the_most_frequent_continuation_is_proposed():
+    ids = [1, 2, 8, 5, 1, 2, 8, 6, 1, 2, 9, 7, 1, 2]
+    assert drafter(2).propose(ids, 0, 2) == [9, 7]
+    assert drafter(2, by_frequency=True).propose(ids, 0, 1) == [8]
+
+
+def test_a_tree_has_the_other_continuations():
+    ids = [1, 2, 8, 5, 0, 1, 2, 8, 5, 1, 2, 9, 7, 3, 1, 2]
+    lookup = drafter(4, max_breadth=4, max_ids=6)
+    assert lookup.propose(ids, 0, 3) == [9, 7, 3]
+    assert lookup.alternatives([9, 7, 3]) == [(1, [8, 5, 1])]
+    assert drafter(4, max_breadth=1, max_ids=6).alternatives([9, 7, 3]) == []
+    frequent = drafter(4, max_breadth=4, max_ids=4, by_frequency=True)
+    assert frequent.propose(ids, 0, 2) == [8, 5]
+    assert frequent.alternatives([8, 5]) == [(1, [9, 7])]
+
+
+def test_alternatives_fit_the_limits():
+    draw = random.Random(2)
+    for trial in range(200):
+        ids = [draw.randrange(3) for _ in range(draw.randrange(2, 80))]
+        lookup = drafter(8, max_breadth=draw.randrange(2, 6), max_ids=10, by_frequency=bool(trial % 2))
+        proposed = lookup.propose(ids, 0, draw.randrange(1, 9))
+        found = lookup.alternatives(proposed) if proposed else []
+        assert len(proposed) + sum(len(own) for _, own in found) <= 10
+        assert all(1 <= depth <= len(proposed) and own[0] != proposed[depth - 1] for depth, own in found)
+        assert len({(depth, own[0]) for depth, own in found}) == len(found)
+
+
+def test_the_oldest_text_is_forgotten_beyond_the_capacity():
+    lookup = drafter(4, capacity=1024)
+    ids = [10_000, 10_001, 10_002, *range(3000), 10_000, 10_001]
+    found = [lookup.propose(ids, 0, 4) for _ in range(5)]
+    assert found[-1] == []
+    ids = [*range(3000), 2900, 2901]
+    lookup = drafter(4, capacity=1024)
+    found = [lookup.propose(ids, 0, 4) for _ in range(5)]
+    assert found[-1] == [2902, 2903, 2904, 2905]
 
 
 def test_a_proposal_takes_microseconds():

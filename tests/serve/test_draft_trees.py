@@ -79,6 +79,43 @@ async def test_tokens_with_a_tree_are_those_of_plain_decoding(
         assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == answer[IDS]
 
 
+# Random texts of three tokens, in which each n-gram has several continuations.
+THREE: dict[str, Any] = {
+    "temperature": 1,
+    "max_new_tokens": 60,
+    "sampling_seed": 3,
+    "logit_bias": {"275": 99, "85": 99, "16": 99},
+}
+NGRAM_TREE: dict[str, Any] = {
+    "speculative_ngram_max_match_window_size": 2,
+    "speculative_ngram_min_bfs_breadth": 3,
+    "speculative_ngram_max_bfs_breadth": 3,
+    "speculative_num_draft_tokens": 16,
+}
+
+
+@pytest.mark.parametrize("match_type", ["BFS", pytest.param("PROB", marks=pytest.mark.slow)])
+async def test_prompt_lookup_proposes_trees(match_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = count_taken(monkeypatch)
+    monkeypatch.setitem(globals(), "PROMPTS", PROMPTS[2:])
+    monkeypatch.setitem(globals(), "PARAMS", [*PARAMS[:1], THREE, {**THREE, "sampling_seed": 4}])
+    tree = {"speculative_algorithm": "NGRAM", "speculative_ngram_match_type": match_type, **NGRAM_TREE}
+    found, expected = await answers(**tree, **ALWAYS), await answers()
+    assert [answer[IDS] for answer in found] == [answer[IDS] for answer in expected]
+    assert sum(taken) > 5
+
+
+@pytest.mark.slow
+async def test_ranks_verify_trees() -> None:
+    """Rank 0 proposes all ids, and every rank takes the same branches."""
+    for method in ("EAGLE3", "NGRAM,EAGLE3"):
+        tree = TREE | (NGRAM_TREE if "NGRAM" in method else {})
+        found = await answers(speculative_algorithm=method, **tree, **ALWAYS, tp_size=2)
+        expected = await answers(tp_size=2)
+        assert [answer[IDS] for answer in found] == [answer[IDS] for answer in expected]
+        assert any(answer["meta_info"].get("spec_num_correct_drafts", 0) > 3 for answer in found)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["STANDALONE", "NGRAM,STANDALONE", "NGRAM,EAGLE3"])
 async def test_every_method_may_have_alternatives(method: str, plain: list[list[int]]) -> None:
@@ -100,8 +137,12 @@ async def test_tiny_heads_with_trees(kind: str, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"tp_size": 2}, "one chain of drafts"),
         ({"pp_size": 2}, "one chain of drafts"),
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 1, "speculative_ngram_max_bfs_breadth": 2}
+            | {"speculative_draft_model_path": None, "pp_size": 2},
+            "one chain of drafts",
+        ),
         ({"speculative_algorithm": "NGRAM"}, "--speculative-eagle-topk needs"),
     ],
 )

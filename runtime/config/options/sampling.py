@@ -8,7 +8,6 @@ from ops.backends import SAMPLING
 from runtime.config.option_spec import Json, option, planned
 
 CHAINS = tuple(f"NGRAM,{method}" for method in ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"))
-ONE_CHAIN = "leave it out: Penstock verifies a single chain of drafts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,11 +171,47 @@ class SpeculativeArgs:
         other_unit=True,
         sglang="12",
     )
-    speculative_ngram_min_bfs_breadth: int = planned(
-        1, "NGRAM: minimum number of branches of a draft tree.", low=1, instead=ONE_CHAIN
+    speculative_ngram_match_type: str = option(
+        "BFS",
+        "NGRAM: which continuation of an n-gram is proposed if there are several. BFS: the most recent one. PROB: the "
+        "most frequent one.",
+        choices=("BFS", "PROB"),
+        plan="scheduler.drafts_by_frequency",
     )
-    speculative_ngram_max_bfs_breadth: int = planned(
-        1, "NGRAM: maximum number of branches of a draft tree.", low=1, instead=ONE_CHAIN
+    speculative_ngram_min_bfs_breadth: int = option(
+        1,
+        "NGRAM: maximum number of continuations of the longest n-grams that one step verifies. PROB ignores it.",
+        low=1,
+        high=16,
+        plan="scheduler.draft_breadths",
+        other_unit=True,
+    )
+    speculative_ngram_max_bfs_breadth: int = option(
+        1,
+        "NGRAM: maximum number of continuations of the shortest n-grams that one step verifies. Above 1, drafts are "
+        "a tree of up to --speculative-num-draft-tokens ids.",
+        low=1,
+        high=16,
+        plan="scheduler.draft_breadths",
+        other_unit=True,
+        sglang="10",
+    )
+    speculative_ngram_max_trie_depth: int | None = option(
+        None,
+        "NGRAM: a lower maximum for n-grams: they have at most this number of tokens - 1. Default: no lower maximum.",
+        low=2,
+        high=65,
+        plan="scheduler.draft_windows",
+        other_unit=True,
+        sglang="18",
+    )
+    speculative_ngram_capacity: int = option(
+        10_000_000,
+        "NGRAM: maximum number of states of a request's index, which has at most two per token. Beyond it, the older "
+        "tokens of the request are no longer looked up.",
+        low=1024,
+        plan="scheduler.draft_capacity",
+        other_unit=True,
     )
     speculative_ngram_branch_length: int | None = option(
         None,

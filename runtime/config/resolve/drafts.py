@@ -33,6 +33,11 @@ _ALGORITHMS = {  # option -> the algorithms that read it
     "speculative_ngram_branch_length": ("NGRAM",),
     "speculative_ngram_min_match_window_size": ("NGRAM",),
     "speculative_ngram_max_match_window_size": ("NGRAM",),
+    "speculative_ngram_match_type": ("NGRAM",),
+    "speculative_ngram_min_bfs_breadth": ("NGRAM",),
+    "speculative_ngram_max_bfs_breadth": ("NGRAM",),
+    "speculative_ngram_max_trie_depth": ("NGRAM",),
+    "speculative_ngram_capacity": ("NGRAM",),
 }
 
 
@@ -80,6 +85,11 @@ def draft_decisions(
         "overlap_drafts": _overlap_drafts(builder, gpu, kernels, overlap=overlap),
         "overlap_draws": Decision(gpu is None, "positions are known" if gpu is None else "positions are unknown"),
         "draft_windows": _draft_windows(builder),
+        "draft_breadths": _breadths(builder),
+        "drafts_by_frequency": Decision(
+            builder.args.speculative.speculative_ngram_match_type == "PROB", "by --speculative-ngram-match-type"
+        ),
+        "draft_capacity": builder.follow("speculative_ngram_capacity"),
         **_tree(builder, facts),
     }
 
@@ -212,24 +222,32 @@ def _model_drafts(builder: PlanBuilder, method: str, *, chained: bool, facts: Mo
 
 
 def _tree(builder: PlanBuilder, facts: ModelFacts) -> dict[str, Decision]:
-    """Decide the number of alternatives per draft token, and the maximum number of draft tokens with alternatives."""
-    args, parallel = builder.args.speculative, builder.args.parallel
+    """Decide the number of alternatives per draft token, and the maximum numbers of draft tokens with alternatives."""
+    args = builder.args.speculative
     topk = args.speculative_eagle_topk
     if topk > 1 and model_method(builder) is not None:
-        why = None
-        if parallel.tp_size * parallel.pp_size > 1:
-            why = "several ranks (--tp-size, --pp-size) take one chain of drafts"
-        elif facts.recurrent:
-            why = "recurrent layers take one chain of drafts"
-        if why is not None:
-            builder.refuse("speculative_eagle_topk", f"--speculative-eagle-topk {topk}: {why}; set it to 1.")
+        _check_tree(builder, facts, "speculative_eagle_topk", topk)
+    if args.speculative_ngram_max_bfs_breadth > 1 and "NGRAM" in methods(builder):
+        _check_tree(builder, facts, "speculative_ngram_max_bfs_breadth", args.speculative_ngram_max_bfs_breadth)
     steps = args.speculative_num_steps or MODEL_DRAFTS
     tokens = args.speculative_num_draft_tokens
     most = steps * topk if tokens is None or topk == 1 else tokens - 1
+    reason = "drafts of all steps" if tokens is None else "by the number of draft tokens"
     return {
         "draft_topk": builder.follow("speculative_eagle_topk"),
-        "max_tree_drafts": Decision(most, "drafts of all steps" if tokens is None else "by the number of draft tokens"),
+        "max_tree_drafts": Decision(most, reason),
+        "max_lookup_ids": Decision(tokens or MAX_DRAFTS, reason),
     }
+
+
+def _check_tree(builder: PlanBuilder, facts: ModelFacts, option: str, value: int) -> None:
+    why = None
+    if builder.args.parallel.pp_size > 1:
+        why = "the stages of a pipeline (--pp-size) take one chain of drafts"
+    elif facts.recurrent:
+        why = "recurrent layers take one chain of drafts, because a state cannot follow two branches"
+    if why is not None:
+        builder.refuse(option, f"--{option.replace('_', '-')} {value}: {why}; set it to 1.")
 
 
 def _overlap_drafts(builder: PlanBuilder, gpu: Gpu | None, kernels: KernelPlan, *, overlap: bool) -> Decision[bool]:
@@ -270,9 +288,22 @@ def _min_gain(builder: PlanBuilder) -> Decision[float | None]:
 def _draft_windows(builder: PlanBuilder) -> Decision[tuple[int, int]]:
     args = builder.args.speculative
     low, high = args.speculative_ngram_min_match_window_size, args.speculative_ngram_max_match_window_size
+    if args.speculative_ngram_max_trie_depth is not None:
+        high = min(high, args.speculative_ngram_max_trie_depth - 1)
     if low > high:
         builder.refuse(
             "speculative_ngram_min_match_window_size",
             f"--speculative-ngram-min-match-window-size {low} exceeds the largest window of {high}.",
         )
     return Decision((low, high), "the shortest and the longest n-gram that is looked up")
+
+
+def _breadths(builder: PlanBuilder) -> Decision[tuple[int, int]]:
+    args = builder.args.speculative
+    low, high = args.speculative_ngram_min_bfs_breadth, args.speculative_ngram_max_bfs_breadth
+    if low > high:
+        builder.refuse(
+            "speculative_ngram_min_bfs_breadth",
+            f"--speculative-ngram-min-bfs-breadth {low} exceeds --speculative-ngram-max-bfs-breadth {high}.",
+        )
+    return Decision((low, high), "continuations after the longest and after the shortest n-grams")
