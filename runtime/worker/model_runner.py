@@ -399,17 +399,16 @@ class StepExecutor:
         Rank 0 proposes, and sends the ids to the other ranks that embed tokens.
         """
         is_drafted = batch.drafts is not None and DRAFT in batch.token_ids
-        proposed = batch
+        proposed = whole = batch
         if self._draft_model is not None:
             proposed = self._draft_model.propose(trunks(batch), self.last_tokens)
+            if proposed is not batch:
+                whole = with_branch_ids(batch, proposed, self._draft_model.alternatives)
         if self.mesh is not None and is_drafted:
-            ids = torch.from_numpy(np.ascontiguousarray(proposed.token_ids)).clone()
+            ids = torch.from_numpy(np.ascontiguousarray(whole.token_ids)).clone()
             ids = self.mesh.axis("tp").broadcast(ids)
-            proposed = replace(proposed, token_ids=ids.numpy())
-        if proposed is batch or self._draft_model is None:
-            return (batch, batch) if proposed is batch else (with_proposals(batch, proposed), proposed)
-        whole = with_branch_ids(batch, proposed, self._draft_model.alternatives)
-        return with_proposals(batch, whole), proposed
+            whole = replace(whole, token_ids=ids.numpy())
+        return (batch if whole is batch else with_proposals(batch, whole)), proposed if self._draft_model else whole
 
     # --- ranks other than 0 ---
 
