@@ -60,7 +60,7 @@ SITUATIONS: list[tuple[Machine, dict[str, Any]]] = [
     (CPU, {"kv_cache_dtype": "fp8_e4m3"}),
     (CPU, {"enable_priority_scheduling": True, "enable_trace": True}),
     (CPU, NODES),
-    (CPU, {"speculative_algorithm": "NGRAM"}),
+    (CPU, {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 8}),
     (CPU, {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "draft"}),
     (CPU, {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": "draft"}),
     (CPU, {"enable_lora": True}),
