@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         RequestError,
     )
     from serve.python.engine import Engine
+    from serve.python.recording import Recording
     from serve.python.sampling import SamplingParams, StructuredOutputsParams
     from serve.python.sync_engine import SyncEngine
     from serve.vllm.llm import LLM
@@ -40,6 +41,7 @@ __all__ = [
     "InvalidRequest",
     "Overloaded",
     "PenstockError",
+    "Recording",
     "RequestError",
     "SamplingParams",
     "StructuredOutputsParams",
@@ -51,6 +53,7 @@ __all__ = [
 _MODULES = {
     "Engine": "serve.python.engine",
     "LLM": "serve.vllm.llm",
+    "Recording": "serve.python.recording",
     "SamplingParams": "serve.python.sampling",
     "StructuredOutputsParams": "serve.python.sampling",
     "SyncEngine": "serve.python.sync_engine",

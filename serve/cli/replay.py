@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import orjson
 
@@ -17,6 +18,7 @@ from runtime.batch import Runner, StepOutput
 from runtime.config import Args
 from runtime.errors import ConfigurationError
 from runtime.replay.player import Applied, Counts, Difference, Dropped, Launched, Player
+from runtime.replay.timeline import as_svg, read_timeline
 from serve.demo import demo_path
 
 
@@ -37,7 +39,14 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("file", metavar="FILE", help="the record")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--no-check", action="store_true", help="do not verify pages and rows after every step")
+    parser.add_argument("--plot", metavar="FILE.svg", help="write a plot of the requests and steps over time, and end")
     flags, rest = parser.parse_known_args(words)
+    if flags.plot is not None:
+        try:
+            Path(flags.plot).write_text(as_svg(read_timeline(flags.file)))
+        except (OSError, Difference) as error:
+            raise ConfigurationError(f"--plot {flags.plot}: {error}.") from error
+        return 0
     player = Player(flags.file, check=not flags.no_check)
     difference = None
     try:

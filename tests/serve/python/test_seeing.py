@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
 import tiny_models
 from runtime.errors import InvalidRequest
-from serve import Engine, SyncEngine
+from serve import Engine, Recording, SyncEngine
+from serve.cli.replay import main
 
 LONG = {"max_new_tokens": 1500, "ignore_eos": True}
 
@@ -101,3 +104,24 @@ def test_sync_engine_shows_the_same() -> None:
         assert "running" in repr(engine)
         view.stop()
     assert "closed" in repr(engine)
+
+
+def test_a_recording_shows_the_times_that_the_engine_reports(tmp_path: Path) -> None:
+    with SyncEngine(tiny_models.cached(), record=str(tmp_path / "a.record"), max_running_requests=1) as engine:
+        answers = engine.generate(["Once", "upon a time", "there"], {"max_new_tokens": 6, "ignore_eos": True})
+    recording = Recording(tmp_path / "a.record")
+    assert [each.num_output for each in recording.requests] == [6, 6, 6]
+    for answer, life in zip(answers, recording.requests, strict=True):
+        assert life.num_prompt == answer.meta_info.prompt_tokens
+        assert life.begun_s is not None and life.first_s is not None and life.last_s is not None  # noqa: PT018
+        assert life.added_s <= life.begun_s < life.first_s <= life.last_s
+        assert life.finish == "length"
+    first, second, third = (each.begun_s or 0.0 for each in recording.requests)
+    assert first < second < third  # one request runs at a time
+    num_prompt = sum(each.num_prompt for each in recording.requests)
+    assert sum(step.num_prompt_tokens for step in recording.steps) == num_prompt
+    assert main([str(tmp_path / "a.record"), "--plot", str(tmp_path / "a.svg")]) == 0
+    plot = ElementTree.parse(tmp_path / "a.svg").getroot()
+    bars = [each for each in plot.iter() if each.tag.endswith("title") and "decode" in (each.text or "")]
+    assert len(bars) == 3
+    assert ElementTree.fromstring(recording._repr_html_()).tag == plot.tag

@@ -1,0 +1,41 @@
+"""Show a record of the schedule (`record="FILE"`) in a notebook."""
+
+from __future__ import annotations
+
+from os import PathLike, fspath
+from pathlib import Path
+
+from runtime.replay.timeline import Lifetime, Step, as_svg, read_timeline
+
+
+class Recording:
+    """The timeline of a record that an engine with the option `record` wrote: `Recording("run.record")`.
+
+    A notebook shows it as a plot without scripts, in the colours of its theme: when each request waited, was prefilled
+    and decoded, and how many tokens the steps computed. `requests` and `steps` have the times. The record may still
+    grow; a new `Recording` reads it again. Raises `ConfigurationError` if the file is not a record of this version.
+    """
+
+    def __init__(self, path: str | PathLike[str]) -> None:
+        self.path = fspath(path)
+        self._timeline = read_timeline(self.path)
+
+    @property
+    def requests(self) -> list[Lifetime]:
+        """The outputs in the record, in order of their arrival."""
+        return self._timeline.requests
+
+    @property
+    def steps(self) -> list[Step]:
+        """The steps in the record, in order."""
+        return self._timeline.steps
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plot to an SVG file."""
+        Path(path).write_text(as_svg(self._timeline))
+
+    def _repr_html_(self) -> str:
+        return as_svg(self._timeline)
+
+    def __repr__(self) -> str:
+        return f"<Recording {self.path}: {len(self.requests)} outputs, {len(self.steps)} steps>"
