@@ -214,7 +214,7 @@ SAMPLING: Mapping[str, SamplingBackend] = {
 # These operations all use the first backend of SMALL that runs on the machine, unless `runtime.config.resolve.kernels`
 # overrides it (C++ kernels on a CPU, --lora-backend, --enable-torch-compile).
 SMALL_OPERATIONS = ("activation", "kv", "low_rank", "norm", "rope")
-GPU_OPERATIONS = ("embedding", "moe")  # Triton or torch on a GPU, C++ or torch on a CPU
+GPU_OPERATIONS = ("embedding", "moe", "recurrence")  # Triton or torch on a GPU, C++ or torch on a CPU
 SMALL: Mapping[str, Backend] = {name: ATTENTION[name] for name in ("triton", "torch_native")}
 
 

@@ -53,7 +53,7 @@ OPERATIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("rms_norm", "add_rms_norm", "add_rms_norm_round", "layer_norm", "add_layer_norm", "add"),
         ("native", "with_cpp", "with_triton"),
     ),
-    "recurrence": (("convolve", "delta_rule", "scan"), ("native", "with_cpp")),
+    "recurrence": (("convolve", "delta_rule", "scan"), ("native", "with_cpp", "with_triton")),
     "rope": (("rotate", "angles", "norm_rotate", "rotate_store"), ("native", "with_cpp", "with_triton")),
     "sampling": (
         ("choose", "penalize", "score"),

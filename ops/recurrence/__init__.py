@@ -34,9 +34,9 @@ clamped to low .. high:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -76,6 +76,8 @@ class Segments:
     host: NDArray[np.int32] | None = None  # copy of `spans` on the host; None: `waves` copies them from the device
     # Whether a graph captures the step. Its spans are unknown on the host, have one token each, and are `independent`.
     captured: bool = False
+    # Values that a backend derives from the spans, once per step.
+    plans: dict[Any, Any] = field(default_factory=dict)
 
     @classmethod
     def build(cls, spans: Sequence[Span], device: torch.device | str = "cpu") -> Self:
@@ -110,9 +112,7 @@ class Segments:
 def independent(spans: NDArray[np.int32]) -> bool:
     """Return whether all spans [S, 4] have one token, and no span reads or writes a slot that another span writes."""
     reads, writes = spans[:, 0], spans[:, 1]
-    return (
-        bool((spans[:, 3] == 1).all()) and len(set(writes.tolist())) == len(writes) and not np.isin(reads, writes).any()
-    )
+    return bool((spans[:, 3] == 1).all()) and len(np.unique(writes)) == len(writes) and not np.isin(reads, writes).any()
 
 
 def _wave(spans: list[Span], device: torch.device | str) -> Wave:

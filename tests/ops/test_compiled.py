@@ -223,6 +223,61 @@ def _add_low_rank(
     _backend("low_rank").add_low_rank(y, x, LowRank(a, b, ranks, ends), slots)
 
 
+def _spans(count: int, *, single: bool) -> Any:
+    from ops.recurrence import Segments
+
+    if single:
+        return Segments(torch.zeros(4, count, dtype=torch.int32).t(), captured=True)
+    return Segments(torch.zeros(count, 4, dtype=torch.int32))
+
+
+def _delta_rule(
+    *, single: bool, dtype: torch.dtype = BF16, dim: int = DIM, num_tokens: int = 48, num_spans: int = 8
+) -> None:
+    """A gated delta net of the shape of Qwen3-Next."""
+    mixed = torch.empty(num_tokens, 64 * dim, dtype=dtype)
+    q, k, v = (part.unflatten(1, (-1, dim)) for part in mixed.split((16 * dim, 16 * dim, 32 * dim), dim=1))
+    b, a = torch.empty(num_tokens, 64, dtype=dtype).chunk(2, dim=1)
+    numbers, pool = torch.empty(32), torch.empty(9, 32, dim, dim)
+    _backend("recurrence").delta_rule(q, k, v, a, b, numbers, numbers, pool, _spans(num_spans, single=single))
+
+
+def _scan(
+    *,
+    single: bool,
+    dtype: torch.dtype = BF16,
+    groups: int = 1,
+    state: int = 128,
+    pool_dtype: torch.dtype = torch.float32,
+    num_tokens: int = 48,
+    num_spans: int = 8,
+) -> None:
+    """A Mamba 2 layer of the shape of Granite 4."""
+    mixed = torch.empty(num_tokens, 128 * 64 + 2 * groups * state, dtype=dtype)
+    x, b, c = mixed.split((128 * 64, groups * state, groups * state), dim=1)
+    b, c = (part.unflatten(1, (groups, state)) for part in (b, c))
+    numbers, dt = torch.empty(128), torch.empty(num_tokens, 16_768, dtype=dtype)[:, -128:]
+    pool, spans = torch.empty(9, 128, state, 64, dtype=pool_dtype), _spans(num_spans, single=single)
+    x = x.unflatten(1, (128, 64))
+    _backend("recurrence").scan(x, dt, b, c, numbers, numbers, numbers, pool, spans, low=0.0, high=float("inf"))
+
+
+def _convolve(
+    *,
+    single: bool,
+    gated: bool = False,
+    dtype: torch.dtype = BF16,
+    num_tokens: int = 48,
+    num_spans: int = 8,
+) -> None:
+    """A convolution of the shape of Qwen3-Next, or of LFM2 with gates."""
+    channels, kernel = (2048, 3) if gated else (8192, 4)
+    before, after, x = torch.empty(num_tokens, 3 * channels, dtype=dtype).chunk(3, dim=1)
+    weight, pool = torch.empty(kernel, channels, dtype=dtype), torch.empty(9, kernel - 1, channels)
+    spans = _spans(num_spans, single=single)
+    _backend("recurrence").convolve(x, weight, None, pool, spans, gates=(before, after) if gated else None)
+
+
 ONE_EACH, CHUNK, BOTH = [1, 1, 1], [100, 30], [1, 100]
 
 # name -> the call; those whose name ends in "e4m3" need a GPU that has that type.
@@ -268,6 +323,9 @@ CALLS: Mapping[str, Callable[[], None]] = {
     "attend fp8 e4m3": lambda: _attend(BOTH, pool_dtype=torch.float8_e4m3fn, k_scale=0.5),
     "attend to latent vectors": lambda: _attend_latent(BOTH),
     "attend with head dim 256": lambda: _attend(BOTH, dim=256),
+    "delta rule of single tokens": lambda: _delta_rule(single=True),
+    "scan of single tokens": lambda: _scan(single=True),
+    "convolution of single tokens": lambda: _convolve(single=True),
 }
 # Further types and shapes, for the slow pass.
 MORE_CALLS: Mapping[str, Callable[[], None]] = {
@@ -314,6 +372,16 @@ MORE_CALLS: Mapping[str, Callable[[], None]] = {
     "attend with pages of 64": lambda: _attend(BOTH, page=64),
     "attend without sharing": lambda: _attend(BOTH, heads=KV_HEADS),
     "decode with a split tile": lambda: _attend(ONE_EACH, split_tile_tokens=256),
+    "delta rule": lambda: _delta_rule(single=False),
+    "delta rule in fp16": lambda: _delta_rule(single=False, dtype=torch.float16),
+    "delta rule in fp32": lambda: _delta_rule(single=False, dtype=torch.float32),
+    "delta rule with keys of 256": lambda: _delta_rule(single=False, dim=256),
+    "scan": lambda: _scan(single=False),
+    "scan of 8 groups with bf16 states": lambda: _scan(single=False, groups=8, pool_dtype=BF16),
+    "scan with states of 256 rows": lambda: _scan(single=False, state=256),
+    "scan in fp32": lambda: _scan(single=False, dtype=torch.float32),
+    "convolution": lambda: _convolve(single=False),
+    "convolution between gates in fp32": lambda: _convolve(single=False, gated=True, dtype=torch.float32),
 }
 # name -> calls of steps that differ in size alone.
 SIZES: Mapping[str, tuple[Callable[[], None], ...]] = {
@@ -331,6 +399,10 @@ SIZES: Mapping[str, tuple[Callable[[], None], ...]] = {
     "score": tuple(lambda num_top=num_top: _score(num_top) for num_top in (4, 5, 6)),
     "sort": tuple(lambda count=count: _sort(count) for count in (1, 16, 7)),
     "sort of many pairs": tuple(lambda count=count: _sort(count) for count in (1025, 8192, 65_536)),
+    "recurrent prompts": tuple(
+        lambda sizes=sizes: _convolve(single=False, num_tokens=sizes[0], num_spans=sizes[1])
+        for sizes in ((33, 1), (64, 16), (100, 7))
+    ),
 }
 
 
@@ -500,3 +572,28 @@ def test_sampling_spends_few_instructions_on_a_logit(tmp_path: Path) -> None:
     for kernel in over_logits:
         assert 2 * 256 * inspect(kernel, tmp_path).registers <= 2**16  # two blocks per multiprocessor
     assert last.metadata.name == "_draw_kernel"
+
+
+def test_single_tokens_read_states_in_wide_loads_from_several_blocks(tmp_path: Path) -> None:
+    with compiling_for(90) as kernels:
+        _delta_rule(single=True)
+        _scan(single=True)
+    for kernel in kernels:
+        loads = [line for line in machine_code(kernel, tmp_path) if "LDG" in line]
+        assert sum(".128" in line for line in loads) == 8  # a thread has 32 numbers of the state
+        assert 5 * 128 * inspect(kernel, tmp_path).registers <= 2**16  # five blocks per multiprocessor
+
+
+def test_recurrent_prompts_multiply_on_hopper_units_while_the_next_chunk_arrives(tmp_path: Path) -> None:
+    with compiling_for(90) as kernels:
+        _delta_rule(single=False)
+        _scan(single=False)
+    chunked = [kernel for kernel in kernels if kernel.metadata.name == "_chunk_kernel"]
+    assert len(chunked) == 2
+    for kernel in chunked:
+        code, found = machine_code(kernel, tmp_path), inspect(kernel, tmp_path)
+        assert any(line.lstrip().startswith("HGMMA") for line in code)
+        assert any("LDGSTS" in line and "128" in line for line in code)
+        assert buffers(kernel, "64x128xbf16") >= 2
+        assert found.spilled_bytes == 0
+        assert found.shared_bytes <= SHARED_BYTES[90]

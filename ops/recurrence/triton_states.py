@@ -1,0 +1,59 @@
+"""Pieces of the Triton kernels that update states: gates of the decay, and sizes of tiles."""
+
+# Pyright cannot check the arguments of kernel launches.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+CHUNK = 64  # tokens per chunk of 16-bit inputs
+SMALL_CHUNK = 32  # tokens per chunk of float32 inputs and of large states, whose tiles take more memory
+LARGE_STATE = 128  # rows of a state from which chunks are small
+COLUMNS_BLOCK = 32  # columns of a state per program
+
+
+def with_heads(x: Tensor) -> Tensor:
+    """Return x [T, H, D] with consecutive heads; tokens may have any stride."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def padded(size: int) -> int:
+    """Return the smallest size of a tile that holds `size` and that products support."""
+    return max(16, triton.next_power_of_2(size))
+
+
+def columns_block(size: int) -> int:
+    return min(COLUMNS_BLOCK, padded(size))
+
+
+def chunk_of(keys: Tensor) -> int:
+    """Return the number of tokens per chunk for keys [T, G, D]."""
+    return SMALL_CHUNK if is_large(keys) else CHUNK
+
+
+def is_large(keys: Tensor) -> bool:
+    return keys.dtype.itemsize == 4 or keys.shape[2] > LARGE_STATE
+
+
+def precision(dtype: torch.dtype) -> str:
+    """Return the precision of products. Three products in TF32 have about the precision of float32."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + exp(x)), accurate for small results too."""
+    grown = tl.exp(tl.minimum(x, 20.0))
+    above = 1.0 + grown
+    exact = tl.where(above == 1.0, grown, tl.log(above) * (grown / tl.where(above == 1.0, 1.0, above - 1.0)))
+    return tl.where(x > 20.0, x, exact)
+
+
+@triton.jit
+def log_decay(gates, inside, rate, shift):
+    """Return the logarithm of the decay at each token, or 0 outside. `gates` are pointers to the tokens' values."""
+    time = softplus(tl.load(gates, mask=inside, other=0.0).to(tl.float32) + shift)
+    return tl.where(inside, -tl.exp(rate) * time, 0.0)
