@@ -2,6 +2,7 @@
 
 A pool has one slot per state. For each span of tokens, `Segments` gives the slot of the state before the span and the
 slot for the state after it. Slot 0 of every pool contains zeros, the initial state of a sequence, and is never written.
+Padding rows of a graph write the last slot, which nothing reads. A backend may leave it unwritten in a captured step.
 A backend file defines
 
     convolve(x [T, C], weight [K, C], bias [C] | None, pool [N, K - 1, C], segments, *,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ops.recurrence import Segments
 from ops.recurrence.triton_spans import BEFORE, COLUMNS, LAST, links_of
+from ops.recurrence.triton_states import scratch_slot
 
 CHUNK = 64  # tokens per program; equal to the chunk of 16-bit states, so that both share the order of the spans
 CHANNELS_BLOCK = 64
@@ -52,6 +53,7 @@ def convolve(
             pool,
             out,
             spans,
+            scratch_slot(pool, segments),
             spans.stride(0),
             spans.stride(1),
             *strides,
@@ -116,7 +118,7 @@ def _activated(total, after, place, mask):
     return result
 
 
-@triton.jit(do_not_specialize=["span_stride", "field_stride"])
+@triton.jit(do_not_specialize=["scratch", "span_stride", "field_stride"])
 def _single_kernel(
     x,  # [T, CHANNELS]
     weight,  # [KEPT + 1, CHANNELS]
@@ -126,6 +128,7 @@ def _single_kernel(
     pool,  # [N, KEPT, CHANNELS]
     out,  # [T, CHANNELS]
     spans,  # [S, 4]
+    scratch,  # slot that is not written
     span_stride,
     field_stride,
     x_stride,
@@ -146,14 +149,15 @@ def _single_kernel(
     total = value * tl.load(weight + KEPT * CHANNELS + channels, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         total += tl.load(bias + channels, mask=inside, other=0.0).to(tl.float32)
+    kept = inside & (tl.zeros_like(channels) + write != scratch)
     old, new = pool + read * KEPT * CHANNELS + channels, pool + write * KEPT * CHANNELS + channels
     for tap in tl.static_range(KEPT):
         past = tl.load(old + tap * CHANNELS, mask=inside, other=0.0).to(tl.float32)
         total += past * tl.load(weight + tap * CHANNELS + channels, mask=inside, other=0.0).to(tl.float32)
         if tap > 0:  # ascending: the row is read before another row replaces it
-            tl.store(new + (tap - 1) * CHANNELS, past.to(pool.dtype.element_ty), mask=inside)
+            tl.store(new + (tap - 1) * CHANNELS, past.to(pool.dtype.element_ty), mask=kept)
     if KEPT > 0:
-        tl.store(new + (KEPT - 1) * CHANNELS, value.to(pool.dtype.element_ty), mask=inside)
+        tl.store(new + (KEPT - 1) * CHANNELS, value.to(pool.dtype.element_ty), mask=kept)
     result = _activated(total, after, token * after_stride + channels, inside)
     tl.store(out + token * CHANNELS + channels, result.to(out.dtype.element_ty), mask=inside)
 

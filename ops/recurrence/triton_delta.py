@@ -27,6 +27,7 @@ from ops.recurrence.triton_states import (
     log_decay,
     padded,
     precision,
+    scratch_slot,
     softplus,
     with_heads,
 )
@@ -65,6 +66,7 @@ def delta_rule(
         out,
         spans,
         order.links,
+        scratch_slot(pool, segments),
         spans.stride(0),
         spans.stride(1),
         *(each.stride(0) for each in (q, k, v, a, b)),
@@ -92,7 +94,12 @@ def _in_chunks(
     shapes: dict[str, int],
 ) -> None:
     """Compute the tokens of long chains. `gates` are a, b, rate and shift."""
-    (num_tokens, heads, out_size), size, chunk, block = v.shape, q.shape[2], chunk_of(q), columns_block(v.shape[2])
+    (num_tokens, heads, out_size), size, chunk, block = (
+        v.shape,
+        q.shape[2],
+        chunk_of(q),
+        columns_block(v.shape[2], large=is_large(q)),
+    )
     values = torch.empty((num_tokens, heads, out_size), dtype=v.dtype, device=v.device)
     keys = torch.empty((num_tokens, heads, size), dtype=v.dtype, device=v.device)
     scores = torch.empty((num_tokens, heads, chunk), dtype=v.dtype, device=v.device)
@@ -143,7 +150,7 @@ def _in_chunks(
     )
 
 
-@triton.jit(do_not_specialize=["span_stride", "field_stride"])
+@triton.jit(do_not_specialize=["scratch", "span_stride", "field_stride"])
 def _step_kernel(
     q,  # [T, G, D]
     k,  # [T, G, D]
@@ -156,6 +163,7 @@ def _step_kernel(
     out,  # [T, HEADS, E]
     spans,  # [S, 4]
     links,  # [S, COLUMNS]
+    scratch,  # slot that is not written
     span_stride,
     field_stride,
     q_stride,
@@ -203,7 +211,8 @@ def _step_kernel(
             tl.store(
                 out + (token * HEADS + head) * E + columns, result.to(out.dtype.element_ty), mask=is_column
             )  # fmt: skip
-        tl.store(pool + write * HEADS * D * E + place, state.to(pool.dtype.element_ty), mask=is_state)
+        if write != scratch:
+            tl.store(pool + write * HEADS * D * E + place, state.to(pool.dtype.element_ty), mask=is_state)
         if SINGLE:
             span = -1
         else:

@@ -16,7 +16,18 @@ from torch import Tensor
 
 from ops.recurrence import Segments
 from ops.recurrence.triton_spans import COLUMNS, KIND, NEXT, links_of
-from ops.recurrence.triton_states import chunk_of, columns_block, is_large, padded, precision, softplus, with_heads
+from ops.recurrence.triton_states import (
+    chunk_of,
+    columns_block,
+    is_large,
+    padded,
+    precision,
+    scratch_slot,
+    softplus,
+    with_heads,
+)
+
+MAX_TIME = 3e38  # stands for an infinite bound of the time step
 
 
 def scan(
@@ -41,19 +52,26 @@ def scan(
         return out
     order = links_of(segments, len(x), chunk_of(b))
     (groups, state_size), (heads, size) = b.shape[1:], x.shape[1:]
-    block = columns_block(size)
-    operands = (x, dt, b, c, rate, shift, skip, pool, out, spans, order.links, low, min(high, 3e38))
+    operands = (x, dt, b, c, rate, shift, skip, pool, out, spans, order.links, low, min(high, MAX_TIME))
     strides = (spans.stride(0), spans.stride(1), *(each.stride(0) for each in (x, dt, b, c)))
-    grid = (len(spans), heads, triton.cdiv(size, block))
-    shapes = {"HEADS": heads, "RATIO": heads // groups, "N": state_size, "P": size}
-    tile = {"N_BLOCK": padded(state_size), "P_BLOCK": block}
-    _step_kernel[grid](*operands, *strides, **shapes, **tile, SINGLE=order.single, num_warps=4)
+    shapes = {"HEADS": heads, "RATIO": heads // groups, "N": state_size, "P": size, "N_BLOCK": padded(state_size)}
+    block = columns_block(size)
+    _step_kernel[(len(spans), heads, triton.cdiv(size, block))](
+        *operands,
+        scratch_slot(pool, segments),
+        *strides,
+        **shapes,
+        P_BLOCK=block,
+        SINGLE=order.single,
+        num_warps=4,
+    )
     if order.may_be_long:
-        _chunk_kernel[grid](
+        block = columns_block(size, large=is_large(b))
+        _chunk_kernel[(len(spans), heads, triton.cdiv(size, block))](
             *operands,
             *strides,
             **shapes,
-            **tile,
+            P_BLOCK=block,
             CHUNK=chunk_of(b),
             PRECISION=precision(x.dtype),
             num_warps=8,
@@ -69,7 +87,7 @@ def _times(dt, inside, shift, low, high):
     return tl.where(inside, tl.minimum(tl.maximum(time, low), high), 0.0)
 
 
-@triton.jit(do_not_specialize=["span_stride", "field_stride", "low", "high"])
+@triton.jit(do_not_specialize=["span_stride", "field_stride", "low", "high", "scratch"])
 def _step_kernel(
     x,  # [T, HEADS, P]
     dt,  # [T, HEADS]
@@ -84,6 +102,7 @@ def _step_kernel(
     links,  # [S, COLUMNS]
     low,
     high,
+    scratch,  # slot that is not written
     span_stride,
     field_stride,
     x_stride,
@@ -124,7 +143,8 @@ def _step_kernel(
             result = tl.sum(state * query[:, None], axis=0) + passed * value
             target = out + (token * HEADS + head) * P + columns
             tl.store(target, result.to(out.dtype.element_ty), mask=is_column)
-        tl.store(pool + write * HEADS * N * P + place, state.to(pool.dtype.element_ty), mask=is_state)
+        if write != scratch:
+            tl.store(pool + write * HEADS * N * P + place, state.to(pool.dtype.element_ty), mask=is_state)
         if SINGLE:
             span = -1
         else:

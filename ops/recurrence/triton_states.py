@@ -9,8 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ops.recurrence import Segments
+
 CHUNK = 64  # tokens per chunk of 16-bit inputs
-SMALL_CHUNK = 32  # tokens per chunk of float32 inputs and of large states, whose tiles take more memory
+SMALL_CHUNK = 16  # tokens per chunk of float32 inputs and of large states, whose tiles take more memory
 LARGE_STATE = 128  # rows of a state from which chunks are small
 COLUMNS_BLOCK = 32  # columns of a state per program
 
@@ -25,8 +27,8 @@ def padded(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-def columns_block(size: int) -> int:
-    return min(COLUMNS_BLOCK, padded(size))
+def columns_block(size: int, *, large: bool = False) -> int:
+    return min(COLUMNS_BLOCK // 2 if large else COLUMNS_BLOCK, padded(size))
 
 
 def chunk_of(keys: Tensor) -> int:
@@ -41,6 +43,11 @@ def is_large(keys: Tensor) -> bool:
 def precision(dtype: torch.dtype) -> str:
     """Return the precision of products. Three products in TF32 have about the precision of float32."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def scratch_slot(pool: Tensor, segments: Segments) -> int:
+    """Return the slot that padding rows of a graph write, which needs no store; -1 if there are no padding rows."""
+    return len(pool) - 1 if segments.captured else -1
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
+from ops.recurrence import Segments
 from ops.sampling import SamplingArrays
 
 
@@ -62,6 +63,8 @@ class _Copies:
         if isinstance(value, AttentionMetadata):
             moved = {field.name: self.of(getattr(value, field.name)) for field in fields(value)}
             return replace(value, **moved)
+        if isinstance(value, Segments):
+            return replace(value, spans=self.of(value.spans), plans={})
         if isinstance(value, Mapping):
             return {key: self.of(item) for key, item in value.items()}
         if isinstance(value, tuple):

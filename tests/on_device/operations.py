@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernel_cases import activation, attention, low_rank, matmul, norm, rope, sampling
+from kernel_cases import activation, attention, low_rank, matmul, norm, recurrence, rope, sampling
 from kernel_comparison import agree
 from on_device.moved import Moved
 from ops.backends import ATTENTION, SAMPLING
@@ -50,6 +50,17 @@ LARGE: dict[str, dict[str, Any]] = {
     },
     "norm": {"large": norm.Case((256, 4096), BF16)},
     "rope": {"large": rope.Case(32, 8, 128, 128, dtype=BF16, positions=tuple(range(20)) * 16)},
+    "recurrence": {
+        "large": recurrence.Case(
+            ((0, 1, 200), (1, 2, 1), (3, 4, 1), (5, 6, 1)),
+            BF16,
+            groups=16,
+            heads=32,
+            key_dim=128,
+            value_dim=128,
+            channels=8192,
+        )
+    },
     "sampling": {
         "large, greedy": sampling.Case({"greedy": True}, vocab_size=151_936),
         "large, all limits": sampling.Case({"top_k": 50, "top_p": 0.9, "temperature": 0.8}, 151_936),
@@ -143,6 +154,9 @@ def compare(check: Check, device: str) -> None:
         for backend in (Moved(_backend(operation, file), device), _backend(operation, "native"))
     )
     assert len(found) == len(wanted)
+    if operation == "recurrence":
+        assert recurrence.is_close(found, wanted), check
+        return
     for one, other in zip(found, wanted):
         if operation in EXACT and not (name == "scored" and one.is_floating_point()) and name != "penalized":
             assert torch.equal(one, other), check

@@ -10,6 +10,7 @@ from torch import Tensor
 from ops.recurrence import Segments, Span, native
 
 NUM_SLOTS = 16
+NORM_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of all values of a result together
 BY_TOKEN = ("q", "k", "v", "a", "b", "x", "before", "after")
 
 
@@ -123,3 +124,14 @@ def expected(case: Case) -> list[Tensor]:
             parts.append(operations(native, case, each | rows, pools, Segments.build([Span(read, write, 0, count)])))
         start += count
     return [*(torch.cat(column) for column in zip(*parts, strict=True)), *pools]
+
+
+def is_close(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    """Whether each result is within `NORM_ERROR` of its least precise dtype, and each float32 value within 1e-4."""
+    dtype = max((each.dtype for each in found), key=NORM_ERROR.__getitem__)
+    for one, other in zip(found, wanted, strict=True):
+        if not (one.double() - other.double()).norm() <= NORM_ERROR[dtype] * other.double().norm():
+            return False
+        if dtype == torch.float32 and not torch.allclose(one, other, atol=2e-5, rtol=1e-4):
+            return False
+    return True
