@@ -36,7 +36,7 @@ from runtime.media.precomputed import (
 )
 from runtime.media.sounds import decode_audio
 from runtime.media.videos import VideoLimits, decode_video
-from runtime.media_source import PLURALS, Kind, MediaSource, PromptMedia, check_counts
+from runtime.media_source import KINDS, PLURALS, Kind, MediaSource, PromptMedia, check_counts
 
 if TYPE_CHECKING:
     from runtime.media.processing import Processors
@@ -118,7 +118,7 @@ class MediaPreparer:
                 processors.refusals[kind] = str(error)
                 del processors.placeholders[kind]
         if not mutual:
-            raise CheckpointError(next(iter(processors.refusals.values())))
+            raise CheckpointError(" ".join(processors.refusals[kind] for kind in KINDS if kind in processors.refusals))
         tower.mutual = any(mutual.values())
         logger.info(
             "%s: %s and an encoder of %.2f GiB%s.",

@@ -234,9 +234,11 @@ def _is_setting(value: Any) -> bool:
 def _between_texts(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs with one text token before and one after the image's block."""
     longer = dict(inputs)
+    block = {*inputs["input_ids"][0].tolist()}
+    text = next(token_id for token_id in range(3, 4 + len(block)) if token_id not in block)
     for name in ("input_ids", "mm_token_type_ids", "token_type_ids"):
         if isinstance(longer.get(name), Tensor):
-            ends = longer[name].new_full((1, 1), 3 if name == "input_ids" else TEXT)
+            ends = longer[name].new_full((1, 1), text if name == "input_ids" else TEXT)
             longer[name] = torch.cat((ends, longer[name], ends), dim=1)
     return longer
 
