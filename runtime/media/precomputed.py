@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from runtime.errors import InvalidRequest
 from runtime.media.placement import ABOVE_IDS, TYPES, Positions
-from runtime.media_source import Kind, MediaSource, PlacedMedia, PromptMedia
+from runtime.media_source import PLURALS, Kind, MediaSource, PlacedMedia, PromptMedia
 
 PROCESSED, ENCODED = "processor_output", "precomputed_embedding"
 FORMATS = (PROCESSED, ENCODED)
@@ -81,6 +81,8 @@ def encoded_prompt(
         param, mine = items[0].param, np.isin(ids, tokens[kind].ids)
         if (is_media & mine).any():
             raise InvalidRequest(f"{param}: this model has the same tokens for items of another kind.", param=param)
+        if not mine.any():
+            raise without_tokens(items[0])
         features = np.concatenate([_feature(item, tokens[kind].width) for item in items])
         if len(features) != mine.sum():
             raise InvalidRequest(
@@ -91,6 +93,15 @@ def encoded_prompt(
         types[mine] = TYPES[kind]
         vectors[mine] = features
     return EncodedPrompt(is_media, vectors[is_media], types, _grids(sources, names))
+
+
+def without_tokens(source: MediaSource) -> InvalidRequest:
+    """Return the error for a prompt without any token of the item's kind."""
+    return InvalidRequest(
+        f"{source.param}: the prompt has no tokens of {PLURALS[source.kind]}, whose embeddings the vectors would "
+        "replace. Send input_ids as the model's processor returns them, with all tokens of each item.",
+        param="input_ids",
+    )
 
 
 def _feature(source: MediaSource, width: int) -> NDArray[np.float32]:

@@ -33,6 +33,7 @@ from runtime.media.precomputed import (
     encoded_prompt,
     format_of,
     place_encoded,
+    without_tokens,
 )
 from runtime.media.sounds import decode_audio
 from runtime.media.videos import VideoLimits, decode_video
@@ -285,6 +286,8 @@ class MediaPreparer:
                 "this prompt?",
                 param=source.param,
             ) from error
+        if not encoded.is_media.any():
+            raise without_tokens(source)
         if not np.isfinite(encoded.vectors).all():
             raise InvalidRequest(f"{source.param} has values that are not finite.", param=source.param)
         types = inputs.get("mm_token_type_ids")

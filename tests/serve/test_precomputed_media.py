@@ -115,9 +115,13 @@ async def test_vectors_that_do_not_fit_are_refused() -> None:
     inputs = processed("qwen2_vl")
     ids, vectors = inputs["input_ids"][0].tolist(), features("qwen2_vl", inputs).numpy()
     encoded = {"format": "precomputed_embedding", "image_grid_thw": inputs["image_grid_thw"], "feature": vectors}
+    text = [3, 4, 5]  # without tokens of images
     output = {**inputs, "format": "processor_output"}
     cases: list[tuple[dict[str, Any], str]] = [
         ({"input_ids": ids, "image_data": {**encoded, "feature": vectors[1:]}}, "tokens for vectors"),
+        ({"input_ids": text, "image_data": encoded}, "the prompt has no tokens of images"),
+        ({"input_ids": text, "image_data": {**encoded, "feature": vectors[:0]}}, "the prompt has no tokens of images"),
+        ({"input_ids": text, "image_data": {**output, "input_ids": text}}, "cannot encode"),
         ({"input_ids": ids, "image_data": {**encoded, "feature": vectors[:, 1:]}}, r"must be a tensor"),
         ({"input_ids": ids, "image_data": {**encoded, "feature": vectors.astype(int)}}, r"must be a tensor"),
         ({"input_ids": ids, "image_data": {**encoded, "feature": vectors * np.nan}}, "not finite"),
