@@ -447,6 +447,15 @@ class Answer(NamedTuple):
         return self.ids == other.ids and bool(np.allclose(self.logprobs, other.logprobs, atol=1e-3))
 
 
+def prompt_logprobs(path: str, family: str, text: str, images: Sequence[Image.Image]) -> list[float]:
+    """Return transformers' log-probability of each token of a prompt, from the second one."""
+    with loaded(path, family) as (model, processor):
+        inputs = processor(text=[text], return_tensors="pt", **({"images": list(images)} if images else {}))
+        scores = model(**inputs, use_cache=False).logits[0].float().log_softmax(-1)
+    ids = inputs["input_ids"][0]
+    return scores[:-1].gather(1, ids[1:, None])[:, 0].tolist()
+
+
 def reference(path: str, family: str, text: str, images: Sequence[Image.Image], max_new: int, **more: Any) -> Answer:
     """Return transformers' answer to a text with placeholders and its images. `more` goes to the processor."""
     with loaded(path, family) as (model, processor):

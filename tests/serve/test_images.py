@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
 import tiny_seeing
-from runtime.errors import EngineFailure, InvalidRequest, Overloaded
+from runtime.errors import ConfigurationError, EngineFailure, InvalidRequest, Overloaded
 from runtime.media import preparation
 from runtime.media.images import decode_image
+from runtime.media.preparation import MediaPreparer
+from runtime.media.processing import Processors
 from runtime.media_source import MediaSource
 from runtime.request import LogprobParams, Request
 from runtime.sampling_params import SamplingParams
+from runtime.scheduler.batch_builder import BatchBuilder
 from serve import Engine
 from tiny_seeing import FAMILIES, HAS_TORCHVISION, NEEDS_TORCHVISION, Answer, picture, prompt
 
 PLAIN: dict[str, Any] = {"random_seed": 1, "max_total_tokens": 4096, "dtype": "float32"}
-NUM_NEW = 8
+NUM_NEW = 16
 SAMPLING = SamplingParams(temperature=0.0, max_new_tokens=NUM_NEW, ignore_eos=True)
 TEXT = "Once upon a time"
 # Numbers of the pictures that stand in a prompt: none, one, several, and the same ones in another order.
@@ -44,6 +49,22 @@ def expected(family: str, numbers: tuple[int, ...]) -> Answer:
     return tiny_seeing.reference(path, family, prompt(family, TEXT, len(numbers)), images, NUM_NEW)
 
 
+def logprobs_in_transformers(family: str, numbers: tuple[int, ...]) -> list[float]:
+    images = [pictures()[number] for number in numbers]
+    return tiny_seeing.prompt_logprobs(tiny_seeing.cached(family), family, prompt(family, TEXT, len(numbers)), images)
+
+
+async def prompt_logprobs(engine: Engine, family: str, numbers: Sequence[int]) -> list[float]:
+    """Return the log-probabilities of a prompt's tokens, from the second one."""
+    media = tuple(MediaSource("object", pictures()[number]) for number in numbers)
+    request = Request(
+        text=prompt(family, TEXT, len(numbers)), media=media, sampling=SAMPLING, logprobs=LogprobParams(start=0)
+    )
+    [chunk] = await engine.core.submit(request).whole()
+    assert chunk.prompt_logprobs is not None
+    return [logprob for logprob, _ in chunk.prompt_logprobs.chosen[1:] if logprob is not None]
+
+
 async def answer(engine: Engine, family: str, numbers: Sequence[int], **fields: Any) -> tuple[Answer, int]:
     """Return an answer, and the number of cached tokens of its prompt."""
     media = tuple(MediaSource("object", pictures()[number]) for number in numbers)
@@ -59,17 +80,31 @@ def agree(found: Iterable[tuple[Answer, int]], wanted: Iterable[Answer]) -> bool
     return all(answer.agrees(other) for (answer, _), other in zip(found, wanted, strict=True))
 
 
-def families() -> list[Any]:
+def families(among: Iterable[str] = FAMILIES, fast: Sequence[str] = FAST) -> list[Any]:
     return [
         pytest.param(
             family,
             marks=[
-                *([] if family in FAST else [pytest.mark.slow]),
+                *([] if family in fast else [pytest.mark.slow]),
                 *([WITH_TORCHVISION] if family in NEEDS_TORCHVISION else []),
             ],
         )
-        for family in FAMILIES
+        for family in among
     ]  # fmt: skip
+
+
+def tight(family: str) -> dict[str, Any]:
+    """Return options with chunks that end inside of images, and with pages for one or two prompts of `ASKED`."""
+    processor = tiny_seeing.processor_of(tiny_seeing.cached(family), family)
+    asked = max(ASKED, key=len)
+    text, images = prompt(family, TEXT, len(asked)), [pictures()[number] for number in asked]
+    longest = len(processor(text=[text], images=images)["input_ids"][0])
+    return {
+        "chunked_prefill_size": 32 if family == "gemma3" else 16,  # Gemma 3's images are not split
+        "page_size": 4,
+        "schedule_conservativeness": 0.0,
+        "max_total_tokens": longest + NUM_NEW + 64,
+    }
 
 
 @pytest.mark.parametrize("family", families())
@@ -89,6 +124,9 @@ async def test_tokens_are_those_of_transformers(family: str) -> None:
             assert again.agrees(same)
             assert num_cached or not numbers or family in ("qwen3_5", "gemma3")
         assert media.cache.num_hits == hits + sum(map(len, ASKED)), "no image is encoded again"
+        scored = await asyncio.gather(*(prompt_logprobs(engine, family, numbers) for numbers in ASKED))
+        for found, numbers in zip(scored, ASKED, strict=True):
+            assert np.allclose(found, logprobs_in_transformers(family, numbers), atol=1e-3), numbers
         engine.core.check()
 
 
@@ -97,9 +135,7 @@ SETTINGS = [
     pytest.param({"chunked_prefill_size": 16, "page_size": 1, "disable_radix_cache": True}, id="no prefix cache"),
     pytest.param({"disable_overlap_schedule": True, "attention_backend": "torch_native"}, id="torch attention"),
     pytest.param({"mm_cache_gib": 0.0}, id="no encoder cache"),
-    pytest.param({"max_total_tokens": 160, "page_size": 4}, id="retracted"),
     pytest.param({"dp_size": 2}, id="dp"),
-    pytest.param({"tp_size": 2}, id="tp", marks=pytest.mark.slow),
     pytest.param({"speculative_algorithm": "NGRAM"}, id="drafts"),
 ]
 
@@ -107,8 +143,6 @@ SETTINGS = [
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("family", ["qwen3_vl", "gemma3", pytest.param("qwen2_vl", marks=pytest.mark.slow)])
 async def test_settings_do_not_change_tokens(family: str, settings: dict[str, Any]) -> None:
-    if "tp_size" in settings and family == "qwen2_vl":
-        pytest.skip("transformers' modules run on one rank")
     wanted = [expected(family, numbers) for numbers in ASKED]
     async with Engine(tiny_seeing.cached(family), **{**PLAIN, **settings}) as engine:
         for _ in range(2):
@@ -117,28 +151,91 @@ async def test_settings_do_not_change_tokens(family: str, settings: dict[str, An
         engine.core.check()
 
 
+NATIVE = ("qwen3_vl", "gemma3", "qwen3_5", "mistral3", "llama4")  # families whose language models are Penstock's
+
+
 @pytest.mark.parametrize(
-    "family",
+    ("family", "ranks"),
     [
-        "qwen3_vl",
-        pytest.param("gemma3", marks=pytest.mark.slow),
-        pytest.param("qwen3_5", marks=pytest.mark.slow),
-        pytest.param("mistral3", marks=[pytest.mark.slow, WITH_TORCHVISION]),
+        *(pytest.param(*each.values, {}, marks=each.marks) for each in families(fast=("qwen3_vl",))),
+        *(pytest.param(*each.values, {"tp_size": 2}, marks=each.marks) for each in families(NATIVE, fast=())),
+        *(
+            pytest.param(*each.values, {"pp_size": 2}, marks=each.marks)
+            for each in families(NATIVE, fast=("qwen3_vl",))
+        ),
     ],
 )
-async def test_two_stages_give_the_same_tokens(family: str) -> None:
+async def test_chunks_inside_images_and_retraction_do_not_change_tokens(
+    family: str, ranks: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Qwen3-VL's second stage adds vectors of images too; only Qwen3.5's second stage reads three-axis positions."""
     wanted = [expected(family, numbers) for numbers in ASKED]
-    settings = {"pp_size": 2, "chunked_prefill_size": 32 if family == "gemma3" else 16, "page_size": 4}
-    async with Engine(tiny_seeing.cached(family), **{**PLAIN, **settings}) as engine:
-        assert agree(await asyncio.gather(*(answer(engine, family, numbers) for numbers in ASKED)), wanted)
-        again = await asyncio.gather(*(answer(engine, family, numbers) for numbers in ASKED))
-        assert agree(again, wanted)
-        assert all(num_cached for _, num_cached in again) or family in ("qwen3_5", "gemma3")
+    text, long = prompt(family, TEXT, 0), replace(SAMPLING, max_new_tokens=64)
+    with_images: list[bool] = []  # of each retracted sequence
+    retract = BatchBuilder._retract
+
+    def noting(builder: BatchBuilder, victim: Any) -> None:
+        with_images.append(victim.media is not None)
+        retract(builder, victim)
+
+    monkeypatch.setattr(BatchBuilder, "_retract", noting)
+    async with Engine(tiny_seeing.cached(family), **{**PLAIN, **tight(family), **ranks}) as engine:
+        for _ in range(2):
+            beside = [engine.core.submit(Request(text=text, sampling=long)) for _ in range(3)]
+            found = await asyncio.gather(*(answer(engine, family, numbers) for numbers in ASKED))
+            assert agree(found, wanted)
+            for stream in beside:
+                await stream.whole()
+        assert any(with_images), "an image's sequence was retracted"
         media = engine.core.media
         assert media is not None
         assert media.cache.num_hits >= sum(map(len, ASKED)), "no image is encoded again"
         engine.core.check()
+
+
+@pytest.mark.parametrize("ranks", [{"tp_size": 2}, {"pp_size": 2}])
+async def test_language_models_of_transformers_use_one_device(ranks: dict[str, int]) -> None:
+    with pytest.raises(ConfigurationError, match="they use one device only"):
+        async with Engine(tiny_seeing.cached("qwen2_vl"), **PLAIN, **ranks):
+            pass
+
+
+def reversed_order(patch: pytest.MonkeyPatch) -> None:
+    """Give the blocks of a prompt in the wrong order."""
+    real = MediaPreparer.expanded
+    patch.setattr(MediaPreparer, "expanded", lambda self, text, blocks: real(self, text, blocks[::-1]))
+
+
+def lost_axis(patch: pytest.MonkeyPatch) -> None:
+    """Give the axis of the width the positions of the height."""
+    real = MediaPreparer._positions
+    patch.setattr(MediaPreparer, "_positions", lambda self, *arguments: real(self, *arguments)[[0, 1, 1]])
+
+
+def swapped_pixels(patch: pytest.MonkeyPatch) -> None:
+    """Swap red and blue."""
+
+    def swapped(content: Any, *arguments: Any) -> Any:
+        return Image.fromarray(np.asarray(decode_image(content, *arguments))[:, :, ::-1].copy())
+
+    patch.setattr(preparation, "decode_image", swapped)
+
+
+def key_without_pixels(patch: pytest.MonkeyPatch) -> None:
+    """Identify an image by its size alone."""
+    patch.setattr(Processors, "digest", lambda self, kind, content, options: repr(content.size).encode().ljust(32))
+
+
+@pytest.mark.parametrize("mutate", [reversed_order, lost_axis, swapped_pixels, key_without_pixels])
+async def test_a_mutation_is_noticed(mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: Any) -> None:
+    family = "qwen3_vl"
+    wanted = [expected(family, numbers) for numbers in ASKED]
+    mutate(monkeypatch)
+    async with Engine(tiny_seeing.cached(family), **PLAIN) as engine:
+        found = await asyncio.gather(*(answer(engine, family, numbers) for numbers in ASKED))
+    text = ASKED.index(())
+    assert found[text][0].agrees(wanted[text]), "a text has no images to confuse"
+    assert not agree(found, wanted)
 
 
 async def test_another_image_of_the_same_size_is_no_hit() -> None:
