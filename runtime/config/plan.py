@@ -263,6 +263,7 @@ class ParallelPlan(Section):
     two_batches: float | None = None
     whole_dense: bool = False  # whether each rank has the whole dense MLPs of a mixture-of-experts model
     prefill_replicas: int = 0  # number of replicas that compute prompts for the others; 0: each computes its own
+    symmetric_memory: bool = False  # whether ranks add small tensors through symmetric memory
     balance: str = "round_robin"  # load-balance method between the copies
     gpu_step: int = 1  # distance between the indices of used GPUs
     nnodes: int = 1  # machines

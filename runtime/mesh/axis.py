@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime.mesh.rank_info import Coordinate
+from runtime.mesh.symmetric import SymmetricSum
 from runtime.mesh.turns import Turns
 
 MAX_UNSENT = 16  # maximum number of sent tensors that a rank keeps until they have arrived
@@ -36,6 +37,7 @@ class Axis:
         self._open: list[Any] = []
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self.turns: Turns | None = None  # set while two threads compute in turns
+        self._symmetric: SymmetricSum | None = None  # adds small tensors; None: the process group adds all
 
     def open(
         self,
@@ -45,17 +47,24 @@ class Axis:
         timeout_s: float,
         address: str,
         two_ways: bool = False,
+        symmetric: bool = False,
     ) -> None:
         """Connect to the other ranks of the axis. Blocks until all ranks have connected.
 
         `two_ways` adds a process group to send to lower ranks. On CUDA, a group runs all sends and receives in one
         order. With a single group, a pipeline stage would wait for the next stage's reply before it could send.
+
+        `symmetric` adds small tensors through symmetric memory. Raises RuntimeError if the GPUs cannot share memory.
         """
         make, timeout = _nccl if device.type == "cuda" else _gloo, timedelta(seconds=timeout_s)
         for way in ("up", "down") if two_ways else ("all",):
             prefix = f"{self.name}{self._group_index}/{way}"
             prefixed = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
             self._open.append(make(prefixed, self.rank, self.size, timeout, address))
+        if symmetric:
+            name = f"{self.name}{self._group_index}"
+            own = dist.PrefixStore(f"{name}/symmetric", store)  # pyright: ignore[reportPrivateImportUsage]
+            self._symmetric = SymmetricSum(f"penstock-{name}", self.rank, self.size, own, device)
 
     @property
     def next(self) -> int:
@@ -68,7 +77,9 @@ class Axis:
         return (self.rank - 1) % self.size
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Add the `x` of all ranks in place, and return the sum."""
+        """Return the sum of the `x` of all ranks. May overwrite `x`."""
+        if self._symmetric is not None and self._symmetric.takes(x):
+            return self._symmetric.sum(x)
         if self.size > 1:
             self._wait(self._group.allreduce([x]))
         return x
@@ -152,6 +163,9 @@ class Axis:
     def close(self) -> None:
         """Release sockets and threads."""
         self._sent.clear()
+        if self._symmetric is not None:
+            self._symmetric.close()
+            self._symmetric = None
         groups, self._open = self._open, []
         for group in groups:
             group.shutdown()

@@ -15,12 +15,16 @@ from runtime.mesh.rank_info import AXES, RankInfo
 from runtime.mesh.rendezvous import Rendezvous
 from runtime.mesh.turns import Turns
 
+SUMMED = ("tp", "stage")  # axes over which layers add their results
+
 
 class Mesh:
     """The axes of one rank. Layers can hold them before `join`, and use them afterwards."""
 
-    def __init__(self, rank_info: RankInfo, device: torch.device) -> None:
+    def __init__(self, rank_info: RankInfo, device: torch.device, *, symmetric: bool = False) -> None:
+        """`symmetric` adds small tensors of ranks that share layers through symmetric memory (`mesh/symmetric.py`)."""
         self.rank_info = rank_info
+        self._symmetric = symmetric
         self._device = device
         self._axes = {name: Axis(name, rank_info.coordinate(name)) for name in AXES}
 
@@ -32,7 +36,8 @@ class Mesh:
         return self._axes["tp" if name == "stage" and self.rank_info.dp_size == 1 else name]
 
     def join(self, rendezvous: Rendezvous, *, address: str | None = None, listening: int = -1) -> None:
-        """Connect to the other ranks. Blocks until all ranks have connected. Raises RuntimeError after a timeout.
+        """Connect to the other ranks. Blocks until all ranks have connected. Raises RuntimeError after a timeout, and
+        if the GPUs cannot share memory.
 
         `address` is this rank's address; the default is the host of the rendezvous. `listening` is the file descriptor
         of the socket on which rank 0 listens.
@@ -46,6 +51,7 @@ class Mesh:
                     timeout_s=rendezvous.timeout_s,
                     address=address or rendezvous.host,
                     two_ways=name == "pp",
+                    symmetric=self._symmetric and name in SUMMED,
                 )
 
     @contextmanager

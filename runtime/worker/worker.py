@@ -93,6 +93,7 @@ class WorkerSetup:
     step_tokens: int = 0  # maximum number of tokens in most steps
     two_batches: float | None = None  # see `TwoBatchForward`; None: steps are not split
     all_states: bool = False  # see `StepExecutor`
+    symmetric_memory: bool = False  # see `Mesh`
 
     @property
     def device(self) -> str:
@@ -130,6 +131,7 @@ class WorkerSetup:
             + plan.scheduler.max_running * (1 + plan.scheduler.max_drafts),
             two_batches=parallel.two_batches,
             all_states=parallel.pp_size > 1 and plan.draft.algorithm in HEADS,
+            symmetric_memory=parallel.symmetric_memory,
         )
 
     @classmethod
@@ -153,6 +155,7 @@ class WorkerSetup:
             step_tokens=body["step_tokens"],
             two_batches=body["two_batches"],
             all_states=body["all_states"],
+            symmetric_memory=body["symmetric_memory"],
         )
 
 
@@ -195,7 +198,7 @@ class ModelWorker:
         Cutting `lifeline` ends a compilation of kernels with `BuildStopped`.
         """
         self.device = torch.device(setup.device)
-        self.mesh = Mesh(setup.rank_info, self.device)
+        self.mesh = Mesh(setup.rank_info, self.device, symmetric=setup.symmetric_memory)
         self._alone = Mesh(RankInfo(rank=0, tp_size=1, pp_size=1), self.device)  # mesh of whole models
         self._whole = frozenset(name for name, model in setup.models.items() if model.whole)
         # Whether torch computes the steps until `lead_in_cpp` has compiled the C++ kernels.

@@ -57,7 +57,10 @@ class MoeArgs:
         needs={"bf16": _FLASHINFER},
     )
     enable_flashinfer_allreduce_fusion: bool = planned(
-        False, "Sum over devices, add the residual and normalise in one FlashInfer kernel."
+        False,
+        "Sum over devices, add the residual and normalise in one FlashInfer kernel.",
+        instead="use --enable-symm-mem: FlashInfer's kernel needs one process group of torch for all ranks, and "
+        "Penstock has a group for each axis",
     )
     deepep_mode: str = planned(
         "auto",

@@ -118,7 +118,7 @@ class ParallelArgs:
     disable_custom_all_reduce: bool = always(
         False,
         "Use NCCL instead of a custom all-reduce kernel.",
-        reason="Penstock has no custom all-reduce kernel",
+        reason="NCCL sums, except for small tensors with --enable-symm-mem",
         sglang="off: a custom kernel sums small tensors",
     )
     enable_nccl_nvls: bool = always(
@@ -126,12 +126,22 @@ class ParallelArgs:
         "Let NCCL sum inside the NVLink switch (NVLS).",
         reason="NCCL uses NVLS if the hardware supports it, unless the environment has NCCL_NVLS_ENABLE=0",
     )
-    enable_symm_mem: bool = planned(False, "Use NCCL's symmetric memory for all-reduce.")
-    enable_mscclpp: bool = planned(False, "Use MSCCL++ for all-reduce of small tensors.")
+    enable_symm_mem: bool = option(
+        False,
+        "Sum small tensors of the --tp-size GPUs (up to 512 KiB, as in decode steps) in one kernel that reads the "
+        "memory of all GPUs, also inside CUDA graphs. NCCL sums larger ones. It needs GPUs of one machine that can "
+        "read each other's memory, and a model in bfloat16 or float32; a test sum at the start checks this.",
+        plan="parallel.symmetric_memory",
+    )
+    enable_mscclpp: bool = planned(
+        False,
+        "Use MSCCL++ for all-reduce of small tensors.",
+        instead="use --enable-symm-mem, which sums small tensors without the package mscclpp",
+    )
     enable_p2p_check: bool = inert(
         False,
         "Test whether GPUs can access each other's memory, instead of assuming it.",
-        reason="it is for a custom all-reduce kernel, which Penstock does not have; NCCL makes its own tests",
+        reason="--enable-symm-mem and NCCL make their own tests at the start",
     )
     numa_node: tuple[int, ...] | None = planned(None, "NUMA nodes to which the worker processes are bound.", low=0)
     enable_pdmux: bool = planned(False, "Run prefill and decode at the same time on separate parts of a GPU.")

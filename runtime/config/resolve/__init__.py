@@ -77,7 +77,7 @@ def decide(
     cache = cache_plan(builder, machine, gpu, model.dtype, facts)
     kernels = kernel_plan(builder, machine, gpu, model.dtype, facts, cache)
     schedule = schedule_plan(builder, gpu, cache, facts, kernels)
-    parallel = parallel_plan(builder, machine, facts, model.device)
+    parallel = parallel_plan(builder, machine, facts, model.device, model.dtype)
     plan = Plan(
         model=model,
         cache=cache,

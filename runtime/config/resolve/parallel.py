@@ -17,7 +17,7 @@ ONE_MACHINE = "on a single machine the ranks find each other through a file"
 TORCHRUN = "TORCHELASTIC_RUN_ID"  # environment variable of processes that torchrun starts
 
 
-def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, device: str) -> ParallelPlan:
+def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, device: str, dtype: str) -> ParallelPlan:
     """Plan the ranks. Refuse sizes that do not fit the model's heads and layers or the machine's devices."""
     args = builder.args.parallel
     _check_groups(builder, facts)
@@ -31,6 +31,7 @@ def parallel_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts, dev
         store_port=builder.follow("nccl_port") if args.nnodes > 1 else Decision(None, ONE_MACHINE),
         whole_dense=_whole_dense(builder),
         two_batches=_two_batches(builder, facts),
+        symmetric_memory=_symmetric_memory(builder, device, dtype),
         join_timeout_s=Decision(JOIN_TIMEOUT_S, "long enough to read a large model")
         if timeout is None
         else Decision(float(timeout), "as asked"),
@@ -103,6 +104,25 @@ def _two_batches(builder: PlanBuilder, facts: ModelFacts) -> Decision[float | No
         if is_there:
             builder.refuse("enable_two_batch_overlap", f"{flag} {problem}.")
     return Decision(args.tbo_token_distribution_threshold, "as asked")
+
+
+def _symmetric_memory(builder: PlanBuilder, device: str, dtype: str) -> Decision[bool]:
+    args, flag = builder.args.parallel, "--enable-symm-mem"
+    if not args.enable_symm_mem:
+        return Decision(False, "the default: NCCL sums")
+    problems = {
+        "needs NVIDIA GPUs, and the model runs on the CPU": not device.startswith("cuda"),
+        "needs several GPUs that share every layer (--tp-size)": args.tp_size == 1,
+        "needs GPUs of one machine; leave it out with --nnodes": args.nnodes > 1,
+        "sums bfloat16 and float32, and the model computes in float16; use --dtype bfloat16": dtype == "float16",
+        "cannot be combined with --enable-two-batch-overlap, whose sums run beside the other half": (
+            args.enable_two_batch_overlap
+        ),
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            builder.refuse("enable_symm_mem", f"{flag} {problem}.")
+    return Decision(True, "as asked")
 
 
 def _check_groups(builder: PlanBuilder, facts: ModelFacts) -> None:

@@ -201,7 +201,7 @@ def test_empty_api_key_is_refused_and_none_is_shown() -> None:
 
 def test_all_refusals_come_together() -> None:
     said = refusals(
-        enable_symm_mem=True,
+        enable_mscclpp=True,
         device="cuda",
         context_length=9999,
         enable_lmcache=True,
@@ -285,8 +285,23 @@ def test_options_that_make_results_depend_on_other_requests(options: dict[str, A
 def test_check_refuses_what_needs_no_model() -> None:
     assert check(Args.of(model_path="org/model", context_length=10**9), CPU) == "org/model"
     assert check(Args.of(), CPU, demo_path="/demo") == "/demo"
-    with pytest.raises(ConfigurationError, match=r"--enable-symm-mem is not supported yet(.|\n)*no NVIDIA GPU"):
-        check(Args.of(model_path="m", enable_symm_mem=True, device="cuda"), CPU)
+    with pytest.raises(ConfigurationError, match=r"--enable-mscclpp is not supported yet(.|\n)*no NVIDIA GPU"):
+        check(Args.of(model_path="m", enable_mscclpp=True, device="cuda"), CPU)
+
+
+def test_symmetric_memory_needs_gpus_of_one_machine_that_share_layers() -> None:
+    machine = replace(Machine.named("h100"), gpus=Machine.named("h100").gpus * 2)
+    assert plan(machine, tp_size=2, enable_symm_mem=True).parallel.symmetric_memory
+    assert not plan(machine, tp_size=2).parallel.symmetric_memory
+    for changes, reason in (
+        ({"device": "cpu"}, "needs NVIDIA GPUs"),
+        ({"tp_size": 1}, "needs several GPUs"),
+        ({"dtype": "float16"}, "--dtype bfloat16"),
+        ({"nnodes": 2, "dist_init_addr": "a:1"}, "GPUs of one machine"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+    ):
+        asked: dict[str, Any] = {"tp_size": 2, "enable_symm_mem": True, **changes}
+        assert reason in refusals(machine, **asked)
 
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {

@@ -21,6 +21,7 @@ from runtime.config.plan import GraphPlan, KernelPlan, ParallelPlan
 from runtime.distributed.group_runner import decode_batch, encode_batch
 from runtime.distributed.link import HEAD, decode
 from runtime.errors import EngineFailure
+from runtime.mesh.axis import Axis
 from runtime.mesh.rank_info import RankInfo
 from runtime.mesh.rendezvous import Rendezvous
 from runtime.worker import worker as worker_module
@@ -82,7 +83,7 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> list[ReplayingDevice]:
         return made[-1]
 
     monkeypatch.setattr(worker_module, "open_device", open_device)
-    monkeypatch.setattr(worker_module, "_select", lambda *_, **__: late_steps.kernels())
+    monkeypatch.setattr(worker_module, "_select", lambda *_, **__: (late_steps.kernels(), False))
     return made
 
 
@@ -123,6 +124,28 @@ def test_all_ranks_capture_and_replay_the_same_steps(tmp_path: Path, devices: li
             worker.close()
     assert found[1] == found[0]
     assert [device.num_replays for device in devices] == [0, 0, 3, 3]
+
+
+def test_sums_that_return_new_tensors_are_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Sums through symmetric memory do not write to their argument, which a layer must not read afterwards."""
+    reduce, sums = Axis.all_reduce, []
+
+    def elsewhere(self: Axis, x: torch.Tensor) -> torch.Tensor:
+        total = reduce(self, x.clone())
+        sums.append(x.shape)
+        x.fill_(torch.nan)
+        return total
+
+    found = []
+    for name, sizes in (("eager", ()), ("replayed", (2, 4))):
+        (tmp_path / name).mkdir()
+        ranks = Ranks(tmp_path / name, sizes)
+        found.append(ranks.tokens(ranks.start(), batches()))
+        for worker in ranks.workers:
+            worker.close()
+        monkeypatch.setattr(Axis, "all_reduce", elsewhere)
+    assert found[1] == found[0]
+    assert sums
 
 
 def test_a_rank_that_cannot_capture_fails_the_start_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -180,10 +180,10 @@ def test_explain_for_another_machine(model: str, capsys: pytest.CaptureFixture[s
 
 
 def test_explain_without_a_model_says_what_it_can() -> None:
-    rows, refusals = explain.explain(Args.of(enable_symm_mem=True, model_path="/nowhere/at/all"), Machine.named("cpu"))
-    assert any("--enable-symm-mem" in refusal for refusal in refusals)
+    rows, refusals = explain.explain(Args.of(enable_mscclpp=True, model_path="/nowhere/at/all"), Machine.named("cpu"))
+    assert any("--enable-mscclpp" in refusal for refusal in refusals)
     assert any("/nowhere/at/all" in refusal for refusal in refusals)
-    assert {row.option: row.done for row in rows}["--enable-symm-mem"] == "refused"
+    assert {row.option: row.done for row in rows}["--enable-mscclpp"] == "refused"
 
 
 def test_explain_without_a_model_still_tells_the_kernels() -> None:
