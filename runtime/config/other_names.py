@@ -44,6 +44,8 @@ OTHER_NAMES: Mapping[str, str] = {
     "--max-logprobs": "leave it out: the API's own limit applies",
     "--api-server-count": "--tokenizer-worker-num",
     "--async-scheduling": "leave it out: steps overlap unless --disable-overlap-schedule is given",
+    "--enable-piecewise-cuda-graph": "leave it out: steps with prompts are captured by default",
+    "--piecewise-cuda-graph-compiler": "leave it out: the model itself is captured, without a compiler",
     "--compilation-config": "leave it out, or --enable-torch-compile",
     "--num-scheduler-steps": "leave it out: steps overlap unless --disable-overlap-schedule is given",
     "--max-seq-len-to-capture": "--cuda-graph-max-bs, which limits graphs by batch size",

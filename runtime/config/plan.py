@@ -239,6 +239,8 @@ class GraphPlan(Section):
 
     sizes: tuple[int, ...] = ()  # batch sizes for which decode steps are captured; (): no CUDA graphs
     padding: bool = True  # whether a batch is padded to the next captured size
+    # Numbers of tokens for which the parts of steps with prompts between attention calls are captured; (): none
+    prompt_sizes: tuple[int, ...] = ()
     profile: bool = False  # log a profile of each capture
     collect_garbage: bool = False  # whether Python's garbage collector may run during a capture
     compile_max_rows: int = 0  # largest batch for torch.compile; 0: do not compile

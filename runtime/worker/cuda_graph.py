@@ -23,6 +23,7 @@ from runtime.layers.batch_reads import BatchReads
 from runtime.layers.forward_batch import ForwardBatch, KindInputs
 from runtime.sampling_params import ROW_ARRAYS
 from runtime.worker.device import Device, Event, Graph, collector_paused
+from runtime.worker.prompt_graphs import PromptGraphs
 from runtime.worker.step_inputs import Forward, kind_inputs
 
 logger = logging.getLogger("penstock.core")
@@ -57,7 +58,8 @@ class _Captured:
 class CudaGraphRunner:
     """Replays a captured forward pass if every row computes one token and a graph is large enough.
 
-    Other batches are computed by `eager`, as are batches of a size whose graph is not captured yet.
+    Other batches are computed by `prompts` if they fit its sizes, else by `eager`. Batches of a size whose graph is not
+    captured yet are computed by `eager` too.
 
     A graph captures `eager` (usually the model) with a batch of fixed buffers, into which a step's inputs are copied.
     Padding rows write to the cache's scratch page and read its position 0. During the capture, the attention must not
@@ -81,6 +83,7 @@ class CudaGraphRunner:
         max_pages: int,
         reads: BatchReads = NOTHING_MORE,
         choice: Choice | None = None,
+        prompts: PromptGraphs | None = None,
         collect_garbage: bool = False,
         profile: bool = False,
     ) -> None:
@@ -97,6 +100,7 @@ class CudaGraphRunner:
             [*KINDS[kind].scratch_arrays([], 0)] in (["page_table"], [SPANS]) for kind in cache.kinds
         )
         self._choice = choice
+        self._prompts = prompts
         # (size, whether the graph samples); the last entry is captured next
         self._waiting: list[tuple[int, bool]] = []
         self._num_missed = 0  # steps since the last capture that ran eagerly because their graph waits
@@ -123,7 +127,12 @@ class CudaGraphRunner:
 
     def __call__(self, batch: ForwardBatch) -> Tensor:
         replayed = self._replay(batch, None)
-        return self._eager(batch) if replayed is None else replayed[0]
+        if replayed is not None:
+            return replayed[0]
+        hidden = None
+        if self._prompts is not None and self._fitting(batch) is None:
+            hidden = self._prompts(batch)
+        return self._eager(batch) if hidden is None else hidden
 
     def choose(
         self, batch: ForwardBatch, arrays: SamplingArrays, *, greedy: bool, limits: Collection[str] = ()
@@ -141,11 +150,11 @@ class CudaGraphRunner:
 
     def is_waiting(self) -> bool:
         """Return whether graphs remain to be captured. May be called on any thread."""
-        return bool(self._waiting)
+        return bool(self._waiting) or (self._prompts is not None and self._prompts.is_waiting())
 
     def num_missed(self) -> int:
         """Return the number of steps since the last capture whose graph still waits. May be called on any thread."""
-        return self._num_missed
+        return max(self._num_missed, 0 if self._prompts is None else self._prompts.num_missed())
 
     @property
     def num_waiting(self) -> int:
@@ -162,13 +171,23 @@ class CudaGraphRunner:
         """Capture one graph, on the thread that enqueues. Return whether more graphs wait.
 
         The order is: the largest size, then the size of the last step without a graph, then the largest waiting size.
+        Prompts are captured first if more steps miss them.
         """
+        prompts = self._prompts
+        prompts_first = not self._waiting or (prompts is not None and prompts.num_missed() > self._num_missed)
+        if prompts is not None and prompts.is_waiting() and prompts_first:
+            self._capture_prompts(prompts)
+            return self.is_waiting()
         if not self._waiting:
             return False
         size, chooses = self._waiting.pop()
         self._num_missed = 0
         began = time.perf_counter()
-        with torch.inference_mode(), self._device.forward(), self._capture_context(size):
+        with (
+            torch.inference_mode(),
+            self._device.forward(),
+            self._capture_context(f"Capture of the CUDA graph for {size} rows"),
+        ):
             self._reset(0)
             replans: Replans = [{} for _ in _tables(self._buffers)]
             run = partial(self._run, size, replans, chooses=chooses)
@@ -181,7 +200,16 @@ class CudaGraphRunner:
         self._seconds += time.perf_counter() - began
         if not self._waiting:
             logger.info("Captured %d CUDA graphs in %.1f s of work.", len(self._graphs), self._seconds)
-        return bool(self._waiting)
+        return self.is_waiting()
+
+    def _capture_prompts(self, prompts: PromptGraphs) -> None:
+        """Capture graphs of prompts. If this fails, steps with prompts run eagerly from now on."""
+        try:
+            with self._capture_context("Capture of the CUDA graphs for a step with prompts"):
+                prompts.capture_next()
+        except Exception:  # any error of a driver or kernel
+            logger.exception("The graphs of prompts could not be captured. Steps with prompts run without graphs.")
+            self._prompts = None
 
     def _replay(self, batch: ForwardBatch, arrays: SamplingArrays | None) -> tuple[Tensor, ...] | None:
         """Replay the graph for this step and return its results, or None. With `arrays`, the graph samples."""
@@ -384,13 +412,13 @@ class CudaGraphRunner:
             embeds_mask=filled(False, num_rows, dtype=torch.bool) if reads.media_size else None,
         )
 
-    def _capture_context(self, size: int) -> ExitStack:
+    def _capture_context(self, title: str) -> ExitStack:
         """Return the context of a capture: without garbage collection, and profiled if configured."""
         context = ExitStack()
         if not self._collect_garbage:
             context.enter_context(collector_paused())
         if self._profile:
-            context.enter_context(_profiled(f"Capture of the CUDA graph for {size} rows"))
+            context.enter_context(_profiled(title))
         return context
 
 

@@ -26,6 +26,7 @@ Result = TypeVar("Result")
 
 Read = Callable[[], Result]  # waits until the result is on the host, and returns it
 Enqueue = Callable[[], Read[Result]]  # enqueues work on the device
+Divide = Callable[[], None]  # ends the graph that is being captured, and begins the next one
 Stream = Literal["forward", "copy"]
 
 
@@ -101,6 +102,13 @@ class Device(Protocol):
         """
         ...
 
+    def capture_parts(self, run: Callable[[Divide], Result]) -> tuple[Sequence[Graph], Result]:
+        """Capture like `capture`, as several graphs. `run` gets a function that ends a graph and begins the next one.
+
+        All graphs must be replayed in order, with no replay of other graphs in between.
+        """
+        ...
+
     def measure(self, run: Callable[[], object]) -> MemoryUse:
         """Run a function, wait for its work and return its memory use. Nothing else may use the device meanwhile."""
         ...
@@ -154,6 +162,9 @@ class CpuDevice:
         return list(tensors), _Reached()
 
     def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
+        raise RuntimeError("A CPU has no graphs.")
+
+    def capture_parts(self, run: Callable[[Divide], Result]) -> tuple[Sequence[Graph], Result]:
         raise RuntimeError("A CPU has no graphs.")
 
     def measure(self, run: Callable[[], object]) -> MemoryUse:
@@ -222,21 +233,35 @@ class CudaDevice:
         return host, _CudaEvent(done)
 
     def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
+        [graph], result = self.capture_parts(lambda divide: run())
+        return graph, result
+
+    def capture_parts(self, run: Callable[[Divide], Result]) -> tuple[Sequence[Graph], Result]:
         if self._graph_pool is None:
             self._graph_pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._forward):
-            self._forward.synchronize()
+        graphs: list[torch.cuda.CUDAGraph] = []
+
+        def begin() -> None:
+            graph = torch.cuda.CUDAGraph()
             # Other threads may wait for events and pin memory during the capture, which must not break it.
             graph.capture_begin(pool=self._graph_pool, capture_error_mode="thread_local")
+            graphs.append(graph)
+
+        def divide() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        with torch.cuda.stream(self._forward):
+            self._forward.synchronize()
+            begin()
             try:
-                result = run()
+                result = run(divide)
             except BaseException:
                 with suppress(RuntimeError):  # the capture is incomplete
-                    graph.capture_end()
+                    graphs[-1].capture_end()
                 raise
-            graph.capture_end()
-        return graph, result
+            graphs[-1].capture_end()
+        return graphs, result
 
     def measure(self, run: Callable[[], object]) -> MemoryUse:
         device = self.torch_device

@@ -24,7 +24,7 @@ def profile_memory(executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] 
     The executor's pool needs one page, and for each other cache kind the number of units in `kinds`. All rows write
     there, and their results are discarded. Raises `ConfigurationError` if a step does not fit into memory.
     """
-    schedule, sizes = plan.scheduler, plan.graphs.sizes
+    schedule, sizes, prompt_sizes = plan.scheduler, plan.graphs.sizes, plan.graphs.prompt_sizes
     page_size, context = plan.cache.page_size, plan.model.context_length
 
     def run(counts: list[int]) -> None:
@@ -33,13 +33,17 @@ def profile_memory(executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] 
     def peak(counts: list[int]) -> int:
         return executor.device.measure(lambda: run(counts)).peak_bytes
 
+    def rows_of(tokens: int) -> list[int]:
+        return [min(context, tokens - first) for first in range(0, tokens, context)]
+
     tokens = largest_step_tokens(plan)
-    prompts = [min(context, tokens - first) for first in range(0, tokens, context)]
     try:
         run([1])  # compiles and loads kernels, and allocates workspaces of libraries
-        activation_bytes = max(peak(prompts), peak([1] * schedule.max_running))
+        activation_bytes = max(peak(rows_of(tokens)), peak([1] * schedule.max_running))
         # There are two graphs of each size: one ends at tokens, the other at hidden states.
         graph_bytes = peak([1] * max(sizes)) + 2 * GRAPH_BYTES * len(sizes) if sizes else 0
+        if prompt_sizes:  # as many kernels as in two graphs, divided among one graph per layer
+            graph_bytes += peak(rows_of(max(prompt_sizes))) + 2 * GRAPH_BYTES * len(prompt_sizes)
     except OutOfMemory as error:
         raise ConfigurationError(
             f"A step of {tokens} tokens does not fit into the memory that the weights leave free; lower "

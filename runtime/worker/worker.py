@@ -24,7 +24,7 @@ from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ExpertPlan, GraphPlan, KernelPlan, LoraPlan, ModelPlan, Plan
 from runtime.config.pooling import Pooling
 from runtime.config.resolve.drafts import HEADS
-from runtime.config.resolve.graphs import within
+from runtime.config.resolve.graphs import prompts_of, within
 from runtime.errors import ConfigurationError, EngineFailure
 from runtime.kv_cache.kinds import PAGED, Specs
 from runtime.kv_cache.pools import KVPool
@@ -55,6 +55,7 @@ from runtime.worker.logits_dump import LogitsDump
 from runtime.worker.memory_profile import profile_memory
 from runtime.worker.model_runner import StepExecutor
 from runtime.worker.page_copies import CopyPages, PageCopier
+from runtime.worker.prompt_graphs import PromptGraphs
 from runtime.worker.relaxed_acceptance import RelaxedAcceptance
 from runtime.worker.remote_instance import load_from_instance
 from runtime.worker.sampler import Sampler
@@ -655,13 +656,19 @@ class ModelWorker:
             if not device.is_host:
                 logger.info("No CUDA graphs are captured: %s.", graphs.reasons.get("sizes", ""))
             return forward
+        reads, prompts = batch_reads(model), None
+        if graphs.prompt_sizes:
+            prompts = PromptGraphs(model, pool, device, prompts_of(graphs), reads=reads)
+        else:
+            logger.info("No CUDA graphs of prompts are captured: %s.", graphs.reasons.get("prompt_sizes", ""))
         captured = CudaGraphRunner(
             forward,
             pool,
             device,
             within(graphs, cache.num_sequences),
             max_pages=min(pool.num_pages, -(-setup.plan.context_length // pool.page_size)),
-            reads=batch_reads(model),
+            reads=reads,
+            prompts=prompts,
             # With several ranks, only rank 0 has the sampler, so graphs end at hidden states.
             choice=Choice(
                 model.logits,

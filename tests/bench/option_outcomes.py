@@ -102,6 +102,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "max_total_tokens": 64,
     "expert_distribution_recorder_buffer_size": 500,
     "cuda_graph_bs": (3,),
+    "piecewise_cuda_graph_tokens": (3,),
     "device": "cpu",
     "torchao_config": "int8wo",
     "dist_init_addr": "other:5000",

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from runtime.worker.device import CpuDevice, Graph, MemoryUse, Result, Stream
+from runtime.worker.device import CpuDevice, Divide, Graph, MemoryUse, Result, Stream
 
 POISON = 0x5A  # byte that fills memory that is read before its content has arrived
 # operations that make the host wait for a GPU
@@ -153,13 +153,23 @@ class LateDevice:
         return host, event
 
     def capture(self, run: Callable[[], Result]) -> tuple[LateGraph, Result]:
-        self._recording = works = []
+        [graph], result = self.capture_parts(lambda divide: run())
+        return graph, result
+
+    def capture_parts(self, run: Callable[[Divide], Result]) -> tuple[list[LateGraph], Result]:
+        parts: list[list[Work]] = []
+
+        def divide() -> None:
+            parts.append([])
+            self._recording = parts[-1]
+
+        divide()
         try:
             with self.forward():
-                result = run()
+                result = run(divide)
         finally:
             self._recording = None
-        return LateGraph(self, works), result
+        return [LateGraph(self, works) for works in parts], result
 
     def measure(self, run: Callable[[], object]) -> MemoryUse:
         with self.forward():

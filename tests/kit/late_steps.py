@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from ops.moe import Mixture
 from ops.sampling import NO_LIMIT, Masks, SamplingArrays
 from ops.sampling import native as sampling
 from ops.select import Kernels, select
-from runtime.batch import Batch, StepOutput
+from runtime.batch import Batch, Sampling, StepOutput
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import ModelPlan
 from runtime.config.resolve.graph_sizes import Buckets
@@ -32,9 +34,10 @@ from runtime.loading.facts import read_facts
 from runtime.loading.loader import load_model
 from runtime.modeling.decoder import Decoder, collect_specs
 from runtime.sequence import Sequence
-from runtime.worker.cuda_graph import Choice, CudaGraphRunner
+from runtime.worker.cuda_graph import NOTHING_MORE, Choice, CudaGraphRunner
 from runtime.worker.device import CpuDevice, Device, Read
 from runtime.worker.model_runner import StepExecutor
+from runtime.worker.prompt_graphs import PromptGraphs
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward
 from scripted_drafts import script_drafts
@@ -160,8 +163,14 @@ class Steps:
         self._reads: deque[Read[StepOutput] | OutOfMemory] = deque()
         self.executor = self._make_executor()
 
-    def use_graphs(self, buckets: Buckets, **options: Any) -> CudaGraphRunner:
-        """Like `use_forward`, with graphs of the current forward, of which some also choose tokens."""
+    def use_graphs(self, buckets: Buckets, prompt_sizes: tuple[int, ...] = (), **options: Any) -> CudaGraphRunner:
+        """Like `use_forward`, with graphs of the current forward, of which some also choose tokens.
+
+        With `prompt_sizes`, steps with prompts have graphs too.
+        """
+        if prompt_sizes:
+            reads = options.get("reads", NOTHING_MORE)
+            options["prompts"] = PromptGraphs(self.forward, self.pool, self.device, Buckets(prompt_sizes), reads=reads)
         options = {"max_pages": CONTEXT // PAGE_SIZE, "choice": choice(self.family)} | options
         graphs = CudaGraphRunner(self.forward, self.pool, self.device, buckets, **options)
         self.use_forward(graphs)
@@ -229,6 +238,7 @@ def outputs(
     depth: int = 1,
     num_pages: int = 24,
     sizes: tuple[int, ...] = (),
+    prompt_sizes: tuple[int, ...] = (),
     capture_every: int = 3,
     num_host_pages: int = 0,
     swap: bool = False,
@@ -241,13 +251,14 @@ def outputs(
     """Return the tokens for each (prompt, number of new tokens), with all `ways` of sampling, four at a time in a
     small pool.
 
-    With `sizes`, graphs of these sizes are captured, one after every few steps. `change` modifies the steps before the
+    With `sizes`, graphs of these sizes are captured, one after every few steps, and with `prompt_sizes` those of steps
+    with prompts too. `change` modifies the steps before the
     first one. With `swap` the scheduler uses host pages for retracted sequences and admits as many sequences as
     possible. With `drafts`, which are the outputs without drafts, rows propose correct and wrong ids in turn. If a step
     lacks memory, its newest sequence is retracted and keeps its tokens.
     """
     steps = Steps(num_pages, 4, device, num_host_pages=num_host_pages, family=family)
-    graphs = steps.use_graphs(Buckets(sizes)) if sizes else None
+    graphs = steps.use_graphs(Buckets(sizes), prompt_sizes) if sizes else None
     if change is not None:
         change(steps)
     ratios = {"new_token_ratio": 0.0, "min_new_token_ratio": 0.0} if swap else {}
@@ -283,3 +294,43 @@ def outputs(
         if graphs is not None and number % capture_every == 0:
             graphs.capture_next()
     raise AssertionError
+
+
+def batch(num_rows: int, *, start: int = 5, count: int = 1) -> Batch:
+    """Return a batch of rows with their own pages, which all sample."""
+    width = -(-(start + count) // PAGE_SIZE)
+    return Batch(
+        number=0,
+        sequences=(None,) * num_rows,  # type: ignore[arg-type]
+        starts=np.full(num_rows, start, np.int32),
+        counts=np.full(num_rows, count, np.int32),
+        sequence_indices=np.arange(num_rows, dtype=np.int32),
+        token_ids=np.arange(3, 3 + num_rows * count, dtype=np.int32),
+        page_table=np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width),
+        sampling=Sampling(
+            positions=np.arange(1, num_rows + 1, dtype=np.int32) * count - 1,
+            row_of=np.arange(num_rows, dtype=np.int32),
+            greedy=np.ones(num_rows, np.bool_),
+            uniform=np.zeros(num_rows, np.float32),
+        ),
+    )
+
+
+def replays(monkeypatch: pytest.MonkeyPatch, made: Steps) -> Callable[[Batch], bool]:
+    """Whether a batch is computed without calling the model."""
+    eager = made.forward._eager  # pyright: ignore[reportAttributeAccessIssue]
+    calls: list[int] = []
+
+    def counted(batch: Any) -> torch.Tensor:
+        calls.append(batch.num_tokens)
+        return eager(batch)
+
+    monkeypatch.setattr(made.forward, "_eager", counted)
+
+    def run(one: Batch) -> bool:
+        calls.clear()
+        made.launch(one)
+        made.finish_oldest()
+        return not calls
+
+    return run

@@ -32,6 +32,24 @@ class GraphArgs:
         plan="graphs.padding",
         invert=True,
     )
+    disable_piecewise_cuda_graph: bool = option(
+        False, "Capture no CUDA graphs of steps with prompts. Such steps are launched kernel by kernel."
+    )
+    piecewise_cuda_graph_max_tokens: int | None = option(
+        None,
+        "Largest number of tokens of a step with prompts for which CUDA graphs are captured. Attention is called "
+        "between the graphs. Default: the number of tokens, at most 2,048, up to which launching the kernels of a step "
+        "is estimated to take longer than computing them.",
+        low=1,
+        plan="graphs.prompt_sizes",
+    )
+    piecewise_cuda_graph_tokens: tuple[int, ...] | None = option(
+        None,
+        "Numbers of tokens for which CUDA graphs of steps with prompts are captured. Steps are padded to the next "
+        "number. A number is captured after a step needed it. Default: steps of 8 to 256 tokens, by size.",
+        low=1,
+        plan="graphs.prompt_sizes",
+    )
     enable_profile_cuda_graph: bool = option(
         False, "Log a profile of each capture of a CUDA graph.", plan="graphs.profile"
     )

@@ -89,9 +89,11 @@ def decide(
             gpu,
             kernels.decode_attention_backend,
             schedule.max_running,
+            facts,
+            step_tokens=(schedule.chunk_tokens or max(schedule.max_prefill_tokens, model.context_length))
+            + schedule.max_running * schedule.mixed,
             is_embedding=model.is_embedding,
             by_transformers=model.by_transformers,
-            recurrent=facts.recurrent,
         ),
         parallel=parallel,
         observe=observe_plan(builder),

@@ -1,4 +1,4 @@
-"""Sizes of captured decode batches, and the choice of a size for a batch. Needs no torch and no GPU."""
+"""Sizes of captured steps, and the choice of a size for a step. Needs no torch and no GPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,23 @@ BY_MEMORY = (
     (90 * GIB, range(168, 257, 8)),
     (160 * GIB, range(272, 513, 16)),
 )
+# Default numbers of tokens of steps with prompts. From 64 tokens on, padding adds at most a quarter.
+PROMPT_TOKENS = (
+    *(8, 16, 32, 48, *range(64, 128, 16), *range(128, 256, 32)),
+    *(*range(256, 1025, 64), *range(1280, 2049, 256)),
+)
+# Assumptions on a step without graphs, not measured: the time to launch one layer, and the share of the peak that
+# products of a few hundred rows reach.
+LAYER_LAUNCH_S = 250e-6
+PEAK_SHARE = 0.5
+# (compute capability, bfloat16 operations per second without sparsity), of a common GPU of this generation
+PEAKS = (((10, 0), 2.25e15), ((9, 0), 9.89e14), ((8, 9), 2.4e14), ((8, 6), 1.4e14), ((8, 0), 3.12e14), ((0, 0), 6.5e13))
 EXACT = (*range(1, 33), *range(48, 161, 16))  # default sizes if padding is off
 
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The captured batch sizes, ascending."""
+    """The captured sizes, ascending: numbers of rows of decode steps, or numbers of tokens of steps with prompts."""
 
     sizes: tuple[int, ...]
     padding: bool = True  # pad a batch to the next size
@@ -60,6 +71,22 @@ def buckets(
     if len(possible) < len(wanted):
         possible.add(max_running)
     return Buckets(tuple(sorted(possible)), padding)
+
+
+def launch_bound_tokens(capability: tuple[int, int], num_layers: int, num_weights: float) -> int:
+    """Estimate the number of tokens up to which launching a step takes longer than computing it.
+
+    `num_weights` is the number of weights that each token is multiplied with.
+    """
+    peak = next(peak for least, peak in PEAKS if capability >= least)
+    return int(num_layers * LAYER_LAUNCH_S * peak * PEAK_SHARE / (2 * num_weights))
+
+
+def prompt_sizes(largest: int) -> tuple[int, ...]:
+    """Return the default numbers of tokens up to `largest`, and `largest` itself."""
+    top = PROMPT_TOKENS[-1]
+    further = range(top + 256, largest, 256)
+    return tuple(sorted({size for size in (*PROMPT_TOKENS, *further) if size < largest} | {largest}))
 
 
 def _default_sizes(memory_bytes: int, padding: bool) -> set[int]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ops.backends import ATTENTION
 from ops.machine import Gpu, Machine
+from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import GraphPlan
-from runtime.config.resolve.graph_sizes import Buckets, buckets
+from runtime.config.resolve.graph_sizes import Buckets, buckets, launch_bound_tokens, prompt_sizes
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 _CAPTURING = (
@@ -15,6 +16,10 @@ _CAPTURING = (
     "enable_profile_cuda_graph",
     "enable_cudagraph_gc",
 )
+_CAPTURING_PROMPTS = ("piecewise_cuda_graph_max_tokens", "piecewise_cuda_graph_tokens")
+_MAX_PROMPT_TOKENS = 2048  # default limit: longer steps compute for longer than they are launched
+_HEADS = {"EAGLE", "EAGLE3", "NEXTN"}  # draft methods that read hidden states of the model
+_UNKNOWN_TOKENS = 256  # default limit if the size of the model is unknown
 
 
 def graph_plan(
@@ -23,14 +28,15 @@ def graph_plan(
     gpu: Gpu | None,
     decode_attention: str,
     max_running: int,
+    facts: ModelFacts,
     *,
+    step_tokens: int,
     by_transformers: bool = False,
-    recurrent: bool = False,
     is_embedding: bool = False,
 ) -> GraphPlan:
-    """Plan CUDA graphs and torch.compile.
+    """Plan CUDA graphs and torch.compile. A step has at most `step_tokens` tokens.
 
-    A model `by_transformers` has no graphs, because its modules may read tensors on the host. A model with `recurrent`
+    A model `by_transformers` has no graphs, because its modules may read tensors on the host. A model with recurrent
     layers cannot be compiled, because these layers read the spans of a step on the host, except in captured steps.
     """
     foreign = (
@@ -38,10 +44,12 @@ def graph_plan(
     )
     if is_embedding:
         foreign = "graphs are captured for decode steps only, and this model generates no tokens"
-    uncompiled = "recurrent layers read the state slots of the rows on the host" if recurrent else foreign
+    uncompiled = "recurrent layers read the state slots of the rows on the host" if facts.recurrent else foreign
+    sizes = _sizes(builder, gpu, decode_attention, max_running, foreign)
     return builder.build(
         GraphPlan,
-        sizes=_sizes(builder, gpu, decode_attention, max_running, foreign),
+        sizes=sizes,
+        prompt_sizes=_prompt_sizes(builder, gpu, facts, sizes, step_tokens),
         compile_max_rows=_compiled(builder, machine, gpu, uncompiled),
     )
 
@@ -71,6 +79,57 @@ def _sizes(
     asked = args.cuda_graph_bs or args.cuda_graph_max_bs
     reason = "as asked" if asked else f"by the GPU's {gpu.memory_bytes >> 30} GiB of memory"
     return Decision(captured.sizes, f"{reason}, and at most {max_running} rows run together")
+
+
+def _prompt_sizes(
+    builder: PlanBuilder,
+    gpu: Gpu | None,
+    facts: ModelFacts,
+    sizes: Decision[tuple[int, ...]],
+    step_tokens: int,
+) -> Decision[tuple[int, ...]]:
+    """Decide for which numbers of tokens steps with prompts are captured."""
+    args, reason = builder.args.graphs, ""
+    if gpu is None or not sizes.value:
+        reason = f"no CUDA graphs are captured: {sizes.reason}"
+    elif args.disable_piecewise_cuda_graph:
+        reason = "--disable-piecewise-cuda-graph is set"
+    elif facts.recurrent:
+        reason = "recurrent layers read the rows of steps with prompts on the host"
+    elif builder.args.parallel.tp_size > 1:
+        reason = "several ranks share the layers, and only their decode steps are captured"
+    elif _HEADS & set((builder.args.speculative.speculative_algorithm or "").split(",")):
+        reason = "a draft head reads the inputs of layers, which graphs of prompts do not keep"
+    if gpu is None or reason:
+        for option in _CAPTURING_PROMPTS:
+            if builder.args.changed(option):
+                flag = "--" + option.replace("_", "-")
+                builder.refuse(option, f"{flag} has no effect here: {reason}.")
+        return Decision((), reason)
+    asked, largest = args.piecewise_cuda_graph_tokens, args.piecewise_cuda_graph_max_tokens
+    if asked is not None:
+        kept = {size for size in asked if size <= min(largest or step_tokens, step_tokens)}
+        return Decision(tuple(sorted(kept)), f"as asked, and a step has at most {step_tokens} tokens")
+    if largest is not None:
+        return Decision(prompt_sizes(min(largest, step_tokens)), "as asked")
+    estimate, reason = _UNKNOWN_TOKENS, "the size of the model is not known"
+    if facts.weight_bytes:
+        estimate = launch_bound_tokens(gpu.capability, facts.num_layers, _weights_per_token(facts))
+        reason = "up to this number, launching a step is estimated to take longer than computing it"
+    largest = min(max(estimate, prompt_sizes(1)[0]), _MAX_PROMPT_TOKENS, step_tokens)
+    fitting = tuple(size for size in prompt_sizes(step_tokens) if size <= largest)
+    return Decision(fitting, reason)
+
+
+def _weights_per_token(facts: ModelFacts) -> float:
+    """Estimate the number of weights that each token is multiplied with.
+
+    A twentieth of the weights of a mixture is assumed to be outside of the experts.
+    """
+    weights = facts.weight_bytes / (2 if facts.quantization is None else 1)
+    if not facts.num_experts:
+        return weights
+    return weights * (0.05 + 0.95 * min(1.0, facts.num_experts_per_token / facts.num_experts))
 
 
 def _none_here(builder: PlanBuilder, gpu: Gpu | None, decode_attention: str) -> str:
@@ -134,3 +193,8 @@ def within(plan: GraphPlan, max_running: int) -> Buckets:
     """Return the planned sizes, limited to `max_running`, the number of sequences that fit into the KV pool."""
     sizes = {min(size, max_running) for size in plan.sizes}
     return Buckets(tuple(sorted(sizes)), plan.padding)
+
+
+def prompts_of(plan: GraphPlan) -> Buckets:
+    """Return the planned numbers of tokens of steps with prompts."""
+    return Buckets(tuple(plan.prompt_sizes))

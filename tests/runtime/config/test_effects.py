@@ -94,6 +94,7 @@ VALUES: dict[str, list[Any]] = {
     "model_loader_extra_config": [{"enable_multithread_load": True}],
     "chunked_prefill_size": [64],
     "cuda_graph_bs": [[3]],
+    "piecewise_cuda_graph_tokens": [[3]],
     "max_total_tokens": [64],
     "model_impl": ["transformers"],
     "nnodes": [1],

@@ -91,7 +91,7 @@ def test_compilation_is_asked_for_and_needs_a_compiler():
 
 def test_several_ranks_capture_where_they_share_layers_and_never_compile():
     two = replace(H200, gpus=H200.gpus * 2)
-    assert plan(two, tp_size=2).graphs == plan(two).graphs
+    assert plan(two, tp_size=2).graphs.sizes == plan(two).graphs.sizes
     assert plan(two, pp_size=2).graphs.sizes == ()
     assert "pipeline parallelism" in refusals(two, pp_size=2, cuda_graph_bs=[1])
     assert "one rank only" in refusals(two, tp_size=2, enable_torch_compile=True)
@@ -100,3 +100,47 @@ def test_several_ranks_capture_where_they_share_layers_and_never_compile():
 def test_sizes_are_cut_to_what_the_pool_lets_run():
     assert within(GraphPlan(sizes=(1, 2, 4, 8, 16)), 6).sizes == (1, 2, 4, 6)
     assert within(GraphPlan(sizes=(1, 2), padding=False), 6).take(2) == 2
+
+
+def test_prompts_are_captured_up_to_a_number_of_tokens_by_the_size_of_the_model():
+    small, large = (
+        resolve(Args.of(model_path="/models/small"), H200, replace(FACTS, num_layers=32, weight_bytes=size)).graphs
+        for size in (1_200_000_000, 16_000_000_000)
+    )
+    assert small.prompt_sizes[:3] == large.prompt_sizes[:3] == (8, 16, 32)
+    assert small.prompt_sizes[-1] == 2048
+    assert large.prompt_sizes[-1] == 224  # 247 tokens take as long as launching 32 layers, by assumption
+    assert "estimated" in large.reasons["prompt_sizes"]
+
+
+def test_experts_that_a_token_does_not_use_do_not_count_as_computed():
+    mixture = replace(
+        FACTS, num_layers=48, weight_bytes=61_000_000_000, config={"num_experts": 128, "num_experts_per_tok": 8}
+    )
+    assert resolve(Args.of(model_path="/models/small"), H200, mixture).graphs.prompt_sizes[-1] >= 512
+
+
+def test_asked_numbers_of_tokens_are_captured():
+    assert plan(piecewise_cuda_graph_tokens=[40, 7]).graphs.prompt_sizes == (7, 40)
+    assert plan(piecewise_cuda_graph_max_tokens=20).graphs.prompt_sizes == (8, 16, 20)
+    assert plan(piecewise_cuda_graph_tokens=[40, 7], piecewise_cuda_graph_max_tokens=20).graphs.prompt_sizes == (7,)
+    assert plan(chunked_prefill_size=64, piecewise_cuda_graph_max_tokens=4096).graphs.prompt_sizes[-1] <= 64 + 2048
+
+
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    [
+        ({"disable_cuda_graph": True}, "no CUDA graphs are captured"),
+        ({"disable_piecewise_cuda_graph": True}, "--disable-piecewise-cuda-graph is set"),
+        ({"tp_size": 2}, "only their decode steps"),
+    ],
+)
+def test_prompts_are_not_captured_with_a_reason(keywords: dict[str, Any], reason: str):
+    two = replace(H200, gpus=H200.gpus * 2)
+    made = plan(two, **keywords).graphs
+    assert made.prompt_sizes == ()
+    assert reason in made.reasons["prompt_sizes"]
+    assert reason in refusals(two, **keywords, piecewise_cuda_graph_tokens=[8])
+    assert "--piecewise-cuda-graph-max-tokens has no effect here" in refusals(
+        two, **keywords, piecewise_cuda_graph_max_tokens=8
+    )

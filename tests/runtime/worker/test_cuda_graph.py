@@ -15,10 +15,10 @@ import torch
 import late_steps
 import recorded_flashinfer
 from fake_device import LateDevice, LateEvent, LateGraph
-from late_steps import PAGE_SIZE, Steps
+from late_steps import PAGE_SIZE, Steps, batch, replays
 from ops.attention import with_flashinfer
 from ops.attention.with_flashinfer import FlashInfer
-from runtime.batch import Batch, Bias, Sampling
+from runtime.batch import Batch, Bias
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.layers.forward_batch import ForwardBatch
 from runtime.loading.loader import load_model
@@ -36,46 +36,6 @@ def steps(*sizes: int, padding: bool = True, capture: bool = True, **options: An
     while capture and graphs.capture_next():
         pass
     return made
-
-
-def batch(num_rows: int, *, start: int = 5, count: int = 1) -> Batch:
-    """Return a batch of rows with their own pages, which all sample."""
-    width = -(-(start + count) // PAGE_SIZE)
-    return Batch(
-        number=0,
-        sequences=(None,) * num_rows,  # type: ignore[arg-type]
-        starts=np.full(num_rows, start, np.int32),
-        counts=np.full(num_rows, count, np.int32),
-        sequence_indices=np.arange(num_rows, dtype=np.int32),
-        token_ids=np.arange(3, 3 + num_rows * count, dtype=np.int32),
-        page_table=np.arange(num_rows * width, dtype=np.int32).reshape(num_rows, width),
-        sampling=Sampling(
-            positions=np.arange(1, num_rows + 1, dtype=np.int32) * count - 1,
-            row_of=np.arange(num_rows, dtype=np.int32),
-            greedy=np.ones(num_rows, np.bool_),
-            uniform=np.zeros(num_rows, np.float32),
-        ),
-    )
-
-
-def replays(monkeypatch: pytest.MonkeyPatch, made: Steps) -> Callable[[Batch], bool]:
-    """Whether a batch is computed without calling the model."""
-    eager = made.forward._eager  # pyright: ignore[reportAttributeAccessIssue]
-    calls: list[int] = []
-
-    def counted(batch: ForwardBatch) -> torch.Tensor:
-        calls.append(batch.num_tokens)
-        return eager(batch)
-
-    monkeypatch.setattr(made.forward, "_eager", counted)
-
-    def run(one: Batch) -> bool:
-        calls.clear()
-        made.launch(one)
-        made.finish_oldest()
-        return not calls
-
-    return run
 
 
 def test_batches_of_single_tokens_replay_and_all_others_run_eagerly(monkeypatch: pytest.MonkeyPatch):

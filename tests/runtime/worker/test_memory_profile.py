@@ -75,6 +75,12 @@ def test_graphs_take_what_the_largest_of_them_computes_with(monkeypatch: pytest.
     assert steps.graph_bytes == 8 * TOKEN_BYTES + 2 * 3 * GRAPH_BYTES
 
 
+def test_graphs_of_prompts_take_what_the_largest_step_with_a_graph_computes_with(monkeypatch: pytest.MonkeyPatch):
+    device = Metered()
+    steps = profiled(device, monkeypatch, graphs=GraphPlan(prompt_sizes=(8, 70)))
+    assert steps.graph_bytes == 70 * TOKEN_BYTES + 2 * 2 * GRAPH_BYTES
+
+
 def test_step_that_does_not_fit_is_refused_before_anything_is_served(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigurationError, match="step of 100 tokens .* --chunked-prefill-size"):
         profiled(Metered(room=99), monkeypatch)

@@ -1,0 +1,340 @@
+"""CUDA graphs of steps with prompts: the parts of the forward pass between two attention calls."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.attention import AttentionMetadata, AttentionOptions
+from ops.latent import LatentWeights
+from ops.select import Kernels
+from runtime.config.resolve.graph_sizes import Buckets
+from runtime.kv_cache.pools import KVPool
+from runtime.kv_cache.registry import KINDS
+from runtime.layers.batch_reads import BatchReads
+from runtime.layers.forward_batch import ForwardBatch, KindInputs, LayerCache
+from runtime.worker.device import Device, Graph
+from runtime.worker.step_inputs import Forward, kind_inputs
+
+logger = logging.getLogger("penstock.core")
+
+# Computes attention for the first tokens of its inputs, with the rows of a step.
+Attention = Callable[[Sequence[Tensor], ForwardBatch], Tensor]
+
+
+class _Call(NamedTuple):
+    """An attention call between two graphs."""
+
+    inputs: Sequence[Tensor]  # written by the graph before it
+    out: Tensor  # read by the graph after it
+    attend: Attention
+
+
+class _Captured(NamedTuple):
+    """The captured forward pass for one number of tokens: graphs, with a call between each two of them."""
+
+    graphs: Sequence[Graph]
+    calls: Sequence[_Call]
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Input:
+    """A buffer that every step fills. Its last dimension are tokens, or its first one if `by_row` is set."""
+
+    buffer: Tensor
+    read: Callable[[ForwardBatch], Tensor | None]  # the step's values, or None if all are `padding`
+    padding: int
+    by_row: bool = False
+
+    def first(self, end: int, begin: int = 0) -> Tensor:
+        return self.buffer[begin:end] if self.by_row else self.buffer[..., begin:end]
+
+
+class PromptGraphs:
+    """Replays the forward pass of steps with prompts, if the number of their tokens fits a captured size.
+
+    Attention depends on the rows of a step: how many there are, and their lengths. All other operations depend only on
+    the number of tokens. A capture therefore ends a graph at every attention call and begins the next graph after it.
+    A step replays the graphs and calls attention between them with its own rows, so every attention backend works.
+    Queries and results are copied through buffers that all layers and sizes share.
+
+    Steps are padded with tokens that write to the scratch page. Attention does not see these tokens, and returns 0 for
+    them. A size is captured only after a step has needed it. The same thread must call all methods, except `is_waiting`
+    and `num_missed`.
+    """
+
+    def __init__(
+        self,
+        model: Forward,
+        cache: KVPool,
+        device: Device,
+        buckets: Buckets,
+        *,
+        reads: BatchReads,
+    ) -> None:
+        """Allocate the buffers. `reads` are the optional inputs that the model reads."""
+        self._model, self._cache, self._device, self._buckets = model, cache, device, buckets
+        self._captured: dict[int, _Captured] = {}
+        self._waiting: list[int] = []  # sizes that steps have needed; the last one is captured next
+        self._num_missed = 0
+        self._num_real = 0  # number of leading tokens in the buffers that may have values of an earlier step
+        self._between: dict[Hashable, Tensor] = {}  # buffers of inputs and results of attention
+        # Layers of other kinds read the rows of a step on the host.
+        pages_only = all([*KINDS[kind].scratch_arrays([], 0)] == ["page_table"] for kind in cache.kinds)
+        self._largest = max(buckets.sizes, default=0) if pages_only else 0
+        with torch.inference_mode(), device.forward():
+            self._inputs, self._batch = self._make_buffers(self._largest, reads)
+
+    def __call__(self, batch: ForwardBatch) -> Tensor | None:
+        """Return hidden states [T, E], valid until the next call, or None if no captured size fits."""
+        size = self._fitting(batch)
+        if size is None:
+            return None
+        captured = self._captured.get(size)
+        if captured is None:
+            self._capture_soon(size)
+            return None
+        num_tokens = batch.num_tokens
+        self._fill(batch)
+        if num_tokens < size:
+            for out in {id(call.out): call.out for call in captured.calls}.values():
+                out[num_tokens:].zero_()
+        for graph, call in zip(captured.graphs, captured.calls):
+            graph.replay()
+            call.out[:num_tokens].copy_(call.attend([each[:num_tokens] for each in call.inputs], batch))
+        captured.graphs[-1].replay()
+        return captured.hidden[:num_tokens]
+
+    def is_waiting(self) -> bool:
+        """Return whether a size that steps need is not captured yet."""
+        return bool(self._waiting)
+
+    def num_missed(self) -> int:
+        """Return the number of steps since the last capture that ran eagerly although they fit a size."""
+        return self._num_missed
+
+    @property
+    def captured(self) -> frozenset[int]:
+        """The captured sizes."""
+        return frozenset(self._captured)
+
+    def capture_next(self) -> bool:
+        """Capture the size that a step needed last. Return whether more sizes wait."""
+        if not self._waiting:
+            return False
+        size = self._waiting.pop()
+        self._num_missed = 0
+        with torch.inference_mode(), self._device.forward():
+            self._pad(0)
+            self._run(size, [], lambda: None)  # compiles and loads kernels, which is impossible during a capture
+            calls: list[_Call] = []
+            graphs, hidden = self._device.capture_parts(lambda divide: self._run(size, calls, divide))
+            self._captured[size] = _Captured(graphs, calls, hidden)
+        logger.info("Captured %d CUDA graphs for prompts of up to %d tokens.", len(graphs), size)
+        return bool(self._waiting)
+
+    def _fitting(self, batch: ForwardBatch) -> int | None:
+        """Return the size for this step, or None if no size fits."""
+        attention = batch.attention
+        if not self._largest or attention.replans is not None:  # another graph captures this step
+            return None
+        if batch.media_levels or batch.adapted or attention.repeated is not None or batch.states is not None:
+            return None
+        return self._buckets.take(batch.num_tokens)
+
+    def _capture_soon(self, size: int) -> None:
+        self._num_missed += 1
+        if size in self._waiting:
+            self._waiting.remove(size)
+        self._waiting.append(size)
+
+    def _fill(self, batch: ForwardBatch) -> None:
+        """Copy a step's inputs into the buffers."""
+        num_tokens = batch.num_tokens
+        for each in self._inputs:
+            values = each.read(batch)
+            if values is None:
+                each.first(num_tokens).fill_(each.padding)
+            else:
+                each.first(num_tokens).copy_(values)
+        self._pad(num_tokens)
+        self._num_real = num_tokens
+
+    def _pad(self, num_tokens: int) -> None:
+        """Turn the tokens from `num_tokens` on into padding."""
+        if num_tokens < self._num_real:
+            for each in self._inputs:
+                each.first(self._num_real, num_tokens).fill_(each.padding)
+            self._num_real = num_tokens
+
+    def _run(self, size: int, calls: list[_Call], divide: Callable[[], None]) -> Tensor:
+        """Run the model for `size` tokens of the buffers. At every attention call, append it and call `divide`."""
+
+        def pause(inputs: Sequence[Tensor], out_shape: Sequence[int], attend: Attention) -> Tensor:
+            kept = [self._buffer(("input", place), each.shape, each.dtype) for place, each in enumerate(inputs)]
+            for buffer, each in zip(kept, inputs, strict=True):
+                buffer.copy_(each)
+            out = self._buffer("out", out_shape, inputs[0].dtype)
+            calls.append(_Call(kept, out, attend))
+            divide()
+            return out
+
+        caches = {index: _PausingCache(cache, pause) for index, cache in self._cache.items()}
+        return self._model(_first_tokens(self._batch, size, caches))
+
+    def _buffer(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a buffer of this shape, whose first dimension are tokens. The first call allocates it."""
+        count, *others = shape
+        key = name, tuple(others), dtype
+        if key not in self._between:
+            self._between[key] = torch.zeros(
+                (self._largest, *others), dtype=dtype, device=self._device.torch_device
+            )  # fmt: skip
+        return self._between[key][:count]
+
+    def _make_buffers(self, size: int, reads: BatchReads) -> tuple[list[_Input], ForwardBatch]:
+        """Return the buffers, and a batch of them in which every token is a row of its own."""
+        cache, device = self._cache, self._device.torch_device
+        inputs: list[_Input] = []
+
+        def buffer(
+            read: Callable[[ForwardBatch], Tensor | None],
+            *shape: int,
+            padding: int = 0,
+            dtype: torch.dtype = torch.int64,
+            by_row: bool = False,
+        ) -> Tensor:
+            made = torch.full(shape or (size,), padding, dtype=dtype, device=device)
+            inputs.append(_Input(made, read, padding, by_row))
+            return made
+
+        scratch = cache.scratch_page * cache.page_size
+        attention = AttentionMetadata(
+            page_table=torch.full((size, 1), cache.scratch_page, dtype=torch.int32, device=device),
+            starts=torch.zeros(size, dtype=torch.int32, device=device),
+            counts=torch.ones(size, dtype=torch.int32, device=device),
+            query_starts=torch.arange(size + 1, dtype=torch.int32, device=device),
+            slot_mapping=buffer(lambda batch: batch.attention.slot_mapping, padding=scratch),
+            page_size=cache.page_size,
+            starts_host=[0] * size,
+            counts_host=[1] * size,
+        )
+        kinds = {}
+        for name, unit in cache.kinds.items() if size else ():
+            slots = buffer(
+                lambda batch, name=name: batch.kinds[name].attention.slot_mapping, padding=unit * cache.page_size
+            )
+            table = torch.full((size, 1), unit, dtype=torch.int32, device=device)
+            kinds[name] = kind_inputs({"page_table": table}, slots, attention)
+        values = {
+            name: buffer(lambda batch, name=name: batch.token_values.get(name), dtype=torch.int32)
+            for name in reads.row_values
+        }
+        axes = vectors = mask = None
+        if reads.position_axes:
+            axes = buffer(
+                lambda batch: batch.positions if batch.position_axes is None else batch.position_axes, 3, size
+            )
+        if reads.media_size:
+            shape, wide = (size, reads.media_size), torch.float32
+            vectors = buffer(lambda batch: batch.input_embeds, *shape, dtype=wide, by_row=True)
+            mask = buffer(lambda batch: batch.embeds_mask, dtype=torch.bool)
+        return inputs, ForwardBatch(
+            token_ids=buffer(lambda batch: batch.token_ids),
+            positions=buffer(lambda batch: batch.positions),
+            attention=attention,
+            cache=cache,
+            kinds=kinds,
+            row_values=values,
+            token_values=values,
+            position_axes=axes,
+            input_embeds=vectors,
+            embeds_mask=mask,
+        )
+
+
+class _PausingCache:
+    """The cache of a layer in a capture. Attention is left to the steps that replay the graphs."""
+
+    def __init__(
+        self, cache: LayerCache, pause: Callable[[Sequence[Tensor], Sequence[int], Attention], Tensor]
+    ) -> None:
+        self._cache = cache
+        self._pause = pause
+
+    def store(self, kernels: Kernels, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Mapping[str, float]) -> None:
+        self._cache.store(kernels, k, v, batch, scales)
+
+    def attend(
+        self,
+        kernels: Kernels,
+        q: Tensor,
+        batch: ForwardBatch,
+        scales: Mapping[str, float],
+        options: AttentionOptions,
+    ) -> Tensor:
+        def attend(inputs: Sequence[Tensor], step: ForwardBatch) -> Tensor:
+            return self._cache.attend(kernels, inputs[0], step, scales, options)
+
+        return self._pause([q], q.shape, attend)
+
+    def attend_latent(
+        self,
+        kernels: Kernels,
+        q_nope: Tensor,
+        q_pe: Tensor,
+        weights: LatentWeights,
+        batch: ForwardBatch,
+        options: AttentionOptions,
+    ) -> Tensor:
+        def attend(inputs: Sequence[Tensor], step: ForwardBatch) -> Tensor:
+            first, second = inputs
+            return self._cache.attend_latent(kernels, first, second, weights, step, options)
+
+        num_tokens, num_heads, _ = q_nope.shape
+        return self._pause([q_nope, q_pe], (num_tokens, num_heads * weights.value_dim), attend)
+
+    @property
+    def nbytes(self) -> int:
+        return self._cache.nbytes
+
+
+def _first_tokens(buffers: ForwardBatch, size: int, caches: Mapping[int, LayerCache]) -> ForwardBatch:
+    """Return the first `size` tokens of the buffers, without values cached by an earlier run."""
+
+    def first(attention: AttentionMetadata) -> AttentionMetadata:
+        return replace(
+            attention,
+            page_table=attention.page_table[:size],
+            starts=attention.starts[:size],
+            counts=attention.counts[:size],
+            query_starts=attention.query_starts[: size + 1],
+            slot_mapping=attention.slot_mapping[:size],
+            starts_host=[0] * size,
+            counts_host=[1] * size,
+            plan_cache={},
+            replans={},
+        )
+
+    values = {name: each[:size] for name, each in buffers.token_values.items()}
+    axes, vectors, mask = buffers.position_axes, buffers.input_embeds, buffers.embeds_mask
+    tables = {name: first(kind.attention) for name, kind in buffers.kinds.items()}
+    return replace(
+        buffers,
+        token_ids=buffers.token_ids[:size],
+        positions=buffers.positions[:size],
+        attention=first(buffers.attention),
+        cache=caches,
+        kinds={name: KindInputs({"page_table": table.page_table}, table) for name, table in tables.items()},
+        row_values=values,
+        token_values=values,
+        position_axes=None if axes is None else axes[:, :size],
+        input_embeds=None if vectors is None else vectors[:size],
+        embeds_mask=None if mask is None else mask[:size],
+    )
