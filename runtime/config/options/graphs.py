@@ -41,6 +41,7 @@ class GraphArgs:
         "between the graphs. Default: the number of tokens, at most 2,048, up to which launching the kernels of a step "
         "is estimated to take longer than computing them.",
         low=1,
+        high=65_536,
         plan="graphs.prompt_sizes",
     )
     piecewise_cuda_graph_tokens: tuple[int, ...] | None = option(
@@ -48,6 +49,7 @@ class GraphArgs:
         "Numbers of tokens for which CUDA graphs of steps with prompts are captured. Steps are padded to the next "
         "number. A number is captured after a step needed it. Default: steps of 8 to 256 tokens, by size.",
         low=1,
+        high=65_536,
         plan="graphs.prompt_sizes",
     )
     enable_profile_cuda_graph: bool = option(

@@ -117,7 +117,7 @@ def _prompt_sizes(
         estimate = launch_bound_tokens(gpu.capability, facts.num_layers, _weights_per_token(facts))
         reason = "up to this number, launching a step is estimated to take longer than computing it"
     largest = min(max(estimate, prompt_sizes(1)[0]), _MAX_PROMPT_TOKENS, step_tokens)
-    fitting = tuple(size for size in prompt_sizes(step_tokens) if size <= largest)
+    fitting = tuple(size for size in prompt_sizes(min(step_tokens, _MAX_PROMPT_TOKENS)) if size <= largest)
     return Decision(fitting, reason)
 
 
