@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ops.attention import AttentionMetadata, AttentionOptions
 from ops.latent import LatentWeights
+from ops.rope import Rotation
 from ops.select import Kernels
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.kv_cache.pools import KVPool
@@ -270,6 +271,18 @@ class _PausingCache:
 
     def store(self, kernels: Kernels, k: Tensor, v: Tensor, batch: ForwardBatch, scales: Mapping[str, float]) -> None:
         self._cache.store(kernels, k, v, batch, scales)
+
+    def rotate_store(
+        self,
+        kernels: Kernels,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        scales: Mapping[str, float],
+    ) -> Tensor:
+        return self._cache.rotate_store(kernels, q, k, v, rotation, batch, scales)
 
     def attend(
         self,

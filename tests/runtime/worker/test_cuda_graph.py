@@ -32,7 +32,8 @@ PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * (i * 7 % 5)) f
 
 def steps(*sizes: int, padding: bool = True, capture: bool = True, **options: Any) -> Steps:
     made = Steps(NUM_PAGES, 4, LateDevice(Random(0)))
-    graphs = made.use_graphs(Buckets(sizes, padding), **{"choice": None} | options)
+    options = {"choice": None, **options}
+    graphs = made.use_graphs(Buckets(sizes, padding), **options)
     while capture and graphs.capture_next():
         pass
     return made
