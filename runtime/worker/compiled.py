@@ -22,12 +22,13 @@ from runtime.worker.step_inputs import scratch_inputs
 
 logger = logging.getLogger("penstock.core")
 
+OPAQUE = ("attend", "store", "convolve", "delta_rule", "scan")  # kernels that read or write caches
+
 
 def compilable(kernels: Kernels) -> Kernels:
-    """Return kernels for torch.compile. It does not compile `attend` and `store`, which use the paged cache."""
+    """Return kernels for torch.compile. It does not compile the `OPAQUE` ones, which use caches."""
     opaque: dict[str, Any] = {
-        name: torch.compiler.disable(getattr(kernels, name), reason="reads or writes the paged cache")
-        for name in ("attend", "store")
+        name: torch.compiler.disable(getattr(kernels, name), reason="reads or writes a cache") for name in OPAQUE
     }
     fused = compose(kernels.rms_norm, kernels.rotate, opaque["store"])
     return replace(kernels, **opaque, **fused)

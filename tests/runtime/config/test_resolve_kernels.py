@@ -62,9 +62,9 @@ def test_a_gpu_multiplies_weights_of_4_bits_and_float8_in_triton(
 def test_a_gpu_runs_triton(name: str) -> None:
     kernels, _, _ = decided(Machine.named(name))
     assert kernels.attention_backend == kernels.decode_attention_backend == "triton"
-    assert {kernels.choices[operation] for operation in ("attention", "norm", "kv", "embedding", "moe")} == {
-        "with_triton"
-    }
+    assert {
+        kernels.choices[operation] for operation in ("attention", "norm", "kv", "embedding", "moe", "recurrence")
+    } == {"with_triton"}
     assert kernels.sampling_backend == "triton"
 
 
