@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -19,13 +20,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Scope
 
+from serve.calls.body import INLINE_BYTES, off_loop
 from serve.calls.served_model import ANY_MODEL
 from serve.http.access import RouteScope
 from serve.http.forwarding import error_body, failure, read_body, too_large
 from serve.native.admin import METRICS_TYPE
 from serve.on_ray.joined_metrics import joined_metrics
 from serve.on_ray.local_server import REPLICA_HEADER
-from serve.on_ray.prompt_key import RequestFields, prompt_key
+from serve.on_ray.prompt_key import PromptKey, RequestFields, prompt_key
 from serve.server.app import ROUTES
 
 KIND = "ReplicaError"
@@ -89,13 +91,11 @@ class Ingress:
 
     async def _forward(self, scope: Scope, body: bytes) -> Response:
         """Send the request to a replica of its model and return the answer."""
-        fields = RequestFields.of(body)
-        name = self._model_of(fields.model, scope["path"])
+        model, name, key = await off_loop(partial(self._choose, scope, body), small=len(body) <= INLINE_BYTES)
         if name is None:
             served = ", ".join(self._models)
-            return failure(KIND, 404, f"The model '{(fields.model or '')[:200]}' does not exist; there are: {served}.")
+            return failure(KIND, 404, f"The model '{(model or '')[:200]}' does not exist; there are: {served}.")
         replicas = self._models[name]
-        key = prompt_key(fields, dict(scope["headers"]), scope["path"], (*self._names[name][:2], ANY_MODEL))
         for _ in range(ATTEMPTS):
             parts: Any = replicas.remote(key, scope, body)
             try:
@@ -107,6 +107,15 @@ class Ingress:
             response.raw_headers = [field for field in headers if field[0] != b"x-request-id"]  # Ray Serve adds it
             return response
         return failure(KIND, 503, LOST, {"retry-after": "1"})
+
+    def _choose(self, scope: Scope, body: bytes) -> tuple[str | None, str | None, PromptKey]:
+        """Return the model that the body names, the name of this model (None: unknown), and the request's key."""
+        fields = RequestFields.of(body)
+        name = self._model_of(fields.model, scope["path"])
+        if name is None:
+            return fields.model, None, PromptKey()
+        names = (*self._names[name][:2], ANY_MODEL)
+        return fields.model, name, prompt_key(fields, dict(scope["headers"]), scope["path"], names)
 
     def _model_of(self, model: str | None, path: str) -> str | None:
         """Return the name of the requested model (by default the first), or None if no model has that name."""

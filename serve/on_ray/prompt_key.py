@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
+from runtime.errors import RequestError
+from serve.calls.json_pieces import loads
+
 BLOCK_BYTES = 256  # bytes of the prompt in one hash
 MAX_BLOCKS = 256
 PROMPTS = ("messages", "prompt", "text", "input_ids", "input", "inputs", "query")  # fields of the APIs' bodies
@@ -36,7 +39,9 @@ class RequestFields(NamedTuple):
     def of(cls, body: bytes) -> RequestFields:
         """Read a JSON body. A form has only its model. A body that cannot be read has no fields."""
         try:
-            fields = orjson.loads(body)
+            fields = loads(body)
+        except RequestError:  # for example too many values: the replica refuses the body
+            return cls({}, None)
         except orjson.JSONDecodeError:
             form = FORM_MODEL.search(body)
             return cls({}, form[1].decode(errors="replace") if form else None)

@@ -131,3 +131,9 @@ def test_a_wrong_number_of_replicas_is_refused(replicas: str) -> None:
         return
     with pytest.raises(ConfigurationError, match="--replicas"):
         Scaling.of(replicas)
+
+
+def test_a_large_body_is_read_in_pieces_and_one_with_too_many_values_has_no_fields() -> None:
+    fields = {"model": "base", "prompt": "word " * 20_000}
+    assert RequestFields.of(orjson.dumps(fields)) == (fields, "base")
+    assert RequestFields.of(orjson.dumps({"model": "base", "input_ids": [[]] * 60_000})) == ({}, None)
