@@ -20,6 +20,7 @@ OVERHEAD = 1 / 20  # maximum share of a prefill step's time that the step's fixe
 MIN_PROMPT_TOKENS = 256  # lower bound of the limits on prompt tokens
 MIN_SCORED_TOKENS = 16  # lower bound of the limits on prompt tokens with log-probabilities
 PAUSE_STEPS = 2  # maximum delay of running streams by the prompts of a mixed step, in decode steps
+TARGET_SHARE = 0.95  # share of the target between tokens that a step may take; the rest is for delivering its tokens
 
 
 class StepTimes:
@@ -98,13 +99,13 @@ class StepTimes:
         return prefill, min(prefill, max(MIN_PROMPT_TOKENS, int(step_tokens * PAUSE_STEPS)))
 
     def tokens_within(self, target_s: float) -> int | None:
-        """Return how many prompt tokens a mixed step of about `target_s` seconds may have.
+        """Return how many prompt tokens a mixed step may have so that clients wait about `target_s` for a token.
 
         None before steps are measured. The averages rise fast and fall slowly, so most steps take less time.
         """
         if self._decode_s is None or not self._prompt_token_s:
             return None
-        return max(0, int((target_s - self._decode_s) / self._prompt_token_s))
+        return max(0, int((TARGET_SHARE * target_s - self._decode_s) / self._prompt_token_s))
 
     @property
     def scored_limits(self) -> tuple[int, int] | None:
