@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch._dynamo
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
@@ -23,6 +24,7 @@ from runtime.worker.step_inputs import scratch_inputs
 logger = logging.getLogger("penstock.core")
 
 OPAQUE = ("attend", "store", "convolve", "delta_rule", "scan")  # kernels that read or write caches
+VERSIONS_PER_LAYER = 8  # upper bound on the versions of a layer's code: one and several rows, with and without inputs
 
 
 def compilable(kernels: Kernels) -> Kernels:
@@ -56,8 +58,11 @@ class CompiledForward:
         """Compile now, with padding rows that use only scratch units. Blocks."""
         logger.info("Compiling the forward with torch.compile, which may take minutes.")
         began = time.perf_counter()
-        cache = self._cache
-        with torch.inference_mode(), device.forward():
+        cache, limit = self._cache, VERSIONS_PER_LAYER * max(1, len(self._model.layers))
+        # The code between two attention calls is compiled once per layer, whose index it reads. With torch's default
+        # limit of eight versions, the ninth layer and all later ones would run eagerly.
+        limits = torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit)
+        with limits, torch.inference_mode(), device.forward():
             for num_rows in range(1, min(2, self._max_rows) + 1):
                 zeros = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
                 attention = AttentionMetadata.build(

@@ -256,11 +256,10 @@ class CudaDevice:
             begin()
             try:
                 result = run(divide)
+                graphs[-1].capture_end()
             except BaseException:
-                with suppress(RuntimeError):  # the capture is incomplete
-                    graphs[-1].capture_end()
+                abandon_capture(graphs[-1], self.torch_device, self._graph_pool)
                 raise
-            graphs[-1].capture_end()
         return graphs, result
 
     def measure(self, run: Callable[[], object]) -> MemoryUse:
@@ -281,6 +280,20 @@ class CudaDevice:
 
     def release_unused(self) -> None:
         torch.cuda.empty_cache()
+
+
+def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
+    """End a capture that failed, so that the allocator can free blocks again.
+
+    torch's `capture_end` raises for a broken capture before it tells the allocator that the capture is over. The
+    allocator would then keep every block that several streams have used (`record_stream`) until memory runs out.
+    """
+    with suppress(RuntimeError):
+        graph.capture_end()
+        return
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(RuntimeError):  # the allocator already knows
+        torch._C._cuda_endAllocateToPool(index, pool)
 
 
 @cache

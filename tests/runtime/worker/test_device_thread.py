@@ -5,9 +5,10 @@ import threading
 from typing import Any, cast
 
 import pytest
+import torch
 
 from runtime.errors import EngineClosed
-from runtime.worker.device import DeviceThread
+from runtime.worker.device import DeviceThread, abandon_capture
 
 
 @pytest.fixture(params=[False, True], ids=["one thread", "separate reads"])
@@ -65,3 +66,22 @@ async def test_closed_thread_takes_nothing_and_leaves_no_thread():
     assert set(threading.enumerate()) <= before | {t for t in threading.enumerate() if "penstock" not in t.name}
     with pytest.raises(EngineClosed):
         thread.submit(lambda: lambda: None)
+
+
+@pytest.mark.parametrize("broken", [True, False])
+def test_allocator_learns_that_a_broken_capture_is_over(broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, tuple[int, int]]] = []
+
+    class BrokenGraph:
+        def capture_end(self) -> None:
+            if broken:  # before the allocator learns of it
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    def end(device: int, pool: tuple[int, int]) -> None:
+        told.append((device, pool))
+        raise RuntimeError("not currently recording to this pool")  # the caller's own error must not be lost
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end)
+    graph: Any = BrokenGraph()
+    abandon_capture(graph, torch.device("cuda", 1), (3, 0))
+    assert told == ([(1, (3, 0))] if broken else [])
