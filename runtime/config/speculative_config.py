@@ -21,10 +21,13 @@ _OPTIONS = {
     "prompt_lookup_max": "speculative_ngram_max_match_window_size",
     "prompt_lookup_min": "speculative_ngram_min_match_window_size",
 }
+# Settings of vLLM's draft step that Penstock does not have, with the only accepted value.
+_NEUTRAL = {"enforce_eager": False, "parallel_drafting": False, "disable_padded_drafter_batch": False}
 
 
 def as_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return option values by name. Raises `ConfigurationError` for an unsupported key or method."""
+    config = {key: value for key, value in config.items() if key not in _NEUTRAL or value not in (None, _NEUTRAL[key])}
     keys = ("method", "num_speculative_tokens", *_OPTIONS)
     unknown = [key for key in config if key not in keys]
     if unknown:

@@ -10,7 +10,7 @@ from serve.python.sync_engine import SyncEngine
 
 @dataclass(slots=True)
 class Metric:
-    """One metric. `name` is its name in Prometheus. `docs/monitoring/metrics.md` lists all names."""
+    """One metric. `name` is its name in Prometheus, without "_total". `docs/monitoring/metrics.md` lists all names."""
 
     name: str
     labels: dict[str, str]
@@ -32,7 +32,7 @@ class Gauge(Metric):
 
 @dataclass(slots=True)
 class Vector(Metric):
-    """Several numbers that never decrease. Penstock has no metric of this kind."""
+    """Several numbers that never decrease: one for each position of a draft."""
 
     values: list[float]
 
@@ -58,10 +58,25 @@ def read_metrics(engine: SyncEngine) -> list[Metric]:
     for family in text_string_to_metric_families(text):
         if family.type == "histogram":
             found += _histograms(family.name, family.samples)
-        elif family.type in ("counter", "gauge"):
-            made = Counter if family.type == "counter" else Gauge
-            found += [made(each.name, each.labels, each.value) for each in family.samples]
+        elif family.type == "counter" and family.name.endswith("_per_pos"):
+            found += _vectors(family.name, family.samples)
+        elif family.type == "counter":
+            found += [Counter(family.name, each.labels, each.value) for each in family.samples]
+        elif family.type == "gauge":
+            found += [Gauge(each.name, each.labels, each.value) for each in family.samples]
     return found
+
+
+def _vectors(name: str, samples: list) -> list[Metric]:  # pyright: ignore[reportMissingTypeArgument, reportUnknownParameterType]
+    """Return one vector for the samples whose labels differ only in `position`."""
+    by_labels: dict[tuple[tuple[str, str], ...], dict[int, float]] = {}
+    for each in samples:
+        labels = {key: value for key, value in each.labels.items() if key != "position"}
+        by_labels.setdefault(tuple(labels.items()), {})[int(each.labels["position"])] = each.value
+    return [
+        Vector(name, dict(labels), [values[position] for position in sorted(values)])
+        for labels, values in by_labels.items()
+    ]
 
 
 def _histograms(name: str, samples: list) -> list[Metric]:  # pyright: ignore[reportMissingTypeArgument, reportUnknownParameterType]

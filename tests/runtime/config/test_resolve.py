@@ -497,6 +497,7 @@ def test_settings_of_vllm_for_speculation_are_those_options(config: dict[str, An
         ({"method": "medusa"}, "method must be ngram"),
         ({}, None),
         ({"method": "ngram", "disable_by_batch_size": 4}, "disable_by_batch_size cannot be used"),
+        ({"method": "ngram", "parallel_drafting": True, "enforce_eager": False}, ": parallel_drafting cannot be used"),
         ({"method": "ngram", "num_speculative_tokens": "many"}, "many"),
         ({"num_speculative_tokens": 3}, "method must be"),
     ],
