@@ -22,10 +22,7 @@ class Entry:
     scores: bool = False  # whether the model is a classifier, whose outputs are scores of labels
     draft_head: bool = False  # whether the model is a draft head
     headless: bool = False  # whether the model is a decoder without an LM head, which generates no tokens
-    # For decoders: whether CUDA graphs can capture decode steps, that is, whether the model's heads are supported by an
-    # attention backend that can be captured. CPU graphs can capture every decoder.
-    # For encoders: whether CPU graphs can capture steps.
-    captured: bool = True
+    captured: bool = True  # for encoders: whether CPU graphs can capture steps; graphs can capture every decoder
     tensors: Mapping[str, str | None] = field(default_factory=dict)  # renamed tensors (see `tensor_name`)
     layer_types: tuple[str, ...] = ()  # kinds of layers that config.json may list; (): full and sliding attention
     spelling: str | None = None  # function in `spellings.py` that converts config.json to the usual form

@@ -259,7 +259,6 @@ ARCHITECTURES: Mapping[str, Entry] = {
     ),
     "DeepseekV2ForCausalLM": Entry(
         "deepseek:deepseek_v2",
-        captured=False,
         defaults={
             **_LATENT,
             "first_k_dense_replace": 0,
@@ -273,7 +272,6 @@ ARCHITECTURES: Mapping[str, Entry] = {
     ),
     "DeepseekV3ForCausalLM": Entry(
         "deepseek:deepseek_v3",
-        captured=False,
         defaults={
             **_LATENT,
             "first_k_dense_replace": 3,
@@ -343,7 +341,6 @@ ARCHITECTURES: Mapping[str, Entry] = {
     ),
     "Glm4MoeLiteForCausalLM": Entry(
         "deepseek:deepseek_v3",
-        captured=False,
         defaults={
             **_LATENT,
             "first_k_dense_replace": 1,
@@ -492,7 +489,6 @@ ARCHITECTURES: Mapping[str, Entry] = {
     ),
     "MiniCPM3ForCausalLM": Entry(
         "granite:minicpm3",
-        captured=False,
         defaults={
             "kv_lora_rank": 256,
             "max_position_embeddings": 32768,

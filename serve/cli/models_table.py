@@ -134,7 +134,7 @@ def _of_family(name: str, entry: Entry) -> Row:
         gives=SCORES if entry.scores else TEXT if generates else VECTORS,
         ranks="one" if entry.encoder else "tp, pp",
         cpu_graph=entry.captured or not entry.encoder,
-        cuda_graph=generates and entry.captured and not entry.recurrent,
+        cuda_graph=generates,
         quantised="when loaded" if entry.encoder else "yes",
     )
 

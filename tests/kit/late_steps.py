@@ -94,7 +94,10 @@ def facts(family: str = "qwen3") -> ModelFacts:
     return read_facts(path, {})
 
 
-WHOLE_SHAPE = ("lfm2", "qwen3_next", "granitemoehybrid")  # families whose layers differ in kind
+WHOLE_SHAPE = (  # families whose layers differ in kind
+    *("cohere2", "exaone4", "gemma3", "gemma3_seeing", "granitemoehybrid", "lfm2", "lfm2_moe", "ministral"),
+    *("nemotron_nas", "olmo3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_next"),
+)
 STATES = 24  # state slots of a pool for recurrent layers
 
 

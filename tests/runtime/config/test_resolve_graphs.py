@@ -13,6 +13,7 @@ from runtime.config.plan import GraphPlan, Plan
 from runtime.config.resolve import resolve
 from runtime.config.resolve.graphs import within
 from runtime.errors import ConfigurationError
+from runtime.models.decoders import ARCHITECTURES
 from small_facts import FACTS
 
 CPU = replace(Machine.named("cpu"), compiler="/usr/bin/c++")
@@ -144,3 +145,15 @@ def test_prompts_are_not_captured_with_a_reason(keywords: dict[str, Any], reason
     assert "--piecewise-cuda-graph-max-tokens has no effect here" in refusals(
         two, **keywords, piecewise_cuda_graph_max_tokens=8
     )
+
+
+@pytest.mark.parametrize("architecture", [name for name, entry in ARCHITECTURES.items() if not entry.headless])
+def test_every_family_of_the_table_is_captured_or_the_plan_says_why_not(architecture: str):
+    """On a GPU with Triton alone. Only prompts of recurrent layers run without graphs."""
+    entry = ARCHITECTURES[architecture]
+    facts = replace(FACTS, architecture=architecture, has_sinks=entry.sinks, recurrent=entry.recurrent)
+    made = resolve(Args.of(model_path="/models/small"), H200, replace(facts, head_dim=576)).graphs
+    assert made.sizes
+    assert bool(made.prompt_sizes) != entry.recurrent
+    if entry.recurrent:
+        assert "recurrent layers" in made.reasons["prompt_sizes"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import late_steps
+import tiny_checkpoints
 from fake_device import LateDevice
 from ops.recurrence import Segments, Span, independent
 from runtime.layers import recurrent
@@ -97,3 +98,25 @@ def test_only_independent_rows_are_one_wave(spans: list[tuple[int, ...]], expect
         for one, other in zip(wave[:3], same[:3], strict=True):
             assert torch.equal(one, other)
         assert wave.spans == same.spans == ()
+
+
+# Families whose experts `late_steps.mix` does not compute: it has no biases and weighs no inputs.
+OTHER_EXPERTS = ("gpt_oss", "llama4", "llama4_seeing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in tiny_checkpoints.FAMILIES if name not in OTHER_EXPERTS])
+def test_no_family_waits_for_the_device_in_a_graph(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The late device raises an error if a capture needs values on the host."""
+    sizes = replays(monkeypatch)
+    expected = late_steps.outputs(PROMPTS[:3], family=family)
+    found = late_steps.outputs(
+        PROMPTS[:3],
+        family=family,
+        device=LateDevice(Random(0)),
+        sizes=(1, 2, 4),
+        prompt_sizes=(8, 16),
+        capture_every=1,
+    )
+    assert found == expected
+    assert sizes
