@@ -94,6 +94,7 @@ class SchedulerPlan(Section):
     max_running: int
     max_queued: int
     max_queued_tokens: int = 2**23  # maximum number of tokens of all waiting prompts
+    owner_weights: Mapping[str, float] = field(default_factory=dict)  # share of the rows by key; others have weight 1
     chunk_tokens: int | None  # maximum prompt tokens per step and per chunk; None: no chunked prefill
     max_prefill_tokens: int  # maximum prompt tokens per step; a single longer prompt may exceed it
     policy: str  # "fcfs", "lpm", ...

@@ -122,16 +122,16 @@ class BatchBuilder:
         self._make_room(first, sorted(victims, key=lambda sequence: sequence.urgency))
 
     def _share(self) -> None:
-        """Retract sequences of the owners (clients) that run the most, if an owner with fewer running sequences waits.
+        """Retract sequences of the owners (clients) with the largest shares, if an owner with a smaller share waits.
 
-        Sequences are retracted only if no further row fits. An owner keeps at least as many running sequences as the
-        waiting owner then has, so that two owners never retract each other's sequences in turn. The newest sequences
-        are retracted first.
+        Sequences are retracted only if no further row fits. An owner keeps at least the share that the waiting owner
+        then has, so that two owners never retract each other's sequences in turn. The newest sequences are retracted
+        first.
         """
         running = self._running
         if not running.full and running.tables.num_free:
             return
-        if max(running.owners.values(), default=0) <= self._waiting.least_served + 1:
+        if not self._waiting.is_owed_row:
             return
         first = next(iter(self._waiting.ordered()), None)
         if first is None or first.num_pending or first in self._cache.held:
@@ -139,15 +139,13 @@ class BatchBuilder:
         running.adapters.begin_admission()
         if not running.adapters.can_enter(first):  # another waiting sequence would get the free row
             return
-        num_running = Counter(running.owners)
-        least = num_running[first.request.owner] + 1
-        victims = []
+        owners, counts, victims = running.owners, Counter(running.owners.counts), []
         for sequence in reversed(list(running)):
             owner = sequence.request.owner
-            if num_running[owner] > least and sequence.urgency <= first.urgency:
+            if sequence.urgency <= first.urgency and owners.yields(owner, first.request.owner, counts):
                 victims.append(sequence)
-                num_running[owner] -= 1
-        victims.sort(key=lambda sequence: running.owners[sequence.request.owner], reverse=True)
+                counts[owner] -= 1
+        victims.sort(key=lambda sequence: owners.of(sequence.request.owner), reverse=True)
         self._make_room(first, victims)
 
     def _make_room(self, first: Sequence, victims: list[Sequence]) -> None:
@@ -261,7 +259,7 @@ class BatchBuilder:
     def _retract_one(self) -> bool:
         """Retract one running sequence to the head of its owner's queue. Return False if fewer than two sequences run.
 
-        The sequence with the lowest urgency is retracted. Ties are broken by the owner with the most running sequences,
+        The sequence with the lowest urgency is retracted. Ties are broken by the owner with the largest share,
         then by the fewest output tokens, the longest prompt and the latest admission. A sequence that runs alone always
         has enough pages.
         """
@@ -271,7 +269,7 @@ class BatchBuilder:
             reversed(list(self._running)),
             key=lambda sequence: (
                 sequence.urgency,
-                -self._running.owners[sequence.request.owner],
+                -self._running.owners.of(sequence.request.owner),
                 sequence.num_output,
                 -sequence.num_prompt,
             ),

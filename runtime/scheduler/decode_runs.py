@@ -67,7 +67,7 @@ class DecodeRuns:
         running, waiting = self._running, self._waiting
         if waiting.allowed is not None or self._priorities:
             return False
-        if max(running.owners.values()) > waiting.least_served + 1:
+        if waiting.is_owed_row:
             return False
         return running.full or not running.tables.num_free
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator
 from heapq import heapify, heappop, heapreplace
 from itertools import chain, groupby
-from types import MappingProxyType
 
 from runtime.errors import ConfigurationError
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.kv_cache.radix_tree import Node
+from runtime.scheduler.owner_shares import OwnerShares
 from runtime.sequence import Sequence
 
 MATCHED_QUEUE_LENGTH = 128  # matching a longer queue with the prefix tree costs more than it gains
@@ -24,9 +24,9 @@ class WaitingQueue:
     """The waiting sequences, in the order in which they are admitted.
 
     Retracted sequences come first. All other sequences follow in the policy's order. If there are several owners
-    (clients), the next sequence is always one of the owner with the fewest running sequences, and owners with equally
-    many take turns. Each owner's sequences keep their order. With `priorities`, all sequences are sorted by urgency
-    first, then by this order. `num_running` maps each owner to the number of its running sequences.
+    (clients), the next sequence is always one of the owner with the smallest share in `running`, and owners with equal
+    shares take turns. Each owner's sequences keep their order. With `priorities`, all sequences are sorted by urgency
+    first, then by this order.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class WaitingQueue:
         cache: PrefixCache,
         *,
         priorities: bool = False,
-        num_running: Mapping[str, int] = MappingProxyType({}),
+        running: OwnerShares | None = None,
     ) -> None:
         self._sort = _policy(policy)
         self._cache = cache
         self._priorities = priorities
-        self._num_running = num_running
+        self._running = OwnerShares({}) if running is None else running
         self._retracted: deque[Sequence] = deque()
         self._queued: dict[Sequence, None] = {}  # an ordered set
         self.num_tokens = 0  # prompt tokens of sequences that have not run yet
@@ -106,9 +106,9 @@ class WaitingQueue:
         return sum(count for each, count in self._tokens_of.items() if each >= urgency)
 
     @property
-    def least_served(self) -> int:
-        """Smallest number of running sequences among the owners in the queue, which must not be empty."""
-        return min(self._num_running.get(owner, 0) for owner in self._owners)
+    def is_owed_row(self) -> bool:
+        """Whether a running owner has so large a share that it gives a row to an owner in the queue."""
+        return self._running.anyone_yields(self._owners)
 
     @property
     def least_urgency(self) -> float:
@@ -127,19 +127,19 @@ class WaitingQueue:
         return chain(self._retracted, queued)
 
     def _in_turns(self, waiting: Iterable[Sequence]) -> Iterator[Sequence]:
-        """Yield the next sequence of the owner with the fewest running sequences, until none is left.
+        """Yield the next sequence of the owner with the smallest share, until none is left.
 
         Yielded sequences count as running. On a tie, the owner whose last turn is longest ago comes first.
         With priorities, `waiting` is sorted by urgency, and only sequences of the same urgency change places.
         """
-        counts = Counter(self._num_running)
+        counts, share = Counter(self._running.counts), self._running.of
         groups = groupby(waiting, lambda sequence: sequence.urgency) if self._priorities else [(0, waiting)]
         for _, equals in groups:
             by_owner: dict[str, list[Sequence]] = {}
             for sequence in equals:
                 by_owner.setdefault(sequence.request.owner, []).append(sequence)
             turns = [
-                (counts[owner], self._last_turns.get(owner, 0), number, owner, iter(sequences))
+                (share(owner, counts[owner]), self._last_turns.get(owner, 0), number, owner, iter(sequences))
                 for number, (owner, sequences) in enumerate(by_owner.items())
             ]
             heapify(turns)
@@ -150,7 +150,7 @@ class WaitingQueue:
                     heappop(turns)
                     continue
                 counts[owner] += 1
-                heapreplace(turns, (counts[owner], last_turn, number, owner, sequences))
+                heapreplace(turns, (share(owner, counts[owner]), last_turn, number, owner, sequences))
                 yield sequence
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
@@ -13,6 +12,7 @@ from runtime.constraint import SequenceConstraint
 from runtime.kv_cache.prefix_cache import PrefixCache
 from runtime.request import Request
 from runtime.scheduler.adapter_slots import AdapterSlots
+from runtime.scheduler.owner_shares import OwnerShares
 from runtime.scheduler.sampling import SamplingTables
 from runtime.sequence import Sequence
 
@@ -130,7 +130,9 @@ class Running:
     must fail.
     """
 
-    def __init__(self, num_rows: int, cache: PrefixCache, vocab_size: int, adapters: AdapterSlots) -> None:
+    def __init__(
+        self, num_rows: int, cache: PrefixCache, vocab_size: int, adapters: AdapterSlots, owners: OwnerShares
+    ) -> None:
         self.cache = cache
         self.adapters = adapters
         self.tables = RequestTables(num_rows, vocab_size)
@@ -140,7 +142,7 @@ class Running:
         self.on_resume: Callable[[Sequence], object] | None = None  # called with each resumed sequence
         # Sequences with a constraint, in order of admission.
         self.constrained: dict[Sequence, SequenceConstraint] = {}
-        self.owners: Counter[str] = Counter()  # number of running sequences by owner (client)
+        self.owners = owners
         self._sequences: dict[Sequence, None] = {}  # an ordered set
 
     def __len__(self) -> int:
@@ -153,7 +155,7 @@ class Running:
         """Start a sequence that already holds its cached prefix."""
         self.tables.enter(sequence, self.adapters.enter(sequence))
         self._sequences[sequence] = None
-        self.owners[sequence.request.owner] += 1
+        self.owners.enter(sequence.request.owner)
         if sequence.constraint is not None:
             self.constrained[sequence] = sequence.constraint
 
@@ -168,9 +170,7 @@ class Running:
         else:
             self.cache.discard(sequence)
         self.full = False
-        self.owners[sequence.request.owner] -= 1
-        if not self.owners[sequence.request.owner]:
-            del self.owners[sequence.request.owner]
+        self.owners.leave(sequence.request.owner)
         del self._sequences[sequence]  # last, so that `rebuild` finds the sequence after an exception
 
     def extend(self, sequence: Sequence, end: int) -> None:
@@ -225,7 +225,7 @@ class Running:
         for sequence in sequences:
             self.tables.leave(sequence)
         self._sequences.clear()
-        self.owners.clear()
+        self.owners.counts.clear()
         self.constrained.clear()
         self.stalled.clear()
         self.adapters.reset()
@@ -244,7 +244,7 @@ class Running:
         for sequence in sequences:
             sequence.sequence_index = -1
         self._sequences.clear()
-        self.owners.clear()
+        self.owners.counts.clear()
         self.constrained.clear()
         self.stalled.clear()
         self.adapters.reset()

@@ -21,6 +21,7 @@ from runtime.scheduler.batch_builder import BatchBuilder
 from runtime.scheduler.decode_runs import DecodeRuns
 from runtime.scheduler.drafting import Drafting
 from runtime.scheduler.fast_forward import FastForward
+from runtime.scheduler.owner_shares import OwnerShares
 from runtime.scheduler.queue import WaitingQueue
 from runtime.scheduler.request_tables import Running
 from runtime.scheduler.trials import Trials
@@ -67,8 +68,9 @@ class Scheduler:
         self._max_queued_tokens = plan.max_queued_tokens
         self._max_tokens = min(context_length, cache.num_tokens)
         adapters = AdapterSlots(plan.adapter_slots, first_in_first_out=plan.adapters_fifo)
-        self._running = Running(plan.max_running, cache, vocab_size, adapters)
-        self._waiting = WaitingQueue(plan.policy, cache, priorities=plan.priorities, num_running=self._running.owners)
+        owners = OwnerShares(plan.owner_weights)
+        self._running = Running(plan.max_running, cache, vocab_size, adapters, owners)
+        self._waiting = WaitingQueue(plan.policy, cache, priorities=plan.priorities, running=owners)
         self._fast_forward = FastForward(plan, cache, self._running, vocab_size)
         self._drafting = Drafting(plan, cache, self._running)
         self._builder = BatchBuilder(plan, cache, self._running, self._waiting, self._fast_forward, self._drafting)

@@ -219,7 +219,9 @@ def check_access(args: Args) -> None:
     http = args.http
     tls_context(http)
     if http.api_key_file is not None:
-        read_key_file(http.api_key_file)
+        known = {key.client.name for key in read_key_file(http.api_key_file)}
+        if unknown := [name for name in args.schedule.api_key_weights if name not in known]:
+            raise ConfigurationError(f"--api-key-weights: {http.api_key_file} has no key named {unknown[0]!r}.")
     elif http.api_key is None and not is_loopback(http.host):
         logger.warning(
             "Every client that can reach --host %s may use this server; set --api-key or --api-key-file.",

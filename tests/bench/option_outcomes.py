@@ -41,6 +41,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "schedule_low_priority_values_first": {"enable_priority_scheduling": True},
     "priority_scheduling_preemption_threshold": {"enable_priority_scheduling": True},
     "service_tier_priorities": {"enable_priority_scheduling": True},
+    "api_key_weights": {"api_key_file": "keys"},
     **{
         f"hicache_{name}": {"enable_hierarchical_cache": True}
         for name in (
@@ -116,6 +117,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "hicache_storage_backend_extra_config": {"path": "pages"},
     "limit_mm_per_prompt": {"image": 4},
     "service_tier_priorities": {"flex": -1},
+    "api_key_weights": {"chat": 4},
 }
 
 

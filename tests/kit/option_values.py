@@ -28,6 +28,7 @@ def other_value(option: Option) -> Any:
             "speculative_config": {"method": "ngram"},
             "speculative_adaptive": {"min_gain": 1.5},
             "service_tier_priorities": {"flex": -1},
+            "api_key_weights": {"chat": 4},
         }
         one = known.get(option.name, {"temperature": 0.5})
     else:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -49,6 +51,60 @@ async def test_four_tokens_of_another_client_take_no_turn_of_long_requests(tmp_p
     for name, times in {"alone": alone, "with all rows held by another key": beside}.items():
         print(f"four tokens {name}: median {statistics.median(times) * 1e3:.0f} ms, most {max(times) * 1e3:.0f} ms")
     assert num_ended == 0  # all short requests ended before any of the long ones, which held every row
+
+
+@pytest.mark.slow
+async def test_keys_share_the_rows_by_their_weights(tmp_path: Path):
+    keys = tmp_path / "keys"
+    keys.write_text("batch batch-key-1\nchat chat-key-1\n", encoding="utf-8")
+    options = ["--api-key-file", str(keys), "--api-key-weights", '{"chat": 3}', "--max-running-requests", "8"]
+    with serving(*options) as server:
+        counts: dict[str, int] = {}
+        clients = {
+            name: httpx.AsyncClient(base_url=server.url, timeout=120, headers={"authorization": f"Bearer {name}-key-1"})
+            for name in ("batch", "chat")
+        }
+        tasks = []
+        for name, client in clients.items():
+            for number in range(16):
+                body = {**LONG, "rid": f"{name}-{number}", "stream": True}
+                tasks.append(asyncio.create_task(first_chunk(client, body, name, counts)))
+        while counts.get("chat", 0) < 6 or counts.get("batch", 0) < 2:
+            await asyncio.sleep(0.01)
+        assert await rows(clients["chat"]) == 8
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for client in clients.values():
+            await client.aclose()
+    assert counts["chat"] == 6
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"),
+    [
+        ('{"nobody": 2}', "has no key named 'nobody'"),
+        ('{"chat": 0}', "between 0.01 and 100"),
+        ('{"chat": true}', "between 0.01 and 100"),
+    ],
+)
+def test_wrong_weights_are_refused(weights: str, words: str, tmp_path: Path):
+    keys = tmp_path / "keys"
+    keys.write_text("chat chat-key-1\n", encoding="utf-8")
+    command = [sys.executable, "-m", "serve", "--api-key-file", str(keys), "--api-key-weights", weights]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 2
+    assert words in ended.stderr
+
+
+async def first_chunk(client: httpx.AsyncClient, body: dict[str, object], name: str, counts: dict[str, int]) -> None:
+    """Count the request when its first token arrives, and read the stream on."""
+    async with client.stream("POST", "/generate", json=body) as answer:
+        async for _ in answer.aiter_lines():
+            break
+        counts[name] = counts.get(name, 0) + 1
+        async for _ in answer.aiter_lines():
+            pass
 
 
 async def seconds(client: httpx.AsyncClient) -> float:

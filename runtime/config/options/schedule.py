@@ -156,6 +156,13 @@ class ScheduleArgs:
         "listed, count as default. Needs --enable-priority-scheduling. Default: tiers have no effect.",
         plan="scheduler.tiers",
     )
+    api_key_weights: Json = option(
+        {},
+        "JSON object that maps names of --api-key-file to weights. While several keys have requests, their running "
+        'requests are in proportion to their weights, for example {"chat": 4, "batch": 1}. Other keys have weight 1. '
+        "Default: all keys have equal shares.",
+        plan="scheduler.owner_weights",
+    )
     max_predicted_first_token: float | None = option(
         None,
         "Seconds. A request is answered with status 503 and Retry-After at once if its first token is predicted to "

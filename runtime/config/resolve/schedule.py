@@ -13,6 +13,7 @@ from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 OPEN_ENDED_TOKENS = 256  # length of a typical chat answer
 # Maximum number of forced tokens that are searched for at once. Other rows wait for their masks during the search.
 MAX_FORCED = 32
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # of a key
 QUEUE_FACTOR = 2  # maximum number of waiting sequences per running sequence
 QUEUED_TOKENS = 2**23
 MIN_QUEUE = 2048  # minimum queue length, for benchmarks that send all requests at once
@@ -50,6 +51,7 @@ def schedule_plan(
             f"{OPEN_ENDED_TOKENS} x --schedule-conservativeness {conservativeness:g}, until real outputs are known",
         ),
         reserved_tokens=_reserved(builder),
+        owner_weights=_owner_weights(builder),
         micro_batches=Decision(builder.args.parallel.pp_size, "one per pipeline stage"),
         priorities=_priorities(builder),
         tiers=_tiers(builder),
@@ -125,6 +127,16 @@ def _tiers(builder: PlanBuilder) -> Decision[Mapping[str, int]]:
     for tier, priority in tiers.items():
         if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) >= 2**31:
             builder.refuse(name, f"{flag}priorities: the priority of {tier!r} must be a whole number.")
+    return builder.follow(name)
+
+
+def _owner_weights(builder: PlanBuilder) -> Decision[Mapping[str, float]]:
+    weights, name, flag = builder.args.schedule.api_key_weights, "api_key_weights", "--api-key-weights"
+    if weights and builder.args.http.api_key_file is None:
+        builder.refuse(name, f"{flag} needs --api-key-file, whose names it uses.")
+    for key, weight in weights.items():
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            builder.refuse(name, f"{flag}: the weight of {key!r} must be between {MIN_WEIGHT:g} and {MAX_WEIGHT:g}.")
     return builder.follow(name)
 
 

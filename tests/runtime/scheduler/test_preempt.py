@@ -257,6 +257,32 @@ def test_clients_share_the_rows_and_end_no_request_of_each_other():
     assert [drive.output(each) for each in sequences] == [drive.expected(each) for each in sequences]
 
 
+def test_clients_share_the_rows_by_their_weights():
+    drive = Drive(make_plan(max_running=8, owner_weights={"b": 3.0}), num_pages=400, page_size=1)
+    sequences = [of("a", 3, 20, seed=seed) for seed in range(12)]
+    drive.add(*sequences)
+    drive.step()
+    sequences += [of("b", 3, 20, seed=seed) for seed in range(12)]
+    drive.add(*sequences[-12:])
+    for _ in range(9):
+        drive.step()
+    assert Counter(each.request.owner for each in sequences if each.sequence_index >= 0) == {"a": 2, "b": 6}
+    assert drive.scheduler.num_retracted == 6
+    drive.run()
+    assert drive.scheduler.num_retracted == 6  # nothing is retracted to and fro
+    assert [drive.output(each) for each in sequences] == [drive.expected(each) for each in sequences]
+
+
+def test_waiting_clients_enter_by_their_weights():
+    drive = Drive(make_plan(max_running=4, owner_weights={"b": 3.0}), num_pages=400, page_size=1)
+    sequences = [of(client, 3, 20, seed=seed) for client in "ab" for seed in range(8)]
+    drive.add(*sequences)
+    drive.step()
+    assert Counter(each.request.owner for each in sequences if each.sequence_index >= 0) == {"a": 1, "b": 3}
+    drive.run()
+    assert drive.scheduler.num_retracted == 0
+
+
 def test_a_running_request_of_each_client_is_not_retracted_for_others():
     drive = Drive(make_plan(max_running=2), num_pages=400, page_size=1)
     sequences = [of(client, 3, 9) for client in "abcd"]
