@@ -185,7 +185,7 @@ class Router:
         if answer is None:
             return Response(status_code=499)
         stack.push_async_callback(answer.aclose)
-        response = _Forwarded(answer, stack.pop_all())
+        response = _Forwarded(answer, url, stack.pop_all())
         response.raw_headers = [
             (name.lower(), value) for name, value in answer.headers.raw if name.lower() != b"transfer-encoding"
         ]
@@ -195,8 +195,8 @@ class Router:
 class _Forwarded(StreamingResponse):
     """The answer of a server. Closes `stack` when the answer has been sent or the client has left."""
 
-    def __init__(self, answer: httpx.Response, stack: AsyncExitStack) -> None:
-        super().__init__(answer.aiter_raw(), status_code=answer.status_code)
+    def __init__(self, answer: httpx.Response, url: str, stack: AsyncExitStack) -> None:
+        super().__init__(_parts(answer, url), status_code=answer.status_code)
         self._stack = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -223,6 +223,21 @@ def router_app(prefill: Sequence[str], decode: Sequence[str], *, answer_s: float
         return await request.app.state.router.handle(request)
 
     return Starlette(routes=[Route("/{path:path}", handle, methods=METHODS)], lifespan=lifespan)
+
+
+async def _parts(answer: httpx.Response, url: str) -> AsyncIterator[bytes]:
+    """Yield the answer. If the decode server fails meanwhile, end an event stream with an error.
+
+    Other answers are cut: the error of the connection is raised.
+    """
+    try:
+        async for part in answer.aiter_raw():
+            yield part
+    except httpx.HTTPError as error:
+        if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+            raise
+        body = failure(KIND, 502, f"The decode server {url} failed during the answer: {type(error).__name__}.").body
+        yield b"\n\ndata: " + bytes(body) + b"\n\n"  # the last event may be incomplete
 
 
 async def _unless_left(request: Request, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response | None:

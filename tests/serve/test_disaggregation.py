@@ -383,6 +383,45 @@ async def test_ranks_fetch_their_shares(sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.slow
+async def test_a_killed_decode_server_ends_its_requests_alone() -> None:
+    """Streams end with an error that says so. The prefill server loses nothing, and goes on."""
+    port = free_port()
+    common = ("--random-seed", "1", "--page-size", "16", "--max-total-tokens", "4096")
+    prefill = Engine(disaggregation_mode="prefill", disaggregation_bootstrap_port=port, **OPTIONS)
+    decode = serving("--disaggregation-mode", "decode", "--disaggregation-prefill", f"127.0.0.1:{port}", *common)
+    async with prefill, app_serving(build_app(prefill.core)) as prefill_url:
+        await attached(prefill)
+        with decode as server:
+            async with app_serving(router_app([prefill_url], [server.url]), lifespan="on") as url:
+                client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+                streams = [
+                    await client.completions.create(
+                        model="penstock-demo",
+                        prompt=prompt,
+                        max_tokens=900,
+                        stream=True,
+                        extra_body={"ignore_eos": True},
+                    )
+                    for prompt in PROMPTS[:4]
+                ]
+                for stream in streams:
+                    await anext(aiter(stream))
+                server.process.send_signal(signal.SIGKILL)
+                for stream in streams:
+                    with pytest.raises(openai.APIError, match="decode server .* failed during the answer"):
+                        async for _ in stream:
+                            pass
+                with pytest.raises(openai.InternalServerError, match="cannot be reached"):
+                    await client.completions.create(model="penstock-demo", prompt=PROMPTS[0], max_tokens=1)
+                await client.close()
+        answer = await prefill.generate(PROMPTS[5], SAMPLING | {"max_new_tokens": 1})
+        assert answer["meta_info"]["completion_tokens"] == 1
+        while prefill.core.status().num_requests:
+            await asyncio.sleep(0.01)
+        prefill.core.check()
+
+
+@pytest.mark.slow
 async def test_a_killed_prefill_replica_costs_time_alone() -> None:
     """Its prompts are computed by the decode replica, and it is started again."""
     long_prompts = [f"{number}: " + "What does an option of the server do? " * 40 for number in range(12)]
