@@ -242,8 +242,8 @@ def _tree(builder: PlanBuilder, facts: ModelFacts) -> dict[str, Decision]:
 
 def _check_tree(builder: PlanBuilder, facts: ModelFacts, option: str, value: int) -> None:
     why = None
-    if builder.args.parallel.pp_size > 1:
-        why = "the stages of a pipeline (--pp-size) take one chain of drafts"
+    if builder.args.parallel.tp_size * builder.args.parallel.pp_size > 1:
+        why = "several ranks (--tp-size, --pp-size) take one chain of drafts"
     elif facts.recurrent:
         why = "recurrent layers take one chain of drafts, because a state cannot follow two branches"
     if why is not None:
