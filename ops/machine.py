@@ -235,7 +235,7 @@ def _torch_cuda() -> str | None:
 
 
 def _packages() -> dict[str, str]:
-    """Return the versions of the installed `PACKAGES`. Do not parse all their metadata, which takes 5 ms each."""
+    """Return the versions of the installed `PACKAGES`. Parsing all metadata of a package would take 5 ms."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -119,7 +119,7 @@ def row_group(weight: Tensor) -> int | None:
 
 def _product(x: Tensor, weight: Packed, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     (codes, scales, shifts), (out_size, in_size) = weight.parts, weight.shape
-    rows = x if x.dim() == 2 else x.reshape(-1, in_size)  # `RoundedRows` stay as they are
+    rows = x if x.dim() == 2 else x.reshape(-1, in_size)  # a reshape would drop the rounding of `RoundedRows`
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     if codes.dtype == torch.float8_e4m3fn:
         rounded = triton_float8.multiplies_float8(x.device)

@@ -120,7 +120,7 @@ def _place_kernel(
         before += tl.sum(tl.where((parts < part)[:, None], tile, 0), axis=0)
     firsts = tl.cumsum(total, axis=0) - total
     if part == 0:
-        # Bin 1 has expert 0. The bins after the last expert are empty, so the next one begins after all pairs.
+        # Bin e + 1 has expert e. The entry after the last expert is the number of pairs; it may have no bin.
         tl.store(starts + bins - 1, firsts, mask=(bins >= 1) & (bins <= EXPERTS))
         tl.store(starts + EXPERTS, num_pairs)
     own = tl.load(counts + part * BINS + bins)

@@ -46,7 +46,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def scratch_slot(pool: Tensor, segments: Segments) -> int:
-    """Return the slot that padding rows of a graph write, which needs no store; -1 if there are no padding rows."""
+    """Return the slot of a graph's padding rows, in which kernels store nothing; -1 if no graph captures the step."""
     return len(pool) - 1 if segments.captured else -1
 
 

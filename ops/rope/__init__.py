@@ -18,8 +18,9 @@ A backend file defines
 dimensions (i, i + R / 2), or (2i, 2i + 1) if `interleaved`. It may overwrite its inputs; use the returned tensors.
 Source: RoFormer, arXiv 2104.09864.
 
-`angles` supports positions with three axes (time, height, width): it returns each token's row of the table, in which
-pair i depends on the token's position on axis `axis_of_pair[i]`. Source: Qwen2-VL, arXiv 2409.12191.
+`angles` supports positions with three axes (time, height, width). It returns one row per token, in the table's layout:
+the cosine and sine of pair i come from the table's row for the token's position on axis `axis_of_pair[i]`. Source:
+Qwen2-VL, arXiv 2409.12191.
 
 `norm_rotate` does the work of `ops.norm.rms_norm` for q and k, if the rotation has norms, and of `rotate`.
 `rotate_store` also stores the rotated keys and the values [T, K, D] in the cache, like `ops.kv.store`. Both round where

@@ -187,7 +187,7 @@ def _gather_kernel(
     best_ids,  # [R, 2, MAX_PARTS]
     counts,  # [R, parts, BINS]
     masses,  # [R, 2, MAX_PARTS]
-    held,  # [R, 2, MAX_HELD], ordered bits and ids of the listed tokens
+    held,  # [R, 2, MAX_HELD], `ordered_bits` of the listed tokens' logits, and their ids
     held_weights,  # [R, MAX_HELD]
     part_size,
     num_parts,

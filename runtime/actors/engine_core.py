@@ -204,7 +204,7 @@ class EngineCore:
             if self._state != "failed":
                 self._state = "closed"
             self._requests.fail_all(EngineClosed("The engine is shut down."))
-            # In separate tasks, so that a second cancellation of this task leaves no runner open.
+            # Each part is closed in its own task, so that a second cancellation of this task leaves nothing open.
             with anyio.CancelScope(shield=True):
                 async with anyio.create_task_group() as closing:
                     for actor in self._scheduler.alive:

@@ -178,7 +178,7 @@ class Router:
         return False
 
     def _rebalance_waiting(self, restarted: SchedulerActor) -> None:
-        """Move waiting requests to a restarted replica, so that all replicas have equal shares."""
+        """Move to a restarted replica the waiting requests that other replicas have beyond an equal share."""
         waiting: dict[object, list[LiveRequest]] = {scheduler: [] for scheduler in self._decoding}
         for live in self._requests:
             if live.scheduler in waiting and live.waits and live.aborting is None:

@@ -64,7 +64,7 @@ class WeightControl:
         self.updating = False  # whether an update in several parts is open
         self.waiting: list[str] = []  # names of missing tensors, for which received tensors wait
 
-    # --- groups with trainers ---
+    # --- process groups with trainers and new servers ---
 
     async def open_group(
         self, *, address: str, port: int, rank_offset: int, world_size: int, name: str, backend: str

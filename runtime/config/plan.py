@@ -312,8 +312,8 @@ class ExpertPlan(Section):
     """The experts of mixtures: their placement on ranks, load balancing, and records of their use."""
 
     ep_size: int = 1  # parts among which the experts are divided; divides `parallel.tp_size`
-    # How experts' results reach the ranks of their tokens: "none": partial results are summed; "all_to_all": large
-    # steps send each result to one rank.
+    # How the partial results of the ranks are added. "none": by all-reduce. "all_to_all": in large steps, each token's
+    # results are sent to one rank, which adds them; all ranks then gather the sums.
     exchange: str = "none"
     num_redundant: int = 0  # further copies of busy experts, over all ranks
     dispatch: str = "static"  # how one of an expert's copies is chosen for a token: "static", "dynamic", "fake"

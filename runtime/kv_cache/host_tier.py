@@ -53,7 +53,10 @@ class Entry(NamedTuple):
 
 
 class PageMover(Protocol):
-    """The storage tier as the host tier sees it (`StorageTier`): notifications, and the host pages that it uses."""
+    """The part of a `StorageTier` that the host tier uses.
+
+    Its methods tell the storage tier about changes, and say which host pages the storage tier still uses.
+    """
 
     @property
     def saving(self) -> Collection[bytes]:

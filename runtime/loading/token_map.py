@@ -25,7 +25,7 @@ FLAG = "--speculative-token-map"
 
 
 def read_token_map(path: str, vocab_size: int) -> Tensor:
-    """Return the token ids in a file, ascending, int64 [n]. The file has a JSON list, or a list or tensor (.pt).
+    """Return the token ids in a file, ascending, int64 [n]. A `.pt` file has a list or a tensor; others a JSON list.
 
     Raises `ConfigurationError` if the file cannot be read, is empty, or has ids outside the vocabulary.
     """

@@ -174,9 +174,10 @@ class BatchBuilder:
     def _unfinished(self) -> tuple[list[Sequence], list[Sequence], list[Sequence]]:
         """Return three lists of running sequences: decodes, prompts and followers.
 
-        Decodes lack only the KV of their last output token. Prompts lack the KV of other known tokens. In this list,
-        sequences that lack only (forced) output tokens come first, so that they do not wait for prompts. Followers have
-        draft tokens in flight, so only the device knows where their next row begins (`Batch.unknown_starts`).
+        Decodes lack only the KV of their last output token. Prompts lack the KV of more tokens. The list of prompts
+        begins with sequences whose prompt is computed and which lack the KV of several output tokens (usually forced
+        ones), so that these do not wait for real prompts. Followers have draft tokens in flight, so only the device
+        knows where their next row begins (`Batch.unknown_starts`).
         """
         followers: list[Sequence] = []
         decodes: list[Sequence] = []

@@ -15,7 +15,8 @@ from runtime.layers.moe import MoE
 from runtime.loading.adapter_config import AdapterConfig
 from runtime.loading.adapter_files import LowRankPair
 
-# The weight of one expert, by the names of several families; or the weights of all experts, in one pair of peft.
+# Names of adapted layers. `_ONE`: a weight of one expert, by the names of several families. `_ALL`: a weight of all
+# experts together, which peft adapts by a single low-rank pair.
 _ONE = re.compile(r".+\.experts\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)")
 _ALL = re.compile(r".+\.experts(\.base_layer)*")
 _PARTS: Mapping[str, str] = {

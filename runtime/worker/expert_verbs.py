@@ -35,7 +35,10 @@ def dump_expert_record(rank: RankState, payload: Mapping[str, Any]) -> Future[di
 
 
 def await_expert_loads(rank: RankState, payload: Mapping[str, Any]) -> Future[Any] | None:
-    """Wait for the loads of the next "num_steps" steps (see `ExpertRecorder.when_due`)."""
+    """Return a future of each expert's number of tokens over the next "num_steps" steps; see `ExpertRecorder.when_due`.
+
+    Returns None on ranks without a recorder.
+    """
     recorder = _recorder(rank)
     return None if recorder is None else recorder.when_due(payload["num_steps"])
 

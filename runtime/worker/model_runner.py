@@ -555,10 +555,11 @@ class StepExecutor:
     def _note_experts(
         self, batch: Batch, graph: CpuGraph | None = None, num_tokens: int | None = None
     ) -> Tensor | None:
-        """Record the experts of an enqueued step, if a recorder is on.
+        """Record which experts an enqueued step chose, if a recorder is on.
 
-        `num_tokens` is the number of tokens of all attention groups. Returns a copy of the experts of the tokens of the
-        batch's `expert_rows`, int16 [n, L, k], or None if the batch has no such rows.
+        In a common step, `num_tokens` counts the tokens of all attention groups; None: only this batch's. Returns a
+        copy of the experts that were chosen for the tokens of `batch.expert_rows`, int16 [n, L, k], or None without
+        such rows or without a recorder.
         """
         experts = self.rank.experts
         if experts is None or experts.recorder is None:
@@ -678,7 +679,7 @@ class StepExecutor:
 
     @contextmanager
     def enqueueing(self) -> Iterator[None]:
-        """Enqueue the block on the forward stream. Raises `OutOfMemory` if the device has too little memory."""
+        """Enqueue the work of the `with` block on the forward stream. Raises `OutOfMemory` if memory is short."""
         try:
             with torch.inference_mode(), self.device.forward():
                 yield

@@ -59,10 +59,11 @@ def verified(model: Decoder, facts: ModelFacts, device: torch.device, context_le
 
 
 def _check_against_itself(model: TransformersDecoder, facts: ModelFacts, device: torch.device) -> None:
-    """Compare two short texts in one batch, one of them in two steps, with transformers' results for each text.
+    """Compare the model's logits of two short texts with transformers' logits of each text.
 
-    Raises CheckpointError if the logits differ. The model then mixes tokens outside attention, does not take positions,
-    or has undeclared attention options.
+    One step computes the beginning of the first text and the whole second text; another step computes the rest of the
+    first text. Raises CheckpointError if the logits differ or if the model's code fails. Over Penstock's cache, logits
+    differ if the model mixes tokens outside attention, does not take positions, or has undeclared attention options.
     """
     first, second = (
         torch.tensor([(start + 2 * index) % facts.vocab_size for index in range(count)], device=device)

@@ -84,7 +84,7 @@ class WorkerSetup:
     """The models and settings that a rank loads. Sent to other processes as JSON."""
 
     rank_info: RankInfo
-    models: Mapping[str, ModelSetup]  # by name; `TARGET` is the served model. Whole models only on rank 0
+    models: Mapping[str, ModelSetup]  # by name; `TARGET` is the served model. Ranks other than 0 have no `whole` models
     kernels: KernelPlan
     graphs: GraphPlan  # the steps that every rank captures as graphs
     lora: LoraPlan = field(default_factory=LoraPlan)

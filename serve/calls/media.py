@@ -29,8 +29,8 @@ FILE_ENDINGS: Mapping[Kind, tuple[str, ...]] = {
 }
 ARTICLES: Mapping[Kind, str] = {"image": "an image", "video": "a video", "audio": "audio"}
 _SEEN: frozenset[Kind] = frozenset({"image", "video"})
-# Processor options that a request may set -> largest value, and the kinds of media to which it applies. Sizes by edges
-# are not included: their meaning differs between processors, so they cannot be limited.
+# Processor option that a request may set -> its largest value, and the kinds of media to which the option applies.
+# `size` with lengths of edges is left out: its meaning differs between processors, so it cannot be limited.
 PROCESSOR_OPTIONS: Mapping[str, tuple[int, frozenset[Kind]]] = {
     "min_pixels": (2**22, _SEEN),
     "max_pixels": (2**24, _SEEN),

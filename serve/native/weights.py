@@ -81,7 +81,7 @@ async def update_from_tensor(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(calls.WeightVersionBody)
 async def update_version(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Set the version label of the weights, which every answer has."""
+    """Set the version label of the weights, which native answers, complete chats and complete completions have."""
     body = await read_as(http, calls.WeightVersionBody)
     return json_response(await calls.update_weight_version(core, body))
 

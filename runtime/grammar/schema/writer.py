@@ -235,7 +235,7 @@ class _Writer:
         return {"const": value}
 
     def value(self, value: Any, pointer: str) -> None:
-        """Raise `Unsupported` for a constant that JSON text cannot represent exactly."""
+        """Raise `Unsupported` if a constant has a number beyond 2^53 or a text that outputs cannot contain."""
         self.pause(pointer)
         if isinstance(value, dict):
             for key, item in value.items():

@@ -219,7 +219,8 @@ def _add(derived: Derived, name: str, ours: str, header: GgufHeader, pairs: int,
 
         kept = kind in FORMS and len(inner) == 2 and scale is None
         grouped, form = (make_grouped, FORMS[kind]) if kept else (None, None)
-        # Interleaved rows are not consecutive. These tensors are small enough to be made as a whole.
+        # With `pairs` (queries and keys of Llama), consecutive rows of the model are not consecutive in the file. Such
+        # a tensor is small enough to be made as a whole.
         by_rows = make_rows if len(inner) == 2 and len(tensor.shape) > 1 and not pairs else None
         derived.add(ours, inner, [name], make, grouped, form, by_rows)
 
