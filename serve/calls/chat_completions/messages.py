@@ -126,10 +126,19 @@ def _media(part: Part, path: str, objects: Sequence[Any]) -> dict[str, Any]:
     value, param = getattr(part, f"{kind}_url"), f"{path}.{kind}_url"
     url = value if isinstance(value, str | None) else value.url
     if url is None:
-        raise InvalidRequest(f"{param} is required.", param=param)
+        where = param if value is None else f"{param}.url"
+        why = f"; a uuid alone is no {kind}, because identity is decided by content. Send it again" if part.uuid else ""
+        raise InvalidRequest(f"{where} is required{why}.", param=where)
+    if part.modalities == "video" and kind == "image":
+        where = f"{path}.modalities"
+        raise InvalidRequest(
+            f'{where} "video" is not supported for images. Leave it out to send the frames as images, or send the '
+            "video as a video_url.",
+            param=where,
+        )
     if objects and url.startswith(OBJECT):
         return {"type": kind, "source": native_source(objects[int(url[len(OBJECT) :])], param, kind)}
-    return media_part(url, param, kind)
+    return {"type": kind, "source": native_source(url, param, kind)}
 
 
 def _input_audio(part: Part, path: str) -> dict[str, Any]:

@@ -136,14 +136,14 @@ class CompletionBody(OpenAIBody):
 class ImageUrl:
     without_effect: ClassVar[frozenset[str]] = frozenset({"detail"})  # the model's processor decides the resolution
 
-    url: str
+    url: str | None = None  # required; checked with the part, which may have a uuid
 
 
 @dataclass(slots=True, kw_only=True)
 class MediaUrl:
     """The URL of a video or audio."""
 
-    url: str
+    url: str | None = None  # as in `ImageUrl`
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,6 +168,9 @@ class Part:
     input_audio: InputAudio | None = None
     cache_control: dict[str, Any] | None = None  # the prompt's pages stay cached, as with `prompt_cache_key`
     uuid: str | None = None  # vLLM's id of an image; this server identifies images by their pixels
+    # SGLang's kind of an image: "image" or "multi-images" for images, which the model's processor counts itself.
+    # "video", for frames of a video, is refused.
+    modalities: Literal["image", "multi-images", "video"] | None = None
 
 
 @dataclass(slots=True, kw_only=True)

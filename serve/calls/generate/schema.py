@@ -80,7 +80,7 @@ class GenerateBody:
     image_data: Any = None  # an image or a list of images; for a batch, a list with one of these per prompt
     video_data: Any = None  # as image_data
     audio_data: Any = None
-    modalities: list[Modality] | Modality | None = None
+    modalities: list[Modality] | Modality | None = None  # "video" is refused for frames in image_data
     return_hidden_states: bool | list[bool] = False  # requires --enable-return-hidden-states; not with stream
     return_routed_experts: bool | list[bool] = False  # requires --enable-return-routed-experts; not with stream
     routed_experts_start_len: StartLength | list[StartLength] = 0  # index of the first token whose experts are returned
@@ -128,6 +128,12 @@ def requests_of(body: GenerateBody, core: EngineCore, *, cut: bool | None = None
     routed = spread(body.return_routed_experts, count, "return_routed_experts")
     check_parts(hidden=any(hidden), routed=any(routed), num_choices=count * sampling[0].n, stream=body.stream)
     firsts = spread(body.routed_experts_start_len, count, "routed_experts_start_len")
+    if body.modalities is not None and "video" in body.modalities and body.image_data and not body.video_data:
+        raise InvalidRequest(
+            'modalities "video" with image_data is not supported. Leave it out to send the frames as images, or send '
+            "the video as video_data.",
+            param="modalities",
+        )
     values: dict[Kind, Any] = {"image": body.image_data, "video": body.video_data, "audio": body.audio_data}
     media = native_media(values, count, is_batch=body.is_batch)
     if body.session_params is not None and (body.is_batch or sampling[0].n > 1):
