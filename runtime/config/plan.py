@@ -368,6 +368,8 @@ class ServePlan(Section):
     input_file: str | None = None  # token ids to compute once; then the server exits
     cache_report: bool  # fill usage.prompt_tokens_details
     preferred_sampling: Mapping[str, Any]
+    model_sampling: bool = True  # OpenAI-like APIs take defaults from generation_config.json
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
     logits_processors: Sequence[str] | None = None  # import paths of functions that requests may name
     allow_auto_truncate: bool
     file_storage: str | None = None  # folder of /v1/files; None: no files and batches

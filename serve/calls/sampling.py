@@ -1,20 +1,23 @@
 """Read the sampling parameters of every API from JSON. `runtime.sampling_params` declares and checks them.
 
 Each of these sources overrides the ones before it: the API's defaults, the model's generation_config (OpenAI APIs
-only), `--preferred-sampling-params`, and the request.
+only, and not with `--sampling-defaults openai`), `--preferred-sampling-params`, and the request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from runtime.config.model_facts import ModelFacts
 from runtime.errors import InvalidRequest
 from runtime.sampling_params import FROM_MODEL, NOT_BUILT, Api, SamplingParams, parameters
 from serve.calls.decode import Fields, NotBuiltNumber
 from serve.calls.errors import renamed
+
+if TYPE_CHECKING:
+    from runtime.actors.engine_core import EngineCore
 
 
 def read_sampling(api: Api, body: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -58,6 +61,13 @@ def sampling_params(
     except InvalidRequest as error:
         name = sampling_names(api).get(str(error.param), str(error.param))
         raise renamed(error, f"{path}.{name}" if path else name) from None
+
+
+def sampling_of_call(core: EngineCore, api: Api, requested: Mapping[str, Any]) -> SamplingParams:
+    """Merge a request's parameters over the defaults of this server. Raises like `sampling_params`."""
+    serve = core.plan.serve
+    facts = core.facts if serve.model_sampling else None
+    return sampling_params(api, requested, serve.preferred_sampling, facts=facts)
 
 
 @cache

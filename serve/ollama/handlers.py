@@ -19,7 +19,7 @@ from serve.calls.chat.events import ChatEvent, Content
 from serve.calls.chat.prepare import prepare
 from serve.calls.prompts import of_client, vector_requests
 from serve.calls.response_format import grammar_of
-from serve.calls.sampling import sampling_params
+from serve.calls.sampling import sampling_of_call
 from serve.calls.served_model import with_adapter
 from serve.calls.vectors import check_vectors, vector_of
 from serve.http.endpoint import (
@@ -105,7 +105,7 @@ def _raw_request(core: EngineCore, body: GenerateBody, adapter: str | None) -> R
     sampling = body.options.sampling()
     return Request(
         text=body.prompt,
-        sampling=sampling_params("chat", sampling, serve.preferred_sampling, facts=core.facts),
+        sampling=sampling_of_call(core, "chat", sampling),
         grammar=grammar_of(body.response_format()),
         logprobs=logprobs_of(body),
         truncate=serve.allow_auto_truncate,

@@ -74,7 +74,8 @@ def _show(core: EngineCore, raw: bytes) -> dict[str, Any]:
     chosen_model(core, model)
     facts, kind = core.facts, _family(core)
     template = core.tokenizer.template if core.tokenizer is not None else None
-    preferred = {**facts.preferred_sampling, **core.plan.serve.preferred_sampling}
+    serve = core.plan.serve
+    preferred = {**(facts.preferred_sampling if serve.model_sampling else {}), **serve.preferred_sampling}
     return {
         "modelfile": f"FROM {core.plan.model.path}\n",
         "parameters": "\n".join(f"{name} {value}" for name, value in preferred.items()),

@@ -118,6 +118,7 @@ _EXAMPLES: Mapping[str, Any] = {
     "limit_mm_per_prompt": {"image": 4},
     "service_tier_priorities": {"flex": -1},
     "api_key_weights": {"chat": 4},
+    "default_chat_template_kwargs": {"enable_thinking": False},
 }
 
 

@@ -29,6 +29,7 @@ def other_value(option: Option) -> Any:
             "speculative_adaptive": {"min_gain": 1.5},
             "service_tier_priorities": {"flex": -1},
             "api_key_weights": {"chat": 4},
+            "default_chat_template_kwargs": {"enable_thinking": False},
         }
         one = known.get(option.name, {"temperature": 0.5})
     else:

@@ -33,6 +33,13 @@ class SamplingArgs:
         "Default: none.",
         plan="serve.preferred_sampling",
     )
+    sampling_defaults: str = option(
+        "model",
+        "Defaults of sampling parameters in the APIs of OpenAI, Anthropic and Ollama. model: those of the model's "
+        "generation_config.json, then the API's. openai: the API's alone.",
+        choices=("model", "openai"),
+        plan="serve.model_sampling",
+    )
     logprobs_mode: str = option(
         "processed_logprobs",
         "Distribution whose log-probabilities are returned for output tokens. processed_logprobs (as SGLang): after "

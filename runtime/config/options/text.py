@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from runtime.config.chat_templates import CHAT_TEMPLATES
-from runtime.config.option_spec import inert, option
+from runtime.config.option_spec import Json, inert, option
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS
 
 NO_TOKENIZER_BATCHES = "each prompt is tokenized separately, while steps run; the token ids are the same"
@@ -36,6 +36,12 @@ class TextArgs:
         "Template that converts messages to a prompt: a jinja file (.jinja) or a built-in template: "
         f"{', '.join(CHAT_TEMPLATES)}. Default: the tokenizer's template.",
         plan="tokenizer.chat_template",
+    )
+    default_chat_template_kwargs: Json = option(
+        {},
+        'JSON object of variables for the chat template, such as {"enable_thinking": false}. Variables that a request '
+        "sets override them. Default: none.",
+        plan="serve.template_kwargs",
     )
     grammar_backend: str | None = option(
         None,

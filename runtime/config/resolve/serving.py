@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ops.machine import Machine
-from runtime.config.chat_templates import MiddleTemplate, chat_template_named, middle_template
+from runtime.config.chat_templates import RESERVED_KWARGS, MiddleTemplate, chat_template_named, middle_template
 from runtime.config.gguf_header import is_gguf, read_header
 from runtime.config.parsers import REASONING_PARSERS, TOOL_CALL_PARSERS, Signs, guess
 from runtime.config.plan import ServePlan, TokenizerPlan
@@ -152,6 +152,8 @@ def serve_plan(builder: PlanBuilder, model_path: str, demo_path: str | None) -> 
         served_model_name=_served_model_name(builder, model_path, demo_path),
         log_level_http=builder.follow_or("log_level_http", builder.args.observe.log_level, "the value of --log-level"),
         preferred_sampling=_preferred_sampling(builder),
+        model_sampling=_model_sampling(builder),
+        template_kwargs=_template_kwargs(builder),
     )
 
 
@@ -169,6 +171,18 @@ def _served_model_name(builder: PlanBuilder, model_path: str, demo_path: str | N
     if builder.args.model.model_path is None and demo_path is not None:
         return builder.follow_or("served_model_name", DEMO_NAME, "the demo model's name")
     return builder.follow_or("served_model_name", model_path, "the model's path")
+
+
+def _model_sampling(builder: PlanBuilder) -> Decision[bool]:
+    asked = builder.follow("sampling_defaults")
+    return asked._replace(value=asked.value == "model")
+
+
+def _template_kwargs(builder: PlanBuilder) -> Decision[Mapping[str, Any]]:
+    name = "default_chat_template_kwargs"
+    if reserved := sorted(RESERVED_KWARGS & builder.args.text.default_chat_template_kwargs.keys()):
+        builder.refuse(name, f"--default-chat-template-kwargs cannot set {', '.join(reserved)}; requests set them.")
+    return builder.follow(name)
 
 
 def _preferred_sampling(builder: PlanBuilder) -> Decision[Mapping[str, Any]]:

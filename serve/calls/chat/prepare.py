@@ -22,7 +22,7 @@ from serve.calls.chat.tools.offered import read_tools
 from serve.calls.chat.tools.table import FORMATS
 from serve.calls.media import for_template, media_of, num_tokens
 from serve.calls.prompts import check_counted
-from serve.calls.sampling import sampling_params
+from serve.calls.sampling import sampling_of_call
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -75,7 +75,7 @@ def prepare(core: EngineCore, chat: ChatRequest, adapter: str | None = None) -> 
     offered = read_tools(chat.tools or ())
     choice = read_choice(chat.tool_choice, offered)
     serve = core.plan.serve
-    sampling = sampling_params("chat", chat.sampling, serve.preferred_sampling, facts=core.facts)
+    sampling = sampling_of_call(core, "chat", chat.sampling)
     grammar, sampling_grammars = chat.grammar, grammars_of(sampling)
     # A grammar in the sampling parameters must not constrain the reasoning, so it is treated like `chat.grammar`.
     if grammar is None and len(sampling_grammars) == 1:
@@ -185,7 +185,7 @@ def render(core: EngineCore, chat: ChatRequest, *, check: Callable[[Sequence[str
         **({"tools": list(chat.tools or ())} if calls else {}),
         add_generation_prompt=chat.add_generation_prompt and not chat.continue_final_message,
         continue_final_message=chat.continue_final_message,
-        **chat.template_kwargs,
+        **{**core.plan.serve.template_kwargs, **chat.template_kwargs},
     )
 
 

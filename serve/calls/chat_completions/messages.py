@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
+from runtime.config.chat_templates import RESERVED_KWARGS
 from runtime.errors import InvalidRequest
 from runtime.media_source import Kind
 from runtime.request import LogprobParams, Service
@@ -20,7 +21,6 @@ _MEDIA: Mapping[str, Kind] = {  # types of parts
     "image_url": "image", "input_image": "image", "video_url": "video", "audio_url": "audio",
 }  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
 def chat_of(body: ChatBody, objects: Sequence[Any] = ()) -> ChatRequest:

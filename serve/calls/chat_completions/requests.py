@@ -11,7 +11,7 @@ from serve.calls.body import decode_open, parse_object, report_unknown
 from serve.calls.chat_completions.schema import ChatBody, OpenAIBody
 from serve.calls.prompts import check_parts
 from serve.calls.response_format import grammar_of, structured_outputs_of
-from serve.calls.sampling import read_sampling, sampling_fields, sampling_params
+from serve.calls.sampling import read_sampling, sampling_fields, sampling_of_call
 
 if TYPE_CHECKING:
     from runtime.actors.engine_core import EngineCore
@@ -89,4 +89,4 @@ def keep_last_of(body: OpenAIBody) -> int | None:
 
 def sampling_of(core: EngineCore, body: OpenAIBody) -> SamplingParams:
     """Merge the request's sampling parameters over the server's preferred ones, the model's and the API's defaults."""
-    return sampling_params(body.api, body.sampling, core.plan.serve.preferred_sampling, facts=core.facts)
+    return sampling_of_call(core, body.api, body.sampling)

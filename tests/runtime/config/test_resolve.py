@@ -171,6 +171,11 @@ def test_loader_options() -> None:
         assert "--model-loader-extra-config" in refusals(model_loader_extra_config=wrong)
 
 
+def test_variables_of_the_template_that_requests_set_are_refused() -> None:
+    assert plan(default_chat_template_kwargs={"a": 1}).serve.template_kwargs == {"a": 1}
+    assert "cannot set tools" in refusals(default_chat_template_kwargs={"tools": []})
+
+
 def test_preferred_sampling_is_checked() -> None:
     preferred = {"temperature": 0.5, "stop": ["a"], "stop_token_ids": [3]}
     assert plan(preferred_sampling_params=preferred).serve.preferred_sampling == preferred

@@ -29,6 +29,13 @@ SCHEMA: Any = {
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "sum", "schema": SCHEMA, "strict": True}}
 
 
+async def test_variables_of_the_template_have_defaults_of_the_server() -> None:
+    async with Engine(default_chat_template_kwargs={"enable_thinking": True}) as engine:
+        for asked, thinks in (({}, True), ({"enable_thinking": False}, False), ({"other": 1}, True)):
+            answer = await engine.chat(ASK["messages"], temperature=0, max_tokens=200, chat_template_kwargs=asked)
+            assert bool(answer.choices[0].message.reasoning_content) is thinks, asked
+
+
 async def test_thoughts_end_where_they_must() -> None:
     async with Engine() as engine:
         full = await engine.chat(ASK["messages"], temperature=0, max_tokens=200, **THINKS)

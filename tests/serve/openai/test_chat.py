@@ -117,11 +117,14 @@ async def test_temperature_comes_from_the_request_then_the_user_then_the_model(s
     facts = fake_core.make_facts(preferred_sampling={"temperature": 0.3, "top_k": 0, "top_p": 0.8})
     plain, modelled = await serve(), await serve(facts=facts)
     preferred = await serve(facts=facts, preferred_sampling={"temperature": 0.4})
-    for served in (plain, modelled, preferred):
+    openai = await serve(facts=facts, model_sampling=False)
+    every = (plain, modelled, preferred, openai)
+    for served in every:
         await chat(served)
         await chat(served, temperature=0.1)
-    found = [[r.sampling.temperature for r in s.core.submitted] for s in (plain, modelled, preferred)]
-    assert found == [[0.7, 0.1], [0.3, 0.1], [0.4, 0.1]]
+    found = [[r.sampling.temperature for r in s.core.submitted] for s in every]
+    assert found == [[0.7, 0.1], [0.3, 0.1], [0.4, 0.1], [0.7, 0.1]]
+    assert openai.core.submitted[0].sampling == plain.core.submitted[0].sampling
     assert (modelled.core.submitted[0].sampling.top_k, modelled.core.submitted[0].sampling.top_p) == (-1, 0.8)
 
 
