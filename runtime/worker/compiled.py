@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from ops.attention import AttentionMetadata
@@ -56,12 +55,14 @@ class CompiledForward:
 
     def compile(self, device: Device) -> None:
         """Compile now, with padding rows that use only scratch units. Blocks."""
+        from torch._dynamo import config  # takes more than a second, and loads Triton if it is installed
+
         logger.info("Compiling the forward with torch.compile, which may take minutes.")
         began = time.perf_counter()
         cache, limit = self._cache, VERSIONS_PER_LAYER * max(1, len(self._model.layers))
         # The code between two attention calls is compiled once per layer, whose index it reads. With torch's default
         # limit of eight versions, the ninth layer and all later ones would run eagerly.
-        limits = torch._dynamo.config.patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit)
+        limits = config.patch(recompile_limit=limit, accumulated_recompile_limit=4 * limit)
         with limits, torch.inference_mode(), device.forward():
             for num_rows in range(1, min(2, self._max_rows) + 1):
                 zeros = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)

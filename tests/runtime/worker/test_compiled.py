@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from torch import Tensor
 
@@ -38,3 +41,9 @@ def test_compiled_steps_give_the_same_tokens(monkeypatch: pytest.MonkeyPatch):
     assert late_steps.outputs(PROMPTS, change=compiled) == expected
     assert {1, 2, 3} <= set(calls)
     assert 4 not in calls
+
+
+@pytest.mark.slow
+def test_workers_import_the_compiler_only_to_compile() -> None:
+    code = "import sys, runtime.worker.worker; print('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
