@@ -226,18 +226,29 @@ def router_app(prefill: Sequence[str], decode: Sequence[str], *, answer_s: float
 
 
 async def _parts(answer: httpx.Response, url: str) -> AsyncIterator[bytes]:
-    """Yield the answer. If the decode server fails meanwhile, end an event stream with an error.
+    """Yield the answer. If the decode server fails during an event stream, end the stream with an error event.
 
-    Other answers are cut: the error of the connection is raised.
+    For any other answer, and for a compressed stream, the error of the connection is raised.
     """
-    try:
+    headers = answer.headers
+    if not headers.get("content-type", "").startswith("text/event-stream") or "content-encoding" in headers:
         async for part in answer.aiter_raw():
             yield part
+        return
+    line: list[bytes] = []  # the parts of an incomplete line, which must not precede the error event
+    try:
+        async for part in answer.aiter_raw():
+            lines, newline, rest = part.rpartition(b"\n")
+            if newline:
+                yield b"".join((*line, lines, newline))
+                line = []
+            if rest:
+                line.append(rest)
     except httpx.HTTPError as error:
-        if not answer.headers.get("content-type", "").startswith("text/event-stream"):
-            raise
         body = failure(KIND, 502, f"The decode server {url} failed during the answer: {type(error).__name__}.").body
-        yield b"\n\ndata: " + bytes(body) + b"\n\n"  # the last event may be incomplete
+        yield b"\n\ndata: " + bytes(body) + b"\n\n"  # the empty line ends the last event
+    else:
+        yield b"".join(line)
 
 
 async def _unless_left(request: Request, sending: Coroutine[Any, Any, httpx.Response]) -> httpx.Response | None:

@@ -324,6 +324,27 @@ async def test_a_client_that_leaves_before_the_answer_ends_its_request() -> None
             await ended.wait()
 
 
+@pytest.mark.parametrize("headers", [{}, {"content-encoding": "gzip"}])
+async def test_an_error_event_follows_only_complete_lines(headers: dict[str, str]) -> None:
+    async def sent() -> AsyncIterator[bytes]:
+        yield b'data: {"a": 1}\n\nda'
+        yield b'ta: {"a"'
+        yield b": 2}\n\ndata: {"
+        raise httpx.ReadError("reset")
+
+    answer = httpx.Response(200, headers={"content-type": "text/event-stream", **headers}, content=sent())
+    parts: list[bytes] = []
+    try:
+        parts += [part async for part in router_module._parts(answer, "http://decode")]
+    except httpx.ReadError:
+        assert headers, "bytes after a compressed stream would break it"
+        return
+    events = [json.loads(line[6:]) for line in b"".join(parts).splitlines() if line]
+    assert events[:2] == [{"a": 1}, {"a": 2}]
+    assert "http://decode failed during the answer" in events[2]["error"]["message"]
+    assert len(events) == 3
+
+
 def replicas(**options: Any) -> Engine:
     """An engine whose first replica computes prompts and whose second one generates the outputs."""
     roles = {"dp_size": 2, "disaggregation_prefill_replicas": 1, "disaggregation_bootstrap_port": free_port()}
