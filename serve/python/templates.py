@@ -66,11 +66,12 @@ class RequestTemplates:
 def _key(sampling: Mapping[str, Any], fields: Mapping[str, Any]) -> Hashable:
     """Return a key that only equal parameters have, or None if a value is not simple, or differs in each request.
 
-    The types are part of the key, because True equals 1, but is not a valid number of tokens.
+    The types are part of the key, because True equals 1, but is not a valid number of tokens. The number of sampling
+    parameters is part of it, because a field's name is not valid as the name of a sampling parameter.
     """
     if sampling.get("seed") is not None or not FIELDS.issuperset(fields):
         return None
-    key: list[Hashable] = []
+    key: list[Hashable] = [len(sampling)]
     for name, value in (*sampling.items(), *fields.items()):
         if isinstance(value, list | tuple):
             if not all(isinstance(each, SIMPLE) for each in value):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -216,6 +217,11 @@ async def test_repeated_parameters_are_checked_each_time(engine: Engine) -> None
     g.ids.append("a")  # pyright: ignore[reportArgumentType]
     with pytest.raises(InvalidRequest):
         await g.generate(1)
+    fields: list[dict[str, Any]] = [{"log_metrics": True}, {"timeout_s": 60}]
+    for field in fields:
+        engine.open(PROMPT, GREEDY, **field)._request(None, {})
+        with pytest.raises(InvalidRequest):  # a field of a request is no sampling parameter
+            engine.open(PROMPT, {**GREEDY, **field})._request(None, {})
     for number in range(100):
         engine.open(PROMPT, GREEDY, max_new_tokens=number)._request(None, {})
     assert len(engine.templates) == templates.MAX_TEMPLATES
