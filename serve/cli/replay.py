@@ -42,6 +42,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--plot", metavar="FILE.svg", help="write a plot of the requests and steps over time, and end")
     flags, rest = parser.parse_known_args(words)
     if flags.plot is not None:
+        if rest:
+            raise ConfigurationError(f"--plot runs no model, so it takes no options of a server: {rest[0]}.")
         try:
             Path(flags.plot).write_text(as_svg(read_timeline(flags.file)))
         except (OSError, Difference) as error:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 import tiny_models
-from runtime.errors import InvalidRequest
+from runtime.errors import ConfigurationError, InvalidRequest
 from serve import Engine, Recording, SyncEngine
 from serve.cli.replay import main
 
@@ -121,6 +121,8 @@ def test_a_recording_shows_the_times_that_the_engine_reports(tmp_path: Path) -> 
     num_prompt = sum(each.num_prompt for each in recording.requests)
     assert sum(step.num_prompt_tokens for step in recording.steps) == num_prompt
     assert main([str(tmp_path / "a.record"), "--plot", str(tmp_path / "a.svg")]) == 0
+    with pytest.raises(ConfigurationError, match="--model-path"):
+        main([str(tmp_path / "a.record"), "--plot", str(tmp_path / "a.svg"), "--model-path", "x"])
     plot = ElementTree.parse(tmp_path / "a.svg").getroot()
     bars = [each for each in plot.iter() if each.tag.endswith("title") and "decode" in (each.text or "")]
     assert len(bars) == 3
