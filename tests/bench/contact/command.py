@@ -65,11 +65,11 @@ def main(argv: Sequence[str]) -> int:
     found = Report(Path(options.output), options.device, options.budget, before)
     deadline_s = monotonic() + options.budget
     contact = _Contact(options.device, Path(options.output), deadline_s, every=options.every)
-    for stage in chosen:
-        if not found.done(stage.name):
-            result = contact.run(stage)
-            found.add(result)
-            output.say(f"{stage.name}: {result['status']} in {result['seconds']:.0f} s {result['note']}".rstrip())
+    waiting = [stage for stage in chosen if not found.done(stage.name)]
+    for place, stage in enumerate(waiting, 1):
+        result = contact.run(stage, kept_s=sum(later.kept_s for later in waiting[place:]))
+        found.add(result)
+        output.say(f"{stage.name}: {result['status']} in {result['seconds']:.0f} s {result['note']}".rstrip())
     output.say(markdown(found.content))
     return 0 if all(found.done(stage.name) for stage in chosen) else 1
 
@@ -84,6 +84,7 @@ class _Contact:
     def __init__(self, device: str, folder: Path, deadline_s: float, *, every: bool = False) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._device = device
+        self._folder = folder.resolve()
         self._log = folder / "contact.log"
         self._deadline_s = deadline_s
         self._tests_environment = {
@@ -91,10 +92,11 @@ class _Contact:
             "PENSTOCK_TEST_EVERY": "1" if every else "",
         }
 
-    def run(self, stage: Stage) -> dict[str, Any]:
-        """Run one stage and return its entry of the report."""
+    def run(self, stage: Stage, kept_s: float = 0) -> dict[str, Any]:
+        """Run one stage and return its entry of the report. `kept_s` is the time that later stages need."""
         began_s = monotonic()
-        limit_s = min(stage.limit_s, self._deadline_s - began_s)
+        left_s = self._deadline_s - began_s
+        limit_s = min(stage.limit_s, left_s, max(stage.kept_s, left_s - kept_s))
         if limit_s < LEAST_S:
             found: dict[str, Any] = {"status": "not reached", "note": "the budget was spent", "output": ""}
         else:
@@ -104,7 +106,7 @@ class _Contact:
         return {"name": stage.name, "seconds": monotonic() - began_s, "note": "", **found}
 
     def _once(self, stage: Stage, file: Path, limit_s: float) -> dict[str, Any]:
-        status, text = self._process(stage, stage.command(self._device, str(file)), limit_s)
+        status, text = self._process(stage, stage.command(self._device, str(file), str(self._folder)), limit_s)
         found: dict[str, Any] = {"output": text[-OUTPUT_CHARS:]}
         if status is None:
             found |= {"status": "timed out", "note": f"after {limit_s:.0f} s"}

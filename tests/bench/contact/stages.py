@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["command", "tests", "figures"]
@@ -19,35 +19,58 @@ class Stage:
     words: tuple[str, ...]  # arguments of the interpreter
     limit_s: float
     test_limit_s: float = 120  # limit of a single test
+    kept_s: float = 0  # time that earlier stages leave for this one, even if they hang
 
-    def command(self, device: str, scratch: str) -> list[str]:
-        """Return the command line. The stage writes its measurements to `scratch`."""
-        fill = {"DEVICE": device, "SCRATCH": scratch}
+    def command(self, device: str, scratch: str, folder: str) -> list[str]:
+        """Return the command line. The stage writes its measurements to `scratch`, and other files to `folder`."""
+        fill = {"DEVICE": device, "SCRATCH": scratch, "FOLDER": folder}
         return [sys.executable, *(fill.get(word, word) for word in self.words)]
 
 
 def stages(device: str) -> tuple[Stage, ...]:
     """Return all stages for this device. On a CPU, which is a rehearsal, they use the smallest sizes."""
     rehearsal = device == "cpu"
-    return (
+    found = (
         _command("environment", ("-m", "serve", "explain", "--device", "DEVICE"), 60),
         *(_smoke(name, options, rehearsal) for name, options in SMOKES.items()),
         _tests("kernels", ("tests/gpu/test_operations.py",), 240, test_limit_s=90),
-        _speeds(rehearsal),
+        _measured("captures that fail", "bench.contact.failed_capture", (), rehearsal, 60),
+        _measured("figures: kernels", SPEEDS, ("--kernels", "products", "attention"), rehearsal, 120),
+        *(_measured(f"figures: {kind}", SPEEDS, ("--kernels", kind), rehearsal, 90) for kind in KINDS),
         _tests("tokens of Llama and Qwen3", (*ANSWERS, "-k", "llama or (qwen3 and not moe)"), 240),
         _tests("served", ("tests/gpu/test_serving.py",), 180),
         _figures("decode", rehearsal, 150),
+        _figures("launch", rehearsal, 180),
+        _measured("a trace of decode steps", "bench.contact.trace", ("--folder", "FOLDER"), rehearsal, 90),
         _figures("offline", rehearsal, 180),
         _figures("mixed", rehearsal, 90),
         _figures("occupancy", rehearsal, 120),
-        _figures("launch", rehearsal, 120),
         _figures("prefix", rehearsal, 90),
         _figures("online", rehearsal, 240),
         _figures("cold", rehearsal, 150),
         _tests("tokens of the other families", (*ANSWERS, "-k", "not llama and not (qwen3 and not moe)"), 480),
     )
+    return tuple(replace(stage, kept_s=KEPT_S.get(stage.name, 0)) for stage in found)
 
 
+# Seconds that each of these stages has, whatever the others do. Together they fit a budget of nine minutes.
+KEPT_S = {
+    "environment": 15,
+    "served, no graphs": 40,
+    "served, graphs": 40,
+    "kernels": 90,
+    "captures that fail": 20,
+    "figures: kernels": 50,
+    "figures: choosing": 35,
+    "figures: experts": 35,
+    "figures: recurrence": 30,
+    "tokens of Llama and Qwen3": 40,
+    "served": 40,
+    "figures: decode": 35,
+    "figures: launch": 40,
+    "a trace of decode steps": 30,
+}
+SPEEDS, KINDS = "bench.contact.speeds", ("choosing", "experts", "recurrence")
 ANSWERS = ("tests/gpu/test_answers.py",)
 SMOKES: dict[str, tuple[str, ...]] = {
     "served, no graphs": ("--disable-cuda-graph",),
@@ -81,7 +104,7 @@ def _figures(row: str, rehearsal: bool, limit_s: float) -> Stage:
     return Stage(name=f"figures: {row}", kind="figures", words=words, limit_s=limit_s)
 
 
-def _speeds(rehearsal: bool) -> Stage:
+def _measured(name: str, module: str, options: tuple[str, ...], rehearsal: bool, limit_s: float) -> Stage:
     small = ("--small",) if rehearsal else ()
-    words = ("-m", "bench.contact.speeds", "--device", "DEVICE", *small, "--output-file", "SCRATCH")
-    return Stage(name="figures: kernels", kind="figures", words=words, limit_s=120)
+    words = ("-m", module, "--device", "DEVICE", *small, *options, "--output-file", "SCRATCH")
+    return Stage(name=name, kind="figures", words=words, limit_s=limit_s)

@@ -6,17 +6,22 @@ import ast
 import json
 import sys
 import tomllib
+from itertools import count
 from pathlib import Path
+from random import Random
 from zipfile import ZipFile
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from bench.__main__ import main
-from bench.contact import bundle, command
+from bench.contact import bundle, command, failed_capture, trace
 from bench.contact.report import Report
-from bench.contact.stages import Stage, stages
+from bench.contact.stages import KEPT_S, Stage, stages
+from fake_device import LateDevice
+from runtime.errors import EngineFailure
 
 
 def run(stage: Stage, tmp_path: Path, budget_s: float = 60, monkeypatch: pytest.MonkeyPatch | None = None) -> dict:
@@ -49,6 +54,42 @@ def test_a_hang_costs_its_own_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_spent_budget_is_said(tmp_path: Path) -> None:
     assert run(stage("-c", "print(1)"), tmp_path, budget_s=1)["status"] == "not reached"
+
+
+def test_a_hang_leaves_the_time_that_later_stages_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "LEAST_S", 0.0)
+    contact = command._Contact("cpu", tmp_path / "out", command.monotonic() + 62)
+    found = contact.run(stage("-c", "import time; time.sleep(60)"), kept_s=60)
+    assert found["status"] == "timed out"
+    assert contact.run(stage("-c", "print(1)"))["status"] == "passed"
+
+
+def test_the_times_that_stages_need_fit_nine_minutes() -> None:
+    found = {one.name: one for one in stages("cuda")}
+    assert set(KEPT_S) <= set(found)
+    assert sum(one.kept_s for one in found.values()) <= 540
+    assert all(one.kept_s <= one.limit_s for one in found.values())
+
+
+def test_memory_that_failed_captures_keep_is_a_fault() -> None:
+    device, used = LateDevice(Random(0), haste=1.0), count()
+    with torch.inference_mode():
+        rows, faults = failed_capture.watched(device, 8)
+        assert not faults
+        _, faults = failed_capture.watched(device, 8, lambda: failed_capture.Memory(next(used), 0))
+        assert len(faults) == 2
+        _, faults = failed_capture.watched(device, 8, lambda: failed_capture.Memory(0, 2048 * next(used)))
+    assert len(faults) == 3
+    assert len(rows) == 5
+
+
+def test_a_trace_without_a_replay_is_refused() -> None:
+    events = [{"cat": "kernel", "name": "product", "dur": 2.0}, {"cat": "kernel", "name": "product", "dur": 3.0}]
+    with pytest.raises(EngineFailure, match="0 replays"):
+        trace.kernel_rows(events, "tiny", on_gpu=True)
+    rows = trace.kernel_rows([*events, {"name": "cudaGraphLaunch"}], "tiny", on_gpu=True)
+    assert [row.value for row in rows] == [5.0, 5.0]
+    assert "2 x product" in rows[1].what
 
 
 TESTS = """

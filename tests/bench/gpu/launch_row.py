@@ -1,4 +1,4 @@
-"""The cost of launches: for replayed steps, and for mixed steps, which are launched kernel by kernel.
+"""The cost of launches: for replayed steps, and for steps with a prompt, with and without graphs of prompts.
 
 Steps follow each other without a pause and are launched ahead, as in real use. The result is the device thread's launch
 time as a share of a step's time. Near 100 % the device waits for launches, and a graph of such steps would help.
@@ -11,10 +11,13 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING
 
-from bench.gpu.bench import Bench, Model, warm_up
+import anyio
+
+from bench.gpu.bench import POLL_S, Bench, Model, warm_up
 from bench.gpu.figure import Figure
 from bench.gpu.limits import Work
 from bench.gpu.online_rows import measured_runner
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from runtime.worker.step_timer import TimedStep
 
 IDS_ONLY = {"skip_tokenizer_init": True}
+CAPTURE_TIMEOUT_S = 60
 AHEAD = 2  # steps in flight in addition to the running step
 
 
@@ -36,29 +40,44 @@ def launches(bench: Bench) -> list[Figure]:
 
 
 def _of(bench: Bench, model: Model) -> list[Figure]:
+    """Measure one model with the default graphs, then steps with prompts without graphs of prompts."""
     rows, context, prompts = bench.sizes.launch
 
-    async def work(engine: Engine) -> list[list[TimedStep]]:
+    async def work(engine: Engine, prompts: Sequence[int]) -> list[tuple[str, list[TimedStep]]]:
         await warm_up(engine, model, rows)
         size = engine.core.plan.cache.page_size
         return [
-            await _timed(engine, mixed_batch(rows, context, prompt, size), bench.sizes.launch_steps)
+            (
+                _way(engine, rows + prompt if prompt else 0),
+                await _timed(engine, mixed_batch(rows, context, prompt, size), bench.sizes.launch_steps),
+            )
             for prompt in prompts
         ]
 
-    found = bench.run(model, work, max_running_requests=rows + 1, **IDS_ONLY)
-    return [
-        figure
-        for prompt, steps in zip(prompts, found, strict=True)
-        for figure in _figures(bench, model, rows, context, prompt, steps)
-    ]
+    without = [prompt for prompt in prompts if prompt]
+    figures = []
+    for measured, options in ((prompts, {}), (without, {"disable_piecewise_cuda_graph": True})):
+        found = bench.run(
+            model, partial(work, prompts=measured), max_running_requests=rows + 1, **options, **IDS_ONLY
+        )  # fmt: skip
+        for prompt, (way, steps) in zip(measured, found, strict=True):
+            figures += _figures(bench, model, rows, context, prompt, way, steps)
+    return figures
+
+
+def _way(engine: Engine, num_tokens: int) -> str:
+    """Return how a step with this number of tokens is launched, for the name of its row. 0 means no prompt."""
+    if not num_tokens:
+        return ""
+    fits = num_tokens <= max(engine.core.plan.graphs.prompt_sizes, default=0)
+    return ", in graphs of prompts" if fits else ", without graphs of prompts"
 
 
 def _figures(
-    bench: Bench, model: Model, rows: int, context: int, prompt: int, steps: Sequence[TimedStep]
+    bench: Bench, model: Model, rows: int, context: int, prompt: int, way: str, steps: Sequence[TimedStep]
 ) -> list[Figure]:
     what = f"{rows} rows decode after {context} tokens"
-    what += f" beside a prompt of {prompt}" if prompt else ""
+    what += f" beside a prompt of {prompt}{way}" if prompt else ""
     period_s, launch_s = median(step.period_s for step in steps), median(step.launch_s for step in steps)
     cost = bench.cost(model)
     least = cost.decode([context] * rows)
@@ -73,8 +92,12 @@ def _figures(
 async def _timed(engine: Engine, batch: Batch, number: int) -> list[TimedStep]:
     """Time consecutive steps of this batch. The engine must be idle otherwise."""
     runner = measured_runner(engine.core)
-    for _ in range(2):  # compiles kernels
+    for _ in range(2):  # compiles kernels, and makes the graphs that the batch needs wait for their capture
         await asyncio.shield(runner.launch(batch))
+    with anyio.fail_after(CAPTURE_TIMEOUT_S):
+        while runner.capturing:
+            await anyio.sleep(POLL_S)
+    await asyncio.shield(runner.launch(batch))
     timer, flying = runner.time_steps(), deque()
     for _ in range(number):
         flying.append(runner.launch(batch))
