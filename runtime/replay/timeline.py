@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class Lifetime:
-    """The times of one output in a record, in seconds since the record began. None: it did not get so far."""
+    """The times of one output in a record, in seconds since the record began. None: the output ended before."""
 
     name: str
     added_s: float

@@ -125,8 +125,8 @@ class CompletionLogprobs:
     def _alternatives(self, logprobs: Logprobs) -> Sequence[Mapping[str, float] | None]:
         """Return one entry per token: a mapping from the top tokens and the token itself to log-probabilities.
 
-        The entry is None for a token without predecessors. Long lists, which are made in a thread, are made with
-        pauses, in which the event loop runs.
+        The entry is None for a token without predecessors. Long lists are made in a thread, which pauses regularly so
+        that the event loop can run.
         """
         names = self._names
         alternatives: list[Mapping[str, float] | None] = []

@@ -44,7 +44,7 @@ class Caller:
         self._processors = logits_processors
         self._loading = asyncio.Lock()  # held while an adapter is loaded
         self._starting: set[str] = set()  # requests that are not submitted yet, because their adapter is being loaded
-        self._aborted: set[str] = set()  # those of them that were aborted
+        self._aborted: set[str] = set()  # requests in `_starting` that were aborted
 
     @classmethod
     def started(cls, settings: EngineSettings) -> Self:
@@ -190,7 +190,7 @@ class _Growing:
         """Return the output after this piece, or None if `output_kind` allows only the final output."""
         params, old = self._params, self._outputs.get(piece.index)
         new = completion_output(piece.index, piece, params)
-        if old is not None and new.logprobs is not None:  # the sum is of all tokens in every form of output
+        if old is not None and new.logprobs is not None:  # for every `output_kind`, the sum covers all tokens
             new.cumulative_logprob = (old.cumulative_logprob or 0.0) + (new.cumulative_logprob or 0.0)
         if old is not None and self._kind is not RequestOutputKind.DELTA:
             new.token_ids = old.token_ids + new.token_ids
