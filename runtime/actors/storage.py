@@ -231,8 +231,8 @@ class Storage:
     async def _found(self, store: PageStore, wanted: Wanted) -> int:
         """Return how many of the wanted pages the store has.
 
-        If a prefill server computes the prompt, wait for all its pages, as long as their number grows. With other
-        stores, a client's header has no effect.
+        If a prefill server computes the prompt, wait for all its pages, as long as their number grows and a request
+        needs them. With other stores, a client's header has no effect.
         """
         keys = wanted.keys[wanted.first :]
         number = await anyio.to_thread.run_sync(store.exists, keys)
@@ -240,7 +240,7 @@ class Storage:
         while (
             number < len(keys)
             and self._plan.cache.storage == "decode"
-            and any(sequence.request.caller.prefilled for sequence in wanted.sequences)
+            and any(each.request.caller.prefilled and each in self._scheduler for each in wanted.sequences)
             and self._tier.attached
         ):
             if time.monotonic() - grown_s > STALL_S:

@@ -41,3 +41,26 @@ async def test_a_failed_load_leaves_no_copy_unsettled() -> None:
     copied.set_result([])
     await asyncio.sleep(0)
     assert settled == [(new, True)]
+
+
+async def test_pages_of_aborted_requests_are_not_awaited() -> None:
+    """Nobody computes the rest of their prompts, and other requests wait for a free load."""
+    sequence: Any = SimpleNamespace(request=SimpleNamespace(caller=SimpleNamespace(prefilled=True)))
+    scheduled, polls = {id(sequence)}, []
+
+    class Scheduler:
+        def __contains__(self, each: object) -> bool:
+            return id(each) in scheduled
+
+    def exists(keys: list[bytes]) -> int:
+        polls.append(keys)
+        if len(polls) == 3:
+            scheduled.clear()
+        assert len(polls) < 9
+        return 1
+
+    plan = SimpleNamespace(cache=SimpleNamespace(prefetch_policy="wait_complete", storage="decode"))
+    storage: Any = Storage(plan, "", "", SimpleNamespace(attached=True), Scheduler(), None)  # type: ignore[arg-type]
+    wanted: Any = SimpleNamespace(keys=[b"a", b"b"], first=0, sequences=[sequence])
+    assert await storage._found(SimpleNamespace(exists=exists), wanted) == 1
+    assert len(polls) == 3
