@@ -39,6 +39,7 @@ class PrefillReplicas:
 
     def start(self, live: LiveRequest, prefill: Seq[SchedulerActor], decode: SchedulerActor) -> None:
         """Compute the prompt on the least busy prefill replica, and let the decode replica wait for its pages."""
+        self.stop(live)  # if another decode replica gave the request back
         first = live.sequences[0]
         num_missing = reusable_tokens(first) - decode.scheduler.num_cached(first)
         usable = [actor for actor in prefill if _is_attached(actor)]
