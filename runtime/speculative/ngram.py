@@ -87,7 +87,7 @@ class NgramDrafter:
         if len(self._index.nexts) > self._settings.capacity:
             self._first += self._index.num_tokens - self._settings.capacity // 4
             self._index = SuffixAutomaton(self._settings.max_window + 1)
-            return self._extend(ids)
+            return False
         return self._first + self._index.num_tokens == len(ids)
 
     def _find(self) -> bool:

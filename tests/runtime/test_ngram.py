@@ -146,3 +146,20 @@ def test_a_proposal_takes_microseconds():
         lookup.propose(ids, 0, 8)
         times.append(perf_counter() - began)
     assert sorted(times)[250] < 100e-6, "the median is about 5 us"
+
+
+def test_a_text_beyond_a_small_capacity_is_not_indexed_in_one_call(monkeypatch):
+    counts = []
+    extend = SuffixAutomaton.extend
+
+    def counted(self: SuffixAutomaton, tokens: list[int]) -> None:
+        counts.append(len(tokens))
+        extend(self, tokens)
+
+    monkeypatch.setattr(SuffixAutomaton, "extend", counted)
+    small, ids = drafter(capacity=1024), [*range(5000), 4990, 4991]
+    assert small.propose(ids, 0, 4) == []
+    assert counts == [ngram.CATCH_UP_TOKENS]
+    for _ in range(20):
+        found = small.propose(ids, 0, 4)
+    assert found == [4992, 4993, 4994, 4995]
