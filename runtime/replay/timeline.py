@@ -26,7 +26,7 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class Lifetime:
-    """The times of one output in a record, in seconds since the record began. None: the output ended before."""
+    """The times of one output in a record, in seconds since the record began. None: not reached in the record."""
 
     name: str
     added_s: float
