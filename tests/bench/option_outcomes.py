@@ -69,6 +69,7 @@ _COMPANIONS: Mapping[str, Mapping[str, Any]] = {
     "enable_dp_attention": {"tp_size": 2, "dp_size": 2},
     "enable_dp_lm_head": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
     "moe_dense_tp_size": {"tp_size": 2},
+    "enable_symm_mem": {"tp_size": 2},
     "enable_two_batch_overlap": {"tp_size": 2},
     "tbo_token_distribution_threshold": {"tp_size": 2, "enable_two_batch_overlap": True},
     "eplb_algorithm": _BALANCED,

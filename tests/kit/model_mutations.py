@@ -154,6 +154,8 @@ def unnormed_heads(model: Decoder) -> None:
     for each in model.modules():
         if isinstance(each, Attention):
             each.q_norm = each.k_norm = None
+            if isinstance(each, Attention):
+                each._norms_heads = False
 
 
 def without_gates(number: int) -> Mutate:
