@@ -31,7 +31,7 @@ def put(name: str, **values: Any) -> Mutate:
 no_qkv_bias = each("attention.qkv", lambda linear: linear.bias.zero_())
 no_out_bias = each("attention.out", lambda linear: linear.bias.zero_())
 no_window = put("attention", window=None)
-no_qk_norm = put("attention", q_norm=None, k_norm=None)
+no_qk_norm = put("attention", q_norm=None, k_norm=None, _norms_heads=False)
 plain_norm = each("attention_norm", lambda norm: norm.weight.fill_(1))
 no_eps = put("mlp_norm", eps=0.0)
 halves = put("attention.rope", interleaved=False)
@@ -154,8 +154,7 @@ def unnormed_heads(model: Decoder) -> None:
     for each in model.modules():
         if isinstance(each, Attention):
             each.q_norm = each.k_norm = None
-            if isinstance(each, Attention):
-                each._norms_heads = False
+            each._norms_heads = False
 
 
 def without_gates(number: int) -> Mutate:
