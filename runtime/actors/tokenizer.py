@@ -70,7 +70,7 @@ class TokenizerActor:
         # One thread compiles the texts of sampling parameters. This is Python code, so several threads would block the
         # event loop.
         self._reading = anyio.CapacityLimiter(1)
-        self._num_threads = num_threads  # threads that encode long texts
+        self._encoding = anyio.CapacityLimiter(num_threads)  # threads that encode long texts
         # Requests. The bool is True if nothing needs to be compiled or loaded for the request any more.
         self._inbox: Mailbox[tuple[LiveRequest, bool]] = Mailbox()
         self._num_waiting = 0  # choices of requests that are not yet admitted to the scheduler
@@ -108,7 +108,6 @@ class TokenizerActor:
 
     async def run(self) -> None:
         """Process submitted requests until cancelled."""
-        limiter = anyio.CapacityLimiter(self._num_threads)
         async with anyio.create_task_group() as tasks:
             while True:
                 short: list[LiveRequest] = []
@@ -120,7 +119,7 @@ class TokenizerActor:
                     elif len(live.request.text or "") + len(live.request.second_text or "") <= INLINE_CHARS:
                         short.append(live)
                     else:
-                        tasks.start_soon(self._encode_on_thread, live, limiter)
+                        tasks.start_soon(self._encode_on_thread, live)
                 for start in range(0, len(short), 8):  # other tasks run every few milliseconds
                     for live in short[start : start + 8]:
                         self._admit(live, self._encode(live))
@@ -181,7 +180,8 @@ class TokenizerActor:
                 ids, blocks = media.expanded_ids(request.ids, self._placeholder_ids, blocks)
             else:
                 text, blocks = media.expanded(request.text or "", blocks)
-                ids = await anyio.to_thread.run_sync(self._encode_text, replace(request, text=text))
+                longer = replace(request, text=text)
+                ids = await anyio.to_thread.run_sync(self._encode_text, longer, limiter=self._encoding)
             if isinstance(ids, PenstockError):
                 raise ids
             ids, prompt_media = await media.place(ids, blocks)
@@ -201,8 +201,8 @@ class TokenizerActor:
             constraint = await self._grammars.constraint(grammar, self._processor.grammar_ends(request))
         return constraint if limit is None else self._grammars.limited(limit, constraint)
 
-    async def _encode_on_thread(self, live: LiveRequest, limiter: anyio.CapacityLimiter) -> None:
-        self._admit(live, await anyio.to_thread.run_sync(self._encode, live, limiter=limiter))
+    async def _encode_on_thread(self, live: LiveRequest) -> None:
+        self._admit(live, await anyio.to_thread.run_sync(self._encode, live, limiter=self._encoding))
 
     def _encode(self, live: LiveRequest) -> tuple[int, ...] | PenstockError:
         """Return the ids of the text, all within the vocabulary, or the error of the request."""

@@ -79,6 +79,7 @@ class MediaPreparer:
         self._media_tokens: dict[Kind, MediaTokens] = {}
         self._encoder = anyio.CapacityLimiter(1)
         self._threads = anyio.CapacityLimiter(plan.num_threads)
+        self._placer = anyio.CapacityLimiter(1)  # more threads would only compete for the GIL
         self._pending: dict[bytes, asyncio.Future[EncodedBlock]] = {}  # images that are being encoded
         self._video_limits = VideoLimits(plan.max_frames, plan.max_pixels, plan.max_video_pixels)
         self._audio_s = min(plan.max_audio_s, processors.audio_s or plan.max_audio_s)
@@ -234,7 +235,8 @@ class MediaPreparer:
         """Return the prompt's ids and media. Raises `InvalidRequest` if the text itself contains image tokens."""
         positions = self._positions if self._tower.has_axes else None
         placed = await anyio.to_thread.run_sync(
-            lambda: place(ids, blocks, positions, self._facts.vocab_size, mutual=self._tower.mutual)
+            lambda: place(ids, blocks, positions, self._facts.vocab_size, mutual=self._tower.mutual),
+            limiter=self._placer,
         )
         self.num_images += len(blocks)
         return placed

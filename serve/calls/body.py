@@ -10,6 +10,8 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import anyio
+import anyio.lowlevel
 import anyio.to_thread
 import orjson
 
@@ -31,7 +33,11 @@ TENSOR_BYTES = 2**32  # limit for routes that accept weights
 MEDIA_BYTES = 64 * 2**20  # limit of a server that takes images
 BYTES_PER_TOKEN = 8  # the limit grows with the context, so that a text as long as the context is accepted
 INLINE_BYTES = 4096  # larger bodies are decoded in a thread; a body of this size can take 3 ms
+TURN_BYTES = 65_536  # larger bodies take turns on a few threads
+LARGE_THREADS = 4  # threads that decode large bodies; more would only make the event loop wait longer for the GIL
 MAX_LOGGED = 256  # maximum number of unknown field names that are logged
+
+_LARGE_WORK: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("penstock_large_work")
 
 
 def max_body_bytes(plan: Plan, *, takes_ids: bool, takes_tensors: bool = False) -> int:
@@ -48,15 +54,26 @@ def max_body_bytes(plan: Plan, *, takes_ids: bool, takes_tensors: bool = False) 
     return max(IDS_BYTES if takes_ids else TEXT_BYTES, BYTES_PER_TOKEN * plan.model.context_length, images)
 
 
-async def off_loop(work: Callable[[], T], *, small: bool) -> T:
+async def off_loop(work: Callable[[], T], *, small: bool, large: bool = False) -> T:
     """Call `work`, in a thread unless it is `small`, and return its result.
 
-    If small work raises `TakesLong`, it is called again in a thread. Therefore `work` must have no side effects.
+    If small work raises `TakesLong`, it is called again in a thread. Therefore `work` must have no side effects. At
+    most `LARGE_THREADS` threads of an event loop do `large` work at a time.
     """
     if small:
         with suppress(TakesLong):
             return work()
-    return await anyio.to_thread.run_sync(freed_when_refused, work)
+    return await anyio.to_thread.run_sync(freed_when_refused, work, limiter=_large_limiter() if large else None)
+
+
+def _large_limiter() -> anyio.CapacityLimiter:
+    """Return the running event loop's limiter of large work."""
+    try:
+        return _LARGE_WORK.get()
+    except LookupError:
+        limiter = anyio.CapacityLimiter(LARGE_THREADS)
+        _LARGE_WORK.set(limiter)
+        return limiter
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from runtime.errors import (
 )
 from runtime.request import Chunk, Request
 from serve.background import background_tasks
-from serve.calls.body import INLINE_BYTES, off_loop, parse_object
+from serve.calls.body import INLINE_BYTES, TURN_BYTES, off_loop, parse_object
 from serve.calls.client import CALLER, CLIENT, Client
 from serve.calls.decode import decode
 from serve.calls.prompts import of_client
@@ -214,7 +214,7 @@ async def read_body(
             if size > limit:
                 raise _too_large(limit)
             parts.append(part)
-        return await off_loop(lambda: decode(b"".join(parts)), small=size <= inline_bytes)
+        return await off_loop(lambda: decode(b"".join(parts)), small=size <= inline_bytes, large=size > TURN_BYTES)
     finally:
         bodies.num_bytes -= size
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "experts": ("bench.experts", "experts on several ranks: sums against all-to-all, and the balance of a skewed load"),
     "step": ("bench.step", "single steps in this process: chosen kernels against plain torch"),
     "adapters": ("bench.adapters", "tokens per second with LoRA adapters in a batch, and without"),
+    "images": ("bench.images", "image prompts against transformers, and the lag of the event loop under images"),
     "grammars": ("bench.grammars", "steps with a grammar for each row against none, and masks alone"),
     "fast-forward": ("bench.fast_forward", "forced tokens appended without a step of their own, and sampled"),
     "kernels": ("bench.kernels", "where the time of a step goes on a CPU, kernel by kernel"),
