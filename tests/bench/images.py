@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from itertools import repeat
 from multiprocessing import get_context
 from pathlib import Path
@@ -160,7 +159,11 @@ async def _lag(count: int) -> None:
             Engine(tiny_seeing.cached(LAG_FAMILY), **options) as engine,
             serve_on_loopback(engine.core) as url,
         ):
-            ask = partial(asyncio.get_running_loop().run_in_executor, client, _post_all, url)
+            loop = asyncio.get_running_loop()
+
+            async def ask(paths: Sequence[Path]) -> None:
+                await loop.run_in_executor(client, _post_all, url, paths)
+
             await ask(files[:2])  # starts the client's process and the server's threads
             rows = [_row("idle", *await _watched(asyncio.sleep(IDLE_S)))]
             rows += [_row(f"{name} images", *await _watched(ask(files))) for name in ("new", "cached")]
