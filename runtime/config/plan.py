@@ -135,6 +135,7 @@ class SchedulerPlan(Section):
     overlap_drafts: bool = False  # whether a sequence may enter the next step while the result of its drafts is unknown
     # Whether `overlap_drafts` also applies to sampled sequences, whose random numbers depend on the output position.
     overlap_draws: bool = False
+    draft_constraints: bool = True  # whether a draft model may propose tokens for sequences with a constraint
     draft_windows: tuple[int, int] = (2, 8)  # smallest and largest n-gram that prompt lookup compares
     draft_breadths: tuple[int, int] = (1, 1)  # continuations that it proposes after the longest and shortest n-grams
     drafts_by_frequency: bool = False  # whether it prefers the most frequent continuation to the most recent one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from runtime.layers.embedding import Embedding
@@ -18,6 +19,7 @@ class BatchReads:
     position_axes: bool = False  # whether positions have three axes
     media_size: int = 0  # size of the vectors that may replace token embeddings; 0: embeddings are never replaced
     state_size: int = 0  # size of the vectors in `ForwardBatch.states`; 0: no layer reads them
+    state_dtype: torch.dtype = torch.float32  # dtype of these vectors
 
 
 def batch_reads(model: nn.Module) -> BatchReads:
@@ -35,4 +37,5 @@ def batch_reads(model: nn.Module) -> BatchReads:
         any(isinstance(module, Rope) and module.axis_of_pair is not None for module in modules),
         max(sizes, default=0),
         max((getattr(module, "state_size", 0) for module in modules), default=0),
+        next((module.dtype for module in modules if getattr(module, "state_size", 0)), torch.float32),
     )

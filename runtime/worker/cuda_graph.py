@@ -56,16 +56,23 @@ class _Captured:
 
 
 class CudaGraphRunner:
-    """Replays a captured forward pass if every row computes one token and a graph is large enough.
+    """Replays a captured forward pass of decode rows and rows with draft tokens, if a graph is large enough.
 
     Other batches are computed by `prompts` if they fit its sizes, else by `eager`. Batches of a size whose graph is not
     captured yet are computed by `eager` too.
+
+    Every row of a graph computes one token. A row of several tokens (a batch with `token_rows`) becomes one row for
+    each token, with the same pages. This is correct because every layer stores the KV of all rows before any row
+    attends.
 
     A graph captures `eager` (usually the model) with a batch of fixed buffers, into which a step's inputs are copied.
     Padding rows write to the cache's scratch page and read its position 0. During the capture, the attention must not
     read rows on the host, or it must register a function that is called with each step's rows before the replay
     (`AttentionMetadata.replans`). The buffers contain everything that the model reads of a batch. Buffers of row
     values, axes and vectors exist only if the model reads them.
+
+    With `states`, every step also sets `states` to its result: a function of the hidden states [R, E] that returns the
+    states which a draft head reads, or a draft head's own states.
 
     With a `choice`, graphs also sample tokens (`choose`). A second graph of each size ends at hidden states, for steps
     whose rows need more than tokens. These graphs are captured after the first such step.
@@ -84,6 +91,7 @@ class CudaGraphRunner:
         reads: BatchReads = NOTHING_MORE,
         choice: Choice | None = None,
         prompts: PromptGraphs | None = None,
+        states: Callable[[Tensor], Tensor] | None = None,
         collect_garbage: bool = False,
         profile: bool = False,
     ) -> None:
@@ -101,6 +109,8 @@ class CudaGraphRunner:
         )
         self._choice = choice
         self._prompts = prompts
+        self._states_of = states
+        self.states: Tensor | None = None  # of the last step's tokens, [T, S]; valid until the next step
         # (size, whether the graph samples); the last entry is captured next
         self._waiting: list[tuple[int, bool]] = []
         self._num_missed = 0  # steps since the last capture that ran eagerly because their graph waits
@@ -130,9 +140,13 @@ class CudaGraphRunner:
         if replayed is not None:
             return replayed[0]
         hidden = None
-        if self._prompts is not None and self._fitting(batch) is None:
+        # Graphs of prompts do not keep states.
+        if self._prompts is not None and self._states_of is None and self._fitting(batch) is None:
             hidden = self._prompts(batch)
-        return self._eager(batch) if hidden is None else hidden
+        hidden = self._eager(batch) if hidden is None else hidden
+        if self._states_of is not None:
+            self.states = self._states_of(hidden)
+        return hidden
 
     def choose(
         self, batch: ForwardBatch, arrays: SamplingArrays, *, greedy: bool, limits: Collection[str] = ()
@@ -216,6 +230,8 @@ class CudaGraphRunner:
         size = self._fitting(batch)
         if size is None:
             return None
+        if batch.token_rows is not None:
+            batch = _one_token_per_row(batch, batch.token_rows)
         captured = self._graphs.get((size, arrays is not None))
         if captured is None:
             self._request_capture(arrays is not None)
@@ -226,7 +242,10 @@ class CudaGraphRunner:
         if any(captured.replans):
             self._replan(size, captured.replans, batch.attention.starts_host)
         captured.graph.replay()
-        return tuple(result[: batch.num_tokens] for result in captured.results)
+        results = tuple(result[: batch.num_tokens] for result in captured.results)
+        if self._states_of is not None:
+            *results, self.states = results
+        return tuple(results)
 
     def _request_capture(self, chooses: bool) -> None:
         """Queue the capture of graphs of all sizes, after the graphs that already wait."""
@@ -246,16 +265,17 @@ class CudaGraphRunner:
     def _fitting(self, batch: ForwardBatch) -> int | None:
         """Return the graph size for this step, or None if no graph fits."""
         attention = batch.attention
-        if batch.media_levels or attention.mutual_spans:
+        if batch.media_levels or attention.mutual_spans or attention.repeated is not None:
             return None
-        if not self._capturable or any(count != 1 for count in attention.counts_host):
+        has_several = any(count != 1 for count in attention.counts_host)
+        if not self._capturable or (has_several and (batch.token_rows is None or batch.kinds)):
             return None
         if attention.page_table.shape[1] > self._buffers.attention.page_table.shape[1]:
             return None
         for inputs in batch.kinds.values():
             if SPANS in inputs.arrays and (inputs.host is None or not independent(inputs.host[SPANS])):
                 return None
-        return self._buckets.take(len(attention.counts_host))
+        return self._buckets.take(batch.num_tokens)
 
     def _fill(self, batch: ForwardBatch, arrays: SamplingArrays | None) -> None:
         """Copy a step's inputs into the buffers, with one launch per dtype and one per page table."""
@@ -291,6 +311,8 @@ class CudaGraphRunner:
             elif name in self._nonzero_values:
                 own.zero_()
         self._nonzero_values = set(batch.row_values)
+        if buffers.states is not None and batch.states is not None:
+            pairs.append((buffers.states.t(), batch.states.t()))
         if buffers.position_axes is not None:
             axes = batch.position_axes
             axes = batch.positions.expand(3, -1) if axes is None else axes
@@ -356,11 +378,12 @@ class CudaGraphRunner:
                 kinds=_first_kinds(buffers, attention, others),
             )
         )
+        states = () if self._states_of is None else (self._states_of(hidden),)
         choice = self._choice
         if choice is None or not chooses:
-            return (hidden,)
+            return (hidden, *states)
         arrays = SamplingArrays(*(array[:size] for array in self._sampling))
-        return choice.choose(choice.logits(hidden), arrays, _all_greedy(size))
+        return (*choice.choose(choice.logits(hidden), arrays, _all_greedy(size)), *states)
 
     def _make_sampling(self, num_rows: int) -> SamplingArrays:
         """Create the sampling buffers, initially for greedy rows."""
@@ -410,6 +433,7 @@ class CudaGraphRunner:
             position_axes=filled(0, 3, num_rows) if reads.position_axes else None,
             input_embeds=filled(0, num_rows, reads.media_size, dtype=torch.float32) if reads.media_size else None,
             embeds_mask=filled(False, num_rows, dtype=torch.bool) if reads.media_size else None,
+            states=filled(0, num_rows, reads.state_size, dtype=reads.state_dtype) if reads.state_size else None,
         )
 
     def _capture_context(self, title: str) -> ExitStack:
@@ -427,12 +451,41 @@ def _first_optional(buffers: ForwardBatch, size: int) -> dict[str, Any]:
     values = {name: own[:size] for name, own in buffers.row_values.items()}
     axes, vectors, mask = buffers.position_axes, buffers.input_embeds, buffers.embeds_mask
     return {
+        "states": None if buffers.states is None else buffers.states[:size],
         "row_values": values,
         "token_values": values,
         "position_axes": None if axes is None else axes[:, :size],
         "input_embeds": None if vectors is None else vectors[:size],
         "embeds_mask": None if mask is None else mask[:size],
     }
+
+
+def _one_token_per_row(batch: ForwardBatch, rows: Tensor) -> ForwardBatch:
+    """Return the batch with one row for each of its T tokens. `rows` int64 [T] is the row of each token.
+
+    The batch has no cache kinds other than pages.
+    """
+    attention = batch.attention
+    starts = [
+        start + offset
+        for start, count in zip(attention.starts_host, attention.counts_host, strict=True)
+        for offset in range(count)
+    ]
+    return replace(
+        batch,
+        token_rows=None,
+        row_values=batch.token_values,
+        attention=replace(
+            attention,
+            page_table=attention.page_table[rows],
+            starts=batch.positions.int(),
+            counts=torch.ones_like(rows, dtype=torch.int32),
+            query_starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            starts_host=starts,
+            counts_host=[1] * len(starts),
+            plan_cache={},
+        ),
+    )
 
 
 def _all_greedy(num_rows: int) -> SamplingArrays:

@@ -36,6 +36,7 @@ from runtime.worker.branches import copy_taken, is_trunk, trunks, with_branch_id
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read, retrieve
+from runtime.worker.device_drafter import DeviceDrafter, with_token_ids
 from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel
 from runtime.worker.drafts import accept_limits, last_choices, settle, with_exact_starts, with_proposals
@@ -84,10 +85,13 @@ class ModelRunner:
         # With pipeline parallelism: steps that have begun and not ended.
         self._unfinished: deque[asyncio.Future[StepOutput]] = deque()
         self._capture = None
-        graphs = executor.cuda_graphs
-        if graphs is not None:
+        graphs = executor.graph_runners
+        if graphs:
             self._capture = BackgroundCapture(
-                self._thread, graphs.capture_next, graphs.is_waiting, num_missed=graphs.num_missed
+                self._thread,
+                partial(_capture_next, graphs),
+                lambda: any(each.is_waiting() for each in graphs),
+                num_missed=lambda: sum(each.num_missed() for each in graphs),
             )
 
     def launch(self, batch: Batch) -> asyncio.Future[StepOutput]:
@@ -195,6 +199,15 @@ class ModelRunner:
         return step
 
 
+def _capture_next(runners: Sequence[CudaGraphRunner]) -> bool:
+    """Capture one graph of the first model whose graphs wait. Return whether more graphs wait."""
+    for runner in runners:
+        if runner.is_waiting():
+            runner.capture_next()
+            break
+    return any(runner.is_waiting() for runner in runners)
+
+
 async def _answers(done: asyncio.Future[Any]) -> list[Any]:
     """Return the answer of a verb in a list.
 
@@ -227,6 +240,7 @@ class _Begun(NamedTuple):
     in_graph: bool = False  # whether the CPU graph computed the step
     proposed: Batch | None = None  # with pipeline parallelism: the draft model's batch
     experts: Tensor | None = None  # routed experts of all tokens of `Batch.expert_rows`, int16 [n, L, k]
+    inputs: StepInputs | None = None  # on a GPU: the inputs of the model, for a draft head
 
 
 class StepExecutor:
@@ -258,6 +272,7 @@ class StepExecutor:
         weights: LoadedWeights | None = None,
         adapters: Adapters | None = None,
         draft_model: DraftModel | HeadDrafter | None = None,
+        device_drafter: DeviceDrafter | None = None,
         experts: RankExperts | None = None,
         all_states: bool = False,
     ) -> None:
@@ -265,7 +280,8 @@ class StepExecutor:
 
         Without pipeline parallelism, `forward` computes hidden states, and `cpu_graph` computes whole steps in one
         call. If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample tokens.
-        `draft_model` proposes tokens; its pool has the same pages as `pool`. With `all_states`, the last stage of a
+        `draft_model` (on a CPU) or `device_drafter` (on a GPU) proposes tokens; its pool has the same pages as `pool`.
+        With `all_states`, the last stage of a
         pipeline sends the hidden states of all tokens, which a draft head reads. All ranks must have the same value.
         """
         self.device = device
@@ -284,9 +300,10 @@ class StepExecutor:
         self._sampler = sampler
         self._cpu_graph = cpu_graph
         self._draft_model = draft_model
+        self._drafter = device_drafter
         self._all_states = all_states
         self._staging = Staging(device)
-        pools = [pool] if draft_model is None else [pool, draft_model.pool]
+        pools = [pool, *(drafter.pool for drafter in (draft_model, device_drafter) if drafter is not None)]
         blocks = [each.host_blocks for each in pools if each.host_blocks is not None]
         if blocks:
             rank_info = RankInfo(rank=0, tp_size=1, pp_size=1) if mesh is None else mesh.rank_info
@@ -295,7 +312,6 @@ class StepExecutor:
         self.rank.copier = self._copier
         self._begun: deque[_Begun] = deque()
         self._reads = batch_reads(model)
-        self._logged_drafts = False
         self._taken: Tensor | None = None  # branches that the last step took; None: it had no branches
         self._search = NonFiniteSearch(model) if nan_detection and self.mesh is None else None
 
@@ -304,6 +320,12 @@ class StepExecutor:
         """The KV cache."""
         return self._pool
 
+    @property
+    def graph_runners(self) -> list[CudaGraphRunner]:
+        """The CUDA graphs of the model and of the drafter."""
+        drafting = self._drafter.graphs if self._drafter is not None else None
+        return [graphs for graphs in (self.cuda_graphs, drafting) if graphs is not None]
+
     # --- rank 0 ---
 
     def run(self, batch: Batch) -> Read[StepOutput]:
@@ -311,9 +333,6 @@ class StepExecutor:
         with self.profiled(batch), self.enqueueing():
             self._check(batch)
             self._move(batch)
-            if batch.drafts is not None and self.cuda_graphs is not None and not self._logged_drafts:
-                self._logged_drafts = True
-                logger.info("Steps with drafts are computed operation by operation.")
             batch = self._with_starts(batch)
             batch, proposed = self._propose(batch)
             search, graph = self._search, self._cpu_graph
@@ -335,6 +354,8 @@ class StepExecutor:
     def _observe(self, begun: _Begun, proposed: Batch) -> None:
         """Give a draft head the hidden states of a step, and tell the draft model which branches were taken."""
         batch, states = begun.batch, None
+        if self._drafter is not None and self._drafter.reads_states and begun.inputs is not None:
+            self._drafter.observe(batch, begun.inputs, self._states(begun, None))
         if isinstance(self._draft_model, HeadDrafter):
             states = self._states(begun, self._cpu_graph)
             trunk = torch.from_numpy(np.flatnonzero(np.repeat(is_trunk(batch), batch.counts)))
@@ -358,6 +379,9 @@ class StepExecutor:
         count = len(begun.batch.token_ids)
         if begun.in_graph and graph is not None:
             return graph.states_of_all(count)
+        graphs = None if self._by_operations(begun.batch) else self.cuda_graphs
+        if graphs is not None and graphs.states is not None:
+            return graphs.states[:count]
         return states_for_draft_head(self._final_hidden(begun), self._model.tapped, count)
 
     def end(self) -> Read[StepOutput]:
@@ -398,6 +422,8 @@ class StepExecutor:
 
         Rank 0 proposes, and sends the ids to the other ranks that embed tokens.
         """
+        if not self.device.is_host:  # `_with_proposals` proposes
+            return batch, batch
         is_drafted = batch.drafts is not None and DRAFT in batch.token_ids
         proposed = whole = batch
         if self._draft_model is not None:
@@ -523,7 +549,7 @@ class StepExecutor:
 
     def _begin(self, batch: Batch) -> _Begun:
         more = self._sampler.arrays(batch) if self._sampler is not None else NO_ARRAYS
-        inputs = self._prepare(batch, self.last_tokens, more)
+        inputs = self._with_proposals(batch, self._prepare(batch, self.last_tokens, more))
         forward, compute = inputs.forward, self._forward
         if self._by_operations(batch):
             forward, compute = replace(forward, adapted=self._adapted(batch)), self._model
@@ -531,12 +557,20 @@ class StepExecutor:
             chosen = self._chosen_by_graph(batch, inputs)
             hidden = compute(forward) if chosen is None else NOTHING
             experts = self._note_experts(batch)
-            return _Begun(batch, inputs.samples, hidden, chosen=chosen, experts=experts)
+            return _Begun(batch, inputs.samples, hidden, chosen=chosen, experts=experts, inputs=inputs)
         x, residual = self._model.blocks(self._model.embed(forward), None, forward)
         self._note_experts(batch)
         stages = self.mesh.axis("pp")
         stages.send(x if residual is None else x + residual, stages.next)
-        return _Begun(batch, inputs.samples, None, inputs.requested)
+        return _Begun(batch, inputs.samples, None, inputs.requested, inputs=inputs)
+
+    def _with_proposals(self, batch: Batch, inputs: StepInputs) -> StepInputs:
+        """Return the inputs with the ids that rank 0's drafter proposes on a GPU, on every rank that embeds tokens."""
+        if self._drafter is not None:
+            inputs = self._drafter.propose(batch, inputs, self.lengths)
+        if self.mesh is not None and not self.device.is_host and batch.drafts is not None and DRAFT in batch.token_ids:
+            inputs = with_token_ids(inputs, self.mesh.axis("tp").broadcast(inputs.forward.token_ids.clone()))
+        return inputs
 
     def _begin_in_cpu_graph(self, graph: CpuGraph, batch: Batch) -> _Begun:
         """Compute a step by one call of the CPU graph, which also samples if all rows are greedy."""
@@ -578,9 +612,9 @@ class StepExecutor:
     def _chosen_by_graph(self, batch: Batch, inputs: StepInputs) -> Sampled | None:
         """Sample all rows of a step by a CUDA graph, or return None if no graph can."""
         graphs, sampling = self.cuda_graphs, batch.sampling
-        if graphs is None or sampling is None or len(sampling.positions) < len(batch.counts):
+        if graphs is None or sampling is None or len(sampling.positions) < len(batch.token_ids):
             return None
-        if batch.drafts is not None or self._by_operations(batch) or batch.hidden_rows:
+        if self._by_operations(batch) or batch.hidden_rows or "relaxed_rows" in inputs.samples.more.host:
             return None
         if batch.prompt_logprobs or not chooses_plainly(sampling) or not self._graphs_choose:
             return None

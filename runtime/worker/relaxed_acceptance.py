@@ -48,5 +48,6 @@ def relaxed_arrays(batch: Batch, sampling: Sampling, arrays: Mapping[str, np.nda
     [rows] = np.nonzero(is_followed & ~sampling.greedy & (arrays["xtc_probability"] == 0))
     if not len(rows):
         return {}
-    drafts = batch.token_ids[sampling.positions[rows] + 1].astype(np.int64)
-    return {"relaxed_rows": rows.astype(np.int64), "relaxed_drafts": drafts}
+    places = sampling.positions[rows].astype(np.int64) + 1
+    drafts = batch.token_ids[places].astype(np.int64)
+    return {"relaxed_rows": rows.astype(np.int64), "relaxed_drafts": drafts, "relaxed_places": places}

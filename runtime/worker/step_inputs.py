@@ -57,6 +57,7 @@ class StepInputs(NamedTuple):
     forward: ForwardBatch
     samples: SampleInputs
     requested: Tensor  # int64, positions in [T] whose hidden states are needed: sampled, embedded, scored
+    sequences: Tensor  # int64 [T], the sequence index of each token
 
 
 def _host_arrays(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
@@ -95,7 +96,8 @@ def _host_arrays(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
         "starts": batch.starts,
         "counts": batch.counts,
         "query_starts": query_starts.astype(np.int32),
-        **_unknown_start_arrays(batch, rows),
+        **_unknown_start_arrays(batch),
+        **({"token_rows": rows} if _has_token_rows(batch) else {}),
         **{f"row.{name}": values for name, values in batch.row_values.items()},
         **{f"token.{name}": values[rows] for name, values in batch.row_values.items()},
         **({} if batch.position_offsets is None else {"position_offsets": batch.position_offsets}),
@@ -107,21 +109,25 @@ def _host_arrays(batch: Batch, page_size: int) -> dict[str, np.ndarray]:
     }
 
 
-def _unknown_start_arrays(batch: Batch, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the additional arrays for `_take_lengths`. `rows` [T] is the row of each token."""
+def _unknown_start_arrays(batch: Batch) -> dict[str, np.ndarray]:
+    """Return the additional arrays for `_take_lengths`."""
     if batch.unknown_starts is None:
         return {}
-    return {
-        "unknown_starts": batch.unknown_starts,
-        "sequence_indices": batch.sequence_indices.astype(np.int64),
-        "token_rows": rows,
-    }
+    return {"unknown_starts": batch.unknown_starts, "sequence_indices": batch.sequence_indices.astype(np.int64)}
+
+
+def _has_token_rows(batch: Batch) -> bool:
+    """Return whether the row of each token is needed: for unknown starts, and for graphs of rows with draft tokens."""
+    return batch.unknown_starts is not None or batch.drafts is not None
 
 
 def _take_lengths(on_device: dict[str, Tensor], lengths: Tensor, page_size: int) -> None:
     """Replace the upper bounds of unknown starts by `lengths`, in all arrays that depend on starts."""
     known = lengths[on_device["sequence_indices"]]
     starts = torch.where(on_device["unknown_starts"], known, on_device["starts"])
+    if "draft_lengths" in on_device:
+        of_drafts = on_device["draft_rows"]
+        on_device["draft_lengths"] = starts[of_drafts] + 1
     rows = on_device["token_rows"]
     positions = on_device["positions"] + (starts - on_device["starts"])[rows]
     on_device |= {"starts": starts, "positions": positions}
@@ -214,6 +220,7 @@ def prepare(
         kinds=kinds,
         row_values={name: on_device[f"row.{name}"] for name in batch.row_values},
         token_values={name: on_device[f"token.{name}"] for name in batch.row_values},
+        token_rows=on_device["token_rows"] if batch.drafts is not None else None,
         position_axes=None if offsets is None else on_device["positions"] + offsets,
         **_media(on_device, len(token_ids), media_size),
     )
@@ -223,7 +230,7 @@ def prepare(
         None if batch.drafts is None else {name: on_device[name] for name in on_device if name.startswith(OF_DRAFTS)},
         Staged(more, {name: on_device[f"more.{name}"] for name in more}),
     )
-    return StepInputs(forward, samples, on_device["requested"])
+    return StepInputs(forward, samples, on_device["requested"], on_device["token_sequence_indices"])
 
 
 def samples_on_host(batch: Batch, *, are_stored: bool = False) -> SampleInputs:

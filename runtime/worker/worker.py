@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from ops.backends import SAMPLING
 from ops.cpp.build import BuildError, Lifeline
@@ -39,7 +40,7 @@ from runtime.loading.weight_update import LoadedWeights, WeightSource
 from runtime.mesh.mesh import Mesh
 from runtime.mesh.rank_info import RankInfo, Stage
 from runtime.mesh.rendezvous import Rendezvous
-from runtime.modeling.decoder import Decoder
+from runtime.modeling.decoder import Decoder, states_for_draft_head
 from runtime.modeling.draft_head import DraftHead
 from runtime.worker.adapters import Adapters
 from runtime.worker.common_step import CommonStep, CommonStepLeader
@@ -47,6 +48,7 @@ from runtime.worker.compiled import CompiledForward, compilable
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import Choice, CudaGraphRunner
 from runtime.worker.device import Device, open_device
+from runtime.worker.device_drafter import DeviceDrafter
 from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel
 from runtime.worker.expert_moves import RankExperts
@@ -95,6 +97,8 @@ class WorkerSetup:
     two_batches: float | None = None  # see `TwoBatchForward`; None: steps are not split
     all_states: bool = False  # see `StepExecutor`
     symmetric_memory: bool = False  # see `Mesh`
+    max_drafts: int = 0  # maximum number of draft tokens of a row
+    max_step_drafts: int = 0  # maximum number of draft tokens of a step
 
     @property
     def device(self) -> str:
@@ -133,6 +137,8 @@ class WorkerSetup:
             two_batches=parallel.two_batches,
             all_states=parallel.pp_size > 1 and plan.draft.algorithm in HEADS,
             symmetric_memory=parallel.symmetric_memory,
+            max_drafts=plan.scheduler.max_drafts,
+            max_step_drafts=plan.scheduler.max_step_drafts,
         )
 
     @classmethod
@@ -157,6 +163,8 @@ class WorkerSetup:
             two_batches=body["two_batches"],
             all_states=body["all_states"],
             symmetric_memory=body["symmetric_memory"],
+            max_drafts=body["max_drafts"],
+            max_step_drafts=body["max_step_drafts"],
         )
 
 
@@ -344,8 +352,9 @@ class ModelWorker:
         loaded, pool, cache = self._hand_over(name)
         model = loaded.decoder
         device = open_device(self.device)
-        draft_model = self._make_draft_model(plan, device, model) if plan.scheduler.max_model_drafts else None
-        forward = self._make_forward(loaded.setup, model, pool, device, cache)
+        drafter = self._make_draft_model(plan, device, model) if plan.scheduler.max_model_drafts else None
+        reads_states = isinstance(drafter, DeviceDrafter) and drafter.reads_states
+        forward = self._make_forward(loaded.setup, model, pool, device, cache, keeps_states=reads_states)
         cuda_graphs = forward if isinstance(forward, CudaGraphRunner) else None
         cpu_graph = self._make_cpu_graph(loaded.setup, model, pool, cache, plan)
         folder = plan.kernels.logits_folder
@@ -368,7 +377,8 @@ class ModelWorker:
                 loaded.source, model, cache, name, fixed=forward is not model or cpu_graph is not None
             ),
             adapters=self._adapters if name == TARGET else None,
-            draft_model=draft_model,
+            draft_model=None if isinstance(drafter, DeviceDrafter) else drafter,
+            device_drafter=drafter if isinstance(drafter, DeviceDrafter) else None,
             experts=self._rank_experts(name, model),
             all_states=self._all_states,
         )
@@ -585,7 +595,7 @@ class ModelWorker:
         """Capture the CPU graph. Return None if a kernel cannot be captured."""
         if self.kernels.launcher is None or (plan.parallel.ranks > 1 and not setup.whole):
             return None
-        max_drafts = min(plan.scheduler.max_drafts * cache.num_sequences, plan.scheduler.max_step_drafts)
+        max_drafts = self._max_step_drafts(cache)
         capacity = plan.scheduler.step_prompt_tokens + cache.num_sequences + max_drafts
         try:
             return CpuGraph(
@@ -601,7 +611,13 @@ class ModelWorker:
             logger.info("Steps are computed operation by operation: %s.", reason)
             return None
 
-    def _make_draft_model(self, plan: Plan, device: Device, target: Decoder) -> DraftModel | HeadDrafter:
+    def _max_step_drafts(self, cache: CacheSetup) -> int:
+        """Return the maximum number of draft tokens in a step."""
+        return min(self._setup.max_drafts * cache.num_sequences, self._setup.max_step_drafts)
+
+    def _make_draft_model(
+        self, plan: Plan, device: Device, target: Decoder
+    ) -> DraftModel | HeadDrafter | DeviceDrafter:
         """Return the model or head that proposes tokens. A head is connected to `target` before graphs are captured.
 
         Raises `ConfigurationError` if the model has caches other than pages.
@@ -618,8 +634,15 @@ class ModelWorker:
             self._vocabulary = None
             if decoder.taps:
                 target.tap(decoder.taps, self.kernels.join)
-        graph = self._make_cpu_graph(loaded.setup, decoder, pool, cache, plan)
         sampler = self._make_sampler(loaded.setup.facts, num_sequences, device)
+        if not device.is_host:
+            is_head = isinstance(decoder, DraftHead)
+            forward = self._make_forward(
+                loaded.setup, decoder, pool, device, cache, chooses=False, keeps_states=is_head
+            )
+            most = plan.scheduler.max_drafts
+            return DeviceDrafter(decoder, pool, device, sampler, num_sequences, most, forward)
+        graph = self._make_cpu_graph(loaded.setup, decoder, pool, cache, plan)
         if isinstance(decoder, DraftHead):
             most = plan.scheduler.max_drafts
             return HeadDrafter(decoder, pool, device, sampler, num_sequences, most, graph, plan.scheduler.draft_topk)
@@ -638,9 +661,20 @@ class ModelWorker:
             head.propose_only(ids.to(self.device), small)
 
     def _make_forward(
-        self, setup: ModelSetup, model: Decoder, pool: KVPool, device: Device, cache: CacheSetup
+        self,
+        setup: ModelSetup,
+        model: Decoder,
+        pool: KVPool,
+        device: Device,
+        cache: CacheSetup,
+        *,
+        chooses: bool = True,
+        keeps_states: bool = False,
     ) -> Forward:
         """Return the forward pass of the model, with CUDA graphs if they can be captured.
+
+        Graphs sample tokens if `chooses` is true. With `keeps_states`, they keep the states that a draft head reads,
+        and a draft head's own states.
 
         With several ranks, all graphs are captured here. A capture contains collectives, so all ranks must capture the
         same sizes in the same order, without steps in between.
@@ -665,7 +699,7 @@ class ModelWorker:
             forward,
             pool,
             device,
-            within(graphs, cache.num_sequences),
+            within(graphs, cache.num_sequences + self._max_step_drafts(cache)),
             max_pages=min(pool.num_pages, -(-setup.plan.context_length // pool.page_size)),
             reads=reads,
             prompts=prompts,
@@ -676,8 +710,9 @@ class ModelWorker:
                 greedy_only=not self._sampling_backend.captured,
                 limits=self._sampling_backend.limits,
             )
-            if info.world_size == 1
+            if info.world_size == 1 and chooses
             else None,
+            states=_states_of(model) if keeps_states else None,
             collect_garbage=graphs.collect_garbage,
             profile=graphs.profile,
         )
@@ -708,6 +743,13 @@ def rank_info(plan: Plan, rank: int) -> RankInfo:
         head_by_group=parallel.head_by_group,
         whole_dense=parallel.whole_dense,
     )
+
+
+def _states_of(model: Decoder) -> Callable[[Tensor], Tensor]:
+    """Return a function that returns the states of the last forward pass for a draft head, or a head's own states."""
+    if isinstance(model, DraftHead):
+        return lambda hidden: model.states
+    return lambda hidden: states_for_draft_head(hidden, model.tapped, len(hidden))
 
 
 def _relaxed(plan: Plan) -> RelaxedAcceptance | None:

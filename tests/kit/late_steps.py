@@ -32,12 +32,15 @@ from runtime.errors import OutOfMemory
 from runtime.kv_cache.pools import KVPool
 from runtime.loading.facts import read_facts
 from runtime.loading.loader import load_model
-from runtime.modeling.decoder import Decoder, collect_specs
+from runtime.layers.batch_reads import batch_reads
+from runtime.modeling.decoder import Decoder, collect_specs, states_for_draft_head
+from runtime.modeling.draft_head import DraftHead
 from runtime.sequence import Sequence
 from runtime.worker.cuda_graph import NOTHING_MORE, Choice, CudaGraphRunner
 from runtime.worker.device import CpuDevice, Device, Read
-from runtime.worker.model_runner import StepExecutor
 from runtime.worker.prompt_graphs import PromptGraphs
+from runtime.worker.device_drafter import DeviceDrafter
+from runtime.worker.model_runner import StepExecutor, _capture_next
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward
 from scripted_drafts import script_drafts
@@ -47,20 +50,28 @@ VOCAB_SIZE = 61
 CONTEXT = 64
 
 
-def _attend_single_tokens(
+def _attend_tokens(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionMetadata, options: AttentionOptions
 ) -> Tensor:
-    pages = inputs.page_table.long()  # [B, W]
-    # [B, K, W * page, D]
+    rows = [row for row, count in enumerate(inputs.counts_host) for _ in range(count)]
+    offsets = [offset for count in inputs.counts_host for offset in range(count)]
+    pages, starts = inputs.page_table[rows].long(), inputs.starts[rows] + torch.tensor(offsets)  # [T, W], [T]
+    # [T, K, W * page, D]
     keys, values = (pool[pages].transpose(1, 2).flatten(2, 3).to(q.dtype) for pool in (k_pool, v_pool))
-    queries = q.unflatten(1, (keys.shape[1], -1))  # [B, K, G, D]
+    queries = q.unflatten(1, (keys.shape[1], -1))  # [T, K, G, D]
     scores = queries @ keys.transpose(2, 3) * options.scale
-    unseen = torch.arange(keys.shape[2]) > inputs.starts[:, None, None, None]
+    unseen = torch.arange(keys.shape[2]) > starts[:, None, None, None]
     return (scores.masked_fill(unseen, -torch.inf).softmax(-1) @ values).flatten(1, 2)
 
 
-# Does not read single-token rows on the host, as graphs require.
-attend = hybrid(_attend_single_tokens, native.attend)
+def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionMetadata, options: AttentionOptions) -> Tensor:
+    """Attend without reading the starts of rows on the host, as graphs and unknown starts require."""
+    if inputs.mutual_spans or options.window is not None or options.sinks is not None:
+        return _hybrid(q, k_pool, v_pool, inputs, options)
+    return _attend_tokens(q, k_pool, v_pool, inputs, options)
+
+
+_hybrid = hybrid(_attend_tokens, native.attend)
 
 
 def choose(
@@ -131,6 +142,15 @@ def _model(family: str) -> Decoder:
     return load_model(facts(family), model_plan(family), kernels())
 
 
+@cache
+def other_model() -> Decoder:
+    """Return a model that mostly disagrees with `model()`."""
+    path = tiny_checkpoints.cached(
+        "qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, num_hidden_layers=1, seed=9
+    )
+    return load_model(read_facts(path, {}), paged_forward.plan_for(path, context_length=CONTEXT), kernels())
+
+
 def choice(family: str = "qwen3") -> Choice:
     """The sampling step for graphs that also choose tokens."""
     return Choice(model(family).logits, choose, greedy_only=False, limits=frozenset(NO_LIMIT))
@@ -162,6 +182,7 @@ class Steps:
         self.forward: Forward = model(family)
         self.vocab_size = VOCAB_SIZE
         self._num_sequences = num_sequences
+        self.drafter: DeviceDrafter | None = None
         self._batches: deque[Batch] = deque()
         self._reads: deque[Read[StepOutput] | OutOfMemory] = deque()
         self.executor = self._make_executor()
@@ -175,9 +196,31 @@ class Steps:
             reads = options.get("reads", NOTHING_MORE)
             options["prompts"] = PromptGraphs(self.forward, self.pool, self.device, Buckets(prompt_sizes), reads=reads)
         options = {"max_pages": CONTEXT // PAGE_SIZE, "choice": choice(self.family)} | options
+        if self.drafter is not None and self.drafter.reads_states:
+            target = model(self.family)
+            options["states"] = lambda hidden: states_for_draft_head(hidden, target.tapped, len(hidden))
         graphs = CudaGraphRunner(self.forward, self.pool, self.device, buckets, **options)
         self.use_forward(graphs)
         return graphs
+
+    def use_draft_model(self, draft: Decoder, sizes: tuple[int, ...] = ()) -> None:
+        """Let this model propose tokens on the device, with graphs of these sizes. Call it before `use_graphs`."""
+        pool = KVPool(collect_specs(draft), self.pool.num_pages, PAGE_SIZE, torch.float32, "cpu")
+        forward: Forward = draft
+        is_head = isinstance(draft, DraftHead)
+        if sizes:
+            forward = CudaGraphRunner(
+                draft,
+                pool,
+                self.device,
+                Buckets(sizes),
+                max_pages=CONTEXT // PAGE_SIZE,
+                reads=batch_reads(draft),
+                states=(lambda hidden: draft.states) if is_head else None,
+            )
+        sampler = Sampler(VOCAB_SIZE, self._num_sequences, self.device, choose=choose)
+        self.drafter = DeviceDrafter(draft, pool, self.device, sampler, self._num_sequences, MAX_DRAFTS, forward)
+        self.executor = self._make_executor()
 
     def use_forward(self, forward: Forward) -> None:
         """Use this forward from now on. Call it before the first step."""
@@ -223,6 +266,7 @@ class Steps:
             device=self.device,
             sampler=Sampler(VOCAB_SIZE, self._num_sequences, self.device, choose=choose),
             cuda_graphs=self.forward if isinstance(self.forward, CudaGraphRunner) else None,
+            device_drafter=self.drafter,
         )
 
 
@@ -250,6 +294,7 @@ def outputs(
     change: Callable[[Steps], None] | None = None,
     ways: tuple[dict[str, Any], ...] = WAYS,
     family: str = "qwen3",
+    draft_model: Decoder | None = None,
 ) -> list[list[int]]:
     """Return the tokens for each (prompt, number of new tokens), with all `ways` of sampling, four at a time in a
     small pool.
@@ -258,15 +303,22 @@ def outputs(
     with prompts too. `change` modifies the steps before the
     first one. With `swap` the scheduler uses host pages for retracted sequences and admits as many sequences as
     possible. With `drafts`, which are the outputs without drafts, rows propose correct and wrong ids in turn. If a step
-    lacks memory, its newest sequence is retracted and keeps its tokens.
+    lacks memory, its newest sequence is retracted and keeps its tokens. With `draft_model`, this model proposes tokens
+    on the device.
     """
     steps = Steps(num_pages, 4, device, num_host_pages=num_host_pages, family=family)
+    if draft_model is not None:
+        steps.use_draft_model(draft_model, sizes)
     graphs = steps.use_graphs(Buckets(sizes), prompt_sizes) if sizes else None
     if change is not None:
         change(steps)
     ratios = {"new_token_ratio": 0.0, "min_new_token_ratio": 0.0} if swap else {}
     plan = fake_runner.make_plan(
-        max_running=4, max_drafts=0 if drafts is None else MAX_DRAFTS, overlap_drafts=True, **ratios
+        max_running=4,
+        max_drafts=0 if drafts is None and draft_model is None else MAX_DRAFTS,
+        draft_methods="lookup" if draft_model is None else "model",
+        overlap_drafts=True,
+        **ratios,
     )
     drive = fake_runner.Drive(
         plan,
@@ -295,7 +347,7 @@ def outputs(
         if batch is None and idle:
             return [drive.output(sequence) for sequence in sequences]
         if graphs is not None and number % capture_every == 0:
-            graphs.capture_next()
+            _capture_next(steps.executor.graph_runners)
     raise AssertionError
 
 

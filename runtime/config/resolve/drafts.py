@@ -84,13 +84,14 @@ def draft_decisions(
         "min_draft_gain": _min_gain(builder),
         "overlap_drafts": _overlap_drafts(builder, gpu, kernels, overlap=overlap),
         "overlap_draws": Decision(gpu is None, "positions are known" if gpu is None else "positions are unknown"),
+        "draft_constraints": Decision(gpu is None, "constraints need the ids of drafts on the host"),
         "draft_windows": _draft_windows(builder),
         "draft_breadths": _breadths(builder),
         "drafts_by_frequency": Decision(
             builder.args.speculative.speculative_ngram_match_type == "PROB", "by --speculative-ngram-match-type"
         ),
         "draft_capacity": builder.follow("speculative_ngram_capacity"),
-        **_tree(builder, facts),
+        **_tree(builder, gpu, facts),
     }
 
 
@@ -181,8 +182,8 @@ def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts,
     load_format = builder.args.model.load_format
     if model in HEADS and parallel.tp_size > 1 and load_format in ("sharded_state", "remote_instance"):
         return f"a draft head needs the whole embedding, but --load-format {load_format} has only a part for each rank"
-    if gpu is not None:
-        return "draft models run on CPUs only so far; use NGRAM"
+    if gpu is not None and facts.recurrent:
+        return "on a GPU, the states of recurrent layers cannot take back a draft model's tokens; use NGRAM"
     if model in HEADS and builder.args.graphs.enable_torch_compile:
         return "a compiled forward (--enable-torch-compile) does not return the hidden states that draft heads read"
     return None
@@ -221,14 +222,14 @@ def _model_drafts(builder: PlanBuilder, method: str, *, chained: bool, facts: Mo
     return Decision(MODEL_DRAFTS, f"the default for {method}")
 
 
-def _tree(builder: PlanBuilder, facts: ModelFacts) -> dict[str, Decision]:
+def _tree(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> dict[str, Decision]:
     """Decide the number of alternatives per draft token, and the maximum numbers of draft tokens with alternatives."""
     args = builder.args.speculative
     topk = args.speculative_eagle_topk
     if topk > 1 and model_method(builder) is not None:
-        _check_tree(builder, facts, "speculative_eagle_topk", topk)
+        _check_tree(builder, gpu, facts, "speculative_eagle_topk", topk)
     if args.speculative_ngram_max_bfs_breadth > 1 and "NGRAM" in methods(builder):
-        _check_tree(builder, facts, "speculative_ngram_max_bfs_breadth", args.speculative_ngram_max_bfs_breadth)
+        _check_tree(builder, gpu, facts, "speculative_ngram_max_bfs_breadth", args.speculative_ngram_max_bfs_breadth)
     steps = args.speculative_num_steps or MODEL_DRAFTS
     tokens = args.speculative_num_draft_tokens
     most = steps * topk if tokens is None or topk == 1 else tokens - 1
@@ -240,10 +241,12 @@ def _tree(builder: PlanBuilder, facts: ModelFacts) -> dict[str, Decision]:
     }
 
 
-def _check_tree(builder: PlanBuilder, facts: ModelFacts, option: str, value: int) -> None:
+def _check_tree(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts, option: str, value: int) -> None:
     why = None
     if builder.args.parallel.tp_size * builder.args.parallel.pp_size > 1:
         why = "several ranks (--tp-size, --pp-size) take one chain of drafts"
+    elif gpu is not None and model_method(builder) is not None:
+        why = "on a GPU, a draft model proposes one chain of drafts, whose ids only the GPU knows"
     elif facts.recurrent:
         why = "recurrent layers take one chain of drafts, because a state cannot follow two branches"
     if why is not None:

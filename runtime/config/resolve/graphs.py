@@ -78,7 +78,7 @@ def _sizes(
     )
     asked = args.cuda_graph_bs or args.cuda_graph_max_bs
     reason = "as asked" if asked else f"by the GPU's {gpu.memory_bytes >> 30} GiB of memory"
-    return Decision(captured.sizes, f"{reason}, and at most {max_running} rows run together")
+    return Decision(captured.sizes, f"{reason}, and at most {max_running} rows or draft tokens run together")
 
 
 def _prompt_sizes(
@@ -190,7 +190,7 @@ def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, foreign: 
 
 
 def within(plan: GraphPlan, max_running: int) -> Buckets:
-    """Return the planned sizes, limited to `max_running`, the number of sequences that fit into the KV pool."""
+    """Return the planned sizes, limited to `max_running`: the sequences that fit into the KV pool, and their drafts."""
     sizes = {min(size, max_running) for size in plan.sizes}
     return Buckets(tuple(sorted(sizes)), plan.padding)
 

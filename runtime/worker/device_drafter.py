@@ -1,0 +1,322 @@
+"""Proposes draft tokens on a GPU, without waiting for their ids on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from runtime.batch import Batch, Ints
+from runtime.kv_cache.pools import KVPool
+from runtime.modeling.decoder import Decoder
+from runtime.modeling.draft_head import DraftHead
+from runtime.worker.cuda_graph import CudaGraphRunner
+from runtime.worker.device import Device
+from runtime.worker.draft_model import NO_BATCH, draft_sampling, drafted_by_model, one_token_each
+from runtime.worker.drafts import with_device_ids
+from runtime.worker.sampler import Sampler
+from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
+
+MISSING = 62  # maximum number of tokens of a sequence that the drafter computes later
+
+Longs = NDArray[np.int64]
+
+
+class _Rows(NamedTuple):
+    """Rows of a step of the drafter: entries begins .. ends - 1 of the target's rows `rows`."""
+
+    rows: Longs  # [R], rows of the target's batch
+    begins: Longs  # [R]
+    ends: Longs  # [R]
+    from_batch: NDArray[np.bool_]  # [R], whether the tokens are read from the target's step, not from the stored ones
+
+
+class DeviceDrafter:
+    """A draft model or draft head on a GPU. Its KV cache has the same pages as the target's.
+
+    *Entry* q of the cache is computed from the token at position q. For a draft head, it is computed from the target's
+    state at q and the token at q + 1 (`shift` = 1). The last tokens and states of each sequence are stored on the
+    device, because only the device knows which draft tokens were accepted. The host knows lower bounds on the numbers
+    of computed entries, so a step may compute some entries again.
+
+    A step does the following:
+
+        propose   computes the missing entries of rows with draft tokens, of prompts (draft model), and one entry for
+                  each further draft token
+        observe   stores the target's states of the step, and computes the entries of prompts (draft head)
+
+    All steps of the drafter go through `forward`, which replays CUDA graphs. The ids go into the target's step without
+    a copy to the host.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        pool: KVPool,
+        device: Device,
+        sampler: Sampler,
+        num_sequences: int,
+        max_drafts: int,
+        forward: Forward,
+    ) -> None:
+        self._model, self._pool, self._sampler, self._forward = model, pool, sampler, forward
+        self._head = model if isinstance(model, DraftHead) else None
+        self._shift = int(self._head is not None)
+        self._kept = kept = MISSING + max_drafts + 2  # position p is stored at index p % `kept`
+        self._stagings = [Staging(device) for _ in range(max_drafts + 1)]
+        where = device.torch_device
+        with torch.inference_mode(), device.forward():
+            self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64, device=where)  # never read
+            self._ids = torch.zeros(num_sequences, kept, dtype=torch.int64, device=where)
+            size = model.hidden_size if self._head is not None else 0
+            self._states = torch.zeros(num_sequences, kept, size, dtype=model.dtype, device=where)
+        # By sequence index, lower bounds if draft tokens are in flight: number of computed entries.
+        self._computed = np.zeros(num_sequences, np.int64)
+        self._starts = np.zeros(num_sequences, np.int64)  # first position of the newest row
+        self._ends = np.zeros(num_sequences, np.int64)  # position after the newest row, at most
+
+    @property
+    def pool(self) -> KVPool:
+        """The KV pool. It has the same pages as the target's pool."""
+        return self._pool
+
+    @property
+    def graphs(self) -> CudaGraphRunner | None:
+        """The drafter's CUDA graphs, or None if there are none."""
+        return self._forward if isinstance(self._forward, CudaGraphRunner) else None
+
+    @property
+    def reads_states(self) -> bool:
+        """Whether it is a draft head, which reads the target's states."""
+        return self._head is not None
+
+    def propose(self, batch: Batch, inputs: StepInputs, lengths: Tensor) -> StepInputs:
+        """Return the inputs of the target's step with proposed ids in place of `DRAFT`.
+
+        `lengths`, int32 by sequence index, has the exact starts of rows with unknown starts.
+        """
+        token_ids = inputs.forward.token_ids
+        self._store(batch, inputs, self._ids, token_ids)
+        rows, counts = drafted_by_model(batch)
+        todo = self._missing(batch, rows)
+        if len(todo.rows) and (self._head is None or not todo.from_batch.all()):
+            token_ids = self._propose(batch, inputs, token_ids, todo, rows, counts, lengths)
+        if not len(rows):
+            return inputs
+        self._store(batch, inputs, self._ids, token_ids)
+        return with_token_ids(inputs, token_ids)
+
+    def observe(self, batch: Batch, inputs: StepInputs, states: Tensor) -> None:
+        """Take the target's states of a step's tokens, [T, 3E] or [T, E]. Only for draft heads."""
+        if self._head is None:
+            return
+        # A copy, because graphs of this step's drafter may overwrite the results of the target's graph.
+        states = self._head.project(states.clone())
+        is_prompt = _is_prompt(batch)
+        [prompts] = np.nonzero(is_prompt)
+        if len(prompts):
+            indices = batch.sequence_indices[prompts]
+            starts = batch.starts[prompts].astype(np.int64)
+            begins = np.maximum(self._computed[indices], starts - 1).clip(0)
+            ends = starts + batch.counts[prompts] - 1
+            some = ends > begins
+            self._computed[indices] = ends
+            todo = _Rows(prompts[some], begins[some], ends[some], np.ones(int(some.sum()), np.bool_))
+            if some.any():
+                step, places = self._step(batch, todo)
+                self._compute(step, places, inputs.forward.token_ids, states, self._last_tokens, 0)
+        self._store(batch, inputs, self._states, states)
+
+    def _missing(self, batch: Batch, drafted: Ints) -> _Rows:
+        """Return the entries that this step must compute before it proposes, and note them as computed."""
+        indices, starts = batch.sequence_indices, batch.starts.astype(np.int64)
+        unknown = np.zeros(len(starts), np.bool_) if batch.unknown_starts is None else batch.unknown_starts
+        is_prompt, shift = _is_prompt(batch), self._shift
+        # A row that does not continue the newest row of its index belongs to a new sequence or follows cached pages.
+        continues = (self._starts[indices] <= starts) & (starts <= self._ends[indices])
+        continues &= ~is_prompt | (starts != self._starts[indices])
+        fresh = ~unknown & ~continues
+        self._computed[indices[fresh]] = starts[fresh]
+        self._starts[indices[~unknown]] = starts[~unknown]
+        self._ends[indices] = starts + batch.counts
+        computed = self._computed[indices]
+        wanted = ~is_prompt & (starts - computed > MISSING)
+        wanted[drafted] = True
+        lasts = starts + 1 - shift  # entries up to here are needed to propose
+        begins = np.minimum(np.maximum(computed, lasts - MISSING - 1), np.where(unknown, computed, lasts - 1)).clip(0)
+        self._computed[indices[wanted]] = np.where(unknown, computed + 1, lasts)[wanted]
+        if self._head is None:
+            begins = np.where(is_prompt, starts, begins)
+            lasts = np.where(is_prompt, starts + batch.counts, lasts)
+            self._computed[indices[is_prompt]] = lasts[is_prompt]
+            wanted |= is_prompt
+        [rows] = np.nonzero(wanted)
+        return _Rows(rows, begins[rows], lasts[rows], is_prompt[rows])
+
+    def _propose(
+        self,
+        batch: Batch,
+        inputs: StepInputs,
+        token_ids: Tensor,
+        todo: _Rows,
+        rows: Ints,
+        counts: Ints,
+        lengths: Tensor,
+    ) -> Tensor:
+        """Compute the entries of `todo`, then the draft tokens. Return the target's token ids with them, int64 [T]."""
+        step, places = self._step(batch, todo)
+        firsts = batch.counts.cumsum() - batch.counts
+        if len(rows):
+            own = np.searchsorted(todo.rows, rows).astype(np.int32)
+            begins = step.counts.cumsum(dtype=np.int64)[own] - step.counts[own]
+            base = begins - self._shift - todo.begins[own]  # plus the row's start: the entry that proposes
+            starts = batch.starts[rows].astype(np.int64)
+            step = replace(step, sampling=draft_sampling(batch, rows, 1, own, (base + starts).astype(np.int32)))
+            places |= {"base": base, "starts": starts, "sequences": batch.sequence_indices[rows].astype(np.int64)}
+            if batch.unknown_starts is not None:
+                places["unknown"] = batch.unknown_starts[rows]
+            places["targets"] = (firsts[rows] + 1).astype(np.int64)
+        found = self._compute(step, places, token_ids, None, lengths, 0)
+        for number in range(1, int(counts.max(initial=0)) + 1):
+            if found is None:
+                break
+            ids, states, targets = found
+            token_ids = token_ids.index_copy(0, targets, ids)
+            more = counts > number
+            if not more.any():
+                break
+            kept = np.flatnonzero(more[counts >= number])
+            step = one_token_each(batch, rows[more], number)
+            unknown = None if batch.unknown_starts is None else batch.unknown_starts[rows[more]]
+            step = replace(step, starts=step.starts - np.int32(self._shift), unknown_starts=unknown)
+            places = {"kept": kept, "targets": (firsts[rows[more]] + number + 1).astype(np.int64)}
+            found = self._compute(step, places, ids, states, lengths + (number - self._shift), number)
+        return token_ids
+
+    def _step(self, batch: Batch, todo: _Rows) -> tuple[Batch, dict[str, np.ndarray]]:
+        """Return the drafter's step that computes these entries, and the arrays that say where its inputs are."""
+        rows, begins, ends, from_batch = todo
+        counts = ends - begins
+        owners = np.repeat(np.arange(len(rows)), counts)
+        entries = np.arange(len(owners)) + np.repeat(begins - counts.cumsum() + counts, counts)
+        firsts = (batch.counts.cumsum() - batch.counts)[rows]
+        flat = (firsts - batch.starts[rows])[owners] + entries  # index into [T] of the token at the entry's position
+        own = from_batch[owners]
+        step = replace(
+            batch,
+            **NO_BATCH,
+            starts=begins.astype(np.int32),
+            counts=counts.astype(np.int32),
+            sequence_indices=batch.sequence_indices[rows],
+            token_ids=np.zeros(len(owners), np.int32),
+            page_table=batch.page_table[rows],
+            sampling=None,
+            unknown_starts=None,
+        )
+        places: dict[str, np.ndarray] = {
+            "owners": batch.sequence_indices[rows][owners].astype(np.int64),
+            "rows": owners,
+            "entries": entries,
+            "ids": np.where(own, flat + self._shift, -1).astype(np.int64),
+            "states": np.where(own & (entries >= batch.starts[rows][owners]), flat, -1).astype(np.int64),
+        }
+        return step, places
+
+    def _compute(
+        self,
+        step: Batch,
+        places: Mapping[str, np.ndarray],
+        ids: Tensor,
+        states: Tensor | None,
+        lengths: Tensor,
+        number: int,
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Compute a step of the drafter. Return the ids at the sampled positions, its states there, and "targets".
+
+        With "kept", each row computes one of the proposed `ids` with the drafter's own `states`. Otherwise `ids` and
+        `states` are those of the target's step.
+        """
+        more = {**self._sampler.arrays(step), **{f"drafter.{name}": array for name, array in places.items()}}
+        inputs = prepare(step, self._pool, self._stagings[number], self._last_tokens, more, lengths=lengths)
+        on_device = {name.removeprefix("drafter."): array for name, array in inputs.samples.more.on_device.items()}
+        if "kept" in on_device:
+            tokens = ids[on_device["kept"]]
+            read = None if self._head is None or states is None else states[on_device["kept"]]
+        else:
+            tokens = self._read(self._ids, on_device, ids, "ids", self._shift)
+            read = None if self._head is None else self._read(self._states, on_device, states, "states", 0)
+        hidden = self._forward(
+            replace(
+                inputs.forward,
+                token_ids=tokens,
+                states=None if read is None else read.contiguous(),
+                token_rows=on_device.get("rows"),
+            )
+        )
+        if step.sampling is None:
+            return None
+        index = inputs.samples.index
+        if "base" in on_device:
+            starts = on_device["starts"]
+            if "unknown" in on_device:
+                starts = torch.where(on_device["unknown"], lengths[on_device["sequences"]].long(), starts)
+            index = on_device["base"] + starts
+        own = hidden[index] if self._head is None else self._own_states(hidden)[index]
+        return self._choose(hidden[index], step, inputs), own, on_device["targets"]
+
+    def _read(
+        self, stored: Tensor, places: Mapping[str, Tensor], of_step: Tensor | None, name: str, shift: int
+    ) -> Tensor:
+        """Return the tokens or states that the entries of a step read."""
+        kept = stored[places["owners"], (places["entries"] + shift) % self._kept]
+        if of_step is None:
+            return kept
+        own = places[name]
+        is_own = (own >= 0).reshape(-1, *[1] * (kept.ndim - 1))
+        return torch.where(is_own, of_step[own.clamp(0, len(of_step) - 1)], kept)
+
+    def _own_states(self, hidden: Tensor) -> Tensor:
+        if isinstance(self._forward, CudaGraphRunner):
+            return hidden if self._forward.states is None else self._forward.states
+        return hidden if self._head is None else self._head.states
+
+    def _choose(self, hidden: Tensor, step: Batch, inputs: StepInputs) -> Tensor:
+        """Choose a token for each of the hidden states [N, E], in the same way as the target. Return int64 [N]."""
+        logits = self._model.logits(hidden)
+        token_map = None if self._head is None else self._head.token_ids
+        if self._head is not None and token_map is not None:
+            whole = logits.new_full((len(logits), self._head.vocab_size), -torch.inf)
+            logits = whole.index_copy_(1, token_map, logits)
+        return self._sampler.sample(logits, step, inputs.samples.more).ids
+
+    def _store(self, batch: Batch, inputs: StepInputs, stored: Tensor, values: Tensor) -> None:
+        """Store the values [T, ...] of the step's last tokens of each row."""
+        ends, kept = batch.counts.cumsum(), self._kept
+        parts = [slice(0, int(ends[-1]))]
+        if int(batch.counts.max()) > kept:
+            firsts = np.maximum(ends - batch.counts, ends - kept).tolist()
+            parts = [slice(first, end) for first, end in zip(firsts, ends.tolist(), strict=True)]
+        for part in parts:
+            stored[inputs.sequences[part], inputs.forward.positions[part] % kept] = values[part].to(stored.dtype)
+
+
+def with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:
+    """Return a step's inputs with these token ids, int64 [T], also in the arrays that contain draft tokens."""
+    samples, more = inputs.samples, inputs.samples.more
+    if samples.drafts is not None:
+        samples = samples._replace(drafts=with_device_ids(samples.drafts, token_ids))
+    samples = samples._replace(more=more._replace(on_device=with_device_ids(more.on_device, token_ids)))
+    return inputs._replace(forward=replace(inputs.forward, token_ids=token_ids), samples=samples)
+
+
+def _is_prompt(batch: Batch) -> NDArray[np.bool_]:
+    """Return a mask of the rows of several tokens without draft tokens, bool [B]."""
+    found = batch.counts > 1
+    if batch.drafts is not None:
+        found[batch.drafts.rows] = False
+    return found
