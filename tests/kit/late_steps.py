@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
+import tempfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,9 +33,9 @@ from runtime.config.plan import ModelPlan
 from runtime.config.resolve.graph_sizes import Buckets
 from runtime.errors import OutOfMemory
 from runtime.kv_cache.pools import KVPool
+from runtime.layers.batch_reads import batch_reads
 from runtime.loading.facts import read_facts
 from runtime.loading.loader import load_model
-from runtime.layers.batch_reads import batch_reads
 from runtime.modeling.decoder import Decoder, collect_specs, states_for_draft_head
 from runtime.modeling.draft_head import DraftHead
 from runtime.sequence import Sequence
@@ -66,7 +69,8 @@ def _attend_tokens(
 
 def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor, inputs: AttentionMetadata, options: AttentionOptions) -> Tensor:
     """Attend without reading the starts of rows on the host, as graphs and unknown starts require."""
-    if inputs.mutual_spans or options.window is not None or options.sinks is not None:
+    others = (options.window, options.soft_cap, options.sinks, options.slopes)
+    if inputs.mutual_spans or any(other is not None for other in others):
         return _hybrid(q, k_pool, v_pool, inputs, options)
     return _attend_tokens(q, k_pool, v_pool, inputs, options)
 
@@ -149,6 +153,27 @@ def other_model() -> Decoder:
         "qwen3", vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, num_hidden_layers=1, seed=9
     )
     return load_model(read_facts(path, {}), paged_forward.plan_for(path, context_length=CONTEXT), kernels())
+
+
+@cache
+def head() -> DraftHead:
+    """Return a random EAGLE head for `model()`."""
+    target = facts()
+    config = json.loads(Path(target.path, "config.json").read_text())
+    folder = Path(tempfile.mkdtemp())
+    own = {
+        "architectures": ["LlamaForCausalLMEagle"],
+        "num_hidden_layers": 1,
+        "layer_types": None,
+        "model_type": "llama",
+    }
+    (folder / "config.json").write_text(json.dumps(config | own))
+    overrides = {"target_num_layers": 2, "shares_lm_head": True}
+    plan = replace(paged_forward.plan_for(str(folder), context_length=CONTEXT), load_format="dummy")
+    found = load_model(read_facts(str(folder), overrides, model_impl="native"), plan, kernels())
+    assert isinstance(found, DraftHead)
+    found.share(model())
+    return found
 
 
 def choice(family: str = "qwen3") -> Choice:
