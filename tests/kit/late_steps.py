@@ -36,7 +36,7 @@ from runtime.kv_cache.pools import KVPool
 from runtime.layers.batch_reads import batch_reads
 from runtime.loading.facts import read_facts
 from runtime.loading.loader import load_model
-from runtime.modeling.decoder import Decoder, collect_specs, states_for_draft_head
+from runtime.modeling.decoder import Decoder, collect_specs
 from runtime.modeling.draft_head import DraftHead
 from runtime.sequence import Sequence
 from runtime.worker.cuda_graph import NOTHING_MORE, Choice, CudaGraphRunner
@@ -46,6 +46,7 @@ from runtime.worker.device_drafter import DeviceDrafter
 from runtime.worker.model_runner import StepExecutor, _capture_next
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward
+from runtime.worker.worker import _states_of
 from scripted_drafts import script_drafts
 
 PAGE_SIZE = 4
@@ -222,8 +223,7 @@ class Steps:
             options["prompts"] = PromptGraphs(self.forward, self.pool, self.device, Buckets(prompt_sizes), reads=reads)
         options = {"max_pages": CONTEXT // PAGE_SIZE, "choice": choice(self.family)} | options
         if self.drafter is not None and self.drafter.reads_states:
-            target = model(self.family)
-            options["states"] = lambda hidden: states_for_draft_head(hidden, target.tapped, len(hidden))
+            options["states"] = _states_of(model(self.family))
         graphs = CudaGraphRunner(self.forward, self.pool, self.device, buckets, **options)
         self.use_forward(graphs)
         return graphs
@@ -232,7 +232,6 @@ class Steps:
         """Let this model propose tokens on the device, with graphs of these sizes. Call it before `use_graphs`."""
         pool = KVPool(collect_specs(draft), self.pool.num_pages, PAGE_SIZE, torch.float32, "cpu")
         forward: Forward = draft
-        is_head = isinstance(draft, DraftHead)
         if sizes:
             forward = CudaGraphRunner(
                 draft,
@@ -241,7 +240,7 @@ class Steps:
                 Buckets(sizes),
                 max_pages=CONTEXT // PAGE_SIZE,
                 reads=batch_reads(draft),
-                states=(lambda hidden: draft.states) if is_head else None,
+                states=_states_of(draft) if isinstance(draft, DraftHead) else None,
             )
         sampler = Sampler(VOCAB_SIZE, self._num_sequences, self.device, choose=choose)
         self.drafter = DeviceDrafter(draft, pool, self.device, sampler, self._num_sequences, MAX_DRAFTS, forward)
