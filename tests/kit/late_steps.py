@@ -59,7 +59,9 @@ def _attend_tokens(
 ) -> Tensor:
     rows = [row for row, count in enumerate(inputs.counts_host) for _ in range(count)]
     offsets = [offset for count in inputs.counts_host for offset in range(count)]
-    pages, starts = inputs.page_table[rows].long(), inputs.starts[rows] + torch.tensor(offsets)  # [T, W], [T]
+    pages, starts = inputs.page_table.long(), inputs.starts  # [T, W], [T]
+    if any(offsets):
+        pages, starts = pages[rows], starts[rows] + torch.tensor(offsets)
     # [T, K, W * page, D]
     keys, values = (pool[pages].transpose(1, 2).flatten(2, 3).to(q.dtype) for pool in (k_pool, v_pool))
     queries = q.unflatten(1, (keys.shape[1], -1))  # [T, K, G, D]
