@@ -41,9 +41,9 @@ from runtime.modeling.draft_head import DraftHead
 from runtime.sequence import Sequence
 from runtime.worker.cuda_graph import NOTHING_MORE, Choice, CudaGraphRunner
 from runtime.worker.device import CpuDevice, Device, Read
-from runtime.worker.prompt_graphs import PromptGraphs
 from runtime.worker.device_drafter import DeviceDrafter
 from runtime.worker.model_runner import StepExecutor, _capture_next
+from runtime.worker.prompt_graphs import PromptGraphs
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward
 from runtime.worker.worker import _states_of
