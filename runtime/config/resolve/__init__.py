@@ -88,14 +88,10 @@ def decide(
             machine,
             gpu,
             kernels.decode_attention_backend,
-<<<<<<< HEAD
-            schedule.max_running,
+            schedule.max_running + min(schedule.max_drafts * schedule.max_running, schedule.max_step_drafts),
             facts,
             step_tokens=(schedule.chunk_tokens or max(schedule.max_prefill_tokens, model.context_length))
             + schedule.max_running * schedule.mixed,
-=======
-            schedule.max_running + min(schedule.max_drafts * schedule.max_running, schedule.max_step_drafts),
->>>>>>> a71a6b14 (Speculation: draft on GPUs without copies to the host)
             is_embedding=model.is_embedding,
             by_transformers=model.by_transformers,
         ),
