@@ -26,7 +26,7 @@ def batch_reads(model: nn.Module) -> BatchReads:
     """Return the optional inputs that the model's modules read.
 
     Layers declare row values in `row_values`, replacement of token embeddings in `takes_media`, and the hidden states
-    that a draft head reads in `state_size`. A rotary embedding with sections reads positions on three axes.
+    that a draft head reads in `target_state_size`. A rotary embedding with sections reads positions on three axes.
     """
     if isinstance(reads := getattr(model, "reads", None), BatchReads):  # a model that is not built from these layers
         return reads
@@ -36,6 +36,9 @@ def batch_reads(model: nn.Module) -> BatchReads:
         tuple(sorted({name for module in modules for name in getattr(module, "row_values", ())})),
         any(isinstance(module, Rope) and module.axis_of_pair is not None for module in modules),
         max(sizes, default=0),
-        max((getattr(module, "state_size", 0) for module in modules), default=0),
-        next((module.dtype for module in modules if getattr(module, "state_size", 0)), torch.float32),
+        max((getattr(module, "target_state_size", 0) for module in modules), default=0),
+        next(
+            (getattr(each, "dtype", torch.float32) for each in modules if hasattr(each, "target_state_size")),
+            torch.float32,
+        ),
     )

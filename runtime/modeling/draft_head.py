@@ -60,7 +60,7 @@ class DraftHead(Decoder):
         self._tokens: Tensor | None = None
         self.projection = projection
         self.taps, self.normed_states = tuple(taps), normed_states
-        self.hidden_size = self.state_size = config.hidden_size
+        self.hidden_size = self.target_state_size = config.hidden_size
         self.vocab_size = config.vocab_size
         self.scorer = None
         self._taps, self.tapped = None, []

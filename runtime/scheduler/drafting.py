@@ -48,7 +48,7 @@ class Drafting:
         # A row after draft tokens in flight begins at an unknown position, but recurrent layers need exact positions.
         self._follows = plan.overlap_drafts and all(kind.steps_back is None for kind in cache.kinds)
         self._follows_draws = plan.overlap_draws
-        self._model_obeys = plan.draft_constraints
+        self._drafts_constraints = plan.draft_constraints
         self._may_stall = all(kind.steps_back is None for kind in cache.kinds)
         # None: draft tokens are proposed even if they do not make steps faster.
         self._gain = DraftGain(plan.min_draft_gain) if plan.min_draft_gain is not None else None
@@ -63,7 +63,7 @@ class Drafting:
             return
         asked = sequence.sampling.speculative
         lookup, model = (most if asked is None else min(asked, most) for most in (self._max_lookup, self._max_model))
-        if sequence.constraint is not None and not self._model_obeys:
+        if sequence.constraint is not None and not self._drafts_constraints:
             model = 0
         looking = NgramDrafter(lookup, self._settings) if lookup else None
         asking = ModelDrafter(model, self._topk, self._max_tree) if model else None

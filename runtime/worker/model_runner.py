@@ -36,7 +36,7 @@ from runtime.worker.branches import copy_taken, is_trunk, trunks, with_branch_id
 from runtime.worker.cpu_graph import CpuGraph
 from runtime.worker.cuda_graph import CudaGraphRunner
 from runtime.worker.device import Device, DeviceThread, Read, retrieve
-from runtime.worker.device_drafter import DeviceDrafter, with_token_ids
+from runtime.worker.device_drafter import DeviceDrafter
 from runtime.worker.draft_head import HeadDrafter
 from runtime.worker.draft_model import DraftModel
 from runtime.worker.drafts import accept_limits, last_choices, settle, with_exact_starts, with_proposals
@@ -565,12 +565,8 @@ class StepExecutor:
         return _Begun(batch, inputs.samples, None, inputs.requested, inputs=inputs)
 
     def _with_proposals(self, batch: Batch, inputs: StepInputs) -> StepInputs:
-        """Return the inputs with the ids that rank 0's drafter proposes on a GPU, on every rank that embeds tokens."""
-        if self._drafter is not None:
-            inputs = self._drafter.propose(batch, inputs, self.lengths)
-        if self.mesh is not None and not self.device.is_host and batch.drafts is not None and DRAFT in batch.token_ids:
-            inputs = with_token_ids(inputs, self.mesh.axis("tp").broadcast(inputs.forward.token_ids.clone()))
-        return inputs
+        """Return the inputs with the ids that the drafter proposes on a GPU."""
+        return inputs if self._drafter is None else self._drafter.propose(batch, inputs, self.lengths)
 
     def _begin_in_cpu_graph(self, graph: CpuGraph, batch: Batch) -> _Begun:
         """Compute a step by one call of the CPU graph, which also samples if all rows are greedy."""

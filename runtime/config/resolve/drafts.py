@@ -84,7 +84,9 @@ def draft_decisions(
         "min_draft_gain": _min_gain(builder),
         "overlap_drafts": _overlap_drafts(builder, gpu, kernels, overlap=overlap),
         "overlap_draws": Decision(gpu is None, "positions are known" if gpu is None else "positions are unknown"),
-        "draft_constraints": Decision(gpu is None, "constraints need the ids of drafts on the host"),
+        "draft_constraints": Decision(
+            gpu is None, "the host knows the drafts' ids" if gpu is None else "only the GPU knows the drafts' ids"
+        ),
         "draft_windows": _draft_windows(builder),
         "draft_breadths": _breadths(builder),
         "drafts_by_frequency": Decision(
@@ -182,8 +184,12 @@ def _no_drafts_because(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts,
     load_format = builder.args.model.load_format
     if model in HEADS and parallel.tp_size > 1 and load_format in ("sharded_state", "remote_instance"):
         return f"a draft head needs the whole embedding, but --load-format {load_format} has only a part for each rank"
+    if gpu is not None and parallel.tp_size * parallel.pp_size > 1:
+        return "on GPUs, draft models run with one rank only so far (no --tp-size, --pp-size); use NGRAM"
     if gpu is not None and facts.recurrent:
         return "on a GPU, the states of recurrent layers cannot take back a draft model's tokens; use NGRAM"
+    if gpu is not None and builder.args.graphs.enable_torch_compile:
+        return "on a GPU, draft models run without --enable-torch-compile only so far; use NGRAM"
     if gpu is not None and model in HEADS:
         return "draft heads run on CPUs only so far; use STANDALONE or NGRAM"
     if model in HEADS and builder.args.graphs.enable_torch_compile:

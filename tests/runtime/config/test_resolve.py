@@ -249,6 +249,26 @@ def test_draft_heads_beside_several_ranks() -> None:
     assert "needs the whole embedding" in refusals(**head, tp_size=2, load_format="sharded_state")
 
 
+def test_a_gpu_takes_chains_of_a_small_model_on_one_rank() -> None:
+    small: dict[str, Any] = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": "small"}
+    schedule = plan(H200, **small).scheduler
+    assert (schedule.max_model_drafts, schedule.draft_constraints) == (4, False)
+    assert plan(**small).scheduler.draft_constraints
+    assert "one chain of drafts, whose ids only the GPU knows" in refusals(H200, **small, speculative_eagle_topk=2)
+    assert "run without --enable-torch-compile" in refusals(H200, **small, enable_torch_compile=True)
+    assert "states of recurrent layers" in refusals(H200, replace(FACTS, recurrent=True), **small)
+    two = replace(H200, gpus=H200.gpus * 2)
+    assert "one rank only" in refusals(two, **small, tp_size=2)
+    assert "one rank only" in refusals(two, **small, pp_size=2)
+    for head in ("EAGLE", "EAGLE3", "NEXTN"):
+        assert "draft heads run on CPUs only" in refusals(H200, **{**small, "speculative_algorithm": head})
+
+
+def test_graphs_have_room_for_drafts() -> None:
+    assert max(plan(H200, max_running_requests=4).graphs.sizes) == 4
+    assert max(plan(H200, max_running_requests=4, speculative_algorithm="NGRAM").graphs.sizes) == 4 + 4 * 8
+
+
 def test_groups_of_experts_must_fit_the_machines() -> None:
     mixture = replace(FACTS, config={"num_experts": 8, "n_group": 4})
     options = {"tp_size": 8, "ep_size": 2, "nnodes": 4, "dist_init_addr": "first:5000", "enable_eplb": True}
