@@ -209,7 +209,7 @@ class Steps:
         )
         self.forward: Forward = model(family)
         self.vocab_size = VOCAB_SIZE
-        self._num_sequences = num_sequences
+        self._num_sequences, self._num_host_pages = num_sequences, num_host_pages
         self.drafter: DeviceDrafter | None = None
         self._batches: deque[Batch] = deque()
         self._reads: deque[Read[StepOutput] | OutOfMemory] = deque()
@@ -232,7 +232,14 @@ class Steps:
 
     def use_draft_model(self, draft: Decoder, sizes: tuple[int, ...] = ()) -> None:
         """Let this model propose tokens on the device, with graphs of these sizes. Call it before `use_graphs`."""
-        pool = KVPool(collect_specs(draft), self.pool.num_pages, PAGE_SIZE, torch.float32, "cpu")
+        pool = KVPool(
+            collect_specs(draft),
+            self.pool.num_pages,
+            PAGE_SIZE,
+            torch.float32,
+            "cpu",
+            num_host_pages=self._num_host_pages,
+        )
         forward: Forward = draft
         if sizes:
             forward = CudaGraphRunner(
@@ -321,6 +328,7 @@ def outputs(
     ways: tuple[dict[str, Any], ...] = WAYS,
     family: str = "qwen3",
     draft_model: Decoder | None = None,
+    draft_methods: str = "lookup",
 ) -> list[list[int]]:
     """Return the tokens for each (prompt, number of new tokens), with all `ways` of sampling, four at a time in a
     small pool.
@@ -330,7 +338,7 @@ def outputs(
     first one. With `swap` the scheduler uses host pages for retracted sequences and admits as many sequences as
     possible. With `drafts`, which are the outputs without drafts, rows propose correct and wrong ids in turn. If a step
     lacks memory, its newest sequence is retracted and keeps its tokens. With `draft_model`, this model proposes tokens
-    on the device.
+    on the device if `draft_methods` is "model" or "both".
     """
     steps = Steps(num_pages, 4, device, num_host_pages=num_host_pages, family=family)
     if draft_model is not None:
@@ -342,7 +350,7 @@ def outputs(
     plan = fake_runner.make_plan(
         max_running=4,
         max_drafts=0 if drafts is None and draft_model is None else MAX_DRAFTS,
-        draft_methods="lookup" if draft_model is None else "model",
+        draft_methods=draft_methods,
         overlap_drafts=True,
         **ratios,
     )
