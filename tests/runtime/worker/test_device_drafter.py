@@ -27,7 +27,7 @@ PROMPTS = [([3 + i, 9, 4 + 3 * i, 7, 5 + i][: 1 + i % 5], 3 + 2 * i) for i in ra
 )
 def test_drafts_change_no_token(draft_model: Callable[[], Decoder], sizes: tuple[int, ...]) -> None:
     draft = draft_model()
-    for depth in (0, 1, 2):
+    for depth in (0, 2):
         expected = late_steps.outputs(PROMPTS, depth=depth)
         for seed in range(2):
             device, seen = LateDevice(Random(seed), haste=0.5 * seed), list[Batch]()
