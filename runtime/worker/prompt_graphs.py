@@ -24,6 +24,8 @@ from runtime.worker.step_inputs import Forward, kind_inputs
 
 logger = logging.getLogger("penstock.core")
 
+OUT = "out"  # name of the buffers of attention's results
+
 # Computes attention for the first tokens of its inputs, with the rows of a step.
 Attention = Callable[[Sequence[Tensor], ForwardBatch], Tensor]
 
@@ -85,7 +87,7 @@ class PromptGraphs:
         self._waiting: list[int] = []  # sizes that steps have needed; the last one is captured next
         self._num_missed = 0
         self._num_real = 0  # number of leading tokens in the buffers that may have values of an earlier step
-        self._between: dict[Hashable, Tensor] = {}  # buffers of inputs and results of attention
+        self._between: dict[tuple[Hashable, ...], Tensor] = {}  # buffers of inputs and results of attention
         # Layers of other kinds read the rows of a step on the host.
         pages_only = all([*KINDS[kind].scratch_arrays([], 0)] == ["page_table"] for kind in cache.kinds)
         self._largest = max(buckets.sizes, default=0) if pages_only else 0
@@ -104,8 +106,9 @@ class PromptGraphs:
         num_tokens = batch.num_tokens
         self._fill(batch)
         if num_tokens < size:
-            for out in {id(call.out): call.out for call in captured.calls}.values():
-                out[num_tokens:].zero_()
+            for (name, *_), buffer in self._between.items():
+                if name == OUT:
+                    buffer[num_tokens:size].zero_()
         for graph, call in zip(captured.graphs, captured.calls):
             graph.replay()
             call.out[:num_tokens].copy_(call.attend([each[:num_tokens] for each in call.inputs], batch))
@@ -181,7 +184,7 @@ class PromptGraphs:
             kept = [self._buffer(("input", place), each.shape, each.dtype) for place, each in enumerate(inputs)]
             for buffer, each in zip(kept, inputs, strict=True):
                 buffer.copy_(each)
-            out = self._buffer("out", out_shape, inputs[0].dtype)
+            out = self._buffer(OUT, out_shape, inputs[0].dtype)
             calls.append(_Call(kept, out, attend))
             divide()
             return out

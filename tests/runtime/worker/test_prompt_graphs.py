@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fake_device
 import late_steps
 from fake_device import LateDevice
 from late_steps import batch, replays
@@ -118,6 +119,28 @@ def test_a_capture_writes_to_no_page_but_the_scratch_page() -> None:
         pass
     made.device.settle()  # pyright: ignore[reportAttributeAccessIssue]
     assert all(torch.equal(layer.k[:-1], kept) for layer, kept in zip(made.pool.values(), before, strict=True))
+
+
+def test_a_padded_step_clears_the_buffer_that_all_layers_share_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = late_steps.Steps(12, 4, LateDevice(Random(0)))
+    graphs: Any = made.use_graphs(Buckets((1,)), (4,), choice=None)
+    run = replays(monkeypatch, made)
+    run(batch(1, count=3))
+    while graphs.capture_next():
+        pass
+    [out] = [buffer for (name, *_), buffer in graphs._prompts._between.items() if name == prompt_graphs.OUT]
+    cleared: list[int] = []
+    change = fake_device._Noting._note_change
+
+    def noted(self: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        if func is torch.ops.aten.zero_.default and args[0].data_ptr() - out.data_ptr() in range(out.nbytes):
+            cleared.append(len(args[0]))
+        return change(self, func, args, kwargs)
+
+    monkeypatch.setattr(fake_device._Noting, "_note_change", noted)
+    assert run(batch(1, count=3))
+    assert len(made.pool) > 1
+    assert cleared == [1]
 
 
 @pytest.mark.parametrize("lost", ["slots", "pad", "rows"])
