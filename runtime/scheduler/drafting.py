@@ -15,7 +15,7 @@ from runtime.sequence import Sequence
 from runtime.speculative.chain import ChainDrafter
 from runtime.speculative.gain import DraftGain
 from runtime.speculative.model_drafts import ModelDrafter
-from runtime.speculative.ngram import LookupSettings, NgramDrafter
+from runtime.speculative.ngram import STEP_TOKENS, CatchUp, LookupSettings, NgramDrafter
 
 
 class Drafting:
@@ -42,6 +42,7 @@ class Drafting:
             max_ids=plan.max_lookup_ids,
             capacity=plan.draft_capacity,
         )
+        self._catch_up = CatchUp()
         self._topk, self._max_tree = plan.draft_topk, plan.max_tree_drafts
         self._branches = self._topk > 1 or self._settings.max_breadth > 1
         self._max_step = plan.max_step_drafts
@@ -65,7 +66,7 @@ class Drafting:
         lookup, model = (most if asked is None else min(asked, most) for most in (self._max_lookup, self._max_model))
         if sequence.constraint is not None and not self._drafts_constraints:
             model = 0
-        looking = NgramDrafter(lookup, self._settings) if lookup else None
+        looking = NgramDrafter(lookup, self._settings, self._catch_up) if lookup else None
         asking = ModelDrafter(model, self._topk, self._max_tree) if model else None
         sequence.drafter = ChainDrafter(looking, asking) if looking and asking else looking or asking
 
@@ -77,6 +78,7 @@ class Drafting:
         proposed: dict[Sequence, list[int]] = {}
         if self._gain is not None and not self._gain.allows(len(self._running)):
             return proposed
+        self._catch_up.left = STEP_TOKENS
         left = self._max_step - num_drafted
         share = left // max(len(decodes), 1) if self.by_model else left  # an equal share for each sequence
         for sequence in decodes:

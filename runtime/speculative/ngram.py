@@ -12,6 +12,15 @@ from runtime.speculative.pace import Pace
 from runtime.speculative.suffix_automaton import ROOT, SuffixAutomaton
 
 CATCH_UP_TOKENS = 1024  # maximum number of tokens indexed in one call (about 1 ms)
+STEP_TOKENS = 2048  # maximum number of tokens of long texts that all drafters index in one step
+SHORT_TOKENS = 16  # fewer new tokens are always indexed
+
+
+@dataclass(slots=True)
+class CatchUp:
+    """The number of tokens of long texts that drafters may still index in this step."""
+
+    left: int = STEP_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +47,12 @@ class NgramDrafter:
     The drafter pauses after failures (see `Pace`).
     """
 
-    __slots__ = ("_first", "_index", "_length", "_pace", "_pending", "_settings", "_state")
+    __slots__ = ("_catch_up", "_first", "_index", "_length", "_pace", "_pending", "_settings", "_state")
 
-    def __init__(self, max_drafts: int, settings: LookupSettings) -> None:
+    def __init__(self, max_drafts: int, settings: LookupSettings, catch_up: CatchUp | None = None) -> None:
+        """`catch_up` is shared by all drafters of a scheduler. None: only `CATCH_UP_TOKENS` limits a call."""
         self._pace = Pace(max_drafts)
+        self._catch_up = catch_up
         self._settings = settings
         self._index = SuffixAutomaton(settings.max_window + 1)
         self._first = 0  # position of the index's first token in the sequence
@@ -83,7 +94,11 @@ class NgramDrafter:
     def _extend(self, ids: list[int]) -> bool:
         """Index the known tokens, or a part of a long prompt. Return whether all are indexed."""
         done = self._first + self._index.num_tokens
-        self._index.extend(ids[done : done + CATCH_UP_TOKENS])
+        count = min(len(ids) - done, CATCH_UP_TOKENS)
+        if count > SHORT_TOKENS and self._catch_up is not None:
+            count = min(count, self._catch_up.left)
+            self._catch_up.left -= count
+        self._index.extend(ids[done : done + count])
         if len(self._index.nexts) > self._settings.capacity:
             self._first += self._index.num_tokens - self._settings.capacity // 4
             self._index = SuffixAutomaton(self._settings.max_window + 1)

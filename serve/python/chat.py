@@ -54,7 +54,9 @@ async def chat(core: EngineCore, messages: Messages, options: Mapping[str, Any])
     _, model, prepared = await off_loop(partial(_read, core, messages, {**options, "stream": False}), small=True)
     [chunks] = await read_all(await core.submit_all([prepared.request]))
     header = AnswerHeader.of(core, prepared.request.label, model)
-    answer = _as_answer(chat_answer(header, core.tokenizer, prepared, chunks))
+    work = partial(chat_answer, header, core.tokenizer, prepared, chunks)
+    is_long = prepared.request.logprobs is not None or prepared.request.returns_parts or prepared.parses
+    answer = _as_answer(await off_loop(work, small=not is_long))
     response_format = options.get("response_format")
     if _is_model(response_format):
         for choice in answer["choices"]:

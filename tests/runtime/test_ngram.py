@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from runtime.speculative import ngram
-from runtime.speculative.ngram import LookupSettings, NgramDrafter
+from runtime.speculative.ngram import CatchUp, LookupSettings, NgramDrafter
 from runtime.speculative.suffix_automaton import SuffixAutomaton
 
 
@@ -163,3 +163,15 @@ def test_a_text_beyond_a_small_capacity_is_not_indexed_in_one_call(monkeypatch):
     for _ in range(20):
         found = small.propose(ids, 0, 4)
     assert found == [4992, 4993, 4994, 4995]
+
+
+def test_long_texts_share_what_is_indexed_in_a_step():
+    budget = CatchUp()
+    ids = [number % 5000 for number in range(10_000)]
+    drafters = [NgramDrafter(4, LookupSettings(), budget) for _ in range(4)]
+    for drafter in drafters:
+        assert drafter.propose(ids, 0, 4) == []
+    sizes = [drafter._index.num_tokens for drafter in drafters]
+    assert sizes == [ngram.CATCH_UP_TOKENS, ngram.STEP_TOKENS - ngram.CATCH_UP_TOKENS, 0, 0]
+    short = NgramDrafter(4, LookupSettings(), budget)
+    assert short.propose([1, 2, 3, 4, 1, 2], 0, 2) == [3, 4]  # short texts do not wait
