@@ -31,10 +31,12 @@ GENERATING = {
     "/v1/vector_stores": (("GET", "POST"), "Vector stores"),
     "/v1/uploads": (("POST",), "Uploads in parts; use /v1/files"),
     "/v1/fine_tuning/jobs": (("GET", "POST"), "Fine-tuning"),
+    "/v1/evals": (("GET", "POST"), "Evals"),
     # vLLM, llama.cpp
     "/pooling": (("POST",), "Pooling of all tokens; use /v1/embeddings"),
     "/completion": (("POST",), "llama.cpp's completion; use /v1/completions"),
     "/infill": (("POST",), "llama.cpp's infill; use /v1/completions with suffix"),
+    "/inference/v1/generate": (("POST",), "vLLM's generation from tokens; use /generate with input_ids"),
 }
 CONTROL = {
     "/set_internal_state": (("POST", "PUT"), "Changing settings while the server runs"),
@@ -52,4 +54,5 @@ MISSING = {path: what for table in (GENERATING, CONTROL, OLLAMA) for path, (_, w
 
 async def answer(http: HttpRequest, core: EngineCore) -> ASGIApp:
     """Raise `NotSupported`."""
-    raise NotSupported(f"{MISSING[http.url.path]}: this server does not support it yet.")
+    missing, semicolon, instead = MISSING[http.url.path].partition(";")
+    raise NotSupported(f"{missing}: this server does not support it yet{semicolon}{instead}.")
