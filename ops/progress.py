@@ -35,7 +35,7 @@ def progress_bar(
 def shown_bar(
     total: int, name: str, *, unit: str, scaled: bool = False, quiet_s: float = 0.0, leave: bool = True
 ) -> AbstractContextManager[Bar]:
-    """Return a progress bar that is shown in any case, also in a file. It starts no background thread.
+    """Return a progress bar that is always shown, even if stderr is a file. It starts no background thread.
 
     With `leave`, the finished bar stays visible. Raises `ModuleNotFoundError` without tqdm.
     """

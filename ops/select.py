@@ -184,7 +184,10 @@ def _launcher(
 
 
 def must_compile(compiler: str | None = None) -> bool:
-    """Return whether `select` would have to compile C++ kernels, which is slow. `compiler` is set as for `select`."""
+    """Return whether `select` would have to compile C++ kernels, which is slow.
+
+    `compiler` is the setting of this name that `select` gets for "with_cpp".
+    """
     from ops.cpp import prebuilt
     from ops.cpp.build import BuildError, is_whole, library_path
 

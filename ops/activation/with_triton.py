@@ -16,7 +16,7 @@ from ops.matmul.triton_float8 import round_rows, round_scale, to_float8
 __all__ = ["activate", "gate", "gate_round", "modulate"]  # torch computes `activate` and `modulate`
 
 BLOCK = 1024
-MAX_BLOCK = 32_768  # elements of a row whose largest magnitude one program computes
+MAX_BLOCK = 32_768  # maximum number of elements that one program rounds
 
 
 def gate(x: Tensor, activation: str) -> Tensor:

@@ -34,7 +34,10 @@ def multiplies_float8(device: torch.device) -> bool:
 
 
 def row_group(groups: int, in_size: int) -> int | None:
-    """Return the number of inputs per scale if kernels before a product can round its rows, else None."""
+    """Return the number of inputs per scale if the kernel before a product can round its rows, else None.
+
+    It can if there is one group, or if the group size is a power of two.
+    """
     group = in_size // groups
     return group if groups == 1 or group & (group - 1) == 0 else None
 
@@ -42,7 +45,8 @@ def row_group(groups: int, in_size: int) -> int | None:
 def round_rows(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Round x [T, I] to e4m3 with one scale per row and group of inputs: the group's largest magnitude / 448.
 
-    Return the numbers [T, I] and the scales, float32 [T, I / group]. `RoundedRows` may have them already.
+    Return the numbers [T, I] and the scales, float32 [T, I / group]. If x is `RoundedRows` with groups of this size,
+    return its own numbers and scales.
     """
     if isinstance(x, RoundedRows) and (known := x.rounding(group)) is not None:
         return known
@@ -179,7 +183,7 @@ def to_float8(x):
 
 @triton.jit
 def round_scale(largest):
-    """Return the scale of numbers that are rounded to e4m3, of which `largest` is the largest magnitude."""
+    """Return the scale with which a group of numbers is rounded to e4m3. `largest` is their largest magnitude."""
     return tl.maximum(largest / LARGEST, 1e-12)
 
 

@@ -1,8 +1,9 @@
-"""Sorts the pairs of a token and an expert by expert, in Triton.
+"""Sorts (token, expert) pairs by expert, in Triton.
 
-Few pairs are sorted by one launch, in which each program counts and lists the pairs of one expert. For more pairs this
-would read every pair twice for each expert. They are sorted by counting: parts of `PART` pairs are counted by expert,
-and then each part is sorted and written behind the pairs of the parts before it.
+Up to `PART` pairs are sorted by one launch, in which each program counts and lists the pairs of one expert. With more
+pairs, it would be slow that every program reads all of them. Two launches then sort by counting. The first launch
+counts the pairs of each expert in each part of `PART` pairs. The second launch sorts each part and writes each expert's
+pairs after those of the earlier parts.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -71,7 +72,7 @@ def _list_kernel(
     chosen = tl.load(experts + lanes, mask=inside, other=2**30)
     position = tl.sum((chosen < expert).to(tl.int32), axis=0)
     tl.store(starts + expert, position)
-    # The last program has no expert of its own, and lists the pairs of other ranks.
+    # The last program has no expert of its own. It lists the pairs with expert -1, which belong to other ranks.
     expert = tl.where(expert == tl.num_programs(0) - 1, -1, expert)
     position = tl.where(expert < 0, 0, position)
     is_expert = (chosen == expert).to(tl.int32)
@@ -87,7 +88,7 @@ def _count_kernel(
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count one part's pairs of each expert. Bin 0 has the expert -1."""
+    """Count one part's pairs of each expert. Bin 0 counts the pairs with expert -1."""
     part = tl.program_id(0)
     pairs = part * BLOCK + tl.arange(0, BLOCK)
     inside = pairs < num_pairs
@@ -107,7 +108,7 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     PARTS_BLOCK: tl.constexpr,
 ):
-    """Sort one part, and write its pairs behind those of the same expert in the parts before it."""
+    """Sort one part, and write its pairs after those of the same expert in earlier parts."""
     part, num_parts = tl.program_id(0), tl.num_programs(0)
     bins, lanes, some = tl.arange(0, BINS), tl.arange(0, BLOCK), tl.arange(0, PARTS_BLOCK)
     total, before = tl.zeros([BINS], tl.int32), tl.zeros([BINS], tl.int32)
@@ -120,11 +121,11 @@ def _place_kernel(
         before += tl.sum(tl.where((parts < part)[:, None], tile, 0), axis=0)
     firsts = tl.cumsum(total, axis=0) - total
     if part == 0:
-        # Bin e + 1 has expert e. The entry after the last expert is the number of pairs; it may have no bin.
+        # Bin e + 1 belongs to expert e. The last entry of `starts` is stored separately, because it may have no bin.
         tl.store(starts + bins - 1, firsts, mask=(bins >= 1) & (bins <= EXPERTS))
         tl.store(starts + EXPERTS, num_pairs)
     own = tl.load(counts + part * BINS + bins)
-    # Position of a pair = this + its position in the sorted part.
+    # A pair's position in `order` = its expert's shift + its position in the sorted part.
     shifts = firsts + before - (tl.cumsum(own, axis=0) - own)
 
     inside = part * BLOCK + lanes < num_pairs

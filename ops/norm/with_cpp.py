@@ -28,7 +28,7 @@ def make(launcher: KernelLauncher) -> Mapping[str, Callable[..., Any]]:
     """Return all operations of `ops.norm`."""
     operations = (rms_norm, add_rms_norm, layer_norm, add_layer_norm, add)
     callables = {operation.__name__: partial(operation, launcher) for operation in operations}
-    return {"add_rms_norm_round": add_rms_norm_round} | callables  # products in C++ do not read rows in float8
+    return {"add_rms_norm_round": add_rms_norm_round} | callables  # C++ products do not read float8 rows
 
 
 def rms_norm(launcher: KernelLauncher, x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:

@@ -1,9 +1,9 @@
 """Short causal convolutions in Triton.
 
-Steps of independent single tokens take one launch, which also writes the states. In other steps, a program computes a
-chunk of one span. It takes inputs from before the span from the batch's tokens if an earlier span of the step wrote
-them, and from the pool otherwise. States are collected in a buffer and stored by a second launch, because other
-programs may still read the old ones.
+Steps of independent single tokens take one launch, which also writes the states. In other steps, each program computes
+a chunk of one span. Inputs before the span are read from the batch if an earlier span of the step has them, otherwise
+from the pool. The new states are collected in a buffer. A second launch stores them in the pool, because programs of
+the first launch may still read the old states.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -19,7 +19,7 @@ from ops.recurrence import Segments
 from ops.recurrence.triton_spans import BEFORE, COLUMNS, LAST, links_of
 from ops.recurrence.triton_states import scratch_slot
 
-CHUNK = 64  # tokens per program; equal to the chunk of 16-bit states, so that both share the order of the spans
+CHUNK = 64  # tokens per program; equal to `triton_states.CHUNK`, so that these kernels can share `Links`
 CHANNELS_BLOCK = 64
 SINGLE_CHANNELS_BLOCK = 1024
 
@@ -110,7 +110,7 @@ def _with_rows(x: Tensor) -> Tensor:
 
 @triton.jit
 def _activated(total, after, place, mask):
-    """Return the gated convolution, or silu of it if there is no gate."""
+    """Return the convolution `total` times its gate; without a gate, silu(total)."""
     if after is None:
         result = total * tl.sigmoid(total)
     else:
@@ -128,7 +128,7 @@ def _single_kernel(
     pool,  # [N, KEPT, CHANNELS]
     out,  # [T, CHANNELS]
     spans,  # [S, 4]
-    scratch,  # slot that is not written
+    scratch,  # slot of padding rows, which is not written; -1: no padding rows
     span_stride,
     field_stride,
     x_stride,
@@ -154,7 +154,7 @@ def _single_kernel(
     for tap in tl.static_range(KEPT):
         past = tl.load(old + tap * CHANNELS, mask=inside, other=0.0).to(tl.float32)
         total += past * tl.load(weight + tap * CHANNELS + channels, mask=inside, other=0.0).to(tl.float32)
-        if tap > 0:  # ascending: the row is read before another row replaces it
+        if tap > 0:  # taps ascend, so each old row is read before it is overwritten (read may equal write)
             tl.store(new + (tap - 1) * CHANNELS, past.to(pool.dtype.element_ty), mask=kept)
     if KEPT > 0:
         tl.store(new + (KEPT - 1) * CHANNELS, value.to(pool.dtype.element_ty), mask=kept)
@@ -165,7 +165,7 @@ def _single_kernel(
 @triton.jit
 def _inputs(
     places,  # [R], positions in the span, which may be negative
-    rows,  # [R], whether the row is wanted
+    rows,  # [R], whether the position is needed
     channels,  # [BLOCK]
     span,
     x,
@@ -182,7 +182,7 @@ def _inputs(
 ):
     """Return the convolution's inputs [R, BLOCK] at positions of a span, relative to its first token."""
     source = tl.zeros_like(places) + span
-    for _ in tl.static_range(KEPT):  # each earlier span has at least one token
+    for _ in tl.static_range(KEPT):  # at most KEPT spans back, because each span has at least one token
         earlier = tl.load(links + source * COLUMNS + BEFORE, mask=places < 0, other=-1)
         found = earlier >= 0
         count = tl.load(spans + earlier * span_stride + 3 * field_stride, mask=found, other=0)
@@ -258,7 +258,7 @@ def _chunk_kernel(
                 places + tap - KEPT, rows, channels, span, x, before, pool, spans, links, span_stride, field_stride,
                 x_stride, before_stride, CHANNELS, KEPT,
             )  # fmt: skip
-        else:  # all inputs are in the span
+        else:  # all inputs are tokens of this span
             source = (start + places + tap - KEPT).to(tl.int64)[:, None]
             value = tl.load(x + source * x_stride + channels[None, :], mask=inside, other=0.0).to(tl.float32)
             if before is not None:

@@ -1,9 +1,10 @@
 """The gated delta rule in Triton.
 
-Short chains of spans (decoded tokens, drafts) are computed token by token: a program has some columns of one head's
-state in registers. Long chains are computed in chunks. A first kernel solves the triangular system of each chunk, in
-parallel (arXiv 2412.06464). A second one passes the state from chunk to chunk, with four products per chunk.
-Products of 16-bit inputs are in 16 bits with sums in float32; states are float32.
+Chains of spans are defined in `triton_spans.py`. Short chains (decoded tokens, draft tokens) are computed token by
+token; each program keeps some columns of one head's state in registers. Long chains are computed in chunks by two
+kernels. The first kernel solves the triangular systems of all chunks in parallel (arXiv 2412.06464). The second kernel
+passes the state from chunk to chunk, with four matrix products per chunk. Products of 16-bit inputs accumulate in
+float32. Kernels hold states in float32.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -163,7 +164,7 @@ def _step_kernel(
     out,  # [T, HEADS, E]
     spans,  # [S, 4]
     links,  # [S, COLUMNS]
-    scratch,  # slot that is not written
+    scratch,  # slot of padding rows, which is not written; -1: no padding rows
     span_stride,
     field_stride,
     q_stride,
@@ -229,10 +230,10 @@ def _prepare_kernel(
     b,  # [T, HEADS]
     rate,  # [HEADS]
     shift,  # [HEADS]
-    values,  # [T, HEADS, E], the updates' values if the state before the chunk were 0
-    keys,  # [T, HEADS, D], keys whose values in the state before the chunk are subtracted from `values`
-    scores,  # [T, HEADS, CHUNK], factors of the chunk's updates in a token's result
-    factors,  # [3, HEADS, T]: of the query, of the key in the next state, of the state
+    values,  # [T, HEADS, E], the chunk's updates if the state before the chunk were 0
+    keys,  # [T, HEADS, D]; their products with the state before the chunk are subtracted from `values`
+    scores,  # [T, HEADS, CHUNK], weights of the chunk's updates in each token's result
+    factors,  # [3, HEADS, T]: factors of query @ state, of the update in the next state, of the old state
     chunks,  # [., 2]
     spans,  # [S, 4]
     links,  # [S, COLUMNS]
@@ -288,10 +289,10 @@ def _prepare_kernel(
     tl.store(factor + HEADS * num_tokens, key_scale * tl.exp(ends - total), mask=inside)
     tl.store(factor + 2 * HEADS * num_tokens, tl.exp(total), mask=inside)
 
-    # Each update depends on the chunk's earlier updates: (1 + system) updates = known.
+    # Each update depends on the chunk's earlier updates, so the updates solve (1 + system) @ updates = known values.
     system = tl.dot(key, tl.trans(key), input_precision=PRECISION) * key_scale[:, None] * key_scale[None, :]
     system *= beta[:, None] * tl.exp(tl.where(is_earlier, between, float("-inf")))
-    # Invert diagonal blocks of twice the size in each round.
+    # Invert 1 + system. Each round doubles the size of the diagonal blocks that are inverted.
     inverse = tl.where(lanes[:, None] == lanes[None, :], 1.0, 0.0)
     inverse -= tl.where(lanes[:, None] // 2 == lanes[None, :] // 2, system, 0.0)
     width = 2
@@ -314,7 +315,7 @@ def _prepare_kernel(
 def _chunk_kernel(
     q,  # [T, G, D]
     k,  # [T, G, D]
-    values,  # as `_prepare_kernel` stores them
+    values,  # this tensor and the next three: see `_prepare_kernel`
     keys,
     scores,
     factors,

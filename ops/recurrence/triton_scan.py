@@ -1,8 +1,9 @@
 """The selective scan of Mamba 2 in Triton.
 
-Short chains of spans (decoded tokens, drafts) are computed token by token: a program has some columns of one head's
-state in registers. Long chains are computed in chunks by products (arXiv 2405.21060), with one product of each chunk
-between two states. Products of 16-bit inputs are in 16 bits with sums in float32; states are float32.
+Chains of spans are defined in `triton_spans.py`. Short chains (decoded tokens, draft tokens) are computed token by
+token; each program keeps some columns of one head's state in registers. Long chains are computed in chunks: matrix
+products compute a chunk's results and pass the state to the next chunk (arXiv 2405.21060). Products of 16-bit inputs
+accumulate in float32. Kernels hold states in float32.
 """
 
 # Pyright cannot check the arguments of kernel launches.
@@ -27,7 +28,7 @@ from ops.recurrence.triton_states import (
     with_heads,
 )
 
-MAX_TIME = 3e38  # stands for an infinite bound of the time step
+MAX_TIME = 3e38  # replaces an infinite upper bound of the time step
 
 
 def scan(
@@ -82,7 +83,7 @@ def scan(
 
 @triton.jit
 def _times(dt, inside, shift, low, high):
-    """Return the time steps at the tokens, or 0 outside. `dt` are pointers to their values."""
+    """Return the time step of each token, or 0 where `inside` is false. `dt` points to the tokens' values."""
     time = softplus(tl.load(dt, mask=inside, other=0.0).to(tl.float32) + shift)
     return tl.where(inside, tl.minimum(tl.maximum(time, low), high), 0.0)
 
@@ -102,7 +103,7 @@ def _step_kernel(
     links,  # [S, COLUMNS]
     low,
     high,
-    scratch,  # slot that is not written
+    scratch,  # slot of padding rows, which is not written; -1: no padding rows
     span_stride,
     field_stride,
     x_stride,

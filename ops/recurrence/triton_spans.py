@@ -1,6 +1,6 @@
 """Order of the spans of a step, computed on the GPU once per step and read by the kernels of all layers.
 
-Spans of one row follow each other: each continues from the state that the span before it wrote. Such a sequence of
+The spans of one row are consecutive: each continues from the state that the previous span wrote. Such a sequence of
 spans is a *run*. A *chain* is a set of spans that one program computes in order, because they share a state slot that
 one of them writes. A run that shares slots with no other run is a chain. All other runs of the step together are one
 chain. Different chains are computed in parallel.
@@ -88,7 +88,7 @@ def _link(links, index, column: tl.constexpr, num_spans):
     return tl.load(links + index * COLUMNS + column, mask=index < num_spans, other=0)
 
 
-# All vary between steps. If specialised, Triton would compile more kernels, for 1 and multiples of 16.
+# These arguments vary between steps. Specialised, Triton would compile further kernels for 1 and multiples of 16.
 @triton.jit(do_not_specialize=["num_spans", "num_chunks", "span_stride", "field_stride"])
 def _link_kernel(
     spans,  # [num_spans, 4]: slot to read, slot to write, first token, number of tokens

@@ -1,4 +1,4 @@
-"""Pieces of the Triton kernels that update states: gates of the decay, and sizes of tiles."""
+"""Shared parts of the Triton kernels that update states: decay gates, tile sizes and precision."""
 
 # Pyright cannot check the arguments of kernel launches.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -13,17 +13,17 @@ from ops.recurrence import Segments
 
 CHUNK = 64  # tokens per chunk of 16-bit inputs
 SMALL_CHUNK = 16  # tokens per chunk of float32 inputs and of large states, whose tiles take more memory
-LARGE_STATE = 128  # rows of a state from which chunks are small
+LARGE_STATE = 128  # states with more rows are large: their chunks are small
 COLUMNS_BLOCK = 32  # columns of a state per program
 
 
 def with_heads(x: Tensor) -> Tensor:
-    """Return x [T, H, D] with consecutive heads; tokens may have any stride."""
+    """Return x [T, H, D] with contiguous heads. The stride between tokens may be any."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def padded(size: int) -> int:
-    """Return the smallest size of a tile that holds `size` and that products support."""
+    """Return the size of the smallest tile that holds `size` elements and that `tl.dot` supports."""
     return max(16, triton.next_power_of_2(size))
 
 
@@ -41,12 +41,12 @@ def is_large(keys: Tensor) -> bool:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Return the precision of products. Three products in TF32 have about the precision of float32."""
+    """Return the `input_precision` of `tl.dot`. "tf32x3" (three TF32 products) is about as precise as float32."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
 
 
 def scratch_slot(pool: Tensor, segments: Segments) -> int:
-    """Return the slot of a graph's padding rows, in which kernels store nothing; -1 if no graph captures the step."""
+    """Return the slot of a graph's padding rows, which kernels do not write; -1 if no graph captures the step."""
     return len(pool) - 1 if segments.captured else -1
 
 
@@ -61,6 +61,6 @@ def softplus(x):
 
 @triton.jit
 def log_decay(gates, inside, rate, shift):
-    """Return the logarithm of the decay at each token, or 0 outside. `gates` are pointers to the tokens' values."""
+    """Return the logarithm of each token's decay, or 0 where `inside` is false. `gates` points to their values."""
     time = softplus(tl.load(gates, mask=inside, other=0.0).to(tl.float32) + shift)
     return tl.where(inside, -tl.exp(rate) * time, 0.0)

@@ -53,7 +53,7 @@ def _launch(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Write the queries to `q_out`, and the keys and values to `k_out` and `v_out`: pools if there are slots."""
+    """Write queries to `q_out`, keys to `k_out` and values to `v_out`. With `slot_mapping`, the last two are pools."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     v = k if v is None else v if v.stride(-1) == 1 else v.contiguous()
     (num_tokens, num_heads, head_dim), num_kv_heads = q.shape, k.shape[1]

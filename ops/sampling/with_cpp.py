@@ -1,8 +1,8 @@
 """Sampling in C++ (`ops/cpp/source/sampling.h`): greedy rows, and other rows that have no limit or only min_p.
 
 The same kernel also applies the mask of a row, while the row is in the core's cache. It skips blocks of 256 tokens that
-contain no allowed token. torch computes rows with other limits, and penalties. Log-probabilities are computed in C++
-too, without a softmax of the vocabulary: their mass is a sum, and only the best tokens are ranked.
+contain no allowed token. torch computes penalties, and rows with other limits. C++ also computes log-probabilities. It
+sums the softmax's denominator without storing the softmax, and ranks only the top tokens.
 """
 
 from __future__ import annotations

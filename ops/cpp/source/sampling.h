@@ -243,7 +243,7 @@ void score(const void* operands, const Step&, ThreadGroup& threads) {
         const double temperature = o.temperature[row];
         const float peak = peak_of(logits, o.vocab_size);
         const double scale = std::min(1.4426950408889634 / temperature, 1e30);
-        double log_mass = std::numeric_limits<double>::quiet_NaN();  // of a row that is not sound
+        double log_mass = std::numeric_limits<double>::quiet_NaN();  // stays NaN if the row's largest logit is not finite
         if (std::isfinite(peak)) {
             int64_t weights[WEIGHTS + LANES], mass = 0;
             for (int64_t first = 0; first < o.vocab_size; first += WEIGHTS)
