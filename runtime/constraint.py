@@ -73,7 +73,7 @@ class HostData:
             self._tell()
 
     def process_with(self, function: Callable[[Any], None]) -> None:
-        """Add a function to `process`, which runs after those added before. Call it before the data is set."""
+        """Make `process` call one more function, after the ones added earlier. Call this before the data is set."""
         earlier = self.process
         if earlier is None:
             self.process = function

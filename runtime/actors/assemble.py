@@ -132,7 +132,7 @@ async def assemble(plan: Plan, facts: ModelFacts) -> EngineCore:
         return await start_replica(replace(given, model=core.plan.model), core.facts, index)
 
     plan = replicas[0].plan
-    if plan.parallel.prefill_replicas:  # the storage of this plan is that of one replica
+    if plan.parallel.prefill_replicas:  # replica 0's plan names its own storage; the engine's plan has none
         plan = replace(plan, cache=replace(plan.cache, storage=None, storage_config=given.cache.storage_config))
     logger.info(
         "tool_call_parser=%s (%s), reasoning_parser=%s (%s)",

@@ -329,7 +329,8 @@ class EngineCore:
     def hook_logits(self, function: Callable[[list[int], Any], Any]) -> Callable[[], None]:
         """Call `function` with the logits of all requests that begin from now on (see `LogitsHook`).
 
-        Returns a function that ends this, also for running requests. Raises `InvalidRequest` if a function is active.
+        Returns a function that stops these calls, also for running requests. Raises `InvalidRequest` if another
+        function is active.
         """
         if self._processor.on_logits is not None:
             raise InvalidRequest("There is an on_logits of the engine already; end it first.", param="on_logits")

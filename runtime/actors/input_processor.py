@@ -55,7 +55,9 @@ class InputProcessor:
         self._prefills = plan.cache.storage == "prefill"
         self._media = plan.media
         self._random = random.Random(plan.model.random_seed)
-        self.on_logits: Callable[[list[int], Any], Any] | None = None  # called for each new request; see `LogitsHook`
+        self.on_logits: Callable[[list[int], Any], Any] | None = (
+            None  # called with the logits of all new requests; see `LogitsHook`
+        )
 
     def check(self, request: Request) -> None:
         """Raise `InvalidRequest` if a field of the request is invalid, before the prompt is encoded."""

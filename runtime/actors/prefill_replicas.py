@@ -1,7 +1,7 @@
 """Disaggregation in one process: some replicas compute prompts, and the others generate the outputs.
 
-The router gives each request to a decode replica. For its prompt, `PrefillReplicas` sends a request of one token to a
-prefill replica. The pages then travel as between separate servers (`page_store/peers.py`).
+The router gives each request to a decode replica. `PrefillReplicas` sends a request with the same prompt and one output
+token to a prefill replica. The pages then travel as between separate servers (`page_store/peers.py`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ ONE_TOKEN = SamplingParams(max_new_tokens=1, temperature=0)
 
 
 class PrefillReplicas:
-    """Computes the prompts of requests on the prefill replicas. A request observer, which ends them with their request.
+    """Computes the prompts of requests on the prefill replicas. As a request observer, it aborts them with the request.
 
-    A request whose prompt cannot be sent (an adapter, log-probabilities of the prompt, less than a page that the decode
-    replica lacks) is computed by the decode replica alone.
+    The decode replica computes the prompt itself if the request has an adapter or needs log-probabilities of the
+    prompt, or if the replica lacks less than one page.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -38,8 +38,8 @@ class PrefillReplicas:
         self._prompts: dict[int, LiveRequest] = {}
 
     def start(self, live: LiveRequest, prefill: Seq[SchedulerActor], decode: SchedulerActor) -> None:
-        """Compute the prompt on the least busy prefill replica, and let the decode replica wait for its pages."""
-        self.stop(live)  # if another decode replica gave the request back
+        """Compute the prompt on the least busy prefill replica, and make the decode replica wait for its pages."""
+        self.stop(live)  # its earlier prompt, if another decode replica gave the request back
         first = live.sequences[0]
         num_missing = reusable_tokens(first) - decode.scheduler.num_cached(first)
         usable = [actor for actor in prefill if _is_attached(actor)]
@@ -94,7 +94,7 @@ def _set_prefilled(live: LiveRequest, prefilled: bool) -> None:
 
 
 def _prompt_of(live: LiveRequest) -> LiveRequest:
-    """Return a request that computes the prompt and one token. It is in no table, so its output is dropped."""
+    """Return a request that computes the prompt and one token. `LiveRequests` lacks it, so its output is dropped."""
     given, first = live.request, live.sequences[0]
     request = Request(
         ids=given.ids,
@@ -103,7 +103,7 @@ def _prompt_of(live: LiveRequest) -> LiveRequest:
         row_values=given.row_values,
         priority=given.priority,
         service=USUAL,
-        follows=True,  # it needs no place in the queue: its request has one
+        follows=True,  # it needs no place in the queue: the original request has one
         prompt_media=given.prompt_media,
         counted=False,
         owner=given.owner,

@@ -49,10 +49,11 @@ class Router:
 
     A failed replica is closed and restarted. Its requests without output move to the other replicas. Its remaining
     requests fail with the reason. The restarted replica gets a share of the waiting requests. The engine fails when the
-    last replica is given up. Without `start_replica`, the first failure of a replica ends all of them.
+    last replica that gets requests is given up. Without `start_replica`, the first failure of a replica ends all of
+    them.
 
-    If the plan has prefill replicas, these are the first ones. They get no requests, but prompts of the requests that
-    the decode replicas get.
+    If the plan has prefill replicas, they are the first ones. Requests go only to the decode replicas, which are the
+    others. The prefill replicas compute the prompts of these requests (see `PrefillReplicas`).
     """
 
     def __init__(

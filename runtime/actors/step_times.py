@@ -20,7 +20,7 @@ OVERHEAD = 1 / 20  # maximum share of a prefill step's time that the step's fixe
 MIN_PROMPT_TOKENS = 256  # lower bound of the limits on prompt tokens
 MIN_SCORED_TOKENS = 16  # lower bound of the limits on prompt tokens with log-probabilities
 PAUSE_STEPS = 2  # maximum delay of running streams by the prompts of a mixed step, in decode steps
-TARGET_SHARE = 0.95  # share of the target between tokens that a step may take; the rest is for delivering its tokens
+TARGET_SHARE = 0.95  # a mixed step may take this share of the target time; the rest is for delivering its tokens
 
 
 class StepTimes:

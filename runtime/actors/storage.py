@@ -296,7 +296,8 @@ class Storage:
     def _push_copies(self) -> asyncio.Future[list[Any]] | None:
         """Enqueue the copies that would otherwise wait for the next batch. Later work on the ranks runs after them.
 
-        Their pages are settled when the returned future ends, even if no caller waits for it. None: there is no copy.
+        Returns their future, or None if there are no copies. When it ends, the copied pages are settled, even if no
+        caller waits for it.
         """
         if not self._scheduler.has_copies:
             return None

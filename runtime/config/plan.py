@@ -94,7 +94,9 @@ class SchedulerPlan(Section):
     max_running: int
     max_queued: int
     max_queued_tokens: int = 2**23  # maximum number of tokens of all waiting prompts
-    owner_weights: Mapping[str, float] = field(default_factory=dict)  # share of the rows by key; others have weight 1
+    owner_weights: Mapping[str, float] = field(
+        default_factory=dict
+    )  # weight of each API key's share of the rows; other keys have weight 1
     chunk_tokens: int | None  # maximum prompt tokens per step and per chunk; None: no chunked prefill
     max_prefill_tokens: int  # maximum prompt tokens per step; a single longer prompt may exceed it
     policy: str  # "fcfs", "lpm", ...
@@ -127,8 +129,8 @@ class SchedulerPlan(Section):
     max_lookup_drafts: int = 0  # maximum number of draft tokens from prompt lookup per row; 0: no prompt lookup
     max_model_drafts: int = 0  # maximum number of draft tokens from a draft model or head per row; 0: no such model
     draft_topk: int = 1  # number of alternative ids that a draft model or head proposes for each draft token
-    max_tree_drafts: int = 0  # maximum number of a model's draft tokens of a row, including alternatives
-    max_lookup_ids: int = 0  # the same for draft tokens from prompt lookup
+    max_tree_drafts: int = 0  # maximum number of draft tokens from a draft model per row, including alternatives
+    max_lookup_ids: int = 0  # maximum number of draft tokens from prompt lookup per row, including alternatives
     # Minimum factor by which draft tokens must speed up decoding (in tokens per second). If they do not, steps have
     # none. None: steps always have draft tokens.
     min_draft_gain: float | None = None
@@ -137,9 +139,10 @@ class SchedulerPlan(Section):
     overlap_draws: bool = False
     draft_constraints: bool = True  # whether a draft model may propose tokens for sequences with a constraint
     draft_windows: tuple[int, int] = (2, 8)  # smallest and largest n-gram that prompt lookup compares
-    draft_breadths: tuple[int, int] = (1, 1)  # continuations that it proposes after the longest and shortest n-grams
-    drafts_by_frequency: bool = False  # whether it prefers the most frequent continuation to the most recent one
-    draft_capacity: int = 10_000_000  # maximum number of states of a sequence's index
+    # Maximum numbers of continuations that prompt lookup proposes: after the longest and after the shortest n-grams.
+    draft_breadths: tuple[int, int] = (1, 1)
+    drafts_by_frequency: bool = False  # whether prompt lookup prefers frequent continuations to recent ones
+    draft_capacity: int = 10_000_000  # maximum number of states of a sequence's index for prompt lookup
     adapter_slots: int = 0  # maximum number of LoRA adapters in one batch
     adapters_fifo: bool = False  # evict adapters in FIFO order instead of the least recently used first
     target_token_ms: float | None = None  # target for the time between two tokens of a stream; None: no target
@@ -241,7 +244,7 @@ class GraphPlan(Section):
 
     sizes: tuple[int, ...] = ()  # batch sizes for which decode steps are captured; (): no CUDA graphs
     padding: bool = True  # whether a batch is padded to the next captured size
-    # Numbers of tokens for which the parts of steps with prompts between attention calls are captured; (): none
+    # Numbers of tokens for which steps with prompts are captured, without their attention calls; (): none.
     prompt_sizes: tuple[int, ...] = ()
     profile: bool = False  # log a profile of each capture
     collect_garbage: bool = False  # whether Python's garbage collector may run during a capture
@@ -369,7 +372,7 @@ class ServePlan(Section):
     input_file: str | None = None  # token ids to compute once; then the server exits
     cache_report: bool  # fill usage.prompt_tokens_details
     preferred_sampling: Mapping[str, Any]
-    model_sampling: bool = True  # OpenAI-like APIs take defaults from generation_config.json
+    model_sampling: bool = True  # whether the APIs take sampling defaults from generation_config.json
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template
     logits_processors: Sequence[str] | None = None  # import paths of functions that requests may name
     allow_auto_truncate: bool

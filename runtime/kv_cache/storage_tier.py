@@ -75,8 +75,8 @@ class StorageTier:
         """With `waits`, a sequence is not admitted while its pages are loaded.
 
         Prefixes with fewer than `min_pages` missing pages are not looked up. `saves` and `loads` say whether pages are
-        written to the store, and read from it. With `loads_slow`, pages are loaded even if this seems slower than
-        to compute them.
+        written to the store, and read from it. With `loads_slow`, pages are loaded even if it seems faster to compute
+        them.
         """
         self._saves, self._loads, self._loads_slow = saves, loads, loads_slow
         self.attached = False

@@ -147,7 +147,7 @@ class ForwardBatch:
     adapted: Mapping[int, Tensor] = field(default_factory=dict)
     # Number of tokens of each attention group in a common step (`layers.gathered`); () if there is one group.
     group_tokens: tuple[int, ...] = ()
-    # int64 [T], the row of each token, if a graph may compute one token per row (rows with draft tokens).
+    # int64 [T], the row of each token. Set in steps with draft tokens, so that graphs can compute one token per row.
     token_rows: Tensor | None = None
     states: Tensor | None = None  # [T, E], hidden states that a draft head takes as input; layers may overwrite them
     # [T, E] each, added to the hidden states after the first, the second, ... layer (DeepStack, arXiv 2406.04334)

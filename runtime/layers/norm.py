@@ -44,7 +44,9 @@ class RMSNorm(Weighted):
         self.unit_offset = unit_offset
         self.kernels = build.kernels
         self._axis, self._unit = axis, unit
-        self._readers: tuple[RowReader, ...] = ()  # in a tuple, so that they do not become this layer's modules
+        self._readers: tuple[
+            RowReader, ...
+        ] = ()  # a tuple, so that nn.Module does not register a reader as a submodule
         self._default = None if weight else 1.0
         self._rows = whole_range(size)
         self._summed_over: TensorParallelGroup | None = None
@@ -52,7 +54,7 @@ class RMSNorm(Weighted):
 
     @property
     def spans_ranks(self) -> bool:
-        """Whether ranks divide the dimension."""
+        """Whether the normalised dimension is divided among ranks."""
         return self._axis is not None
 
     def allocate(self) -> None:
@@ -75,7 +77,7 @@ class RMSNorm(Weighted):
         return self.kernels.rms_norm(x, self.weight, self.eps, unit_offset=self.unit_offset)
 
     def round_for(self, reader: RowReader) -> None:
-        """Let `add` also round the normalised rows as the product that reads them would."""
+        """Make `add` also round the normalised rows to float8 if `reader`, the product that reads them, would do so."""
         self._readers = (reader,)
 
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

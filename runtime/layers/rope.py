@@ -46,7 +46,7 @@ class Rope(nn.Module):
         return self.kernels.rotate(q, k, table, positions, interleaved=interleaved, plan_cache=plan_cache)
 
     def rotation(self, batch: ForwardBatch, norms: HeadNorms | None = None) -> Rotation:
-        """Return the rotation of the batch's tokens, after these norms.
+        """Return the rotation of the batch's tokens. `norms` are applied before it.
 
         Raises ValueError if positions have three axes and the parameters have no sections.
         """

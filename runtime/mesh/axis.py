@@ -37,7 +37,7 @@ class Axis:
         self._open: list[Any] = []
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
         self.turns: Turns | None = None  # set while two threads compute in turns
-        self._symmetric: SymmetricSum | None = None  # adds small tensors; None: the process group adds all
+        self._symmetric: SymmetricSum | None = None  # adds small tensors; None: the process group adds all tensors
 
     def open(
         self,
@@ -54,7 +54,8 @@ class Axis:
         `two_ways` adds a process group to send to lower ranks. On CUDA, a group runs all sends and receives in one
         order. With a single group, a pipeline stage would wait for the next stage's reply before it could send.
 
-        `symmetric` adds small tensors through symmetric memory. Raises RuntimeError if the GPUs cannot share memory.
+        With `symmetric`, small tensors are added through symmetric memory. Raises RuntimeError if the GPUs cannot share
+        memory.
         """
         make, timeout = _nccl if device.type == "cuda" else _gloo, timedelta(seconds=timeout_s)
         for way in ("up", "down") if two_ways else ("all",):

@@ -22,7 +22,7 @@ class Mesh:
     """The axes of one rank. Layers can hold them before `join`, and use them afterwards."""
 
     def __init__(self, rank_info: RankInfo, device: torch.device, *, symmetric: bool = False) -> None:
-        """`symmetric` adds small tensors of ranks that share layers through symmetric memory (`mesh/symmetric.py`)."""
+        """With `symmetric`, ranks that share layers add small tensors through symmetric memory; see `SymmetricSum`."""
         self.rank_info = rank_info
         self._symmetric = symmetric
         self._device = device
@@ -36,11 +36,11 @@ class Mesh:
         return self._axes["tp" if name == "stage" and self.rank_info.dp_size == 1 else name]
 
     def join(self, rendezvous: Rendezvous, *, address: str | None = None, listening: int = -1) -> None:
-        """Connect to the other ranks. Blocks until all ranks have connected. Raises RuntimeError after a timeout, and
-        if the GPUs cannot share memory.
+        """Connect to the other ranks. Blocks until all ranks have connected.
 
         `address` is this rank's address; the default is the host of the rendezvous. `listening` is the file descriptor
-        of the socket on which rank 0 listens.
+        of the socket on which rank 0 listens. Raises RuntimeError after a timeout, or if symmetric memory is configured
+        and the GPUs cannot share memory.
         """
         store = _open_store(rendezvous, self.rank_info.world_size, listening)
         for name, axis in self._axes.items():

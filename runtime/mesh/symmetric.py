@@ -1,8 +1,8 @@
-"""Sums over ranks through symmetric memory: one kernel per rank reads the memory of all GPUs and adds.
+"""All-reduce through symmetric memory: one kernel per rank reads the memory of all GPUs and adds.
 
-NCCL launches its own protocol for each sum, whose latency exceeds the time of a decode step's small tensors. torch's
-kernel copies a rank's tensor into memory that the other GPUs can read, waits for them, and adds in the order of the
-ranks. Every rank therefore gets the same bits. CUDA graphs capture the kernel like any other.
+For the small tensors of a decode step, NCCL's latency exceeds the time to move and add the data. torch's kernel copies
+the rank's tensor into memory that the other GPUs can read, waits until they have done so too, and adds the tensors in
+the order of the ranks. Every rank therefore gets the same bits. CUDA graphs can capture the kernel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-MAX_BYTES = 512 * 1024  # size of the largest sum; every rank reads all tensors, so NCCL is faster for larger ones
+MAX_BYTES = 512 * 1024  # largest tensor; NCCL is faster for larger ones, because here every rank reads all tensors
 ALIGNMENT = 16  # bytes
 _C10D: Any = torch._C._distributed_c10d  # pyright: ignore[reportAttributeAccessIssue]
 DTYPES = (torch.bfloat16, torch.float32)  # dtypes that the kernel adds
@@ -25,7 +25,7 @@ class SymmetricSum:
     def __init__(self, name: str, rank: int, size: int, store: Any, device: torch.device) -> None:
         """Allocate the memory and exchange it through `store`. Blocks until all ranks have done so.
 
-        Raises RuntimeError if the GPUs cannot share memory, or if the sum of a test is wrong.
+        Raises RuntimeError if the GPUs cannot share memory, or if a test sum is wrong.
         """
         self._name = name
         group = dist.ProcessGroup(store, rank, size)  # torch reads only rank, size and store

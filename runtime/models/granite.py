@@ -61,7 +61,7 @@ def scaled(
 
 
 def minicpm3(config: Config, build: Build) -> Decoder:
-    """Build MiniCPM 3: Granite's multipliers, with latent attention. The scale of its scores is the usual one."""
+    """Build MiniCPM 3: Granite's multipliers, with latent attention. Attention scores have the usual scale."""
     return scaled(config, build, lambda at: at.mlp(bias=config.flag("mlp_bias")), lambda at, _: latent_attention(at))
 
 

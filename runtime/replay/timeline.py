@@ -33,7 +33,7 @@ class Lifetime:
     num_prompt: int
     begun_s: float | None = None  # its first step began
     first_s: float | None = None  # its first token
-    last_s: float | None = None  # its last token
+    last_s: float | None = None  # the last change of its output
     num_output: int = 0
     finish: str = ""  # "stop", "length" or "abort"; empty if the record does not say
 
@@ -87,7 +87,7 @@ def read_timeline(path: str | Path) -> Timeline:
 def as_svg(timeline: Timeline) -> str:
     """Return the timeline as SVG, in the text colour of its page. Bars of requests have tooltips.
 
-    The upper part shows the tokens that steps computed, of prompts and of outputs. Below, each request has a bar.
+    The upper part shows the numbers of prompt tokens and of rows in the steps. Below, each request has a bar.
     """
     shown = timeline.requests[:MAX_REQUESTS]
     start = min((each.added_s for each in timeline.requests), default=0.0)

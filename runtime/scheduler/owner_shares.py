@@ -1,4 +1,4 @@
-"""The rows of the owners (clients) that have requests, in proportion to their weights."""
+"""Fair shares of the running rows: each owner (client) gets rows in proportion to its weight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 
 class OwnerShares:
-    """Counts the running sequences of each owner, and compares owners by this number divided by their weights."""
+    """Counts the running sequences of each owner. An owner's share is this number divided by its weight."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         """Owners that are not in `weights` have weight 1."""
@@ -23,18 +23,18 @@ class OwnerShares:
             del self.counts[owner]
 
     def of(self, owner: str, count: int | None = None) -> float:
-        """Return the owner's number of running sequences, or `count`, divided by its weight."""
+        """Return the owner's share, or the share that it would have with `count` running sequences."""
         return (self.counts[owner] if count is None else count) / self._weights.get(owner, 1)
 
     def yields(self, giver: str, taker: str, counts: Mapping[str, int]) -> bool:
-        """Return whether one owner gives a row to another one. `counts` are the numbers of sequences before.
+        """Return whether `giver` should give a row to `taker`. `counts` are their current numbers of sequences.
 
-        The giver has at least the taker's share afterwards, so two owners never give a row to and fro.
+        It should if its share is then still at least the taker's. Two owners thus never pass a row back and forth.
         """
         return self.of(giver, counts.get(giver, 0) - 1) >= self.of(taker, counts.get(taker, 0) + 1)
 
     def anyone_yields(self, takers: Iterable[str]) -> bool:
-        """Return whether a running owner gives a row to one of these owners."""
+        """Return whether any owner with running sequences should give a row to one of `takers`."""
         if not self.counts:
             return False
         greatest = max(self.of(giver, count - 1) for giver, count in self.counts.items())

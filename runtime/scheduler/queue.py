@@ -107,7 +107,7 @@ class WaitingQueue:
 
     @property
     def is_owed_row(self) -> bool:
-        """Whether a running owner has so large a share that it gives a row to an owner in the queue."""
+        """Whether an owner with running sequences should give a row to an owner in the queue (`OwnerShares.yields`)."""
         return self._running.anyone_yields(self._owners)
 
     @property

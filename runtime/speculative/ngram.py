@@ -12,13 +12,13 @@ from runtime.speculative.pace import Pace
 from runtime.speculative.suffix_automaton import ROOT, SuffixAutomaton
 
 CATCH_UP_TOKENS = 1024  # maximum number of tokens indexed in one call (about 1 ms)
-STEP_TOKENS = 2048  # maximum number of tokens of long texts that all drafters index in one step
-SHORT_TOKENS = 16  # fewer new tokens are always indexed
+STEP_TOKENS = 2048  # maximum number of tokens that all drafters together index in one step, without short calls
+SHORT_TOKENS = 16  # a call with at most this number of new tokens is short: it always indexes them
 
 
 @dataclass(slots=True)
 class CatchUp:
-    """The number of tokens of long texts that drafters may still index in this step."""
+    """The number of tokens that all drafters together may still index in this step. Short calls do not count."""
 
     left: int = STEP_TOKENS
 
@@ -27,9 +27,10 @@ class CatchUp:
 class LookupSettings:
     """How prompt lookup finds tokens.
 
-    With `by_frequency`, it follows the most frequent continuation, otherwise the most recent one. Where the text
-    branches, up to `max_breadth` continuations are proposed: `max_breadth` after short n-grams, `min_breadth` after the
-    longest ones, and fewer after each proposed token. `max_ids` is the maximum number of ids of all continuations.
+    With `by_frequency`, the most frequent continuation of an n-gram is proposed, otherwise the most recent one. If an
+    n-gram has several continuations, up to `max_breadth` of them are proposed. Without `by_frequency`, this limit falls
+    to `min_breadth` with the length of the n-gram, and further with each proposed token. `max_ids` is the maximum
+    number of ids in all continuations together.
     """
 
     min_window: int = 2  # shortest n-gram that is looked up
@@ -38,7 +39,7 @@ class LookupSettings:
     max_breadth: int = 1
     by_frequency: bool = False
     max_ids: int = 0
-    capacity: int = 10_000_000  # maximum number of states of the automaton; beyond it, the older half is forgotten
+    capacity: int = 10_000_000  # maximum number of states of the automaton; beyond it, only the newest tokens are kept
 
 
 class NgramDrafter:
@@ -56,13 +57,14 @@ class NgramDrafter:
         self._settings = settings
         self._index = SuffixAutomaton(settings.max_window + 1)
         self._first = 0  # position of the index's first token in the sequence
-        self._state, self._length = ROOT, 0  # of the n-gram that was found last
+        self._state, self._length = ROOT, 0  # of the n-gram that `_find` found last
         self._pending: list[int] = []  # the tokens that were assumed to be pending
 
     def propose(self, ids: list[int], num_pending: int, limit: int) -> list[int]:
         """Return up to `limit` ids to follow the known `ids` and `num_pending` pending tokens.
 
-        The list is empty if there is no match. The pending tokens are assumed to be the ones that followed the match.
+        Returns [] if there is no match, during a pause, or while known tokens are not indexed yet. The pending tokens
+        are assumed to be the ones that followed the match.
         """
         if len(ids) < self._pace.resume or not self._extend(ids) or not self._find():
             return []
@@ -73,7 +75,7 @@ class NgramDrafter:
     def alternatives(self, proposed: list[int]) -> list[tuple[int, list[int]]]:
         """Return (number of the replaced draft token, ids) for each alternative to the ids that were proposed last.
 
-        Better alternatives come first. All ids together, with the proposed ones, are at most `max_ids`.
+        Better alternatives come first. The proposed ids and all alternatives together have at most `max_ids` ids.
         """
         settings, left = self._settings, self._settings.max_ids - len(proposed)
         if settings.max_breadth == 1 or left <= 0:
@@ -92,7 +94,7 @@ class NgramDrafter:
         self._pace.note(num_proposed, num_accepted, num_known)
 
     def _extend(self, ids: list[int]) -> bool:
-        """Index the known tokens, or a part of a long prompt. Return whether all are indexed."""
+        """Index the known tokens, or the next part of a long text. Return whether all known tokens are indexed."""
         done = self._first + self._index.num_tokens
         count = min(len(ids) - done, CATCH_UP_TOKENS)
         if count > SHORT_TOKENS and self._catch_up is not None:
@@ -155,7 +157,7 @@ class NgramDrafter:
         breadth = settings.max_breadth - length * scale
         found, shares, share = list[tuple[int, int, int, int]](), list[float](), 1.0
         for depth, own in enumerate([*self._pending, *proposed], 1 - len(self._pending)):
-            while own not in index.nexts[state]:  # a period that continues beyond the text
+            while own not in index.nexts[state]:  # the proposal repeats a period beyond the end of the text
                 if state == ROOT:
                     return found
                 state = index.links[state]

@@ -1,7 +1,7 @@
 """A suffix automaton of a growing text (Blumer et al., Theoretical Computer Science 40, 1985).
 
 Each state stands for a set of strings of the text that end at the same positions. Appending a token takes constant
-amortised time. The text has at most two states per token.
+amortised time. The automaton has at most two states per token.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ ROOT = 0
 
 
 class SuffixAutomaton:
-    """All strings of a text, with the last end and the number of occurrences of strings of up to `max_length` tokens.
+    """All substrings of a text. For those of up to `max_length` tokens: the number and the last end of occurrences.
 
     `state` is the state of the text's last `length` tokens, where `length` is at most `max_length`.
     """
@@ -60,9 +60,10 @@ class SuffixAutomaton:
         self.state, self.length = self.step(self.state, self.length, token)
 
     def step(self, state: int, length: int, token: int) -> tuple[int, int]:
-        """Return the state and the length of a string with `token` appended, without its first token if it is too long.
+        """Return the state and the length of a string with `token` appended.
 
-        The string has `length` tokens and belongs to `state`. Raises KeyError if the longer string does not occur.
+        The string has `length` tokens and belongs to `state`. If the result exceeds `max_length`, it loses its first
+        token. Raises KeyError if the text does not contain the string with `token`.
         """
         return self.suffix(self.nexts[state][token], length + 1, self.max_length)
 
@@ -75,7 +76,7 @@ class SuffixAutomaton:
         return state, length
 
     def _exactly(self, state: int, token: int) -> int:
-        """Return the state whose longest string is the longest of `state` with `token` appended. May split a state."""
+        """Return the state whose longest string is the longest string of `state`, then `token`. May split a state."""
         nexts, links, lengths = self.nexts, self.links, self.lengths
         following, length = nexts[state][token], lengths[state] + 1
         if lengths[following] == length:

@@ -71,8 +71,8 @@ class CudaGraphRunner:
     (`AttentionMetadata.replans`). The buffers contain everything that the model reads of a batch. Buffers of row
     values, axes and vectors exist only if the model reads them.
 
-    With `states`, every step also sets `states` to its result: a function of the hidden states [R, E] that returns the
-    states which a draft head reads, or a draft head's own states.
+    The argument `states` is a function of the hidden states [R, E]. It returns the states that a draft head reads, or a
+    draft head's own states. Every step stores its result in the attribute `states`.
 
     With a `choice`, graphs also sample tokens (`choose`). A second graph of each size ends at hidden states, for steps
     whose rows need more than tokens. These graphs are captured after the first such step.
@@ -103,17 +103,17 @@ class CudaGraphRunner:
         self._device = device
         self._buckets = buckets
         self._cache = cache
-        # Steps with other cache kinds can be captured only if each kind has just a page table, or just spans.
+        # Steps can be captured only if each further cache kind has either just a page table or just spans.
         self._capturable = all(
             [*KINDS[kind].scratch_arrays([], 0)] in (["page_table"], [SPANS]) for kind in cache.kinds
         )
         self._choice = choice
         self._prompts = prompts
         self._states_of = states
-        self.states: Tensor | None = None  # of the last step's tokens, [T, S]; valid until the next step
+        self.states: Tensor | None = None  # states of the last step's tokens, [T, S]; valid until the next step
         # (size, whether the graph samples); the last entry is captured next
         self._waiting: list[tuple[int, bool]] = []
-        self._num_missed = 0  # steps since the last capture that ran eagerly because their graph waits
+        self._num_missed = 0  # steps since the last capture that ran eagerly because their graph was not captured yet
         self._requested: set[bool] = set()
         if self._capturable:
             self._request_capture(choice is not None)
@@ -140,7 +140,7 @@ class CudaGraphRunner:
         if replayed is not None:
             return replayed[0]
         hidden = None
-        # Graphs of prompts do not keep states.
+        # `prompts` does not keep the states that `states` returns.
         if self._prompts is not None and self._states_of is None and self._fitting(batch) is None:
             hidden = self._prompts(batch)
         hidden = self._eager(batch) if hidden is None else hidden
@@ -167,7 +167,7 @@ class CudaGraphRunner:
         return bool(self._waiting) or (self._prompts is not None and self._prompts.is_waiting())
 
     def num_missed(self) -> int:
-        """Return the number of steps since the last capture whose graph still waits. May be called on any thread."""
+        """Return the number of steps since the last capture that lacked a graph. May be called on any thread."""
         return max(self._num_missed, 0 if self._prompts is None else self._prompts.num_missed())
 
     @property
@@ -185,7 +185,7 @@ class CudaGraphRunner:
         """Capture one graph, on the thread that enqueues. Return whether more graphs wait.
 
         The order is: the largest size, then the size of the last step without a graph, then the largest waiting size.
-        Prompts are captured first if more steps miss them.
+        Graphs of prompts come first if more steps have lacked them.
         """
         prompts = self._prompts
         prompts_first = not self._waiting or (prompts is not None and prompts.num_missed() > self._num_missed)
@@ -352,7 +352,6 @@ class CudaGraphRunner:
 
         Waits until the device has read the previous plan.
         """
-        # The device must have read the last plan from host memory before it is overwritten.
         self._planned[size].wait()
         starts = [*starts, *[0] * (size - len(starts))]
         for own, layer_replans in zip(_tables(self._buffers), replans, strict=True):
@@ -362,7 +361,7 @@ class CudaGraphRunner:
         self._planned[size] = self._device.record()
 
     def _run(self, size: int, replans: Replans, *, chooses: bool) -> tuple[Tensor, ...]:
-        """Run the first `size` rows of the buffers eagerly, without values cached from earlier rows."""
+        """Run the first `size` rows of the buffers eagerly, with an empty `plan_cache`."""
         buffers = self._buffers
         attention, *others = (
             replace(_first_rows(own, [0] * size), replans=left)
@@ -511,7 +510,7 @@ def _first_kinds(
 ) -> dict[str, KindInputs]:
     """Return the inputs of the cache kinds for the rows of `attention`.
 
-    `tables` has these rows of their page tables.
+    `tables` are the page tables of these rows, one for each kind with pages.
     """
     size, own = len(attention.counts_host), iter(tables)
     kinds = {}

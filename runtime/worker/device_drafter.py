@@ -22,18 +22,18 @@ from runtime.worker.drafts import with_device_ids
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward, Staging, StepInputs, prepare
 
-MISSING = 62  # maximum number of tokens of a sequence that the drafter computes later
+MISSING = 62  # maximum number of a sequence's entries that may be missing; with more, a step computes them
 
 Longs = NDArray[np.int64]
 
 
 class _Rows(NamedTuple):
-    """Rows of a step of the drafter: entries begins .. ends - 1 of the target's rows `rows`."""
+    """The entries that a step of the drafter computes: begins .. ends - 1 of each of the target's rows in `rows`."""
 
     rows: Longs  # [R], rows of the target's batch
     begins: Longs  # [R]
     ends: Longs  # [R]
-    from_batch: NDArray[np.bool_]  # [R], whether the tokens are read from the target's step, not from the stored ones
+    from_batch: NDArray[np.bool_]  # [R], whether tokens are read from the target's step; if not, stored ones are read
 
 
 class DeviceDrafter:
@@ -46,9 +46,9 @@ class DeviceDrafter:
 
     A step does the following:
 
-        propose   computes the missing entries of rows with draft tokens, of prompts (draft model), and one entry for
-                  each further draft token
-        observe   stores the target's states of the step, and computes the entries of prompts (draft head)
+        propose   computes the missing entries of rows with draft tokens and (for a draft model) of prompts; then one
+                  entry for each further draft token
+        observe   (for a draft head) computes the entries of prompts, and stores the target's states of the step
 
     All steps of the drafter go through `forward`, which replays CUDA graphs. The ids go into the target's step without
     a copy to the host.
@@ -71,14 +71,16 @@ class DeviceDrafter:
         self._stagings = [Staging(device) for _ in range(max_drafts + 1)]
         where = device.torch_device
         with torch.inference_mode(), device.forward():
-            self._last_tokens = torch.zeros(num_sequences, dtype=torch.int64, device=where)  # never read
+            self._last_tokens = torch.zeros(
+                num_sequences, dtype=torch.int64, device=where
+            )  # argument of `prepare`, not used
             self._ids = torch.zeros(num_sequences, kept, dtype=torch.int64, device=where)
             size = model.hidden_size if self._head is not None else 0
             self._states = torch.zeros(num_sequences, kept, size, dtype=model.dtype, device=where)
-        # By sequence index, lower bounds if draft tokens are in flight: number of computed entries.
+        # Number of computed entries by sequence index. A lower bound while draft tokens are in flight.
         self._computed = np.zeros(num_sequences, np.int64)
         self._starts = np.zeros(num_sequences, np.int64)  # first position of the newest row
-        self._ends = np.zeros(num_sequences, np.int64)  # position after the newest row, at most
+        self._ends = np.zeros(num_sequences, np.int64)  # upper bound on the position after the newest row
 
     @property
     def pool(self) -> KVPool:
@@ -112,7 +114,7 @@ class DeviceDrafter:
         return with_token_ids(inputs, token_ids)
 
     def observe(self, batch: Batch, inputs: StepInputs, states: Tensor) -> None:
-        """Take the target's states of a step's tokens, [T, 3E] or [T, E]. Only for draft heads."""
+        """Take the target's states of a step's tokens, [T, 3E] or [T, E]. Does nothing for a draft model."""
         if self._head is None:
             return
         # A copy, because graphs of this step's drafter may overwrite the results of the target's graph.
@@ -147,7 +149,7 @@ class DeviceDrafter:
         computed = self._computed[indices]
         wanted = ~is_prompt & (starts - computed > MISSING)
         wanted[drafted] = True
-        lasts = starts + 1 - shift  # entries up to here are needed to propose
+        lasts = starts + 1 - shift  # the entries before this one are needed to propose
         begins = np.minimum(np.maximum(computed, lasts - MISSING - 1), np.where(unknown, computed, lasts - 1)).clip(0)
         self._computed[indices[wanted]] = np.where(unknown, computed + 1, lasts)[wanted]
         if self._head is None:
@@ -174,7 +176,7 @@ class DeviceDrafter:
         if len(rows):
             own = np.searchsorted(todo.rows, rows).astype(np.int32)
             begins = step.counts.cumsum(dtype=np.int64)[own] - step.counts[own]
-            base = begins - self._shift - todo.begins[own]  # plus the row's start: the entry that proposes
+            base = begins - self._shift - todo.begins[own]  # base + the row's start: index of the entry that proposes
             starts = batch.starts[rows].astype(np.int64)
             step = replace(step, sampling=draft_sampling(batch, rows, 1, own, (base + starts).astype(np.int32)))
             places |= {"base": base, "starts": starts, "sequences": batch.sequence_indices[rows].astype(np.int64)}
@@ -199,7 +201,7 @@ class DeviceDrafter:
         return token_ids
 
     def _step(self, batch: Batch, todo: _Rows) -> tuple[Batch, dict[str, np.ndarray]]:
-        """Return the drafter's step that computes these entries, and the arrays that say where its inputs are."""
+        """Return the drafter's step that computes these entries, and arrays with the places of its inputs."""
         rows, begins, ends, from_batch = todo
         counts = ends - begins
         owners = np.repeat(np.arange(len(rows)), counts)
@@ -238,8 +240,8 @@ class DeviceDrafter:
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         """Compute a step of the drafter. Return the ids at the sampled positions, its states there, and "targets".
 
-        With "kept", each row computes one of the proposed `ids` with the drafter's own `states`. Otherwise `ids` and
-        `states` are those of the target's step.
+        Returns None if the step samples nothing. If `places` has "kept", each row computes one of the proposed `ids`
+        with the drafter's own `states`. Otherwise `ids` and `states` are those of the target's step.
         """
         more = {**self._sampler.arrays(step), **{f"drafter.{name}": array for name, array in places.items()}}
         inputs = prepare(step, self._pool, self._stagings[number], self._last_tokens, more, lengths=lengths)
@@ -272,7 +274,7 @@ class DeviceDrafter:
     def _read(
         self, stored: Tensor, places: Mapping[str, Tensor], of_step: Tensor | None, name: str, shift: int
     ) -> Tensor:
-        """Return the tokens or states that the entries of a step read."""
+        """Return the tokens or states that a step's entries read: from `of_step` if it has them, else from `stored`."""
         kept = stored[places["owners"], (places["entries"] + shift) % self._kept]
         if of_step is None:
             return kept
@@ -315,7 +317,7 @@ def with_token_ids(inputs: StepInputs, token_ids: Tensor) -> StepInputs:
 
 
 def _is_prompt(batch: Batch) -> NDArray[np.bool_]:
-    """Return a mask of the rows of several tokens without draft tokens, bool [B]."""
+    """Return which rows are prompts, bool [B]: rows with several tokens and without draft tokens."""
     found = batch.counts > 1
     if batch.drafts is not None:
         found[batch.drafts.rows] = False

@@ -11,7 +11,7 @@ from runtime.worker.device import DeviceThread, Read
 logger = logging.getLogger("penstock.core")
 
 STEPS_BETWEEN = 64  # under constant load, a graph that no step needs is captured after this number of steps
-# A graph that steps need is captured after this number of them. A capture takes about as long as so many steps.
+# A graph is captured as soon as this number of steps lacked one. A capture takes about as long as this many steps.
 STEPS_MISSED = 8
 QUIET_S = 0.05  # idle time before the next capture; longer than the pause of a client that replies immediately
 
@@ -21,7 +21,7 @@ class BackgroundCapture:
 
     The first capture starts after the first step, so that no first token waits for a capture. Later captures run while
     no step runs. Under constant load, they run every `steps_between` steps, or as soon as `num_missed` returns
-    `steps_missed`: the number of steps since the last capture that ran without a graph because it was not captured yet.
+    `steps_missed`. `num_missed` counts the steps since the last capture whose graph was not captured yet.
     After a failed capture, the error is logged and no further graph is captured. Must be called on the event loop.
     """
 

@@ -42,7 +42,7 @@ def profile_memory(executor: StepExecutor, plan: Plan, kinds: Mapping[str, int] 
         activation_bytes = max(peak(rows_of(tokens)), peak([1] * schedule.max_running))
         # There are two graphs of each size: one ends at tokens, the other at hidden states.
         graph_bytes = peak([1] * max(sizes)) + 2 * GRAPH_BYTES * len(sizes) if sizes else 0
-        if prompt_sizes:  # as many kernels as in two graphs, divided among one graph per layer
+        if prompt_sizes:  # the graphs of one size (one per layer) have as many kernels as two decode graphs
             graph_bytes += peak(rows_of(max(prompt_sizes))) + 2 * GRAPH_BYTES * len(prompt_sizes)
     except OutOfMemory as error:
         raise ConfigurationError(

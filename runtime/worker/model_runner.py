@@ -281,8 +281,8 @@ class StepExecutor:
         Without pipeline parallelism, `forward` computes hidden states, and `cpu_graph` computes whole steps in one
         call. If `cuda_graphs` is not None, it is the same object as `forward`, and may also sample tokens.
         `draft_model` (on a CPU) or `device_drafter` (on a GPU) proposes tokens; its pool has the same pages as `pool`.
-        With `all_states`, the last stage of a
-        pipeline sends the hidden states of all tokens, which a draft head reads. All ranks must have the same value.
+        With `all_states`, the last stage of a pipeline sends the hidden states of all tokens, which a draft head reads.
+        All ranks must have the same value.
         """
         self.device = device
         rank = mesh.rank_info.rank if mesh is not None else 0
@@ -422,7 +422,7 @@ class StepExecutor:
 
         Rank 0 proposes, and sends the ids to the other ranks that embed tokens.
         """
-        if not self.device.is_host:  # `_with_proposals` proposes
+        if not self.device.is_host:  # on a GPU, `_with_proposals` proposes
             return batch, batch
         is_drafted = batch.drafts is not None and DRAFT in batch.token_ids
         proposed = whole = batch
@@ -565,7 +565,7 @@ class StepExecutor:
         return _Begun(batch, inputs.samples, None, inputs.requested, inputs=inputs)
 
     def _with_proposals(self, batch: Batch, inputs: StepInputs) -> StepInputs:
-        """Return the inputs with the ids that the drafter proposes on a GPU."""
+        """Return the inputs with the ids that the GPU's drafter proposes, or unchanged without such a drafter."""
         return inputs if self._drafter is None else self._drafter.propose(batch, inputs, self.lengths)
 
     def _begin_in_cpu_graph(self, graph: CpuGraph, batch: Batch) -> _Begun:

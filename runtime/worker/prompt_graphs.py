@@ -1,4 +1,4 @@
-"""CUDA graphs of steps with prompts: the parts of the forward pass between two attention calls."""
+"""Piecewise CUDA graphs of steps with prompts: the parts of the forward pass between attention calls."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from runtime.worker.step_inputs import Forward, kind_inputs
 
 logger = logging.getLogger("penstock.core")
 
-OUT = "out"  # name of the buffers of attention's results
+OUT = "out"  # name of the buffers for attention outputs
 
-# Computes attention for the first tokens of its inputs, with the rows of a step.
+# Computes attention from its inputs (queries) for all tokens of a step, with the rows of this step.
 Attention = Callable[[Sequence[Tensor], ForwardBatch], Tensor]
 
 
@@ -39,7 +39,7 @@ class _Call(NamedTuple):
 
 
 class _Captured(NamedTuple):
-    """The captured forward pass for one number of tokens: graphs, with a call between each two of them."""
+    """The captured forward pass for one number of tokens: graphs, with an attention call between consecutive ones."""
 
     graphs: Sequence[Graph]
     calls: Sequence[_Call]
@@ -48,7 +48,7 @@ class _Captured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """A buffer that every step fills. Its last dimension are tokens, or its first one if `by_row` is set."""
+    """A buffer that every step fills. Tokens are its last dimension, or its first one if `by_row` is set."""
 
     buffer: Tensor
     read: Callable[[ForwardBatch], Tensor | None]  # the step's values, or None if all are `padding`
@@ -62,14 +62,14 @@ class _Input:
 class PromptGraphs:
     """Replays the forward pass of steps with prompts, if the number of their tokens fits a captured size.
 
-    Attention depends on the rows of a step: how many there are, and their lengths. All other operations depend only on
-    the number of tokens. A capture therefore ends a graph at every attention call and begins the next graph after it.
-    A step replays the graphs and calls attention between them with its own rows, so every attention backend works.
-    Queries and results are copied through buffers that all layers and sizes share.
+    Attention depends on the number and the lengths of a step's rows. All other operations depend only on the number of
+    tokens. A capture therefore ends a graph at every attention call and begins the next graph after it. A step replays
+    the graphs, and calls attention eagerly between them, so every attention backend works. Queries and attention
+    outputs are copied through buffers that all layers and sizes share.
 
-    Steps are padded with tokens that write to the scratch page. Attention does not see these tokens, and returns 0 for
-    them. A size is captured only after a step has needed it. The same thread must call all methods, except `is_waiting`
-    and `num_missed`.
+    Steps are padded with tokens that write to the scratch page. Attention does not compute these tokens; their
+    attention outputs are 0. A size is captured only after a step has needed it. The same thread must call all methods,
+    except `is_waiting` and `num_missed`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PromptGraphs:
         self._num_missed = 0
         self._num_real = 0  # number of leading tokens in the buffers that may have values of an earlier step
         self._between: dict[tuple[Hashable, ...], Tensor] = {}  # buffers of inputs and results of attention
-        # Layers of other kinds read the rows of a step on the host.
+        # All cache kinds must have just a page table: layers of other kinds read the step's rows on the host.
         pages_only = all([*KINDS[kind].scratch_arrays([], 0)] == ["page_table"] for kind in cache.kinds)
         self._largest = max(buckets.sizes, default=0) if pages_only else 0
         with torch.inference_mode(), device.forward():
@@ -146,7 +146,7 @@ class PromptGraphs:
     def _fitting(self, batch: ForwardBatch) -> int | None:
         """Return the size for this step, or None if no size fits."""
         attention = batch.attention
-        if not self._largest or attention.replans is not None:  # another graph captures this step
+        if not self._largest or attention.replans is not None:  # this step is itself being captured
             return None
         if batch.media_levels or batch.adapted or attention.repeated is not None or batch.states is not None:
             return None
@@ -178,7 +178,7 @@ class PromptGraphs:
             self._num_real = num_tokens
 
     def _run(self, size: int, calls: list[_Call], divide: Callable[[], None]) -> Tensor:
-        """Run the model for `size` tokens of the buffers. At every attention call, append it and call `divide`."""
+        """Run the model for `size` tokens of the buffers. Append each attention call to `calls`, then call `divide`."""
 
         def pause(inputs: Sequence[Tensor], out_shape: Sequence[int], attend: Attention) -> Tensor:
             kept = [self._buffer(("input", place), each.shape, each.dtype) for place, each in enumerate(inputs)]
@@ -193,7 +193,7 @@ class PromptGraphs:
         return self._model(_first_tokens(self._batch, size, caches))
 
     def _buffer(self, name: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a buffer of this shape, whose first dimension are tokens. The first call allocates it."""
+        """Return a buffer of this shape, whose first dimension is tokens. The first call allocates it."""
         count, *others = shape
         key = name, tuple(others), dtype
         if key not in self._between:
@@ -264,7 +264,7 @@ class PromptGraphs:
 
 
 class _PausingCache:
-    """The cache of a layer in a capture. Attention is left to the steps that replay the graphs."""
+    """The cache of a layer during a capture. Attention is not captured: `pause` ends a graph at each attention call."""
 
     def __init__(
         self, cache: LayerCache, pause: Callable[[Sequence[Tensor], Sequence[int], Attention], Tensor]
@@ -322,7 +322,7 @@ class _PausingCache:
 
 
 def _first_tokens(buffers: ForwardBatch, size: int, caches: Mapping[int, LayerCache]) -> ForwardBatch:
-    """Return the first `size` tokens of the buffers, without values cached by an earlier run."""
+    """Return the first `size` tokens of the buffers, with an empty `plan_cache`."""
 
     def first(attention: AttentionMetadata) -> AttentionMetadata:
         return replace(

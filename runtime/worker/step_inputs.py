@@ -236,7 +236,7 @@ def prepare(
 def samples_on_host(batch: Batch, *, are_stored: bool = False) -> SampleInputs:
     """Return a step's `SampleInputs` in host memory, for the hidden states [N, E] of its sampled positions.
 
-    `are_stored` says that the CPU graph stores the last tokens.
+    With `are_stored`, the CPU graph has stored the rows' last tokens itself.
     """
     sampling = batch.sampling
     if sampling is None or (are_stored and batch.drafts is None):

@@ -746,7 +746,7 @@ def rank_info(plan: Plan, rank: int) -> RankInfo:
 
 
 def _states_of(model: Decoder) -> Callable[[Tensor], Tensor]:
-    """Return a function that returns the states of the last forward pass for a draft head, or a head's own states."""
+    """Return a function of hidden states that returns the states for a draft head, or a draft head's own states."""
     if isinstance(model, DraftHead):
         return lambda hidden: model.states
     return lambda hidden: states_for_draft_head(hidden, model.tapped, len(hidden))
@@ -761,7 +761,7 @@ def _relaxed(plan: Plan) -> RelaxedAcceptance | None:
 def _select(plan: KernelPlan, lifeline: Lifeline | None, *, fall_back: bool) -> tuple[Kernels, bool]:
     """Return the chosen kernels, or the fallback if `fall_back` is set or the C++ kernels cannot be compiled.
 
-    Also returns whether the C++ kernels cannot be compiled.
+    The second value is true if the C++ kernels cannot be compiled.
     """
     if fall_back:
         return select(plan.fallback, plan.settings), False

@@ -142,7 +142,7 @@ def _prefill_replicas(builder: PlanBuilder) -> dict[str, Decision[Any]]:
 
 
 def plan_of_replica(plan: Plan, index: int) -> Plan:
-    """Return the plan of one replica: if replicas have roles, its storage is the pages of the prefill replicas."""
+    """Return the plan of one replica. With prefill replicas, they offer their pages and decode replicas read them."""
     num_prefill = plan.parallel.prefill_replicas
     if not num_prefill:
         return plan

@@ -17,9 +17,9 @@ _CAPTURING = (
     "enable_cudagraph_gc",
 )
 _CAPTURING_PROMPTS = ("piecewise_cuda_graph_max_tokens", "piecewise_cuda_graph_tokens")
-_MAX_PROMPT_TOKENS = 2048  # default limit: longer steps compute for longer than they are launched
+_MAX_PROMPT_TOKENS = 2048  # upper bound on the default limit; larger steps take longer to compute than to launch
 _HEADS = {"EAGLE", "EAGLE3", "NEXTN"}  # draft methods that read hidden states of the model
-_UNKNOWN_TOKENS = 256  # default limit if the size of the model is unknown
+_UNKNOWN_TOKENS = 256  # default limit if the number of weights is unknown
 
 
 def graph_plan(
@@ -190,7 +190,7 @@ def _compiled(builder: PlanBuilder, machine: Machine, gpu: Gpu | None, foreign: 
 
 
 def within(plan: GraphPlan, max_running: int) -> Buckets:
-    """Return the planned sizes, limited to `max_running`: the sequences that fit into the KV pool, and their drafts."""
+    """Return the planned sizes, limited to `max_running`: the sequences that fit into the KV pool + draft tokens."""
     sizes = {min(size, max_running) for size in plan.sizes}
     return Buckets(tuple(sorted(sizes)), plan.padding)
 

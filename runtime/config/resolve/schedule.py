@@ -13,7 +13,7 @@ from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 OPEN_ENDED_TOKENS = 256  # length of a typical chat answer
 # Maximum number of forced tokens that are searched for at once. Other rows wait for their masks during the search.
 MAX_FORCED = 32
-MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # of a key
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0  # limits of an API key's weight
 QUEUE_FACTOR = 2  # maximum number of waiting sequences per running sequence
 QUEUED_TOKENS = 2**23
 MIN_QUEUE = 2048  # minimum queue length, for benchmarks that send all requests at once
