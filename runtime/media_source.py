@@ -56,8 +56,8 @@ class PromptMedia:
     """The encoded images, videos and audio of a prompt of P tokens."""
 
     spans: tuple[PlacedMedia, ...]  # ascending, disjoint
-    # [P], the values that the prefix tree compares: token ids. For image tokens, they are numbers above 2**31, derived
-    # from the pixels, the processor's parameters and the token's place in the image.
+    # [P], the values that the prefix tree compares: token ids. Media tokens have numbers from `placement.ABOVE_IDS` on,
+    # derived from a hash of the content and of the processor's parameters, and from the token's place in it.
     keys: list[int]
     num_items: int  # number of images, videos and audio inputs
     # [3, P], offset of each token's position on each axis from its index. None: positions have one axis.

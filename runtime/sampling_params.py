@@ -166,7 +166,7 @@ class SamplingParams:
     )
     top_n_sigma: float = param(
         -1.0,
-        "Keep tokens whose logit is at most this many standard deviations of all logits below the largest; "
+        "Keep tokens whose logit is at least the largest logit minus this many standard deviations of the logits; "
         "-1 or 0: all.",
         low=-1,
         high=1e3,
@@ -211,8 +211,8 @@ class SamplingParams:
     )
     xtc_probability: float = param(
         0.0,
-        "Probability that XTC drops, of the kept tokens that reach xtc_threshold, all but the least likely one; "
-        "0: never.",
+        "Probability that XTC (exclude top choices) applies to a token's choice. It drops all candidates with at least "
+        "the probability xtc_threshold, except the least likely of them; 0: never.",
         low=0,
         high=1,
         row_array=RowArray("float32", 0.0),
@@ -243,8 +243,8 @@ class SamplingParams:
     )
     dry_sequence_breakers: tuple[str, ...] = param(
         ("\n", ":", '"', "*"),
-        f"Texts over which DRY sees no repetition, up to {MAX_BREAKERS}: tokens that contain one, and the last token "
-        "of each.",
+        f"Up to {MAX_BREAKERS} texts that end a repetition. Every token that contains such a text counts as one, and "
+        "so does the last token of a text that takes several.",
         json=list[str],
         read=tuple,
     )
@@ -309,8 +309,8 @@ class SamplingParams:
     )
     allowed_token_ids: frozenset[int] | None = param(
         None,
-        "The only tokens that may be generated, named by their ids; list an end of the text if the output "
-        "may end before its last token.",
+        "The only tokens that may be generated, named by their ids. Without an end-of-text id among them, the output "
+        "ends only at a stop or at max_new_tokens.",
         json=list[int],
         read=frozenset,
     )

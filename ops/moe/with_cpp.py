@@ -1,4 +1,4 @@
-"""Mixtures of experts in C++ (`ops/cpp/source/experts.h`): routing, a sort of the pairs, two products."""
+"""Mixtures of experts in C++ (`ops/cpp/source/experts.h`): routing, sorting by expert, two products."""
 
 from __future__ import annotations
 

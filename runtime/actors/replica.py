@@ -507,7 +507,7 @@ def _log_memory(
 def _size(
     plan: Plan, specs: Sequence[Specs], memory: Sequence[Mapping[str, int]], steps: StepMemory | None
 ) -> tuple[int, str]:
-    """Return the number of pages that fit on the rank with the least memory after loading, and the reason.
+    """Return the smallest number of pages that any rank can hold (see `size_pool`), and the reason for this number.
 
     Raises `ConfigurationError` if other programs use much more memory of one GPU than of another.
     """

@@ -47,8 +47,8 @@ class CacheKind:
     """
 
     name: ClassVar[str]
-    # Number of computed tokens by which a sequence can rewind; None: no limit. Only tokens that were pending when their
-    # batch was built are ever rewound.
+    # Maximum number of computed tokens that a sequence can take back; None: no limit. It takes back rejected draft
+    # tokens, and a token whose step sampled nothing because its host data was late.
     steps_back: ClassVar[int | None] = None
 
     less_memory: ClassVar[str] = ""  # advice in the error about too little memory, followed by the GiB of the units
@@ -147,7 +147,8 @@ class CacheKind:
     def filled(self, sequences: Iterable[Sequence]) -> None:
         """Called after a batch is built.
 
-        Each of `sequences` has a row that completes a page in this batch, or may complete one (`unknown_starts`).
+        Each of `sequences` has a row that completes a page in this batch, or that may complete one because its start is
+        not known yet (`Batch.unknown_starts`).
         """
 
     def replace(self, sequence: Sequence, first: int, private: Seq[int], shared: Seq[int]) -> None:

@@ -58,7 +58,7 @@ class Trials:
         return lost
 
     def begin(self, sequences: Iterable[Sequence]) -> None:
-        """Start the first group that has live sequences. `sequences` are all running and waiting sequences."""
+        """Allow only sequences of the first group that has live ones. `sequences` are all running and waiting ones."""
         by_request: dict[int, list[Sequence]] = {}
         for sequence in sequences:
             by_request.setdefault(sequence.request.id, []).append(sequence)

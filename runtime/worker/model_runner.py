@@ -648,7 +648,10 @@ class StepExecutor:
         return copy_out(self.device, batch, sampled, prompts, vectors, states, begun.experts)
 
     def _hidden_of_rows(self, batch: Batch, hidden: Tensor) -> Tensor:
-        """Return a copy of the rows of `hidden` [T, E] of all tokens of the batch's `hidden_rows`, float32 [n, E]."""
+        """Return the hidden states of all tokens of the sequences in `batch.hidden_rows`, as a float32 copy [n, E].
+
+        `hidden` [T, E] has the states of all tokens of the batch.
+        """
         return hidden[to_device(_tokens_of(batch, batch.hidden_rows), hidden.device)].float()
 
     def _hidden_of_all(self, begun: _Begun, final: Tensor) -> Tensor:

@@ -398,8 +398,8 @@ class _Parser:
         if self.in_json and not negated and begins_with_controls and len(covered) < 2:
             raise PatternError("a range of control characters beside a missing quote or backslash is not enforced")
         if self.in_json and negated and covered:
-            # The library allows an excluded quote or backslash as an escape, unless the class also excludes control
-            # characters.
+            # The class may exclude the quote or the backslash. The library would still accept its escape, unless the
+            # class also excludes control characters.
             parts.append(r"\x00-\x1f")
         if self.at == begin:
             raise PatternError("an empty class means different things in different dialects")

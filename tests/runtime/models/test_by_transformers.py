@@ -133,10 +133,12 @@ NOT_SERVED = {
 }
 NOT_TRIED = {  # models for which no small checkpoint can be made
     "inkling2_loop_text": "a small model of its shape cannot be made; not tried",
-    "blt": "further models build its tokens from patches of bytes; not tried",
+    "blt": "further models group its bytes into patches; not tried",
     "dots3_note": "its configuration holds several models; not tried",
     **dict.fromkeys(
-        ("emu3", "mllama"), "transformers cannot load a text-only checkpoint that it has written; not tried"
+        ("emu3", "mllama"),
+        "served as a multimodal model; a text-only checkpoint is not tried, because transformers cannot load one that "
+        "it has written",
     ),
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "it is a draft model; not tried"),
     "moss_transcribe_diarize": "its configuration holds several models; not tried",
