@@ -33,7 +33,7 @@ TENSOR_BYTES = 2**32  # limit for routes that accept weights
 MEDIA_BYTES = 64 * 2**20  # limit of a server that takes images
 BYTES_PER_TOKEN = 8  # the limit grows with the context, so that a text as long as the context is accepted
 INLINE_BYTES = 4096  # larger bodies are decoded in a thread; a body of this size can take 3 ms
-TURN_BYTES = 65_536  # larger bodies take turns on a few threads
+TURN_BYTES = 65_536  # at most LARGE_THREADS larger bodies are decoded at a time
 LARGE_THREADS = 4  # threads that decode large bodies; more would only make the event loop wait longer for the GIL
 MAX_LOGGED = 256  # maximum number of unknown field names that are logged
 
@@ -67,7 +67,7 @@ async def off_loop(work: Callable[[], T], *, small: bool, large: bool = False) -
 
 
 def _large_limiter() -> anyio.CapacityLimiter:
-    """Return the running event loop's limiter of large work."""
+    """Return the running event loop's limiter for `large` work."""
     try:
         return _LARGE_WORK.get()
     except LookupError:

@@ -13,7 +13,7 @@ from serve.calls.json_pieces import PAUSE_S
 if TYPE_CHECKING:
     from runtime.tokenizer.tokenizer import Tokenizer
 
-PAUSED_TOKENS = 64  # number of tokens after which a long list pauses; they take about 0.2 ms
+PAUSED_TOKENS = 64  # a thread that makes a long list sleeps after this many tokens, which take about 0.2 ms
 LOWEST = -9999.0  # stands for minus infinity, which JSON cannot express
 
 
@@ -96,7 +96,7 @@ class CompletionLogprobs:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
         self._at_start = True
-        self._names: dict[int, str] = {}  # names of tokens that have occurred, which often occur again
+        self._names: dict[int, str] = {}  # names of the tokens so far; most of them recur
 
     def piece(self, logprobs: Logprobs, text: str) -> dict[str, Any]:
         """Return the object for the tokens since the last piece.
@@ -125,8 +125,8 @@ class CompletionLogprobs:
     def _alternatives(self, logprobs: Logprobs) -> Sequence[Mapping[str, float] | None]:
         """Return one entry per token: a mapping from the top tokens and the token itself to log-probabilities.
 
-        The entry is None for a token without predecessors. Long lists are made in a thread, which pauses regularly so
-        that the event loop can run.
+        The entry is None for a token without predecessors. Callers make long lists in a thread, so this function sleeps
+        regularly to let the event loop run.
         """
         names = self._names
         alternatives: list[Mapping[str, float] | None] = []

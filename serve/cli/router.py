@@ -226,9 +226,9 @@ def router_app(prefill: Sequence[str], decode: Sequence[str], *, answer_s: float
 
 
 async def _parts(answer: httpx.Response, url: str) -> AsyncIterator[bytes]:
-    """Yield the answer. If the decode server fails during an event stream, end the stream with an error event.
+    """Yield the parts of the answer. If the decode server fails during an event stream, end it with an error event.
 
-    For any other answer, and for a compressed stream, the error of the connection is raised.
+    If it fails during any other answer or a compressed stream, raise the connection's error.
     """
     headers = answer.headers
     if not headers.get("content-type", "").startswith("text/event-stream") or "content-encoding" in headers:

@@ -81,7 +81,7 @@ async def update_from_tensor(http: HttpRequest, core: EngineCore) -> ASGIApp:
 
 @decodes(calls.WeightVersionBody)
 async def update_version(http: HttpRequest, core: EngineCore) -> ASGIApp:
-    """Set the version label of the weights, which native answers, complete chats and complete completions have."""
+    """Set the version label of the weights. Native answers, and chats and completions without `stream`, contain it."""
     body = await read_as(http, calls.WeightVersionBody)
     return json_response(await calls.update_weight_version(core, body))
 

@@ -109,7 +109,7 @@ class Ingress:
         return failure(KIND, 503, LOST, {"retry-after": "1"})
 
     def _choose(self, scope: Scope, body: bytes) -> tuple[str | None, str | None, PromptKey]:
-        """Return the model that the body names, the name of this model (None: unknown), and the request's key."""
+        """Return the model that the request asks for, its served name (None: not served), and the request's key."""
         fields = RequestFields.of(body)
         name = self._model_of(fields.model, scope["path"])
         if name is None:

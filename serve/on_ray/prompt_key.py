@@ -37,7 +37,7 @@ class RequestFields(NamedTuple):
 
     @classmethod
     def of(cls, body: bytes) -> RequestFields:
-        """Read a JSON body. A form has only its model. A body that cannot be read has no fields."""
+        """Read the fields of a JSON body. Of a form, read only the model. An unreadable body has no fields."""
         try:
             fields = loads(body)
         except RequestError:  # for example too many values: the replica refuses the body

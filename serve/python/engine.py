@@ -463,9 +463,9 @@ class Engine:
     def on_logits(self, function: OnLogits) -> Callable[[], None]:
         """Call `function(ids, logits)` before each token of every request that begins from now on, also over HTTP.
 
-        It works like `on_logits` of `generate`, and is called before that of a request. If it raises, the request whose
-        logits it got ends with an error. Returns a function that ends the calls. Raises `InvalidRequest` if another
-        function is active.
+        It works like `on_logits` of `generate`. If a request has its own `on_logits`, that one is called afterwards. If
+        `function` raises, only the request whose logits it got ends, with an error. Returns a function that removes
+        this hook. Raises `InvalidRequest` if another hook is active.
         """
         if not callable(function):
             raise InvalidRequest("on_logits must be a function of (ids, logits).", param="on_logits")

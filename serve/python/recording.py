@@ -9,11 +9,12 @@ from runtime.replay.timeline import Lifetime, Step, as_svg, read_timeline
 
 
 class Recording:
-    """The timeline of a record that an engine with the option `record` wrote: `Recording("run.record")`.
+    """The timeline of a schedule record: `Recording("run.record")`. An engine with `record="run.record"` writes one.
 
     A notebook shows it as a plot without scripts, in the colours of its theme: when each request waited, was prefilled
-    and decoded, and how many tokens the steps computed. `requests` and `steps` have the times. The record may still
-    grow; a new `Recording` reads it again. Raises `ConfigurationError` if the file is not a record of this version.
+    and decoded, and how many tokens the steps computed. `requests` and `steps` contain the times. If the record has
+    grown since, make a new `Recording`. Raises `ConfigurationError` if the file is not a record of this version, and
+    `Difference` if the scheduler no longer makes the recorded decisions.
     """
 
     def __init__(self, path: str | PathLike[str]) -> None:
@@ -22,12 +23,12 @@ class Recording:
 
     @property
     def requests(self) -> list[Lifetime]:
-        """The outputs in the record, in order of their arrival."""
+        """The times of each output in the record, in order of arrival. A request with `n` has several outputs."""
         return self._timeline.requests
 
     @property
     def steps(self) -> list[Step]:
-        """The steps in the record, in order."""
+        """The times and token counts of the steps in the record, in order."""
         return self._timeline.steps
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""Requests of one prompt with repeated parameters: equal parameters are checked and converted only once."""
+"""Make requests from token ids, and check and convert equal parameters only once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MAX_TEMPLATES = 64
 SIMPLE = (str, bool, int, float, type(None))
-# Fields of `/generate` that are the same in each request with equal values.
+# Fields of `/generate` that a template may have: requests with equal values of these fields may share a template.
 FIELDS = frozenset(
     {
         "cache_salt",
@@ -36,7 +36,7 @@ FIELDS = frozenset(
 
 
 class RequestTemplates:
-    """Makes the requests of one engine. Keeps the latest requests, without their ids, as templates of equal ones."""
+    """Makes the requests of one engine. Copies a kept request, the template, if only the token ids differ."""
 
     def __init__(self) -> None:
         self._templates: dict[Hashable, Request] = {}
@@ -64,10 +64,11 @@ class RequestTemplates:
 
 
 def _key(sampling: Mapping[str, Any], fields: Mapping[str, Any]) -> Hashable:
-    """Return a key that only equal parameters have, or None if a value is not simple, or differs in each request.
+    """Return a key that is equal only for equal parameters, or None if the request cannot share a template.
 
-    The types are part of the key, because True equals 1, but is not a valid number of tokens. The number of sampling
-    parameters is part of it, because a field's name is not valid as the name of a sampling parameter.
+    A request with a seed, with a field that is not in `FIELDS`, or with a value that is not simple cannot share one.
+    The key contains the types, because True equals 1 but is not a valid number of tokens. It contains the number of
+    sampling parameters, so that a field in `sampling` has another key than the same field in `fields`.
     """
     if sampling.get("seed") is not None or not FIELDS.issuperset(fields):
         return None

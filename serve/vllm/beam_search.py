@@ -87,7 +87,7 @@ def _extend(
     beams: list[list[BeamSearchSequence]],
     ended: list[list[BeamSearchSequence]],
 ) -> bool:
-    """Extend all beams by one token, and move those that end to `ended`. Returns False if there are none."""
+    """Extend all beams by one token, and move finished beams to `ended`. Return False if no beam is left to extend."""
     running = [beam for each in beams for beam in each]
     if not running:
         return False

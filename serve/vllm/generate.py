@@ -43,7 +43,7 @@ class Caller:
         self.engine = engine
         self._processors = logits_processors
         self._loading = asyncio.Lock()  # held while an adapter is loaded
-        self._starting: set[str] = set()  # requests that are not submitted yet, because their adapter is being loaded
+        self._starting: set[str] = set()  # requests that wait for their adapter to be loaded, before they are submitted
         self._aborted: set[str] = set()  # requests in `_starting` that were aborted
 
     @classmethod

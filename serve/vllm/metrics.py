@@ -32,7 +32,7 @@ class Gauge(Metric):
 
 @dataclass(slots=True)
 class Vector(Metric):
-    """Several numbers that never decrease: one for each position of a draft."""
+    """Numbers that never decrease, one for each position of a draft token."""
 
     values: list[float]
 
@@ -68,7 +68,7 @@ def read_metrics(engine: SyncEngine) -> list[Metric]:
 
 
 def _vectors(name: str, samples: list) -> list[Metric]:  # pyright: ignore[reportMissingTypeArgument, reportUnknownParameterType]
-    """Return one vector for the samples whose labels differ only in `position`."""
+    """Return one vector for each group of samples whose labels differ only in `position`."""
     by_labels: dict[tuple[tuple[str, str], ...], dict[int, float]] = {}
     for each in samples:
         labels = {key: value for key, value in each.labels.items() if key != "position"}

@@ -136,7 +136,7 @@ class CompletionBody(OpenAIBody):
 class ImageUrl:
     without_effect: ClassVar[frozenset[str]] = frozenset({"detail"})  # the model's processor decides the resolution
 
-    url: str | None = None  # required; checked with the part, which may have a uuid
+    url: str | None = None  # required; `messages` checks it, to explain why a uuid alone is not enough
 
 
 @dataclass(slots=True, kw_only=True)
@@ -168,8 +168,8 @@ class Part:
     input_audio: InputAudio | None = None
     cache_control: dict[str, Any] | None = None  # the prompt's pages stay cached, as with `prompt_cache_key`
     uuid: str | None = None  # vLLM's id of an image; this server identifies images by their pixels
-    # SGLang's kind of an image: "image" or "multi-images" for images, which the model's processor counts itself.
-    # "video", for frames of a video, is refused.
+    # SGLang's field. "image" and "multi-images" have no effect, because the processor counts the images itself.
+    # "video", which marks images as frames of a video, is refused.
     modalities: Literal["image", "multi-images", "video"] | None = None
 
 
