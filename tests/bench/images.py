@@ -1,4 +1,4 @@
-"""`images`: image prompts against transformers, cached images, and the event loop's lag under many images."""
+"""`images`: compare image prompts with transformers and cached images; measure the event loop's lag under load."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def _speed(args: argparse.Namespace) -> None:
 
 
 async def _round(engine: Engine, model: Any, processor: Any, number: int) -> list[float]:
-    """Return the seconds of transformers, of a new image, of the cached image and of a text."""
+    """Return four times to the first token: transformers, a new image, the cached image, a text of the same length."""
     image = tiny_seeing.picture(SIDE, SIDE, number)
     began_s = time.perf_counter()
     with torch.inference_mode():
@@ -177,7 +177,7 @@ def _row(name: str, lags_s: Sequence[float], seconds: float) -> tuple[str, str]:
 
 
 async def _watched(work: Any) -> tuple[list[float], float]:
-    """Await `work`. Return how many seconds late each tick of the event loop was meanwhile, and the seconds taken."""
+    """Await `work`. Return the lag of each tick of the event loop meanwhile, and the duration of `work`, in seconds."""
     lags_s: list[float] = []
 
     async def watch() -> None:
@@ -196,7 +196,7 @@ async def _watched(work: Any) -> tuple[list[float], float]:
 
 
 def _write_bodies(folder: Path, count: int) -> list[Path]:
-    """Write the bodies of requests, each with a PNG file of its own."""
+    """Write `count` request bodies, each with a different PNG image, and return their paths."""
     text = f"Once {tiny_seeing.FAMILIES[LAG_FAMILY].placeholder} upon"
     paths: list[Path] = []
     for number in range(count):
@@ -215,7 +215,7 @@ def _client() -> Iterator[Executor]:
 
 @contextmanager
 def _quick_switches() -> Iterator[None]:
-    """Switch between threads as often as the server's process does."""
+    """Use the thread switch interval of the server's process."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:

@@ -31,7 +31,7 @@ def differ(found: Sequence[Tensor], wanted: Sequence[Tensor], slack: float = 1.0
 
 
 def assert_rounded(rows: RoundedRows, group: int) -> None:
-    """Raise AssertionError unless the rows have exactly the rounding that torch computes from them."""
+    """Raise AssertionError unless the float8 numbers and scales equal those that torch computes from the same rows."""
     wanted = round_rows(torch.Tensor(rows), group)
     assert torch.equal(rows.scales, wanted.scales)
     assert torch.equal(rows.numbers.float(), wanted.numbers.float())

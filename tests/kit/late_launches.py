@@ -14,7 +14,7 @@ from fake_device import LateDevice
 
 @contextmanager
 def launches_on(device: LateDevice) -> Iterator[list[str]]:
-    """Enqueue all launches on the device instead of executing them. The list gets the names of the kernels."""
+    """Enqueue all launches on the device instead of executing them. Yields a list that collects the kernels' names."""
     import triton.runtime.interpreter as interpreter
 
     executor, names = interpreter.GridExecutor, []

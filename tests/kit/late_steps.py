@@ -112,7 +112,7 @@ def facts(family: str = "qwen3") -> ModelFacts:
     return read_facts(path, {})
 
 
-WHOLE_SHAPE = (  # families whose layers differ in kind
+WHOLE_SHAPE = (  # families with several kinds of layers
     *("cohere2", "exaone4", "gemma3", "gemma3_seeing", "granitemoehybrid", "lfm2", "lfm2_moe", "ministral"),
     *("nemotron_nas", "olmo3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_seeing", "qwen3_5_seeing", "qwen3_next"),
 )
@@ -216,7 +216,7 @@ class Steps:
         self.executor = self._make_executor()
 
     def use_graphs(self, buckets: Buckets, prompt_sizes: tuple[int, ...] = (), **options: Any) -> CudaGraphRunner:
-        """Like `use_forward`, with graphs of the current forward, of which some also choose tokens.
+        """Compute steps with graphs of the current forward from now on. Some of the graphs also sample.
 
         With `prompt_sizes`, steps with prompts have graphs too.
         """
@@ -333,12 +333,11 @@ def outputs(
     """Return the tokens for each (prompt, number of new tokens), with all `ways` of sampling, four at a time in a
     small pool.
 
-    With `sizes`, graphs of these sizes are captured, one after every few steps, and with `prompt_sizes` those of steps
-    with prompts too. `change` modifies the steps before the
-    first one. With `swap` the scheduler uses host pages for retracted sequences and admits as many sequences as
-    possible. With `drafts`, which are the outputs without drafts, rows propose correct and wrong ids in turn. If a step
-    lacks memory, its newest sequence is retracted and keeps its tokens. With `draft_model`, this model proposes tokens
-    on the device if `draft_methods` is "model" or "both".
+    With `sizes`, graphs of these sizes are captured, one after every `capture_every` steps. `prompt_sizes` adds graphs
+    of steps with prompts. `change` modifies the steps before the first one. With `swap` the scheduler uses host pages
+    for retracted sequences and admits as many sequences as possible. `drafts` are the outputs without drafts; rows then
+    propose correct and wrong ids in turn. If a step lacks memory, its newest sequence is retracted and keeps its
+    tokens. `draft_model` proposes tokens on the device if `draft_methods` is "model" or "both".
     """
     steps = Steps(num_pages, 4, device, num_host_pages=num_host_pages, family=family)
     if draft_model is not None:
@@ -386,7 +385,7 @@ def outputs(
 
 
 def batch(num_rows: int, *, start: int = 5, count: int = 1) -> Batch:
-    """Return a batch of rows with their own pages, which all sample."""
+    """Return a batch of `num_rows` rows of `count` tokens each. Each row has its own pages, and samples."""
     width = -(-(start + count) // PAGE_SIZE)
     return Batch(
         number=0,
@@ -406,7 +405,7 @@ def batch(num_rows: int, *, start: int = 5, count: int = 1) -> Batch:
 
 
 def replays(monkeypatch: pytest.MonkeyPatch, made: Steps) -> Callable[[Batch], bool]:
-    """Whether a batch is computed without calling the model."""
+    """Return a function that computes a batch and returns whether only graphs computed it, without the model."""
     eager = made.forward._eager  # pyright: ignore[reportAttributeAccessIssue]
     calls: list[int] = []
 

@@ -448,7 +448,7 @@ class Answer(NamedTuple):
 
 
 def prompt_logprobs(path: str, family: str, text: str, images: Sequence[Image.Image]) -> list[float]:
-    """Return transformers' log-probability of each token of a prompt, from the second one."""
+    """Return transformers' log-probability of each token of a prompt, from the second token on."""
     with loaded(path, family) as (model, processor):
         inputs = processor(text=[text], return_tensors="pt", **({"images": list(images)} if images else {}))
         scores = model(**inputs, use_cache=False).logits[0].float().log_softmax(-1)

@@ -413,7 +413,8 @@ pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reaso
 MAX_SPILLED_BYTES = {80: 96, 90: 0, 100: 0}
 
 
-# Prompts of recurrent layers in float32, whose products take three instructions each. Models are served in 16 bits.
+# Bytes that float32 kernels for prompts of recurrent layers may spill. Each float32 product takes three instructions.
+# Models are usually served in 16 bits.
 SPILLED_IN_FLOAT32 = {"delta rule in fp32": 640, "scan in fp32": 640}
 
 

@@ -346,7 +346,7 @@ async def test_an_error_event_follows_only_complete_lines(headers: dict[str, str
 
 
 def replicas(**options: Any) -> Engine:
-    """An engine whose first replica computes prompts and whose second one generates the outputs."""
+    """Return an engine whose first replica computes prompts and whose second replica generates outputs."""
     roles = {"dp_size": 2, "disaggregation_prefill_replicas": 1, "disaggregation_bootstrap_port": free_port()}
     return Engine(**{**OPTIONS, **roles, **options})
 
@@ -405,7 +405,7 @@ async def test_ranks_fetch_their_shares(sizes: dict[str, int]) -> None:
 
 @pytest.mark.slow
 async def test_a_killed_decode_server_ends_its_requests_alone() -> None:
-    """Streams end with an error that says so. The prefill server loses nothing, and goes on."""
+    """Their streams end with an error that names the cause. The prefill server keeps running."""
     port = free_port()
     common = ("--random-seed", "1", "--page-size", "16", "--max-total-tokens", "4096")
     prefill = Engine(disaggregation_mode="prefill", disaggregation_bootstrap_port=port, **OPTIONS)

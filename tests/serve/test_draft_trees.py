@@ -79,7 +79,7 @@ async def test_tokens_with_a_tree_are_those_of_plain_decoding(
         assert [token for _, token, _ in answer["meta_info"]["output_token_logprobs"]] == answer[IDS]
 
 
-# Random texts of three tokens, in which each n-gram has several continuations.
+# Random outputs from only three token ids, so that each n-gram has several continuations.
 THREE: dict[str, Any] = {
     "temperature": 1,
     "max_new_tokens": 60,

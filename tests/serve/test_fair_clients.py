@@ -98,7 +98,7 @@ def test_wrong_weights_are_refused(weights: str, words: str, tmp_path: Path):
 
 
 async def first_chunk(client: httpx.AsyncClient, body: dict[str, object], name: str, counts: dict[str, int]) -> None:
-    """Count the request when its first token arrives, and read the stream on."""
+    """Count the request when its first token arrives, then read the rest of the stream."""
     async with client.stream("POST", "/generate", json=body) as answer:
         async for _ in answer.aiter_lines():
             break

@@ -55,7 +55,7 @@ def logprobs_in_transformers(family: str, numbers: tuple[int, ...]) -> list[floa
 
 
 async def prompt_logprobs(engine: Engine, family: str, numbers: Sequence[int]) -> list[float]:
-    """Return the log-probabilities of a prompt's tokens, from the second one."""
+    """Return the log-probabilities of a prompt's tokens, from the second token on."""
     media = tuple(MediaSource("object", pictures()[number]) for number in numbers)
     request = Request(
         text=prompt(family, TEXT, len(numbers)), media=media, sampling=SAMPLING, logprobs=LogprobParams(start=0)
@@ -94,7 +94,7 @@ def families(among: Iterable[str] = FAMILIES, fast: Sequence[str] = FAST) -> lis
 
 
 def tight(family: str) -> dict[str, Any]:
-    """Return options with chunks that end inside of images, and with pages for one or two prompts of `ASKED`."""
+    """Return options with which chunks end inside images, and one or two prompts of `ASKED` fill the pool."""
     processor = tiny_seeing.processor_of(tiny_seeing.cached(family), family)
     asked = max(ASKED, key=len)
     text, images = prompt(family, TEXT, len(asked)), [pictures()[number] for number in asked]
@@ -171,7 +171,7 @@ async def test_chunks_inside_images_and_retraction_do_not_change_tokens(
     """Qwen3-VL's second stage adds vectors of images too; only Qwen3.5's second stage reads three-axis positions."""
     wanted = [expected(family, numbers) for numbers in ASKED]
     text, long = prompt(family, TEXT, 0), replace(SAMPLING, max_new_tokens=64)
-    with_images: list[bool] = []  # of each retracted sequence
+    with_images: list[bool] = []  # whether each retracted sequence has images
     retract = BatchBuilder._retract
 
     def noting(builder: BatchBuilder, victim: Any) -> None:
@@ -201,13 +201,13 @@ async def test_language_models_of_transformers_use_one_device(ranks: dict[str, i
 
 
 def reversed_order(patch: pytest.MonkeyPatch) -> None:
-    """Give the blocks of a prompt in the wrong order."""
+    """Reverse the order of a prompt's media blocks."""
     real = MediaPreparer.expanded
     patch.setattr(MediaPreparer, "expanded", lambda self, text, blocks: real(self, text, blocks[::-1]))
 
 
 def lost_axis(patch: pytest.MonkeyPatch) -> None:
-    """Give the axis of the width the positions of the height."""
+    """Use the positions of the height axis for the width axis too."""
     real = MediaPreparer._positions
     patch.setattr(MediaPreparer, "_positions", lambda self, *arguments: real(self, *arguments)[[0, 1, 1]])
 

@@ -1,4 +1,4 @@
-"""The choice of tokens from logits: every kind of limit, for one row up to a large batch."""
+"""Time sampling from logits with each kind of parameter (top-p, top-k, ...), for one row up to a large batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS: Mapping[str, Mapping[str, float]] = {
 
 
 def choosing(place: Place) -> Iterator[Row]:
-    """Yield a row per backend, kind of limit and number of rows. The limit is to read the logits once."""
+    """Yield a measurement per backend, kind of parameter and batch size. Its limit is the time to read the logits."""
     vocab, counts = (SMALL_VOCAB, SMALL_ROWS) if place.small else (VOCAB, ROWS)
     machine = Machine.probe()
     gpu = machine.gpus[0] if machine.gpus and place.on_gpu else None
@@ -57,7 +57,7 @@ def _call(place: Place, file: str, kind: str, count: int, vocab: int) -> Call:
 
 
 def _arrays(count: int, limits: Mapping[str, float]) -> SamplingArrays:
-    """Return the parameters of `count` equal rows, each with its own random number."""
+    """Return the parameters of `count` rows. The rows differ only in their random number."""
     values = {"greedy": 0, "temperature": 0.8, "xtc_threshold": 0.1, **NO_LIMIT, **limits}
     dtypes = {"greedy": torch.bool, "top_k": torch.int32}
 

@@ -93,7 +93,7 @@ class _Contact:
         }
 
     def run(self, stage: Stage, kept_s: float = 0) -> dict[str, Any]:
-        """Run one stage and return its entry of the report. `kept_s` is the time that later stages need."""
+        """Run one stage and return its entry of the report. `kept_s` seconds are reserved for later stages."""
         began_s = monotonic()
         left_s = self._deadline_s - began_s
         limit_s = min(stage.limit_s, left_s, max(stage.kept_s, left_s - kept_s))

@@ -18,7 +18,7 @@ from runtime.worker.device import Device, open_device
 from serve.bench import report
 
 MIB = 2**20
-ATTEMPTS = 20  # of each kind of failure
+ATTEMPTS = 20  # failed captures of each kind
 SIDE = 2048  # a failed capture allocates two float32 matrices of this size, 32 MiB
 SMALL_SIDE = 16
 UPLOADS = 64
@@ -33,7 +33,7 @@ class Memory(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return 0 if failed captures cost no memory and nothing afterwards fails."""
+    """Print and write the figures. Raises `EngineFailure` if failed captures keep memory or break later operations."""
     parser = argparse.ArgumentParser(prog="bench.contact.failed_capture")
     parser.add_argument("--device", required=True)
     parser.add_argument("--small", action="store_true")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _device(name: str) -> Device:
-    """Return the device, or one for a rehearsal that records operations like a GPU and refuses to wait in a capture."""
+    """Return the device. "cpu" selects a fake that runs operations late, like a GPU, and forbids waits in captures."""
     if name == "cpu":
         from fake_device import LateDevice
 
@@ -63,7 +63,7 @@ def _device(name: str) -> Device:
 def watched(
     device: Device, side: int, memory: Callable[[], Memory] | None = None
 ) -> tuple[list[Figure], Sequence[str]]:
-    """Return the memory that failed captures and uploads after them cost, and the faults that were found."""
+    """Return the memory that failed captures, and the uploads after them, leave allocated; and the faults found."""
     read = memory or (lambda: _memory(device))
     matrix_bytes = 4 * side * side
     with device.forward():
@@ -94,7 +94,7 @@ def watched(
 
 
 def _attempt(device: Device, x: Tensor, fail: Callable[[Tensor], Any]) -> None:
-    """Upload as a step does, and let a capture fail."""
+    """Upload a tensor as a step does, then run a capture that fails."""
 
     def run() -> Tensor:
         product = x @ x
@@ -120,7 +120,7 @@ def _uploads(device: Device, num_bytes: int, read: Callable[[], Memory]) -> Memo
 
 
 def _replays(device: Device, x: Tensor) -> bool:
-    """Whether a graph computes what its input contains at the time of the replay."""
+    """Return whether a replay reads its input's contents at the time of the replay."""
     graph, out = device.capture(lambda: x @ x + 1)
     with device.forward():
         x.fill_(2)

@@ -1,4 +1,4 @@
-"""Mixtures of experts and recurrent layers in the shapes of published models, for decode rows and long prompts."""
+"""Time mixtures of experts and recurrent layers of published models' shapes, for decode rows and long prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ EXPERT_BITS = {"bfloat16": 16.0, "float8": 8.0, "float8 in blocks": 8.25}  # per
 
 
 def experts(place: Place) -> Iterator[Row]:
-    """Yield a row of routing and one of the experts' products per format of weights and number of tokens."""
+    """Yield a row for routing per number of tokens, and one for the experts' products per weight format and number."""
     shape, counts = (SMALL_MIXTURE, (1, 3)) if place.small else (MIXTURE, (1, 64, 8192))
     for count in counts:
         yield partial(
@@ -60,7 +60,7 @@ def experts(place: Place) -> Iterator[Row]:
 
 
 def _mixing(shape: Experts, name: str, count: int) -> Work:
-    """Return the cost: every expert that a token selects is read once. Tokens select evenly distributed experts."""
+    """Return the cost: each selected expert is read once. Assumes that tokens select experts uniformly at random."""
     pairs, weights = count * shape.top_k, 3 * shape.size * shape.inner_size
     selected = shape.num_experts * (1 - (1 - shape.top_k / shape.num_experts) ** count)
     return Work(selected * weights * EXPERT_BITS[name] / 8 + 4 * count * shape.size, 2 * pairs * weights)
@@ -112,7 +112,7 @@ SMALL_DELTA, SMALL_SCAN = Recurrent("tiny", 2, 4, 16, 32), Recurrent("tiny", 1, 
 
 
 def recurrence(place: Place) -> Iterator[Row]:
-    """Yield rows for decode steps of several sequences and for a prompt, per operation."""
+    """Yield rows for each operation: decode steps of several sequences, and one prompt."""
     delta, scan = (SMALL_DELTA, SMALL_SCAN) if place.small else (DELTA, SCAN)
     counts, prompt = ((1, 3), 40) if place.small else ((1, 64), 8192)
     operations = {"convolve": delta, "delta_rule": delta, "scan": scan}
@@ -145,7 +145,7 @@ def _recur(place: Place, operation: str, shape: Recurrent, rows: int, tokens: in
     segments = Segments.build(spans, place.device)
     if tokens == 1:  # decode steps are replayed, and their spans are unknown on the host
         segments = Segments(segments.spans, captured=True)
-    slots = rows + 2  # the first one has zeros, and nothing reads the last one
+    slots = rows + 2  # slot 0 holds zeros, and nothing reads the last slot
     if operation == "convolve":
         pool = place.draw(slots, shape.taps - 1, shape.channels)
         x, weight = place.draw(total, shape.channels), place.draw(shape.taps, shape.channels)

@@ -94,9 +94,7 @@ def _attentions(place: Place) -> Iterator[Row]:
 
 
 def _products(place: Place) -> Iterator[Row]:
-    """Yield products in the formats of weights that the device's kernels read. The limit is that of bfloat16
-    operations.
-    """
+    """Yield products for each weight format that the device's kernels read. The arithmetic limit is bfloat16's."""
     (out_size, in_size), counts = ((128, 128), (1, 4)) if place.small else ((14_336, 4096), (1, 16, 256))
     for name in FORMATS:
         if name == "8 bits" and not place.on_gpu:  # `native`, which a rehearsal uses, does not read it

@@ -19,7 +19,7 @@ class Stage:
     words: tuple[str, ...]  # arguments of the interpreter
     limit_s: float
     test_limit_s: float = 120  # limit of a single test
-    kept_s: float = 0  # time that earlier stages leave for this one, even if they hang
+    kept_s: float = 0  # time reserved for this stage, even if earlier stages hang
 
     def command(self, device: str, scratch: str, folder: str) -> list[str]:
         """Return the command line. The stage writes its measurements to `scratch`, and other files to `folder`."""
@@ -53,7 +53,7 @@ def stages(device: str) -> tuple[Stage, ...]:
     return tuple(replace(stage, kept_s=KEPT_S.get(stage.name, 0)) for stage in found)
 
 
-# Seconds that each of these stages has, whatever the others do. Together they fit a budget of nine minutes.
+# Seconds reserved for each of these stages, even if other stages hang. Together they fit a budget of nine minutes.
 KEPT_S = {
     "environment": 15,
     "served, no graphs": 40,

@@ -16,7 +16,7 @@ Row = Callable[[], Figure | Failure]
 
 
 class Place(NamedTuple):
-    """The device that is measured, and its limits. `small` means a rehearsal with the smallest sizes."""
+    """The device that is measured, and its limits. `small` selects a rehearsal with the smallest sizes."""
 
     device: str
     limits: Limits
@@ -32,7 +32,7 @@ class Place(NamedTuple):
         return "with_triton" if self.on_gpu else "native"
 
     def draw(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """Return normally distributed numbers on the device, the same in every run."""
+        """Return normally distributed numbers on the device. They are the same in every run."""
         generator = torch.Generator(self.device).manual_seed(1)
         return (torch.randn(shape, generator=generator, device=self.device) * scale).to(dtype)
 

@@ -1,4 +1,4 @@
-"""The cost of launches: for replayed steps, and for steps with a prompt, with and without graphs of prompts.
+"""Measure launch cost: of decode steps in graphs, and of steps with a prompt, with and without prompt graphs.
 
 Steps follow each other without a pause and are launched ahead, as in real use. The result is the device thread's launch
 time as a share of a step's time. Near 100 % the device waits for launches, and a graph of such steps would help.
@@ -40,7 +40,7 @@ def launches(bench: Bench) -> list[Figure]:
 
 
 def _of(bench: Bench, model: Model) -> list[Figure]:
-    """Measure one model with the default graphs, then steps with prompts without graphs of prompts."""
+    """Measure one model with the default graphs, then its steps with prompts again, without prompt graphs."""
     rows, context, prompts = bench.sizes.launch
 
     async def work(engine: Engine, prompts: Sequence[int]) -> list[tuple[str, list[TimedStep]]]:
@@ -66,7 +66,7 @@ def _of(bench: Bench, model: Model) -> list[Figure]:
 
 
 def _way(engine: Engine, num_tokens: int) -> str:
-    """Return how a step with this number of tokens is launched, for the name of its row. 0 means no prompt."""
+    """Return the suffix of a row's name: how a step with this number of tokens is launched. 0: no prompt, no suffix."""
     if not num_tokens:
         return ""
     fits = num_tokens <= max(engine.core.plan.graphs.prompt_sizes, default=0)
@@ -92,7 +92,7 @@ def _figures(
 async def _timed(engine: Engine, batch: Batch, number: int) -> list[TimedStep]:
     """Time consecutive steps of this batch. The engine must be idle otherwise."""
     runner = measured_runner(engine.core)
-    for _ in range(2):  # compiles kernels, and makes the graphs that the batch needs wait for their capture
+    for _ in range(2):  # compiles kernels, and requests the capture of the graphs that the batch needs
         await asyncio.shield(runner.launch(batch))
     with anyio.fail_after(CAPTURE_TIMEOUT_S):
         while runner.capturing:

@@ -78,7 +78,7 @@ def expected(case: Case) -> list[Tensor]:
     return [norm(x), norm(total), total]
 
 
-# width, inputs per scale, dtype, unit offset
+# rows, width, inputs per scale, dtype, unit offset
 ROUND_CASES = {
     "one scale per row": (3, 72, 72, torch.float32, False),
     "groups of 32": (5, 96, 32, torch.float32, False),

@@ -10,7 +10,8 @@ from torch import Tensor
 from ops.recurrence import Segments, Span, native
 
 NUM_SLOTS = 16
-NORM_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of all values of a result together
+# Upper bounds on the norm of the error, as a share of the norm of the result.
+NORM_ERROR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 BY_TOKEN = ("q", "k", "v", "a", "b", "x", "before", "after")
 
 
@@ -36,7 +37,7 @@ MIXED = (
     (14, 14, 1),
     *((1, 3, 2), (3, 4, 1)),  # continues from a snapshot that an earlier row writes
     *((6, 7, 17), (5, 6, 1)),  # overwrites a state that an earlier span reads
-    *((0, 8, 1), (9, 8, 2)),  # both write a slot
+    *((0, 8, 1), (9, 8, 2)),  # both spans write the same slot
 )
 CASES: dict[str, Case] = {
     "single tokens": Case(SINGLE),
@@ -53,7 +54,7 @@ CASES: dict[str, Case] = {
 
 
 def drawn(case: Case) -> dict[str, Tensor]:
-    """Return the operands by name. Tokens are parts of wider rows, as a fused projection returns them."""
+    """Return the operands by name. Those of tokens are slices of wider rows, as a fused projection returns them."""
     random, tokens = torch.Generator().manual_seed(11), sum(count for *_, count in case.spans)
 
     def draw(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
@@ -76,7 +77,7 @@ def drawn(case: Case) -> dict[str, Tensor]:
 def operations(
     backend: Any, case: Case, each: dict[str, Tensor], pools: tuple[Tensor, ...], segments: Segments
 ) -> list[Tensor]:
-    """Run all operations for the tokens of `segments`, and update the four pools."""
+    """Run all operations for the tokens of `segments`, update the four pools, and return the results."""
     bias = each["bias"] if case.biased else None
     gates = each["before"], each["after"]
     recurrent = [each[name] for name in ("q", "k", "v", "a", "b", "rate", "shift")]
@@ -90,7 +91,7 @@ def operations(
 
 
 def pools_of(each: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    """Return a pool for each of the `operations`."""
+    """Return the four pools for `operations`, one per operation."""
     return tuple(each[name].clone() for name in ("inputs", "inputs", "states", "states"))
 
 
@@ -109,7 +110,10 @@ def outputs(backend: Any, case: Case) -> list[Tensor]:
 
 
 def expected(case: Case) -> list[Tensor]:
-    """Compute one token after another with `native`, in float32 states that the pool's dtype rounds after a span."""
+    """Compute the results with `native`: float32 pools token by token, other pools span by span.
+
+    Pools of less precision round the state only after each span.
+    """
     each, start, parts = drawn(case), 0, []
     pools = pools_of(each)
     for read, write, count in case.spans:
@@ -127,7 +131,10 @@ def expected(case: Case) -> list[Tensor]:
 
 
 def is_close(found: list[Tensor], wanted: list[Tensor]) -> bool:
-    """Whether each result is within `NORM_ERROR` of its least precise dtype, and each float32 value within 1e-4."""
+    """Return whether each result is within `NORM_ERROR` for the least precise dtype among the found results.
+
+    If all results are float32, each single value must also be within 1e-4.
+    """
     dtype = max((each.dtype for each in found), key=NORM_ERROR.__getitem__)
     for one, other in zip(found, wanted, strict=True):
         if not (one.double() - other.double()).norm() <= NORM_ERROR[dtype] * other.double().norm():

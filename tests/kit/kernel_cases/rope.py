@@ -73,7 +73,8 @@ FUSED_CASES = {
     "more heads than a program has": FusedCase(Case(20, 5, 256, 256, fused=True)),
     "more kv heads than a program has": FusedCase(Case(10, 10, 256, 256), normed=False),
     "three axes": FusedCase(Case(axis_of_pair=(0, 0, 1, 2))),
-    # Quarter turns of values that fp8 represents exactly: Triton's interpreter loses carries of other values.
+    # The fp8 cases rotate values that fp8 represents exactly by multiples of 90 degrees, because Triton's interpreter
+    # rounds other values to fp8 wrongly (it loses carries).
     "fp8 e4m3 with scales, some too large": FusedCase(
         HALF_PRECISION, normed=False, pool_dtype=torch.float8_e4m3fn, k_scale=2**-8, v_scale=0.5
     ),
@@ -111,7 +112,7 @@ def fused_outputs(backend: Any, fused: FusedCase) -> list[Tensor]:
 
 
 def fused_expected(fused: FusedCase) -> list[Tensor]:
-    """Compute the same in float64, one token after another."""
+    """Return the results of `fused_outputs`, computed in float64, token by token."""
     q, k, v, k_pool, v_pool, rotation, metadata = fused_inputs(fused)
     case, results = fused.case, []
     lines = rotation.table if rotation.positions is None else rotation.table[rotation.positions]
@@ -133,7 +134,7 @@ def fused_expected(fused: FusedCase) -> list[Tensor]:
 
 
 def agree_fused(backend: Any, fused: FusedCase) -> None:
-    """Raise AssertionError unless the results are the expected ones within the precision of the case's dtype."""
+    """Raise AssertionError unless the results equal the expected ones within the precision of the case's dtype."""
     found = fused_outputs(backend, fused)
     wanted = fused_expected(fused)
     assert {x.dtype for x in (found[0], *found[3:])} == {fused.case.dtype}

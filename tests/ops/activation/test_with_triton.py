@@ -30,7 +30,7 @@ def test_rows_are_gated_and_rounded_as_by_two_operations(name: str, monkeypatch:
 
     case, group = ROUND_CASES[name]
     wanted = native.gate_round(inputs(case), case.activation, group)
-    for largest in (with_triton.MAX_BLOCK, 64):  # in one kernel, and in two for rows that are too long
+    for largest in (with_triton.MAX_BLOCK, 64):  # one kernel; then two kernels, because rows exceed a block
         monkeypatch.setattr(with_triton, "MAX_BLOCK", largest)
         found = with_triton.gate_round(inputs(case), case.activation, group)
         agree([torch.Tensor(found)], [torch.Tensor(wanted)])

@@ -226,7 +226,7 @@ def test_norms_and_gates_round_the_rows_of_the_products_after_them(scope: str, t
     found = paged_forward.all_logits(model, IDS, 16)[0]
     wanted = paged_forward.all_logits(paged_forward.load(quantized, kernels=kernels()), IDS, 16)[0]
     agree([found], [wanted], slack=20)  # sums of norms differ in their last bits, and e4m3 rounds them
-    # per layer: queries, keys and values; output of attention; gate and up; down. No norm adds before the first layer.
+    # Per layer: queries, keys and values; output of attention; gate and up; down. The first layer's norm adds nothing.
     step = [False, False, True, True, *[True, False, True, True] * (len(model.layers) - 1)]
     assert products
     assert products == step * (len(products) // len(step))

@@ -34,7 +34,7 @@ def test_pairs_are_sorted_by_expert_and_number(
 
     monkeypatch.setattr(triton_sort, "PART", 32)
     sort_pairs = triton_sort.sort_pairs
-    experts = torch.randint(-1, num_experts, (num_tokens, top_k), dtype=torch.int32)  # -1: another rank has it
+    experts = torch.randint(-1, num_experts, (num_tokens, top_k), dtype=torch.int32)  # -1: an expert of another rank
     order, starts = sort_pairs(experts, num_experts)
     assert torch.equal(order.long(), experts.flatten().argsort(stable=True))
     counts = (experts.flatten() + 1).bincount(minlength=num_experts + 1)

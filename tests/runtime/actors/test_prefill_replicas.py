@@ -1,4 +1,4 @@
-"""Prompts on prefill replicas end with their requests."""
+"""When a request ends, its prompt on a prefill replica is aborted."""
 
 from __future__ import annotations
 

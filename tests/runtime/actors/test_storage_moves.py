@@ -44,7 +44,7 @@ async def test_a_failed_load_leaves_no_copy_unsettled() -> None:
 
 
 async def test_pages_of_aborted_requests_are_not_awaited() -> None:
-    """Nobody computes the rest of their prompts, and other requests wait for a free load."""
+    """No server computes the rest of their prompts, and other requests wait to load pages."""
     sequence: Any = SimpleNamespace(request=SimpleNamespace(caller=SimpleNamespace(prefilled=True)))
     scheduled, polls = {id(sequence)}, []
 

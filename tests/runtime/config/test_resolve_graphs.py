@@ -110,7 +110,7 @@ def test_prompts_are_captured_up_to_a_number_of_tokens_by_the_size_of_the_model(
     )
     assert small.prompt_sizes[:3] == large.prompt_sizes[:3] == (8, 16, 32)
     assert small.prompt_sizes[-1] == 2048
-    assert large.prompt_sizes[-1] == 224  # 247 tokens take as long as launching 32 layers, by assumption
+    assert large.prompt_sizes[-1] == 224  # by the estimate, 247 tokens take as long as launching 32 layers
     assert "estimated" in large.reasons["prompt_sizes"]
 
 

@@ -1,4 +1,4 @@
-"""Sums through symmetric memory, with a fake of torch's memory: ranks in threads, whose buffers all ranks read."""
+"""All-reduce through symmetric memory, with a fake of torch's: ranks are threads that read each other's buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TIMEOUT_S = 60
 
 
 class SharedMemory:
-    """Stands for the memory and the kernel of one rank. All ranks are in this process."""
+    """Fake of torch's symmetric memory and its kernel, for ranks that are threads of this process."""
 
     def __init__(self, buffers: list[Tensor], both: Barrier, error: float) -> None:
         self._buffers, self._both, self._error = buffers, both, error
@@ -48,7 +48,7 @@ class SharedMemory:
 
 @pytest.fixture
 def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[list[Any]]:
-    """Replace torch's memory for axes of two ranks. Return the name and the shape of every sum."""
+    """Replace torch's memory for axes of two ranks. Return a list that gets the axis name and shape of each sum."""
     sums: list[list[Any]] = []
     memory = SharedMemory([], Barrier(2), getattr(request, "param", 0.0))
 
@@ -58,7 +58,7 @@ def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> l
 
     monkeypatch.setattr(symmetric, "_memory", lambda: memory)
     monkeypatch.setattr(symmetric, "_operations", lambda: SimpleNamespace(one_shot_all_reduce_copy=reduce))
-    # one process has both ranks, and may register a name once only
+    # Both ranks are in this process, which may register a name only once.
     monkeypatch.setattr(symmetric._C10D, "_register_process_group", lambda name, group: None)
     monkeypatch.setattr(symmetric._C10D, "_unregister_process_group", lambda name: None)
     monkeypatch.setattr("ranks_on_gloo.Mesh", lambda info, device: Mesh(info, device, symmetric=True))

@@ -269,7 +269,7 @@ def test_clients_share_the_rows_by_their_weights():
     assert Counter(each.request.owner for each in sequences if each.sequence_index >= 0) == {"a": 2, "b": 6}
     assert drive.scheduler.num_retracted == 6
     drive.run()
-    assert drive.scheduler.num_retracted == 6  # nothing is retracted to and fro
+    assert drive.scheduler.num_retracted == 6  # clients do not retract each other in turn
     assert [drive.output(each) for each in sequences] == [drive.expected(each) for each in sequences]
 
 

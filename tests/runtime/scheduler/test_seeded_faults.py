@@ -119,5 +119,5 @@ def test_the_machine_finds_a_fault(name: str, monkeypatch: pytest.MonkeyPatch):
     except Exception as error:  # a check, an assertion or a wrong token
         found = error
     assert found is not None
-    # errors of the fault's own code or of the machine's settings, which a scheduler without a fault would raise too
+    # These errors come from the fault's own code or the test's settings, not from a check that detects the fault.
     assert not isinstance(found, HypothesisException | NameError | SyntaxError)

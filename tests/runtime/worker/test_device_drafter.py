@@ -51,7 +51,7 @@ def test_drafts_change_no_token(draft_model: Callable[[], Decoder], sizes: tuple
 @pytest.mark.parametrize("methods", ["model", "both"])
 @pytest.mark.parametrize("num_host_pages", [0, 8])
 def test_drafts_change_no_token_in_a_small_pool(num_host_pages: int, methods: str) -> None:
-    """Sequences are retracted, and with host pages their pages are moved there and back."""
+    """Sequences are retracted. With host pages, their pages are moved to the host and back."""
     prompts = [(prompt, 6 + num_new) for prompt, num_new in PROMPTS]
     expected, by_model = late_steps.outputs(prompts), set[bool]()
 

@@ -74,7 +74,7 @@ def test_allocator_learns_that_a_broken_capture_is_over(broken: bool, monkeypatc
 
     class BrokenGraph:
         def capture_end(self) -> None:
-            if broken:  # before the allocator learns of it
+            if broken:  # torch raises this before it tells the allocator that the capture has ended
                 raise RuntimeError("operation failed due to a previous error during capture")
 
     def end(device: int, pool: tuple[int, int]) -> None:

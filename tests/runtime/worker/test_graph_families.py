@@ -100,7 +100,7 @@ def test_only_independent_rows_are_one_wave(spans: list[tuple[int, ...]], expect
         assert wave.spans == same.spans == ()
 
 
-# Families whose experts `late_steps.mix` does not compute: it has no biases and weighs no inputs.
+# Families whose experts `late_steps.mix` does not compute, because it supports neither biases nor weighted inputs.
 OTHER_EXPERTS = ("gpt_oss", "llama4", "llama4_seeing")
 
 

@@ -25,7 +25,7 @@ SIZES = (5, 9, 16)
 
 
 def outputs(family: str = "qwen3", seed: int | None = 0, depth: int = 1, **options: Any) -> list[list[int]]:
-    """Return the tokens of steps with graphs, which are captured after every step."""
+    """Return the tokens of steps with graphs. A graph is captured after every step. `seed=None` uses no graphs."""
     device = None if seed is None else LateDevice(Random(seed))
     graphs = {} if device is None else {"sizes": (1, 2, 4), "prompt_sizes": SIZES, "capture_every": 1}
     return late_steps.outputs(PROMPTS, family=family, device=device, depth=depth, **graphs, **options)
@@ -76,7 +76,7 @@ def test_only_sizes_that_steps_need_are_captured_and_the_last_one_first(monkeypa
     assert not run(batch(1, count=8))
     assert not run(batch(2, count=2))
     assert not run(batch(1, count=20))  # larger than any size
-    assert not run(batch(2))  # two tokens, with larger decode graphs than there are
+    assert not run(batch(2))  # more decode rows than the largest decode graph has
     assert graphs.num_missed() == 3
     graphs.capture_next()
     assert graphs._prompts.captured == {4}
@@ -145,7 +145,7 @@ def test_a_padded_step_clears_the_buffer_that_all_layers_share_once(monkeypatch:
 
 @pytest.mark.parametrize("lost", ["slots", "pad", "rows"])
 def test_a_mistake_in_a_replay_is_noticed(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots of the last step stay; padding keeps earlier slots; attention gets the rows of the capture."""
+    """The mistakes: cache slots of the last step stay, padding keeps old slots, attention gets the captured rows."""
     expected = outputs(seed=None)
     if lost == "slots":
         fill = PromptGraphs._fill

@@ -1,7 +1,7 @@
-"""The published vision API tests of SGLang and vLLM, in our own words, with the openai client on a tiny random model.
+"""Rewritten forms of SGLang's and vLLM's published vision API tests, with the openai client and a tiny random model.
 
-The words of such a model mean nothing. Where those tests look for words in an answer, these compare the prompt's
-tokens with those of transformers' processor, and answers with each other.
+A random model's answers mean nothing. Where the published tests look for words in an answer, these tests compare the
+prompt's tokens with those of transformers' processor, and answers with each other.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def prompt_ids(messages: Sequence[Any], numbers: Sequence[int]) -> list[int]:
 
 
 class Server(NamedTuple):
-    """A server whose model sees, a client of it, and a host of the pictures."""
+    """A server of a vision-language model, its client, and the base URL of the pictures."""
 
     client: openai.AsyncOpenAI
     host: str
@@ -101,7 +101,7 @@ class Server(NamedTuple):
 
 
 async def picture_host(scope: Any, receive: Any, send: Any) -> None:
-    """Serve the picture whose number is the path."""
+    """Serve a picture: the path of the URL is its number."""
     content = png(pictures()[int(scope["path"].strip("/"))])
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"image/png")]})
     await send({"type": "http.response.body", "body": content})
@@ -394,7 +394,7 @@ async def test_audio() -> None:
 
 
 async def check_one_and_too_many(part: Any, family: str, *others: Any) -> None:
-    """Check a chat with a video or audio, its next turn and its stream. Two of them are refused.
+    """Check a chat with a video or audio, its next turn and its stream, and that two such parts are refused.
 
     `others` are further forms of the same part.
     """

@@ -209,7 +209,7 @@ async def test_repeated_parameters_are_checked_each_time(engine: Engine) -> None
     fork = engine.open(PROMPT, GREEDY, stop=["no such text"])
     assert await fork.generate(1) == one
     assert len(engine.templates) == 1
-    for wrong in (True, 1.5):  # each equals a checked number or its key's type
+    for wrong in (True, 1.5):  # neither may use the template of 1
         with pytest.raises(InvalidRequest, match="max_new_tokens"):
             await g.generate(wrong)  # pyright: ignore[reportArgumentType]
     assert len(await engine.open(PROMPT, GREEDY, max_new_tokens=1, return_logprob=True).generate()) == len(one)
@@ -220,7 +220,7 @@ async def test_repeated_parameters_are_checked_each_time(engine: Engine) -> None
     fields: list[dict[str, Any]] = [{"log_metrics": True}, {"timeout_s": 60}]
     for field in fields:
         engine.open(PROMPT, GREEDY, **field)._request(None, {})
-        with pytest.raises(InvalidRequest):  # a field of a request is no sampling parameter
+        with pytest.raises(InvalidRequest):  # a request's field is not a sampling parameter
             engine.open(PROMPT, {**GREEDY, **field})._request(None, {})
     for number in range(100):
         engine.open(PROMPT, GREEDY, max_new_tokens=number)._request(None, {})
