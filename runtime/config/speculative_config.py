@@ -21,7 +21,7 @@ _OPTIONS = {
     "prompt_lookup_max": "speculative_ngram_max_match_window_size",
     "prompt_lookup_min": "speculative_ngram_min_match_window_size",
 }
-# Settings of vLLM's draft step that Penstock does not have, with the only accepted value.
+# vLLM's settings of the draft step that Penstock does not support. Only the value given here (or null) is accepted.
 _NEUTRAL = {"enforce_eager": False, "parallel_drafting": False, "disable_padded_drafter_batch": False}
 
 

@@ -138,7 +138,7 @@ class Attention(Weighted):
 
     @property
     def first_product(self) -> Linear:
-        """The product that reads the input."""
+        """The product that reads the input. The norm before it may round its rows (`RMSNorm.round_for`)."""
         return self.qkv
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:

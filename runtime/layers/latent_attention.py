@@ -108,7 +108,7 @@ class LatentAttention(Weighted):
 
     @property
     def first_product(self) -> Linear:
-        """The product that reads the input."""
+        """The product that reads the input. The norm before it may round its rows (`RMSNorm.round_for`)."""
         return self.latents
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:

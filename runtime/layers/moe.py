@@ -120,7 +120,7 @@ class MoE(Weighted):
         self._sharing = build.experts
         block = BLOCK.search(f"{name}.")
         self.layer_number = int(block[1]) if block else 0  # in the whole model
-        self.row_group: int | None = None  # see `Linear.row_group`; of the experts' first product
+        self.row_group: int | None = None  # of the experts' first product; see `Linear.row_group`
         self._is_part = False  # whether this rank holds only some of the experts
         self._inner_rank = 0  # this rank's index among the ranks that split the same experts
         self._summed_over: TensorParallelGroup | None = None
@@ -275,7 +275,7 @@ class MoE(Weighted):
 
     @property
     def first_product(self) -> MoE:
-        """The product that reads the input."""
+        """The product that reads the input. The norm before it may round its rows (`RMSNorm.round_for`)."""
         return self
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:

@@ -54,7 +54,7 @@ class SymmetricSum:
         return _operations().one_shot_all_reduce_copy(buffer, x, "sum", self._name)
 
     def close(self) -> None:
-        """Forget the group. The memory is freed with this object."""
+        """Unregister the process group. The memory is freed with this object."""
         _C10D._unregister_process_group(self._name)
 
 

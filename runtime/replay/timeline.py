@@ -122,7 +122,7 @@ def as_svg(timeline: Timeline) -> str:
 
 
 def _step_bars(steps: list[Step], start: float, scale: float) -> list[str]:
-    """Return one bar per two pixels: the numbers of prompt tokens and of rows of the steps that begin there."""
+    """Return bars of two pixels each: the numbers of prompt tokens and of rows in the steps that begin there."""
     bins: dict[int, list[int]] = {}
     for step in steps:
         found = bins.setdefault(max(0, int((step.begin_s - start) * scale)) // 2, [0, 0])

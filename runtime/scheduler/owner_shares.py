@@ -11,7 +11,7 @@ class OwnerShares:
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         """Owners that are not in `weights` have weight 1."""
-        self.counts: Counter[str] = Counter()  # number of running sequences by owner; owners with none are left out
+        self.counts: Counter[str] = Counter()  # number of running sequences by owner; owners without any have no entry
         self._weights = weights
 
     def enter(self, owner: str) -> None:

@@ -113,7 +113,7 @@ class CudaGraphRunner:
         self.states: Tensor | None = None  # states of the last step's tokens, [T, S]; valid until the next step
         # (size, whether the graph samples); the last entry is captured next
         self._waiting: list[tuple[int, bool]] = []
-        self._num_missed = 0  # steps since the last capture that ran eagerly because their graph was not captured yet
+        self._num_missed = 0  # steps that have run eagerly since the last capture, because their graph was missing
         self._requested: set[bool] = set()
         if self._capturable:
             self._request_capture(choice is not None)
@@ -167,7 +167,7 @@ class CudaGraphRunner:
         return bool(self._waiting) or (self._prompts is not None and self._prompts.is_waiting())
 
     def num_missed(self) -> int:
-        """Return the number of steps since the last capture that lacked a graph. May be called on any thread."""
+        """Return how many steps have lacked their graph since the last capture. May be called on any thread."""
         return max(self._num_missed, 0 if self._prompts is None else self._prompts.num_missed())
 
     @property

@@ -21,7 +21,7 @@ class BackgroundCapture:
 
     The first capture starts after the first step, so that no first token waits for a capture. Later captures run while
     no step runs. Under constant load, they run every `steps_between` steps, or as soon as `num_missed` returns
-    `steps_missed`. `num_missed` counts the steps since the last capture whose graph was not captured yet.
+    `steps_missed`. `num_missed` counts the steps that have lacked a captured graph since the last capture.
     After a failed capture, the error is logged and no further graph is captured. Must be called on the event loop.
     """
 

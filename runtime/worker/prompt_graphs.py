@@ -87,7 +87,7 @@ class PromptGraphs:
         self._waiting: list[int] = []  # sizes that steps have needed; the last one is captured next
         self._num_missed = 0
         self._num_real = 0  # number of leading tokens in the buffers that may have values of an earlier step
-        self._between: dict[tuple[Hashable, ...], Tensor] = {}  # buffers of inputs and results of attention
+        self._between: dict[tuple[Hashable, ...], Tensor] = {}  # buffers for the inputs and outputs of attention
         # All cache kinds must have just a page table: layers of other kinds read the step's rows on the host.
         pages_only = all([*KINDS[kind].scratch_arrays([], 0)] == ["page_table"] for kind in cache.kinds)
         self._largest = max(buckets.sizes, default=0) if pages_only else 0
@@ -120,7 +120,7 @@ class PromptGraphs:
         return bool(self._waiting)
 
     def num_missed(self) -> int:
-        """Return the number of steps since the last capture that ran eagerly although they fit a size."""
+        """Return how many steps have run eagerly since the last capture although they fit a size."""
         return self._num_missed
 
     @property

@@ -148,7 +148,7 @@ def plan_of_replica(plan: Plan, index: int) -> Plan:
         return plan
     config, ranks = dict(plan.cache.storage_config), plan.parallel.ranks
     first_port = config.pop("port")
-    ports = [first_port + number * ranks for number in range(num_prefill)]  # one port for each rank
+    ports = [first_port + number * ranks for number in range(num_prefill)]  # each replica has one port per rank
     if index < num_prefill:
         cache = replace(
             plan.cache, storage="prefill", storage_config=config | {"host": LOCAL_HOST, "port": ports[index]}
