@@ -20,7 +20,7 @@ class Step(NamedTuple):
 
     begin_s: float  # seconds since the record began
     seconds: float
-    num_rows: int
+    num_decode_tokens: int  # all other tokens that it computed, drafts included
     num_prompt_tokens: int  # prompt tokens that it computed
 
 
@@ -76,7 +76,14 @@ def read_timeline(path: str | Path) -> Timeline:
                     life.finish = delta.finish.kind
         elif isinstance(event, Timed):
             begin_s, batch = now_s - event.seconds, event.batch
-            steps.append(Step(begin_s, event.seconds, len(batch.sequences), batch.stats.num_prompt_tokens))
+            steps.append(
+                Step(
+                    begin_s,
+                    event.seconds,
+                    len(batch.token_ids) - batch.stats.num_prompt_tokens,
+                    batch.stats.num_prompt_tokens,
+                )
+            )
             for each in batch.sequences:
                 life = lives[each]
                 if life.begun_s is None:
@@ -87,7 +94,7 @@ def read_timeline(path: str | Path) -> Timeline:
 def as_svg(timeline: Timeline) -> str:
     """Return the timeline as SVG, in the text colour of its page. Bars of requests have tooltips.
 
-    The upper part shows the numbers of prompt tokens and of rows in the steps. Below, each request has a bar.
+    The upper part shows the numbers of prompt tokens and of decode tokens in the steps. Below, each request has a bar.
     """
     shown = timeline.requests[:MAX_REQUESTS]
     start = min((each.added_s for each in timeline.requests), default=0.0)
@@ -122,12 +129,12 @@ def as_svg(timeline: Timeline) -> str:
 
 
 def _step_bars(steps: list[Step], start: float, scale: float) -> list[str]:
-    """Return bars of two pixels each: the numbers of prompt tokens and of rows in the steps that begin there."""
+    """Return bars of two pixels each: the numbers of decode and prompt tokens of the steps that begin there."""
     bins: dict[int, list[int]] = {}
     for step in steps:
         found = bins.setdefault(max(0, int((step.begin_s - start) * scale)) // 2, [0, 0])
         found[0] += step.num_prompt_tokens
-        found[1] += step.num_rows
+        found[1] += step.num_decode_tokens
     most = max((sum(each) for each in bins.values()), default=1) or 1
     bottom = STEPS_HEIGHT + 20
     lines = [

@@ -205,7 +205,7 @@ class SpeculativeArgs:
     )
     speculative_ngram_max_trie_depth: int | None = option(
         None,
-        "NGRAM: a lower maximum for n-grams: they have at most this number of tokens - 1. Default: no lower maximum.",
+        "NGRAM: lowers --speculative-ngram-max-match-window-size to this number - 1. Default: it is not lowered.",
         low=2,
         high=65,
         plan="scheduler.draft_windows",

@@ -6,6 +6,7 @@ from ops.backends import ATTENTION
 from ops.machine import Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import GraphPlan
+from runtime.config.resolve.drafts import HEADS
 from runtime.config.resolve.graph_sizes import Buckets, buckets, launch_bound_tokens, prompt_sizes
 from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
@@ -18,7 +19,6 @@ _CAPTURING = (
 )
 _CAPTURING_PROMPTS = ("piecewise_cuda_graph_max_tokens", "piecewise_cuda_graph_tokens")
 _MAX_PROMPT_TOKENS = 2048  # upper bound on the default limit; larger steps take longer to compute than to launch
-_HEADS = {"EAGLE", "EAGLE3", "NEXTN"}  # draft methods that read hidden states of the model
 _UNKNOWN_TOKENS = 256  # default limit if the number of weights is unknown
 
 
@@ -98,7 +98,7 @@ def _prompt_sizes(
         reason = "recurrent layers read the rows of steps with prompts on the host"
     elif builder.args.parallel.tp_size > 1:
         reason = "several ranks share the layers, and only their decode steps are captured"
-    elif _HEADS & set((builder.args.speculative.speculative_algorithm or "").split(",")):
+    elif set(HEADS) & set((builder.args.speculative.speculative_algorithm or "").split(",")):
         reason = "a draft head reads the inputs of layers, which graphs of prompts do not keep"
     if gpu is None or reason:
         for option in _CAPTURING_PROMPTS:

@@ -114,6 +114,9 @@ def _symmetric_memory(builder: PlanBuilder, device: str, dtype: str) -> Decision
         "needs NVIDIA GPUs, and the model runs on the CPU": not device.startswith("cuda"),
         "needs several GPUs that share every layer (--tp-size)": args.tp_size == 1,
         "needs GPUs of one machine; leave it out with --nnodes": args.nnodes > 1,
+        "supports one copy of the model; leave it out with --dp-size, or set --enable-dp-attention": (
+            args.dp_size > 1 and not args.enable_dp_attention
+        ),
         "sums bfloat16 and float32, and the model computes in float16; use --dtype bfloat16": dtype == "float16",
         "cannot be combined with --enable-two-batch-overlap, whose sums run beside the other half": (
             args.enable_two_batch_overlap

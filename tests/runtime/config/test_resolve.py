@@ -323,6 +323,7 @@ def test_symmetric_memory_needs_gpus_of_one_machine_that_share_layers() -> None:
         ({"tp_size": 1}, "needs several GPUs"),
         ({"dtype": "float16"}, "--dtype bfloat16"),
         ({"nnodes": 2, "dist_init_addr": "a:1"}, "GPUs of one machine"),
+        ({"dp_size": 2}, "one copy of the model"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
     ):
         asked: dict[str, Any] = {"tp_size": 2, "enable_symm_mem": True, **changes}
