@@ -27,7 +27,7 @@ WIDE = {
 OWN_WIDE = {
     **{
         name: {"kv_lora_rank": 56, "head_dim": 8, "num_key_value_heads": 4}
-        for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+        for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
     },
     **{
         name: {"hidden_size": 256, "num_key_value_heads": 4}

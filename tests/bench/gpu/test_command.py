@@ -45,10 +45,11 @@ def test_online_rows_are_measured_over_http(capsys) -> None:
     assert [cells[0].rpartition(", ")[2] for cells in found[8:11]] == ["mean", "p10", "p90"]
     assert all(cells[2].endswith("ms") for cells in found[:8])
     assert all(0 < float(cells[2].split()[0]) <= 100 for cells in found[8:11])
+    # Steps without a prompt, with a prompt and the default graphs, and with a prompt and no graphs of prompts.
     assert [cells[0].rpartition(": ")[2] for cells in found[11:]] == [
         "a step",
         "launching it, of its time",
-    ] * 2
+    ] * 3
     assert all(float(cells[2].split()[0]) > 0 for cells in found[11:])
 
 
