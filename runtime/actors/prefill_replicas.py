@@ -15,7 +15,7 @@ from runtime.actors.live_requests import ABORTED, LiveRequest
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import PenstockError
 from runtime.kv_cache.prefix_cache import reusable_tokens
-from runtime.request import USUAL, Chunk, Request
+from runtime.request import Chunk, Request
 from runtime.sampling_params import SamplingParams
 from runtime.sequence import Sequence
 
@@ -102,7 +102,6 @@ def _prompt_of(live: LiveRequest) -> LiveRequest:
         namespace=given.namespace,
         row_values=given.row_values,
         priority=given.priority,
-        service=USUAL,
         follows=True,  # it needs no place in the queue: the original request has one
         prompt_media=given.prompt_media,
         counted=False,

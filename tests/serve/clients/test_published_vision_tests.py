@@ -144,7 +144,7 @@ def check_usage(answer: Any, num_prompt: int) -> None:
 
 
 async def test_one_image_and_a_second_turn(server: Server) -> None:
-    """As `test_single_chat_session_image` of vLLM and `test_single_image_chat_completion` of SGLang."""
+    """Follow `test_single_chat_session_image` of vLLM and `test_single_image_chat_completion` of SGLang."""
     answers = set()
     for number in range(len(pictures())):
         messages: list[Any] = [user(image(data_url(number)), text())]
@@ -163,7 +163,7 @@ async def test_one_image_and_a_second_turn(server: Server) -> None:
 
 
 async def test_several_turns_with_images_in_any_order(server: Server) -> None:
-    """As `test_multi_turn_chat_completion` and `test_multi_images_chat_completion` of SGLang."""
+    """Follow `test_multi_turn_chat_completion` and `test_multi_images_chat_completion` of SGLang."""
     first, second = (image(data_url(number), modalities="multi-images") for number in (0, 1))
     repeat = [
         {"role": "assistant", "content": [text("There is a man at the back of a cab.")]},
@@ -190,7 +190,7 @@ async def test_several_turns_with_images_in_any_order(server: Server) -> None:
 
 
 async def test_detail_and_ids_of_images_change_nothing(server: Server) -> None:
-    """As `test_completions_with_image_with_uuid` of vLLM, except that an id alone is refused.
+    """Follow `test_completions_with_image_with_uuid` of vLLM, except that an id alone is refused.
 
     vLLM answers about the image that had the id before. Here, no id from a client is trusted.
     """
@@ -213,7 +213,7 @@ async def test_detail_and_ids_of_images_change_nothing(server: Server) -> None:
 
 
 async def test_images_in_constrained_chats(server: Server) -> None:
-    """As `test_regex` of SGLang, with a JSON schema too."""
+    """Follow `test_regex` of SGLang, with a JSON schema too."""
     pattern = r'\{\n   "color":"[\w]{1,8}",\n   "number_of_cars":[\d]{1,3}\n\}'
     shown = user(image(data_url(0)), text("Describe this image in the JSON format."))
     answer = await server.chat(shown, max_completion_tokens=200, extra_body={"regex": pattern})
@@ -235,7 +235,7 @@ async def test_images_in_constrained_chats(server: Server) -> None:
 
 
 async def test_images_and_text_at_once(server: Server) -> None:
-    """As `test_mixed_batch` of SGLang."""
+    """Follow `test_mixed_batch` of SGLang."""
     chats = [
         user(image(data_url(0)), text()),
         user(image(data_url(1)), text()),
@@ -252,7 +252,7 @@ async def test_images_and_text_at_once(server: Server) -> None:
 
 
 async def test_streams_equal_whole_answers(server: Server) -> None:
-    """As `test_chat_streaming_image` of vLLM."""
+    """Follow `test_chat_streaming_image` of vLLM."""
     messages = [user(image(data_url(0)), image(data_url(1)), text())]
     whole = await server.chat(*messages)
     stream = await server.chat(*messages, stream=True, stream_options={"include_usage": True})
@@ -268,7 +268,7 @@ async def test_streams_equal_whole_answers(server: Server) -> None:
 
 
 async def test_several_choices_of_an_image(server: Server) -> None:
-    """As `test_single_chat_session_image_beamsearch` of vLLM with sampling: beam search itself is refused by name."""
+    """Follow `test_single_chat_session_image_beamsearch` of vLLM with sampling. Beam search is refused by name."""
     shown = user(image(data_url(0)), text())
     made = await server.chat(shown, n=2, temperature=1.0, seed=7, logprobs=True, top_logprobs=5)
     assert [choice.index for choice in made.choices] == [0, 1]
@@ -282,7 +282,7 @@ async def test_several_choices_of_an_image(server: Server) -> None:
 
 
 async def test_refused_images_and_a_server_that_works_afterwards(server: Server) -> None:
-    """As `test_multi_image_input` and `test_error_on_invalid_image_url_type` of vLLM."""
+    """Follow `test_multi_image_input` and `test_error_on_invalid_image_url_type` of vLLM."""
     wanted = content_of(await server.chat(user(image(data_url(0)), text())))
     most = [image(data_url(0))] * MAX_IMAGES
     check_usage(await server.chat(user(*most, text())), len(prompt_ids([user(*most, text())], [0] * MAX_IMAGES)))
@@ -321,7 +321,7 @@ async def test_refused_images_and_a_server_that_works_afterwards(server: Server)
 
 
 async def test_paths_of_the_server(tmp_path: Path) -> None:
-    """As the tests of SGLang that send the path of a downloaded file as a URL."""
+    """Follow the tests of SGLang that send the path of a downloaded file as a URL."""
     folder = tmp_path / "open"
     folder.mkdir()
     for file in (folder / "cat.png", tmp_path / "secret.png"):
@@ -336,7 +336,7 @@ async def test_paths_of_the_server(tmp_path: Path) -> None:
 
 
 async def test_frames_in_whole_and_in_chunks() -> None:
-    """As `test_chunked_prefill` and `test_video_images_chat_completion` of SGLang: frames of a film as images."""
+    """Follow `test_chunked_prefill` and `test_video_images_chat_completion` of SGLang: frames of a film as images."""
 
     def frame(number: int) -> str:
         file = io.BytesIO()
@@ -377,14 +377,14 @@ async def test_frames_in_whole_and_in_chunks() -> None:
 @NEEDS_AV
 @pytest.mark.skipif(not HAS_TORCHVISION, reason="transformers' video processors need torchvision")
 async def test_videos() -> None:
-    """As vLLM's tests of `video_url`."""
+    """Follow vLLM's tests of `video_url`."""
     film = base64.b64encode(tiny_films.film_file(tiny_films.film(8, 32, 32), 8)).decode()
     await check_one_and_too_many({"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{film}"}}, FAMILY)
 
 
 @NEEDS_AV
 async def test_audio() -> None:
-    """As vLLM's tests of `audio_url` and `input_audio`."""
+    """Follow vLLM's tests of `audio_url` and `input_audio`."""
     sound = base64.b64encode(tiny_films.wave_file(tiny_films.tone(0.8))).decode()
     parts = (
         {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{sound}"}},
