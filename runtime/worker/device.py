@@ -12,6 +12,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal, NamedTuple, Protocol, TypeVar
 from weakref import finalize
@@ -28,6 +29,11 @@ Read = Callable[[], Result]  # waits until the result is on the host, and return
 Enqueue = Callable[[], Read[Result]]  # enqueues work on the device
 Divide = Callable[[], None]  # ends the graph that is being captured, and begins the next one
 Stream = Literal["forward", "copy"]
+
+# Buffers on a GPU for uploads. With three, a buffer's last read is done before its next use; a step has up to two
+# uploads. Larger uploads (many embeddings of media) are copied on the forward stream, without a buffer.
+NUM_STAGED = 6
+STAGED_BYTES = 4 << 20
 
 
 class Event(Protocol):
@@ -82,7 +88,8 @@ class Device(Protocol):
     def upload(self, host: Tensor) -> tuple[Tensor, Event]:
         """Copy pinned memory to the device, for later work on the forward stream.
 
-        `host` must not change before the event is reached. The copy overlaps with the forward passes of earlier steps.
+        `host` is uint8 [n]. It must not change before the event is reached. The copy overlaps with the forward passes of
+        earlier steps, unless it is large.
         """
         ...
 
@@ -189,8 +196,8 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
         idle = _idle_streams(device)
-        streams = idle.pop() if idle else (torch.cuda.Stream(device), torch.cuda.Stream(device))
-        self._forward, self._copies = streams
+        streams = idle.pop() if idle else _Streams(torch.cuda.Stream(device), torch.cuda.Stream(device))
+        self._forward, self._copies, self._staged = streams.forward, streams.copies, streams.staged
         finalize(self, idle.append, streams)
         self._graph_pool = None
         torch.cuda.synchronize(device)  # weights and pools were written on another stream
@@ -209,13 +216,30 @@ class CudaDevice:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, host: Tensor) -> tuple[Tensor, Event]:
-        # Allocated on the copy stream, because earlier steps may still read a freed block of the forward stream.
+        # The result belongs to the forward stream alone, so freeing it needs no events (`record_stream`). A failed
+        # capture could keep such events from the allocator, which would never use the memory again.
+        if len(host) > STAGED_BYTES:
+            with torch.cuda.stream(self._forward):
+                return host.to(self.torch_device, non_blocking=True), self.record()
+        if not self._staged:
+            with torch.cuda.stream(self._forward):
+                self._staged += [
+                    (torch.empty(STAGED_BYTES, dtype=torch.uint8, device=self.torch_device), torch.cuda.Event())
+                    for _ in range(NUM_STAGED)
+                ]
+            self._copies.wait_stream(self._forward)  # earlier tensors at these addresses may still be in use
+        buffer, is_read = self._staged[0]
+        self._staged.append(self._staged.pop(0))
+        staged = buffer[: len(host)]
+        self._copies.wait_event(is_read)
         with torch.cuda.stream(self._copies):
-            on_device = host.to(self.torch_device, non_blocking=True)
+            staged.copy_(host, non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._copies)
         self._forward.wait_event(done)
-        on_device.record_stream(self._forward)
+        with torch.cuda.stream(self._forward):
+            on_device = staged.clone()
+            is_read.record(self._forward)
         return on_device, _CudaEvent(done)
 
     def record(self) -> Event:
@@ -283,10 +307,10 @@ class CudaDevice:
 
 
 def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tuple[int, int]) -> None:
-    """End a capture that failed, so that the allocator can free blocks again.
+    """End a capture that failed, so that the allocator leaves the graphs' memory pool.
 
     torch's `capture_end` raises for a broken capture before it tells the allocator that the capture is over. The
-    allocator would then keep every block that several streams have used (`record_stream`) until memory runs out.
+    allocator would then put the tensors of later steps into the pool of the graphs.
     """
     with suppress(RuntimeError):
         graph.capture_end()
@@ -296,9 +320,18 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: tup
         torch._C._cuda_endAllocateToPool(index, pool)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Streams:
+    """The streams of a `CudaDevice`, and its buffers for uploads, each with the event after its last read."""
+
+    forward: torch.cuda.Stream
+    copies: torch.cuda.Stream
+    staged: list[tuple[Tensor, torch.cuda.Event]] = field(default_factory=list)  # empty before the first upload
+
+
 @cache
-def _idle_streams(device: torch.device) -> list[tuple[torch.cuda.Stream, torch.cuda.Stream]]:
-    """Return the list of unused stream pairs. They are reused.
+def _idle_streams(device: torch.device) -> list[_Streams]:
+    """Return the list of unused pairs of streams. They are reused.
 
     cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever used, and never frees it.
     """

@@ -101,7 +101,7 @@ def _attempt(device: Device, x: Tensor, fail: Callable[[Tensor], Any]) -> None:
         fail(product)
         return product
 
-    uploaded, done = device.upload(torch.ones(x.shape))
+    uploaded, done = device.upload(torch.ones(x.numel(), dtype=torch.uint8))
     done.wait()
     del uploaded
     try:
