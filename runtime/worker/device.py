@@ -88,8 +88,8 @@ class Device(Protocol):
     def upload(self, host: Tensor) -> tuple[Tensor, Event]:
         """Copy pinned memory to the device, for later work on the forward stream.
 
-        `host` is uint8 [n]. It must not change before the event is reached. The copy overlaps with the forward passes of
-        earlier steps, unless it is large.
+        `host` is uint8 [n]. It must not change before the event is reached. The copy overlaps with the forward passes
+        of earlier steps, unless it is large.
         """
         ...
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from fake_device import LateDevice, LateEvent
 from runtime.worker import device as devices
-from runtime.worker.device import CudaDevice
+from runtime.worker.device import CudaDevice, Stream
 
 GPU = torch.device("cuda:0")
 
@@ -53,14 +52,15 @@ class LateStreams:
 
     def __init__(self, patch: pytest.MonkeyPatch, seed: int, lost: str = "") -> None:
         self.late = LateDevice(Random(seed))
-        self._lost, self._names = lost, iter(["forward", "copy"])
+        self._lost = lost
+        self._names: Iterator[Stream] = iter(("forward", "copy"))
         patch.setattr(torch.cuda, "Stream", lambda device: self.stream(next(self._names)))
         patch.setattr(
             torch.cuda, "stream", lambda of: self.late.forward() if of.name == "forward" else self.late.copies()
         )
         patch.setattr(torch.cuda, "Event", self.event)
 
-    def stream(self, name: str) -> Any:
+    def stream(self, name: Stream) -> Any:
         def wait(event: Any) -> None:
             if event.last is not None and name != self._lost:
                 self.late.enqueue(name, event.last)
