@@ -16,6 +16,7 @@ import numpy as np
 from runtime.batch import (
     AdapterPlacement,
     Batch,
+    Branches,
     Drafts,
     Ints,
     MediaSpan,
@@ -228,6 +229,8 @@ def encode_batch(batch: Batch, **more: Any) -> bytes:
         arrays |= {"positions": batch.sampling.positions, "row_of": batch.sampling.row_of}
     if batch.drafts is not None:
         arrays |= {"drafts.rows": batch.drafts.rows, "drafts.counts": batch.drafts.counts}
+        if batch.drafts.branches is not None:
+            arrays |= {f"branches.{name}": array for name, array in batch.drafts.branches._asdict().items()}
     if batch.unknown_starts is not None:
         arrays["unknown_starts"] = batch.unknown_starts.astype(np.int32)
     if prompt_logprobs:
@@ -263,7 +266,7 @@ def decode_batch(frame: Frame) -> Batch:
         number=frame.body["batch"],
         sequences=(),
         sampling=sampling,
-        drafts=Drafts(arrays["drafts.rows"], arrays["drafts.counts"]) if "drafts.rows" in arrays else None,
+        drafts=_decode_drafts(arrays) if "drafts.rows" in arrays else None,
         unknown_starts=arrays["unknown_starts"].astype(np.bool_) if "unknown_starts" in arrays else None,
         prompt_logprobs=tuple(
             PromptLogprobs(row, offset, np.zeros(count, np.int32), _NO_LOGPROBS)
@@ -281,6 +284,13 @@ def decode_batch(frame: Frame) -> Batch:
         adapters=tuple(AdapterPlacement(*each) for each in frame.body["adapters"]),
         **fields,
     )
+
+
+def _decode_drafts(arrays: Mapping[str, Ints]) -> Drafts:
+    branches = None
+    if "branches.rows" in arrays:
+        branches = Branches(*(arrays[f"branches.{name}"] for name in Branches._fields))
+    return Drafts(arrays["drafts.rows"], arrays["drafts.counts"], branches)
 
 
 def _decode_media(spans: Ints, vectors: Ints) -> tuple[MediaSpan, ...]:

@@ -105,7 +105,7 @@ def digest(batch: Batch) -> str:
     if batch.sampling is not None:
         arrays += [batch.sampling.positions, batch.sampling.row_of, batch.sampling.greedy, batch.sampling.uniform]
     if batch.drafts is not None:
-        arrays += [batch.drafts.rows, batch.drafts.counts]
+        arrays += [batch.drafts.rows, batch.drafts.counts, *(batch.drafts.branches or ())]
     if batch.unknown_starts is not None:
         arrays.append(batch.unknown_starts)
     for copy in batch.copies:

@@ -14,6 +14,7 @@ from runtime.errors import EngineFailure
 from serve import Engine
 
 GROUPS = {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}
+NGRAM_TREE = {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 3}
 TIGHT = {**rank_cases.TIGHT, "max_total_tokens": 168}  # of each group: sequences are retracted
 FAMILIES = {
     "deepseek_v3": {"moe_dense_tp_size": 1},
@@ -68,7 +69,7 @@ async def answers(engine: Engine) -> list[Any]:
     "more",
     [
         {},
-        pytest.param({"enable_dp_lm_head": True, "speculative_algorithm": "NGRAM"}, marks=pytest.mark.slow),
+        pytest.param({"enable_dp_lm_head": True, **NGRAM_TREE}, marks=pytest.mark.slow),
         pytest.param({"enable_hierarchical_cache": True, "tp_size": 4}, marks=pytest.mark.slow),
     ],
 )

@@ -106,6 +106,17 @@ async def test_prompt_lookup_proposes_trees(match_type: str, monkeypatch: pytest
 
 
 @pytest.mark.slow
+async def test_every_rank_takes_the_same_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 proposes all ids, and every rank copies the KV of the branches that are taken."""
+    taken = count_taken(monkeypatch)
+    monkeypatch.setitem(globals(), "PARAMS", PARAMS[:2])
+    expected = [answer[IDS] for answer in await answers(tp_size=2)]
+    found = await answers(speculative_algorithm="EAGLE3", **TREE, **ALWAYS, tp_size=2)
+    assert [answer[IDS] for answer in found] == expected
+    assert any(taken)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["STANDALONE", "NGRAM,STANDALONE", "NGRAM,EAGLE3"])
 async def test_every_method_may_have_alternatives(method: str, plain: list[list[int]]) -> None:
     path = {"speculative_draft_model_path": demo_path()} if "STANDALONE" in method else {}
@@ -126,7 +137,6 @@ async def test_tiny_heads_with_trees(kind: str, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"tp_size": 2}, "one chain of drafts"),
         ({"pp_size": 2}, "one chain of drafts"),
         (
             {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 1, "speculative_ngram_max_bfs_breadth": 2}
