@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from runtime.actors.scheduler import SchedulerActor
     from runtime.batch import Runner
     from runtime.errors import PenstockError
-    from runtime.request import Chunk
 
 logger = logging.getLogger("penstock.core")
 T = TypeVar("T")
@@ -289,9 +288,6 @@ class AdapterRegistry:
             entry.num_users += 1
             entry.num_requests += 1
             entry.unused.clear()
-
-    def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
-        pass
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
         entry = self._entry(live.request.adapter)

@@ -48,7 +48,7 @@ class DetokenizerActor:
 
     def process(self, deltas: list[Delta]) -> None:
         """Turn deltas into chunks. Deltas of ended requests are dropped."""
-        get, observers = self._requests.get, self._requests.observers
+        get, observers = self._requests.get, self._requests.token_observers
         now_s = monotonic()
         for delta in deltas:
             live = get(delta.request_id)

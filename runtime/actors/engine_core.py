@@ -322,9 +322,8 @@ class EngineCore:
 
     def observe(self, observer: RequestObserver) -> Callable[[], None]:
         """Add an observer of all requests. Return a function that removes it."""
-        observers = self._requests.observers
-        observers.append(observer)
-        return lambda: observers.remove(observer) if observer in observers else None
+        self._requests.observe(observer)
+        return lambda: self._requests.stop_observing(observer)
 
     def hook_logits(self, function: Callable[[list[int], Any], Any]) -> Callable[[], None]:
         """Call `function` with the logits of all requests that begin from now on (see `LogitsHook`).
@@ -355,10 +354,10 @@ class EngineCore:
 
     @request_log_level.setter
     def request_log_level(self, level: int | None) -> None:
-        observers = self._requests.observers
-        observers[:] = [each for each in observers if not isinstance(each, RequestLog)]
+        for log in [each for each in self._requests.observers if isinstance(each, RequestLog)]:
+            self._requests.stop_observing(log)
         if level is not None:
-            observers.append(RequestLog(level))
+            self._requests.observe(RequestLog(level))
 
     def touch_prefix(self, request: Request) -> None:
         """Make the cached prefix of a request's ids the most recently used one. Does not lock the prefix."""

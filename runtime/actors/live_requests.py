@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from time import monotonic
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 from runtime.actors.choice_decoder import ChoiceDecoder
 from runtime.actors.output_stream import OutputStream
@@ -126,6 +126,15 @@ class RequestObserver(Protocol):
         """Called when a request is accepted. Its ids may not be known yet."""
         ...
 
+    def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
+        """Called when the output has ended, with `live.ends` or with an error."""
+        ...
+
+
+@runtime_checkable
+class TokenObserver(RequestObserver, Protocol):
+    """An observer that is also called for every chunk with tokens."""
+
     def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
         """Called when a chunk with tokens is sent. `before_s` is the time of the choice's previous chunk, or 0.0.
 
@@ -133,16 +142,15 @@ class RequestObserver(Protocol):
         """
         ...
 
-    def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
-        """Called when the output has ended, with `live.ends` or with an error."""
-        ...
-
 
 class LiveRequests:
     """The table of live requests, owned by the engine core. Ended requests are removed."""
 
     def __init__(self, observers: Seq[RequestObserver] = ()) -> None:
-        self.observers = list(observers)
+        self.observers: list[RequestObserver] = []
+        self.token_observers: list[TokenObserver] = []  # the observers among them that are called for every chunk
+        for observer in observers:
+            self.observe(observer)
         # Timelines of ended requests, latest last.
         self.recent: deque[Timeline] = deque(maxlen=NUM_RECENT)
         self._live: dict[int, LiveRequest] = {}  # request id -> request
@@ -159,6 +167,18 @@ class LiveRequests:
     def __iter__(self) -> Iterator[LiveRequest]:
         """Iterate over a copy, because requests may be added and removed meanwhile."""
         return iter(list(self._live.values()))
+
+    def observe(self, observer: RequestObserver) -> None:
+        """Add an observer of all requests."""
+        self.observers.append(observer)
+        if isinstance(observer, TokenObserver):
+            self.token_observers.append(observer)
+
+    def stop_observing(self, observer: RequestObserver) -> None:
+        """Remove an observer. A second call does nothing."""
+        if observer in self.observers:
+            self.observers.remove(observer)
+            self.token_observers = [each for each in self.token_observers if each is not observer]
 
     def add(self, request: Request) -> LiveRequest:
         """Add a new request. Raises `InvalidRequest` if its owner has a live request with the same label."""

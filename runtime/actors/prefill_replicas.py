@@ -15,7 +15,7 @@ from runtime.actors.live_requests import ABORTED, LiveRequest
 from runtime.actors.output_stream import OutputStream
 from runtime.errors import PenstockError
 from runtime.kv_cache.prefix_cache import reusable_tokens
-from runtime.request import Chunk, Request
+from runtime.request import Request
 from runtime.sampling_params import SamplingParams
 from runtime.sequence import Sequence
 
@@ -65,9 +65,6 @@ class PrefillReplicas:
 
     def began(self, live: LiveRequest) -> None:
         """Do nothing, because the ids are not known yet."""
-
-    def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
-        """Do nothing, because prompts end by themselves."""
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
         """Abort the prompt of an ended request, unless it has been computed."""

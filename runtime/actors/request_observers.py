@@ -93,9 +93,6 @@ class TimeStatsLog:
     def began(self, live: LiveRequest) -> None:
         """Do nothing: times are logged at the end."""
 
-    def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
-        """Do nothing: single tokens are not logged."""
-
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
         """Log one line. If the request was in no step, its whole time counts as waiting."""
         times, now_s = live.times, time.monotonic()

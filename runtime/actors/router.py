@@ -75,7 +75,7 @@ class Router:
         self._num_prefill = plan.parallel.prefill_replicas
         self._prompts = PrefillReplicas(plan.cache.page_size) if self._num_prefill else None
         if self._prompts is not None:
-            requests.observers.append(self._prompts)
+            requests.observe(self._prompts)
         self._given_up: set[int] = set()  # indices of the replicas that are not restarted any more
         # Scheduler actor of each replica, by index. None while a replica restarts and after it is given up.
         self._schedulers: list[SchedulerActor | None] = [

@@ -127,9 +127,6 @@ class Sessions:
     def began(self, live: LiveRequest) -> None:
         return
 
-    def sent(self, live: LiveRequest, chunk: object, now_s: float, before_s: float) -> None:
-        return
-
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
         """Keep the tokens of an ended request of a session."""
         params = live.request.session

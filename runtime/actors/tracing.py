@@ -9,7 +9,6 @@ from typing import Any
 
 from runtime.actors.live_requests import LiveRequest
 from runtime.errors import ConfigurationError, PenstockError
-from runtime.request import Chunk
 
 logger = logging.getLogger("penstock.core")
 
@@ -45,9 +44,6 @@ class RequestTraces:
 
     def began(self, live: LiveRequest) -> None:
         """Do nothing: spans are exported at the end."""
-
-    def sent(self, live: LiveRequest, chunk: Chunk, now_s: float, before_s: float) -> None:
-        """Do nothing: single tokens have no spans."""
 
     def ended(self, live: LiveRequest, error: PenstockError | None) -> None:
         """Export the request's span. It has one child span for each phase reached: tokenize, queue, prefill, decode."""

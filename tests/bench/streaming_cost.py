@@ -147,11 +147,11 @@ class AlternatingRunner(ScriptedRunner):
 
     def switch_metrics_of(self, core: EngineCore) -> None:
         """Before the first step."""
-        observers, actor = core._requests.observers, core.schedulers[0]
+        observers, actor = core._requests.token_observers, core.schedulers[0]
         series = actor._series
 
         def switch(on: bool) -> None:
-            core._requests.observers = observers if on else []
+            core._requests.token_observers = observers if on else []
             actor._series = series if on else None
 
         self._switch = switch
