@@ -292,6 +292,23 @@ class TokenParts:
         return None if values is None else values[index - start]
 
 
+class Parts(NamedTuple):
+    """The hidden states and the routed experts of a choice's computed tokens. None: not requested."""
+
+    hidden: TokenParts | None
+    experts: TokenParts | None
+
+    @classmethod
+    def of(cls, request: Request) -> Parts | None:
+        """Return empty parts for a choice of the request, or None if the request wants neither."""
+        if not request.returns_parts:
+            return None
+        return cls(
+            TokenParts() if request.returns_hidden else None,
+            None if request.experts_from is None else TokenParts(request.experts_from),
+        )
+
+
 class Delta(NamedTuple):
     """The output that one step added to one choice. The scheduler sends it to the detokenizer."""
 
@@ -303,8 +320,7 @@ class Delta(NamedTuple):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
-    hidden: TokenParts | None = None  # of the tokens computed so far, if requested
-    experts: TokenParts | None = None  # of the tokens computed so far, if requested
+    parts: Parts | None = None  # of the tokens computed so far, if requested
 
 
 class Chunk(NamedTuple):
@@ -319,5 +335,4 @@ class Chunk(NamedTuple):
     prompt_logprobs: Logprobs | None = None  # only in the first chunk
     embedding: list[float] | None = None  # with the finish, if the request wants an embedding
     prompt_ids: tuple[int, ...] | None = None  # only in the first chunk, if the request returns ids
-    hidden: TokenParts | None = None  # with the finish, if requested; may have states of further tokens
-    experts: TokenParts | None = None  # like `hidden`
+    parts: Parts | None = None  # with the finish, if requested; may have arrays of further tokens

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from runtime.constraint import HostData, SequenceConstraint
-from runtime.request import DraftCounts, Finish, Logprobs, Request, TokenParts
+from runtime.request import DraftCounts, Finish, Logprobs, Parts, Request
 from runtime.sampling_params import SamplingParams
 from runtime.speculative.chain import ChainDrafter
 from runtime.speculative.model_drafts import ModelDrafter
@@ -29,9 +29,7 @@ class Sequence:
         "constraint",
         "draft_counts",
         "drafter",
-        "experts",
         "finish",
-        "hidden",
         "ids",
         "index",
         "locked_node",
@@ -50,6 +48,7 @@ class Sequence:
         "num_undelivered",
         "page_keys",
         "pages",
+        "parts",
         "prompt_logprobs",
         "request",
         "sampling",
@@ -106,8 +105,7 @@ class Sequence:
         start = request.logprobs.start if request.logprobs is not None else -1
         self.next_logprob = start if start >= 0 else self.num_prompt  # next prompt position to score
         self.prompt_logprobs: Logprobs | None = None  # collected until the first output
-        self.hidden = TokenParts() if request.returns_hidden else None
-        self.experts = None if request.experts_from is None else TokenParts(request.experts_from)
+        self.parts = Parts.of(request)
 
     def restarted(self) -> Sequence:
         """Return a copy that has only the prompt, for another scheduler."""

@@ -93,8 +93,7 @@ class ChoiceDecoder:
             self._prompt_logprobs,
             delta.embedding,
             self._prompt_ids,
-            None if finish is None else delta.hidden,
-            None if finish is None else delta.experts,
+            None if finish is None else delta.parts,
         )
         self._held_text = ""
         self._held_ids = []

@@ -462,9 +462,9 @@ def reusable_tokens(sequence: Sequence) -> int:
     hidden states or experts are requested are computed too.
     """
     limit = len(sequence.ids) - 1
-    for parts in (sequence.hidden, sequence.experts):
-        if parts is not None:
-            limit = min(limit, parts.end)
+    for part in sequence.parts or ():
+        if part is not None:
+            limit = min(limit, part.end)
     if sequence.next_logprob < sequence.num_prompt - 1:
         return min(limit, sequence.next_logprob)
     return limit

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
+
+from numpy.typing import NDArray
 
 from runtime.batch import Batch, StepOutput
 from runtime.constraint import NOTHING_ALLOWED
 from runtime.errors import EngineFailure
-from runtime.request import LOWEST_LOGPROB, Delta, Finish, LogprobParams, Logprobs, Usage
+from runtime.request import LOWEST_LOGPROB, Delta, Finish, LogprobParams, Logprobs, TokenParts, Usage
 from runtime.sequence import Sequence
 
 NOT_FINITE = "The model computed values that are not finite numbers (NaN or infinity); its weights may be damaged."
@@ -45,12 +47,8 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
     constraints whether forced tokens will be appended. Raises `RowFailed` if a row cannot be applied.
     """
     retire = effects.retire
-    drafted: dict[int, int] = {}
-    branches: Collection[int] = ()
-    if batch.drafts is not None:
-        drafted = dict(zip(batch.drafts.rows.tolist(), batch.drafts.counts.tolist(), strict=True))
-        if batch.drafts.branches is not None:
-            branches = frozenset(batch.drafts.branches.rows.tolist())
+    drafted, branches = _draft_rows(batch)
+    all_logprobs, failed = output.logprobs, frozenset(output.failed)
     deltas: list[Delta] = []
     sequence = batch.sequences[0]
     try:
@@ -59,15 +57,12 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
             _append_prompt_logprobs(sequence, logprobs)
         for row, states in output.hidden:
             sequence = batch.sequences[row]
-            if sequence.hidden is not None and sequence.finish is None:
-                sequence.hidden.add(int(batch.starts[row]), states)
+            _add_part(sequence, "hidden", int(batch.starts[row]), states)
         for row, experts in output.experts:
             sequence = batch.sequences[row]
-            if sequence.experts is not None and sequence.finish is None:
-                sequence.experts.add(int(batch.starts[row]), experts)
-        failed = frozenset(output.failed)
+            _add_part(sequence, "experts", int(batch.starts[row]), experts)
         for row, (sequence, tokens) in enumerate(zip(batch.sequences, output.tokens)):
-            if sequence.finish is not None or row in branches:
+            if sequence.finish is not None:
                 continue
             if sequence.num_superseded and row not in failed and _is_sampled(batch, row):
                 sequence.num_superseded -= 1
@@ -75,6 +70,8 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
                     deltas.append(_delta(sequence, []))
                 continue
             if not tokens or (failed and row in failed):
+                if row in branches:
+                    continue
                 finish = _finish_without_token(batch, row, failed, output.stuck)
                 if finish is not None:
                     retire(sequence, finish, row not in failed)
@@ -85,16 +82,37 @@ def apply_output(batch: Batch, output: StepOutput, effects: Effects, wants_force
                     sequence.num_pending -= 1
                     effects.stall(sequence)
                 continue
-            if row in drafted:
+            if drafted and row in drafted:
                 _settle_drafts(sequence, drafted[row], len(tokens) - 1, effects)
-            elif len(tokens) > 1 and sequence.num_pending > 1:
-                raise EngineFailure("A step brought several tokens of a sequence that is in another step too.")
-            deltas.append(_apply_tokens(sequence, tokens, output, row, retire))
-            if sequence.constraint is not None and sequence.finish is None:
-                sequence.constraint.advance(sequence.ids, sequence.num_prompt, wants_forced)
+            sequence.num_pending -= 1
+            if len(tokens) > 1:
+                if sequence.num_pending and row not in drafted:
+                    raise EngineFailure("A step brought several tokens of a sequence that is in another step too.")
+                tokens = _up_to_end(sequence, tokens)
+            ids = sequence.ids
+            ids += tokens
+            finish = None
+            if tokens[-1] in sequence.stop_ids or len(ids) >= sequence.max_tokens:
+                finish = _finish(sequence)
+                retire(sequence, finish, True)
+            logprobs = None if all_logprobs is None else all_logprobs[row]
+            if logprobs is not None:
+                logprobs = first_logprobs(logprobs, len(tokens))
+            deltas.append(_delta(sequence, tokens, finish, logprobs))
+            if sequence.constraint is not None and finish is None:
+                sequence.constraint.advance(ids, sequence.num_prompt, wants_forced)
     except Exception as error:
         raise RowFailed(sequence.request.id, deltas) from error
     return deltas
+
+
+def _draft_rows(batch: Batch) -> tuple[dict[int, int], Collection[int]]:
+    """Return the number of draft tokens of each row that has some, and the rows that are branches."""
+    drafts = batch.drafts
+    if drafts is None:
+        return {}, ()
+    counts = dict(zip(drafts.rows.tolist(), drafts.counts.tolist(), strict=True))
+    return counts, () if drafts.branches is None else frozenset(drafts.branches.rows.tolist())
 
 
 def _settle_drafts(sequence: Sequence, num_drafts: int, num_accepted: int | None, effects: Effects) -> None:
@@ -109,69 +127,31 @@ def _settle_drafts(sequence: Sequence, num_drafts: int, num_accepted: int | None
         effects.note_drafts(sequence, num_drafts, num_accepted)
 
 
-def _apply_tokens(
-    sequence: Sequence,
-    tokens: list[int],
-    output: StepOutput,
-    row: int,
-    retire: Callable[[Sequence, Finish, bool], None],
-) -> Delta:
-    sequence.num_pending -= 1
-    if len(tokens) > 1:
-        tokens = _up_to_end(sequence, tokens)
-    sequence.ids += tokens
-    finish = None
-    if tokens[-1] in sequence.stop_ids:
-        finish = Finish("stop", matched=tokens[-1])
-    elif len(sequence.ids) >= sequence.max_tokens:
-        finish = Finish("length", length=sequence.max_tokens - sequence.num_prompt)
-    if finish is not None:
-        retire(sequence, finish, True)
-    logprobs = None if output.logprobs is None else output.logprobs[row]
-    if logprobs is not None:
-        logprobs = first_logprobs(logprobs, len(tokens))
-    return _delta(sequence, tokens, finish, logprobs)
+def _finish(sequence: Sequence) -> Finish:
+    """Return the finish of a sequence whose last token is a stop token or reaches the length limit."""
+    last = sequence.ids[-1]
+    if last in sequence.stop_ids:
+        return Finish("stop", matched=last)
+    return Finish("length", length=sequence.max_tokens - sequence.num_prompt)
 
 
 def _delta(
     sequence: Sequence, tokens: list[int], finish: Finish | None = None, logprobs: Logprobs | None = None
 ) -> Delta:
     """Return a delta with the undelivered forced tokens, followed by `tokens` (the sequence's last ones)."""
-    request, num_prompt, num_known = sequence.request, sequence.num_prompt, len(sequence.ids)
-    num_undelivered = sequence.num_undelivered
-    if num_undelivered:
-        sequence.num_undelivered = 0
+    num_prompt, num_known = sequence.num_prompt, len(sequence.ids)
+    if sequence.num_undelivered:
         end = num_known - len(tokens)
-        forced = sequence.ids[end - num_undelivered : end]
-        logprobs = _with_forced(forced, logprobs, request.logprobs)
+        forced = sequence.ids[end - sequence.num_undelivered : end]
+        sequence.num_undelivered = 0
+        logprobs = _with_forced(forced, logprobs, sequence.request.logprobs)
         tokens = forced + tokens
     prompt_logprobs = sequence.prompt_logprobs
     if prompt_logprobs is not None:
         sequence.prompt_logprobs = None
-    usage = _new(
-        Usage,
-        (
-            num_prompt,
-            num_known - num_prompt,
-            sequence.num_cached,
-            sequence.draft_counts,
-        ),
-    )
-    return _new(
-        Delta,
-        (
-            request.id,
-            sequence.index,
-            tokens,
-            finish,
-            usage,
-            logprobs,
-            prompt_logprobs,
-            None,
-            sequence.hidden,
-            sequence.experts,
-        ),
-    )
+    usage = _new(Usage, (num_prompt, num_known - num_prompt, sequence.num_cached, sequence.draft_counts))
+    fields = sequence.request.id, sequence.index, tokens, finish, usage, logprobs, prompt_logprobs, None, sequence.parts
+    return _new(Delta, fields)
 
 
 def _with_forced(forced: list[int], logprobs: Logprobs | None, params: LogprobParams | None) -> Logprobs | None:
@@ -212,8 +192,7 @@ def final_delta(sequence: Sequence, finish: Finish, embedding: list[float] | Non
         None,
         prompt_logprobs,
         embedding,
-        sequence.hidden,
-        sequence.experts,
+        sequence.parts,
     )
 
 
@@ -259,6 +238,13 @@ def _embedding(output: StepOutput, row: int, finish: Finish) -> list[float] | No
     if vector is None:
         raise EngineFailure("A step computed no embedding for an embedding request.")
     return vector
+
+
+def _add_part(sequence: Sequence, name: Literal["hidden", "experts"], start: int, values: NDArray[Any]) -> None:
+    """Add the hidden states or the experts of the tokens from position `start` on, if the request wants them."""
+    part: TokenParts | None = getattr(sequence.parts, name, None)
+    if part is not None and sequence.finish is None:
+        part.add(start, values)
 
 
 def _append_prompt_logprobs(sequence: Sequence, more: Logprobs) -> None:

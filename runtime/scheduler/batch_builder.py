@@ -67,6 +67,10 @@ class BatchBuilder:
         self._waiting = waiting
         self._fast_forward = fast_forward
         self._drafting = drafting
+        # With pipeline parallelism, a sequence is in one micro-batch at a time, so micro-batches are independent.
+        self._one_at_a_time = plan.micro_batches > 1
+        # A constrained sequence is also in one step at a time if a cache kind can rewind only one token.
+        self._one_step_back = any(kind.steps_back == 1 for kind in cache.kinds)
 
     def build(self, number: int) -> Batch | None:
         """Build batch `number` and allocate its pages. Return None if no row can be computed."""
@@ -183,30 +187,28 @@ class BatchBuilder:
         decodes: list[Sequence] = []
         outputs: list[Sequence] = []
         prompts: list[Sequence] = []
-        num_decoding = 0
-        # With pipeline parallelism, a sequence is in one micro-batch at a time, so micro-batches are independent.
-        one_at_a_time = self._plan.micro_batches > 1
-        # A constrained sequence is also in one step at a time if a cache kind can rewind only one token.
-        one_step_back = any(kind.steps_back == 1 for kind in self._cache.kinds)
         running: Iterable[Sequence] = self._running
         if self._running.stalled:
             running = [sequence for sequence in running if sequence not in self._running.stalled]
+        if self._drafting.enabled:
+            followers = [each for each in running if each.num_drafted and self._drafting.may_follow(each)]
+            running = [sequence for sequence in running if not sequence.num_drafted]
         for sequence in running:
-            if sequence.num_drafted:
-                if self._drafting.may_follow(sequence):
-                    followers.append(sequence)
-                continue
             computed = sequence.num_computed
             lacking = len(sequence.ids) + sequence.num_pending - computed
             if lacking == 1 and computed >= sequence.num_prompt:
                 if computed + 1 < sequence.max_tokens:  # otherwise the pending token is the last one and needs no KV
-                    num_decoding += 1
-                    alone = one_at_a_time or (one_step_back and sequence.constraint is not None)
-                    if not (alone and sequence.num_pending):
-                        decodes.append(sequence)
+                    decodes.append(sequence)
             elif lacking:
                 (outputs if computed >= sequence.num_prompt else prompts).append(sequence)
+        num_decoding = len(decodes)
+        if self._one_at_a_time or self._one_step_back:
+            decodes = [each for each in decodes if not (each.num_pending and self._is_alone(each))]
         return decodes[: self._micro_batch(num_decoding)], outputs + prompts, followers
+
+    def _is_alone(self, sequence: Sequence) -> bool:
+        """Return whether the sequence may be in one step at a time only."""
+        return self._one_at_a_time or sequence.constraint is not None
 
     def _micro_batch(self, num_decoding: int) -> int:
         """Return the maximum number of decode rows in a step.
@@ -288,6 +290,8 @@ class BatchBuilder:
 
     def _add_prompts(self, step: _StepRows, prompts: list[Sequence]) -> None:
         """Continue cut prompts, then admit waiting sequences, within the budgets and the free pages."""
+        if not prompts and not self._waiting:
+            return
         limit = self.prompt_limits[step.num_decodes > 0]
         num_decoding = step.num_decodes + step.num_drafted
         scored_limit = self.scored_limits[step.num_decodes > 0]
@@ -460,6 +464,7 @@ class _StepRows:
         "num_forced",
         "num_new",
         "num_prompt_tokens",
+        "num_scored",
         "retracted",
         "unfinished",
     )
@@ -486,6 +491,7 @@ class _StepRows:
         self.num_new = 0
         self.num_cached_tokens = 0
         self.num_prompt_tokens = 0
+        self.num_scored = 0  # number of prompt tokens whose log-probabilities are computed
         self.num_decodes = 0
         self.num_drafted = 0  # number of proposed tokens in all rows
         self.num_forced = 0  # number of rows that compute up to `max_forced` known output tokens
@@ -614,6 +620,7 @@ class _StepRows:
         targets = np.array(sequence.ids[first + 1 : last + 1], np.int32)
         offset = len(self._token_ids) + first - start
         self._prompt_logprobs.append(PromptLogprobs(len(self._sequences), offset, targets, params))
+        self.num_scored += last - first
         sequence.next_logprob = last
 
     def build(self, number: int, tables: RequestTables, cache: PrefixCache, adapters: AdapterSlots) -> Batch:
@@ -637,7 +644,7 @@ class _StepRows:
         if self._sampled:
             row_of = np.array(self._sampled, np.int32)
             if len(self._token_ids) == len(counts):  # usually every row has one token; this saves 4 us
-                positions, new_positions = row_of, ends[row_of]
+                positions, new_positions = row_of, ends.take(row_of)
             else:
                 row_of, before_last = self._spread_over_drafts(row_of)
                 positions = counts.cumsum(dtype=np.int32)[row_of] - 1 - before_last
@@ -646,7 +653,7 @@ class _StepRows:
             sampling = tables.sampling.gather(
                 positions,
                 row_of,
-                indices[row_of],
+                indices.take(row_of),
                 new_positions.astype(np.int64),
                 ends_known=ends_known,
                 draft_data=self._draft_data,
@@ -678,13 +685,14 @@ class _StepRows:
                 self.num_cached_tokens,
                 self.num_prompt_tokens,
                 self.num_decodes + self.num_forced,
-                sum(len(scored.targets) for scored in self._prompt_logprobs),
+                self.num_scored,
             ),
         )
 
     def _rows_with(self, name: Literal["hidden", "experts"]) -> tuple[int, ...]:
         """Return the rows whose requests want hidden states or routed experts, as `name` says."""
-        return tuple(row for row, sequence in enumerate(self._sequences) if getattr(sequence, name) is not None)
+        rows = ((row, sequence.parts) for row, sequence in enumerate(self._sequences))
+        return tuple(row for row, parts in rows if parts is not None and getattr(parts, name) is not None)
 
     def _all_drafts(self) -> Drafts:
         """Return the rows with draft tokens, and their branches."""

@@ -86,9 +86,9 @@ class SamplingTables:
         have in their sequences, or upper bounds if not `ends_known`. `draft_data` maps rows with both a constraint and
         draft tokens to their data.
         """
-        output_positions = ends - self._num_prompt[indices]
+        output_positions = ends - self._num_prompt.take(indices)
         bias = penalties = logprobs = None
-        special = self._is_special[indices] if self._special else None
+        special = self._is_special.take(indices) if self._special else None
         if special is not None and special.any():
             special_rows = [(row, self._special[int(indices[row])]) for row in np.flatnonzero(special).tolist()]
             bias = _gather_bias(special_rows, output_positions, self._vocab_size)
@@ -99,10 +99,10 @@ class SamplingTables:
         return Sampling(
             positions=positions,
             row_of=row_of,
-            greedy=self._greedy[indices],
-            uniform=uniform_numbers(self._seeds[indices], output_positions),
-            draws=None if ends_known else Draws(self._seeds[indices], output_positions),
-            params={name: self._params[name][indices] for name, users in self._num_users.items() if users},
+            greedy=self._greedy.take(indices),
+            uniform=uniform_numbers(self._seeds.take(indices), output_positions),
+            draws=None if ends_known else Draws(self._seeds.take(indices), output_positions),
+            params={name: self._params[name].take(indices) for name, users in self._num_users.items() if users},
             bias=bias,
             penalties=penalties,
             logprobs=logprobs,
@@ -116,7 +116,7 @@ class SamplingTables:
         self, row_of: Ints, indices: Ints, positions: Longs, draft_data: Mapping[int, DraftData]
     ) -> dict[int, HostData]:
         """Return the host data of positions with a constraint, by index into the sampled positions."""
-        found = np.flatnonzero(self._is_constrained[indices])
+        found = np.flatnonzero(self._is_constrained.take(indices))
         rows, after_drafts = row_of[found].tolist() if draft_data else (), iter(())
         host_data = {}
         previous = -1

@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from runtime.request import Chunk
+from runtime.request import Chunk, TokenParts
 
 
 def hidden_states(chunk: Chunk) -> list[Any]:
@@ -15,16 +15,20 @@ def hidden_states(chunk: Chunk) -> list[Any]:
     The first item is an array [P, E] for the prompt. An array [E] follows for each output token except the last. The
     list is empty if the request ended without hidden states.
     """
-    if chunk.hidden is None:
-        return []
-    states = chunk.hidden.first(_num_computed(chunk))
+    found = _hidden(chunk)
+    states = None if found is None else found.first(_num_computed(chunk))
     return [] if states is None else [states[: chunk.usage.prompt], *states[chunk.usage.prompt :]]
 
 
 def last_hidden(chunk: Chunk) -> list[float]:
     """Return the hidden state [E] from which the last token was sampled, or an empty list if there is none."""
-    state = None if chunk.hidden is None else chunk.hidden.last(_num_computed(chunk))
+    found = _hidden(chunk)
+    state = None if found is None else found.last(_num_computed(chunk))
     return [] if state is None else state.tolist()
+
+
+def _hidden(chunk: Chunk) -> TokenParts | None:
+    return None if chunk.parts is None else chunk.parts.hidden
 
 
 def _num_computed(chunk: Chunk) -> int:

@@ -18,7 +18,8 @@ def routed_experts(chunk: Chunk) -> str | None:
     which has passed through no layer. L is the number of all layers. Layers without experts have zeros.
     """
     num_computed = chunk.usage.prompt + max(chunk.usage.output - 1, 0)
-    experts = None if chunk.experts is None else chunk.experts.first(num_computed)
+    found = None if chunk.parts is None else chunk.parts.experts
+    experts = None if found is None else found.first(num_computed)
     if experts is None:
         return None
     content = experts.astype("<i4").reshape(-1).view(np.uint8).data

@@ -43,7 +43,7 @@ PLACES: list[tuple[Any, str]] = [
     (WaitingQueue, "remove"),
     (WaitingQueue, "put_back"),
     (BatchBuilder, "build"),
-    (apply, "_apply_tokens"),
+    (apply, "_delta"),
     (scheduler, "final_delta"),
 ]
 PROMPTS = [tuple(3 + (5 * place + i) % 90 for i in range(4 + 7 * place)) for place in range(7)]
