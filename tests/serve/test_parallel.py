@@ -25,9 +25,14 @@ from serve.server.app import build_app
 
 FAMILIES = ("gemma2", "llama", "mistral", "phi3", "qwen2", "qwen3", "qwen3_moe")
 SOON = ("qwen3_moe",)  # families in the default test run
+SHAPES = ("gemma2", "llama", "qwen3_moe")  # windows, plain attention, norms of heads with experts
 each_family = pytest.mark.parametrize(
     "family",
     [family if family in SOON else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES],
+)
+four_processes = pytest.mark.parametrize(
+    "family",
+    [pytest.param(family, marks=pytest.mark.slow if family in SHAPES else pytest.mark.long) for family in FAMILIES],
 )
 ROOT = Path(__file__).parents[2]
 
@@ -50,8 +55,7 @@ async def test_two_ranks_give_the_tokens_of_one(family: str):
     await check_same_tokens(family, tp_size=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@four_processes
 async def test_four_ranks_share_two_kv_heads(family: str):
     await check_same_tokens(family, tp_size=4)
 
@@ -61,8 +65,7 @@ async def test_two_stages_give_the_tokens_of_one(family: str):
     await check_same_tokens(family, pp_size=2)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@four_processes
 async def test_two_stages_of_two_ranks(family: str):
     await check_same_tokens(family, pp_size=2, tp_size=2)
 
@@ -241,13 +244,13 @@ def test_workers_die_with_a_killed_parent(tmp_path: Path):
 
 
 @pytest.mark.slow
-async def test_twenty_starts_leave_nothing_behind():
+async def test_eight_starts_leave_nothing_behind():
     def held() -> tuple[int, int, int]:
         me = psutil.Process()
         return me.num_fds(), me.num_threads(), len(me.children())
 
     seen = []
-    for _ in range(20):
+    for _ in range(8):
         async with Engine(model_path(), **PLAIN, tp_size=2) as engine:
             await engine.generate(input_ids=[5, 6, 7], sampling_params=GREEDY)
         seen.append(held())
