@@ -113,7 +113,7 @@ def _launch(
         scales,
         num_rows,
         num_heads,
-        x.stride(0),
+        x.stride(0) if num_tokens > 1 else 0,  # else the size of the whole step, whose divisibility varies
         x.stride(1),
         kind.eps,
         WIDTH=width,

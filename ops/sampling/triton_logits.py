@@ -14,6 +14,7 @@ from ops.sampling import Scores
 from ops.sampling.native import best, fraction_bits
 
 BLOCK = 4096  # logits per iteration of a program
+MIN_IDS = 32  # scored ids of a row in the usual variant of the kernel: the chosen id, and up to 20 best ones
 
 
 def penalize(
@@ -68,7 +69,7 @@ def score(logits: Tensor, temperature: Tensor, chosen_ids: Tensor, num_top: int,
         found,
         logits.stride(0),
         ids.shape[1],
-        IDS_BLOCK=triton.next_power_of_2(ids.shape[1]),
+        IDS_BLOCK=max(MIN_IDS, triton.next_power_of_2(ids.shape[1])),
         VOCAB=vocab_size,
         UNIT=2.0 ** fraction_bits(vocab_size),
         BLOCK=block_size(vocab_size),

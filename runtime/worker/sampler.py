@@ -235,6 +235,24 @@ class Sampler:
         scored = score_rows(scored_logits, scored_ids, temperature, requested, params, self._score)
         return Sampled(ids, sound, scored, rows, arrived, uncounted=uncounted)
 
+    def warm_up(self, num_rows: int) -> None:
+        """Compile the device's kernels that sample, penalise, mask and score, by running them on `num_rows` rows."""
+        vocab_size = self._seen.counts.shape[1]
+        host: dict[str, np.ndarray] = {
+            "greedy": np.zeros(num_rows, np.bool_),
+            "uniform": np.zeros(num_rows, np.float32),
+        }
+        host |= {name: _neutral(name, num_rows) for name in (*PARAMS, *PENALTIES)}
+        host["rows"], host["words"] = np.arange(num_rows), np.full((num_rows, -(-vocab_size // 32)), -1, np.int32)
+        on_device = self._staging.copy(host)
+        rows, penalties = on_device["rows"], [on_device[name] for name in PENALTIES]
+        logits = torch.zeros(num_rows, vocab_size, device=rows.device)
+        counts = torch.zeros_like(logits, dtype=torch.int32)
+        self._penalize(logits, rows, rows, counts, counts > 0, *penalties)
+        plan = None if self._is_host else SamplingArrays(*(torch.from_numpy(host[name]) for name in FIELDS))
+        ids, _ = self._choose(logits, sampling_arrays(on_device), plan, Masks(rows, on_device["words"]))
+        self._score(logits, on_device["temperature"], ids, 1, rows[:, None])
+
     def count(self, sampled: Sampled, accepted: Tensor) -> None:
         """Count the tokens of penalised rows in a step with draft tokens.
 

@@ -63,6 +63,7 @@ from runtime.worker.remote_instance import load_from_instance
 from runtime.worker.sampler import Sampler
 from runtime.worker.step_inputs import Forward, Staging
 from runtime.worker.two_batches import TwoBatchForward
+from runtime.worker.warm_up import compiles_at_first_use, warm_up
 
 logger = logging.getLogger("penstock.core")
 
@@ -361,6 +362,9 @@ class ModelWorker:
         dump = LogitsDump(folder) if folder is not None else None
         relaxed = _relaxed(plan)
         sampler = self._make_sampler(loaded.setup.facts, cache.num_sequences, device, dump, relaxed)
+        if self._warms_up(device) and not loaded.setup.plan.is_embedding:
+            with torch.inference_mode(), device.forward():
+                sampler.warm_up(cache.num_sequences)
         executor = StepExecutor(
             model,
             pool,
@@ -660,6 +664,10 @@ class ModelWorker:
             small = head_of_tokens(vocabulary, target.facts, target.plan, self.kernels, ids)
             head.propose_only(ids.to(self.device), small)
 
+    def _warms_up(self, device: Device) -> bool:
+        """Return whether kernels are compiled before the first request."""
+        return not device.is_host and compiles_at_first_use(self.kernels)
+
     def _make_forward(
         self,
         setup: ModelSetup,
@@ -681,6 +689,17 @@ class ModelWorker:
         """
         graphs, info = self._graphs, self.mesh.rank_info
         forward: Forward = model
+        if self._warms_up(device):
+            warm_up(
+                model,
+                pool,
+                device,
+                self._alone.rank_info if setup.whole else info,
+                max_tokens=max(1, self._setup.step_tokens),
+                max_sampled=cache.num_sequences + self._max_step_drafts(cache),
+                context_length=setup.plan.context_length,
+                is_embedding=setup.plan.is_embedding,
+            )
         if self._two_batches is not None:
             return TwoBatchForward(model, self.mesh, device, self._two_batches)
         if graphs.compile_max_rows:

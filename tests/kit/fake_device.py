@@ -138,7 +138,7 @@ class LateDevice:
 
     def download(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], LateEvent]:
         with self._plainly():
-            host = [torch.empty_like(tensor) for tensor in tensors]
+            host = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in tensors]
             for copy in host:
                 copy.view(torch.uint8).fill_(POISON) if copy.dtype != torch.bool else copy.fill_(False)
 

@@ -31,6 +31,7 @@ from runtime.worker.worker import TARGET, CacheSetup, ModelSetup, ModelWorker, W
 CACHE = CacheSetup(num_pages=12, page_size=PAGE_SIZE, kv_dtype="float32", num_sequences=4)
 PLAN = replace(fake_core.make_plan(), parallel=ParallelPlan(tp_size=2))
 TIMEOUT_S = 60.0
+STEP_TOKENS = 70  # more than the context
 
 
 class Ranks:
@@ -45,6 +46,7 @@ class Ranks:
                     models={TARGET: ModelSetup(late_steps.facts(), late_steps.model_plan())},
                     kernels=KernelPlan(),
                     graphs=GraphPlan(sizes=sizes),
+                    step_tokens=STEP_TOKENS,
                 )
             )
             for rank in range(2)
@@ -110,10 +112,13 @@ def batches() -> list[Batch]:
     ]
 
 
-def test_all_ranks_capture_and_replay_the_same_steps(tmp_path: Path, devices: list[ReplayingDevice]):
+def test_all_ranks_warm_up_capture_and_replay_the_same_steps(
+    tmp_path: Path, devices: list[ReplayingDevice], monkeypatch: pytest.MonkeyPatch
+):
     found = []
     for name, sizes in (("eager", ()), ("replayed", (2, 4))):
         (tmp_path / name).mkdir()
+        monkeypatch.setattr(ModelWorker, "_warms_up", lambda self, device, sizes=sizes: bool(sizes))
         ranks = Ranks(tmp_path / name, sizes)
         executors = ranks.start()
         assert [type(executor) for executor in executors] == [StepExecutor] * 2, executors
