@@ -80,6 +80,8 @@ class AttentionShape:
 
     dtype: str  # name of the torch dtype, for example "bfloat16"
     head_dim: int | None  # None if the model is unknown
+    # (size of a latent vector, size of a rotated key) of multi-head latent attention (MLA); None: another attention
+    latent_dims: tuple[int, int] | None = None
     page_size: int
     kv_dtype: str  # dtype of the cache
     features: frozenset[str] = frozenset()  # "sliding window", "chunks", "soft cap", "sinks", "ALiBi"
@@ -93,6 +95,9 @@ class AttentionBackend(Backend):
     max_head_dim: int | None = None
     dtypes: tuple[str, ...] = ()
     page_sizes: tuple[int, ...] = ()
+    # The `AttentionShape.latent_dims` for which it has kernels of its own. Without any, it computes MLA as one kv head.
+    latent_dims: tuple[tuple[int, int], ...] = ()
+    only_latent: bool = False  # whether it computes MLA only
     float8_cache: bool = True  # whether it also reads a float8 cache; False: only a cache in the model's dtype
     lacks: frozenset[str] = frozenset()  # the `AttentionShape.features` that it does not support
     # Major compute capability of the GPUs on which this backend is the default, if its compiled kernels are installed.
@@ -121,7 +126,15 @@ class AttentionBackend(Backend):
     def lacking(self, shape: AttentionShape) -> list[str]:
         """Return the reasons why this backend cannot compute the shape. Each begins with a verb, such as "takes"."""
         missing = []
-        if shape.head_dim is not None and self.head_dims and shape.head_dim not in self.head_dims:
+        if shape.latent_dims is not None and self.latent_dims:
+            if shape.latent_dims not in self.latent_dims:
+                sizes = " or ".join(f"{rank} + {rope}" for rank, rope in self.latent_dims)
+                missing.append(f"takes latent vectors of {sizes} dimensions, and this model's have {shape.head_dim}")
+            if shape.kv_dtype != shape.dtype and self.float8_cache:
+                missing.append(f"reads latent vectors in the model's dtype only, and this cache is in {shape.kv_dtype}")
+        elif self.only_latent and shape.head_dim is not None:
+            missing.append("computes multi-head latent attention only, which this model does not have")
+        elif shape.head_dim is not None and self.head_dims and shape.head_dim not in self.head_dims:
             missing.append(f"takes heads of {_listed(self.head_dims)} dimensions, and this model has {shape.head_dim}")
         if self.max_head_dim is not None and (shape.head_dim or 0) > self.max_head_dim:
             missing.append(f"takes heads of up to {self.max_head_dim} dimensions, and this model has {shape.head_dim}")
@@ -146,8 +159,10 @@ class SamplingBackend(Backend):
 # Head dimensions and dtypes that all FlashInfer kernels support, and page sizes of its TensorRT-LLM kernels.
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 FLASHINFER_DTYPES = ("float16", "bfloat16")
+LATENT_DIMS = (512, 64)  # `AttentionShape.latent_dims` of its kernels for MLA
 FLASHINFER_COMPILED = "flashinfer-jit-cache"  # FlashInfer's kernels as machine code
 TRTLLM_PAGE_SIZES = (16, 32, 64)
+TRTLLM_LATENT_PAGE_SIZES = (32, 64)
 
 # Without an option, the first backend of `PREFERRED` is used that is a default on this GPU and supports the model.
 # Without such a backend, the first usable one of this table is used.
@@ -171,6 +186,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         kernels="FlashInfer's own choice",
         needs=GpuWith("flashinfer-python", compiled=FLASHINFER_COMPILED),
         head_dims=FLASHINFER_HEAD_DIMS,
+        latent_dims=(LATENT_DIMS,),
         dtypes=FLASHINFER_DTYPES,
         lacks=frozenset({"sinks", "chunks", "ALiBi"}),
         captured=True,
@@ -182,6 +198,7 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         kernels="FlashAttention 3",
         needs=GpuWith("flashinfer-python", generation=9, compiled=FLASHINFER_COMPILED),
         head_dims=FLASHINFER_HEAD_DIMS,
+        latent_dims=(LATENT_DIMS,),
         dtypes=FLASHINFER_DTYPES,
         float8_cache=False,
         lacks=frozenset({"sinks", "chunks", "ALiBi"}),
@@ -199,6 +216,19 @@ ATTENTION: Mapping[str, AttentionBackend] = {
         float8_cache=False,
         lacks=frozenset({"soft cap", "chunks", "ALiBi"}),
         captured=True,
+    ),
+    "trtllm_mla": AttentionBackend(
+        file="with_trtllm_mla",
+        kernels="TensorRT-LLM's for MLA, and FlashInfer's for prefill",
+        needs=GpuWith("flashinfer-python", generation=10, compiled=FLASHINFER_COMPILED),
+        latent_dims=(LATENT_DIMS,),
+        only_latent=True,
+        dtypes=("bfloat16",),
+        page_sizes=TRTLLM_LATENT_PAGE_SIZES,
+        float8_cache=False,
+        lacks=frozenset({"sliding window", "soft cap", "sinks", "chunks", "ALiBi"}),
+        captured=True,
+        exact_starts=True,  # for rows of several tokens, whose kernels have a plan
     ),
 }
 SAMPLING: Mapping[str, SamplingBackend] = {

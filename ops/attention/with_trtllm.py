@@ -48,7 +48,7 @@ class TensorRT:
         """Compute attention of rows of one token."""
         run = import_module("flashinfer.decode").trtllm_batch_decode_with_kv_cache
         shared = self._shared(q, k_pool, v_pool, metadata, options)
-        return run(max_seq_len=_lengths(metadata).longest, backend="trtllm-gen", **shared)
+        return run(max_seq_len=row_lengths(metadata).longest, backend="trtllm-gen", **shared)
 
     def _prefill(
         self,
@@ -60,7 +60,7 @@ class TensorRT:
     ) -> Tensor:
         """Compute attention of longer rows."""
         run = import_module("flashinfer.prefill").trtllm_batch_context_with_kv_cache
-        shared, lengths = self._shared(q, k_pool, v_pool, metadata, options), _lengths(metadata)
+        shared, lengths = self._shared(q, k_pool, v_pool, metadata, options), row_lengths(metadata)
         return run(
             max_q_len=lengths.most_queries,
             max_kv_len=lengths.longest,
@@ -99,7 +99,7 @@ class TensorRT:
             "kv_cache": (k_pool, v_pool),
             "workspace_buffer": self._workspace,
             "block_tables": metadata.page_table,
-            "seq_lens": _lengths(metadata).of_rows,
+            "seq_lens": row_lengths(metadata).of_rows,
             "bmm1_scale": options.scale * options.k_scale,
             "bmm2_scale": options.v_scale,
             "window_left": -1 if options.window is None else options.window - 1,
@@ -113,7 +113,8 @@ def make_attend() -> Attend:
     return TensorRT().attend
 
 
-def _lengths(metadata: AttentionMetadata) -> Lengths:
+def row_lengths(metadata: AttentionMetadata) -> Lengths:
+    """Return the lengths of the step's rows. Computed once per step."""
     if __name__ not in metadata.plan_cache:
         of_rows = metadata.starts + metadata.counts
         starts = torch.zeros_like(metadata.query_starts)

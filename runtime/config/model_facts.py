@@ -35,6 +35,8 @@ class ModelFacts:
     bos_id: int | None = None
     has_sinks: bool = False  # attention has learned sinks (scores without values)
     alibi: bool = False  # attention uses ALiBi (scores decrease with distance)
+    # (size of a latent vector, size of a rotated key) of multi-head latent attention (MLA); None: another attention
+    latent_dims: tuple[int, int] | None = None
     recurrent: bool = False  # some layers keep a recurrent state instead of keys and values
     weight_bytes: int = 0  # bytes of the weights on disk
     preferred_sampling: Mapping[str, Any] = field(default_factory=dict)  # values of generation_config.json

@@ -144,6 +144,7 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
         "num_heads": config.num_heads,
         "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
+        "latent_dims": config.latent_dims,
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "context_length": config.rope().context_length,

@@ -67,6 +67,14 @@ class Config(Fields):
         return self.optional_integer("head_dim") or self.hidden_size // self.num_heads
 
     @property
+    def latent_dims(self) -> tuple[int, int] | None:
+        """Sizes of a latent vector and a rotated key of multi-head latent attention (MLA); None: another attention."""
+        if "kv_lora_rank" not in self.entry.defaults:
+            return None
+        rope_dim = self.integer("qk_rope_head_dim")
+        return self.head_dim - rope_dim, rope_dim
+
+    @property
     def intermediate_size(self) -> int:
         return self.integer("intermediate_size")
 

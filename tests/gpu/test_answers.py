@@ -8,6 +8,7 @@ import pytest
 
 # families that are tested with all options; other families are tested with the usual ones
 THOROUGHLY = ("llama", "qwen3")
+LATENT = "deepseek_v3"
 WAYS: dict[str, dict[str, Any]] = {
     "as it comes": {},
     "no graphs": {"disable_cuda_graph": True},
@@ -48,9 +49,9 @@ async def test_greedy_tokens_are_those_of_transformers(family: str, device: str)
     assert await answers(model_path(family), device) == reference(family)
 
 
-@pytest.mark.parametrize("backend", ["triton", "torch_native", "flashinfer", "fa3", "trtllm_mha"])
+@pytest.mark.parametrize("backend", ["triton", "torch_native", "flashinfer", "fa3", "trtllm_mha", "trtllm_mla"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("model", THOROUGHLY)
+@pytest.mark.parametrize("model", [*THOROUGHLY, LATENT])
 async def test_in_16_bits_every_token_is_nearly_the_best_with_every_backend(
     model: str, dtype: str, backend: str, device: str
 ) -> None:
@@ -118,8 +119,8 @@ async def test_graphs_that_choose_give_the_tokens_that_a_seed_gives_without(
     assert replayed == eager
 
 
-@pytest.mark.parametrize("backend", ["flashinfer", "fa3", "trtllm_mha"])
-@pytest.mark.parametrize("model", ["llama", "gemma3"])  # one family with one kind of layer, one with two
+@pytest.mark.parametrize("backend", ["flashinfer", "fa3", "trtllm_mha", "trtllm_mla"])
+@pytest.mark.parametrize("model", ["llama", "gemma3", LATENT])  # one kind of layer; two kinds; latent vectors
 async def test_replayed_graphs_of_planned_attention_give_nearly_the_best_tokens(
     model: str, backend: str, device: str
 ) -> None:

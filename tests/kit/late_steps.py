@@ -106,9 +106,10 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 @cache
-def facts(family: str = "qwen3") -> ModelFacts:
+def facts(family: str = "qwen3", **config: Any) -> ModelFacts:
     layers = {} if family in WHOLE_SHAPE else {"num_hidden_layers": 2}
-    path = tiny_checkpoints.cached(family, vocab_size=VOCAB_SIZE, max_position_embeddings=CONTEXT, **layers)
+    config = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": CONTEXT, **layers, **config}
+    path = tiny_checkpoints.cached(family, **config)
     return read_facts(path, {})
 
 

@@ -1,7 +1,7 @@
 """Fakes of the wrappers of flashinfer-python 0.6.13 that Penstock calls, with the same signatures.
 
-They compute their arguments with native attention, so that a wrong page or length gives a wrong result.
-`test_with_flashinfer` compares them with flashinfer if it is installed.
+They compute their arguments with native attention, so that a wrong page or length gives a wrong result. `bench.contact.
+flashinfer_calls` compares the calls with the signatures of the installed flashinfer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import recorded_latent
+import recorded_trtllm
 from ops.attention import AttentionMetadata, AttentionOptions, native
 
 
@@ -33,12 +35,17 @@ class _Fixed:
 
     def plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, page_size: int) -> None:
         page_starts, pages, last_lengths = self._buffers
-        assert len(last_page_len) == self._size, "The batch size should be fixed in cudagraph mode"
         assert len(indices) <= len(pages)
-        assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
+        assert indices.dtype == torch.int32
         page_starts.copy_(indptr)
         last_lengths.copy_(last_page_len)
         pages[: len(indices)].copy_(indices)
+        self.say(indptr, last_page_len, page_size)
+
+    def say(self, indptr: Tensor, last_page_len: Tensor, page_size: int) -> None:
+        """Copy the rows' lengths to the memory that kernels read, and no other array."""
+        assert len(last_page_len) == self._size, "The batch size should be fixed in cudagraph mode"
+        assert indptr.dtype == last_page_len.dtype == torch.int32
         self._host.copy_((indptr.diff() - 1) * page_size + last_page_len)
         assert self.said is not None
         self.said[: 4 * self._size].view(torch.int32).copy_(self._host)
@@ -65,6 +72,7 @@ class _Fixed:
 class _Wrapper:
     kv_layout: str
     planned: dict[str, Any]
+    num_fast_plans = 0
     fixed: _Fixed | None = None
 
     def reset_workspace_buffer(self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor) -> None:
@@ -167,13 +175,37 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         return self.compute(q, paged_kv_cache, counts, k_scale=k_scale, v_scale=v_scale)
 
 
-def module() -> ModuleType:
-    """Return a replacement for the package `flashinfer`."""
-    stand_in = ModuleType("flashinfer")
-    for wrapper in WRAPPERS:
-        setattr(stand_in, wrapper.__name__, wrapper)
-    return stand_in
+def fast_decode_plan(
+    self: BatchDecodeWithPagedKVCacheWrapper, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim,
+    page_size, pos_encoding_mode="NONE", window_left=-1, logits_soft_cap=None, q_data_type=None, kv_data_type=None,
+    data_type=None, sm_scale=None, rope_scale=None, rope_theta=None, non_blocking=True, fixed_split_size=None,
+    disable_split_kv=False, global_override_indptr_cpu: Any = None,
+) -> None:  # fmt: skip
+    """Plan a wrapper for CUDA graphs again. Like FlashInfer's function, leave its buffers for the rows as they are."""
+    assert self.fixed is not None
+    assert self.planned["kv_data_type"] == kv_data_type  # planned before, with the same kernels
+    self.num_fast_plans += 1
+    self.planned |= {"sm_scale": sm_scale, "window_left": window_left, "logits_soft_cap": logits_soft_cap}
+    self.fixed.say(global_override_indptr_cpu, last_page_len, page_size)
+    assert len(indices) == global_override_indptr_cpu[-1]
 
 
-WRAPPERS = (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper)
-METHODS = ("__init__", "plan", "run", "reset_workspace_buffer")
+def modules() -> dict[str, ModuleType]:
+    """Return replacements for the package `flashinfer` and its modules, by name."""
+    found: dict[str, ModuleType] = {}
+    for name, contents in CONTENTS.items():
+        found[name] = ModuleType(name)
+        for each in contents:
+            setattr(found[name], each.__name__, each)
+    return found
+
+
+CONTENTS: dict[str, tuple[Any, ...]] = {
+    "flashinfer": (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper, fast_decode_plan),
+    "flashinfer.mla": (
+        recorded_latent.BatchMLAPagedAttentionWrapper,
+        recorded_latent.trtllm_batch_decode_with_kv_cache_mla,
+    ),
+    "flashinfer.decode": (recorded_trtllm.trtllm_batch_decode_with_kv_cache,),
+    "flashinfer.prefill": (recorded_trtllm.trtllm_batch_context_with_kv_cache,),
+}

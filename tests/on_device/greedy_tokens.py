@@ -27,8 +27,10 @@ WIDE = {
 OWN_WIDE = {
     **{
         name: {"kv_lora_rank": 56, "head_dim": 8, "num_key_value_heads": 4}
-        for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
+        for name in ("deepseek_v2", "glm4_moe_lite", "minicpm3")
     },
+    # the size of latent vectors for which FlashInfer has kernels
+    "deepseek_v3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_key_value_heads": 4},
     **{
         name: {"hidden_size": 256, "num_key_value_heads": 4}
         for name in ("bloom", "falcon", "falcon_rw", "gpt_neox", "mpt", "mpt_before")

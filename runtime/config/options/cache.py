@@ -31,7 +31,7 @@ class CacheArgs:
     page_size: int | None = option(
         None,
         "Tokens per page of the KV cache. Prefixes are shared in whole pages, so small pages share more tokens, "
-        "and large pages are read faster. Default: 16.",
+        "and large pages are read faster. Default: 16, and 64 with trtllm_mla.",
         low=1,
         high=1024,
         sglang="1, or what the attention backend needs",

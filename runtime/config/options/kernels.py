@@ -10,9 +10,8 @@ from runtime.config.option_spec import always, inert, option, planned
 
 _LATENT = "a model with multi-head latent attention (which other backends also support) and"
 _NOT_BUILT = {
-    "cutlass_mla": f"{_LATENT} an NVIDIA Blackwell GPU",
-    "flashmla": f"{_LATENT} an NVIDIA Hopper GPU",
-    "trtllm_mla": f"{_LATENT} an NVIDIA Blackwell GPU",
+    "cutlass_mla": f"{_LATENT} an NVIDIA Blackwell GPU, and copies the whole cache in each layer; use trtllm_mla",
+    "flashmla": f"{_LATENT} an NVIDIA Hopper GPU and a package that is not on the package index; use fa3",
     "dual_chunk_flash_attn": "an NVIDIA GPU",
     "hybrid_linear_attn": "an NVIDIA GPU",
     "aiter": "an AMD GPU",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from ops.backends import ATTENTION
 from ops.machine import GIB, Gpu, Machine
 from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import CachePlan, Plan
@@ -236,6 +237,11 @@ def _host_tier(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
 
 
 def _page_size(builder: PlanBuilder) -> Decision[int]:
+    for option in ("attention_backend", "decode_attention_backend", "prefill_attention_backend"):
+        name = builder.args.get(option)
+        sizes = ATTENTION[name].page_sizes if name in ATTENTION else ()
+        if sizes and PAGE_SIZE not in sizes:
+            return builder.follow_or("page_size", max(sizes), f"{name} reads no pages of {PAGE_SIZE} tokens")
     reason = "pages of 16 tokens are read faster than single tokens, and prefixes still share most of their tokens"
     return builder.follow_or("page_size", PAGE_SIZE, reason)
 

@@ -151,6 +151,7 @@ def _shape(dtype: str, facts: ModelFacts, cache: CachePlan) -> AttentionShape:
     return AttentionShape(
         dtype=dtype,
         head_dim=facts.head_dim if facts.architecture else None,
+        latent_dims=facts.latent_dims,
         page_size=cache.page_size,
         kv_dtype=cache.kv_dtype,
         features=frozenset(name for name, present in features.items() if present),

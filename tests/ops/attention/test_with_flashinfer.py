@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
 import recorded_flashinfer
-from kernel_cases.attention import Case, options, step
-from ops.attention import AttentionOptions, native, with_fa3, with_flashinfer
+from kernel_cases.attention import Case, Step, options, step
+from ops.attention import Attend, AttentionOptions, native, with_fa3, with_flashinfer, with_trtllm, with_trtllm_mla
 from ops.attention.with_flashinfer import FlashInfer
-from recorded_flashinfer import METHODS, WRAPPERS
 
 HALF = Case(dtype=torch.float16)
 ROWS = ((40, 1), (0, 21), (3, 1), (30, 18), (15, 1), (0, 16))
@@ -31,8 +28,10 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "flashinfer", recorded_flashinfer.module())
-    monkeypatch.setattr(with_flashinfer, "WORKSPACE_BYTES", 16)
+    for name, module in recorded_flashinfer.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    for backend in (with_flashinfer, with_trtllm, with_trtllm_mla):
+        monkeypatch.setattr(backend, "WORKSPACE_BYTES", 16)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -48,11 +47,55 @@ def test_fa3_computes_long_rows_and_decode_kernels_single_tokens(name: str) -> N
     wanted = native.attend(*given, options(case))
     torch.testing.assert_close(backend.attend(*given, options(case)), wanted)
     for setting, (wrapper,) in backend._wrappers.items():
-        if setting.is_decode:
+        if setting.kind == "decode":
             assert type(wrapper).__name__ == "BatchDecodeWithPagedKVCacheWrapper"
         else:
             assert wrapper.backend == "fa3"
-    assert {setting.is_decode for setting in backend._wrappers} == {count == 1 for _, count in case.rows}
+    assert {(setting.kind == "decode") for setting in backend._wrappers} == {count == 1 for _, count in case.rows}
+
+
+LATENT = Case(dtype=torch.bfloat16, num_heads=3, num_kv_heads=1, head_dim=576, page_size=32)
+LATENT_ROWS = {"mixed rows": ROWS, "single tokens": ((70, 1), (127, 1), (31, 1)), "a prompt": ((0, 40),)}
+
+
+def latent_step(case: Case) -> Step:
+    given = step(case)
+    return given._replace(v_pool=given.k_pool)
+
+
+@pytest.mark.parametrize("make", [with_flashinfer.make_attend, with_fa3.make_attend, with_trtllm_mla.make_attend])
+@pytest.mark.parametrize("rows", LATENT_ROWS)
+def test_latent_vectors_give_the_result_of_native(rows: str, make: Callable[[], Attend]) -> None:
+    case = LATENT._replace(rows=LATENT_ROWS[rows])
+    wanted = native.attend(*latent_step(case), options(case))
+    found = make()(*latent_step(case), options(case))
+    assert found.shape == wanted.shape
+    torch.testing.assert_close(found[..., :512], wanted[..., :512])
+
+
+def test_mixed_rows_of_latent_vectors_are_one_launch() -> None:
+    backend, case = FlashInfer(), LATENT._replace(rows=ROWS)
+    backend.attend(*latent_step(case), options(case))
+    [[wrapper]] = backend._wrappers.values()
+    assert wrapper.num_plans == 1
+    assert wrapper.planned["causal"]
+
+
+@pytest.mark.parametrize(
+    ("make", "case"),
+    [
+        (with_flashinfer.make_attend, LATENT._replace(pool_dtype=torch.float8_e4m3fn)),
+        (with_flashinfer.make_attend, LATENT._replace(dtype=torch.float32)),
+        (with_flashinfer.make_attend, LATENT._replace(window=9)),
+        (with_trtllm_mla.make_attend, LATENT._replace(dtype=torch.float16)),
+        (with_trtllm_mla.make_attend, LATENT._replace(page_size=16)),
+        (with_trtllm_mla.make_attend, LATENT._replace(head_dim=288)),
+        (with_trtllm_mla.make_attend, LATENT._replace(sinks=True)),
+    ],
+)
+def test_latent_vectors_without_kernels_are_refused(make: Callable[[], Attend], case: Case) -> None:
+    with pytest.raises(ValueError, match="Use triton"):
+        make()(*latent_step(case), options(case))
 
 
 def test_fa3_refuses_a_cache_of_another_dtype() -> None:
@@ -63,8 +106,7 @@ def test_fa3_refuses_a_cache_of_another_dtype() -> None:
 
 def test_the_file_of_fa3_names_its_kernels() -> None:
     attend: Any = with_fa3.make_attend()
-    for backend in inspect.getclosurevars(attend).nonlocals.values():
-        assert backend.__self__._kernels == "fa3"
+    assert attend.__self__._kernels == "fa3"
 
 
 def test_a_step_is_planned_once_for_all_layers_of_a_kind() -> None:
@@ -90,9 +132,11 @@ def test_steps_take_turns_on_the_wrappers() -> None:
 
 
 @pytest.mark.parametrize("kernels", ["auto", "fa3"])
-def test_captured_steps_are_planned_anew_each_over_its_own_page_table(kernels: str) -> None:
-    backend, case = FlashInfer(kernels), HALF._replace(rows=((70, 1), (5, 1)), window=9)
-    q, k_pool, v_pool, metadata = step(case)
+@pytest.mark.parametrize("kind", ["heads", "latent"])
+def test_captured_steps_are_planned_anew_each_over_its_own_page_table(kind: str, kernels: str) -> None:
+    backend, rows = FlashInfer(kernels), ((70, 1), (5, 1))
+    case = HALF._replace(rows=rows, window=9) if kind == "heads" else LATENT._replace(rows=rows)
+    q, k_pool, v_pool, metadata = step(case) if kind == "heads" else latent_step(case)
     tables = [replace(metadata, page_table=metadata.page_table.clone(), replans={}) for _ in range(2)]
     for one in tables:
         backend.attend(q, k_pool, v_pool, one, options(case))  # captured: only replayed from here on
@@ -104,8 +148,12 @@ def test_captured_steps_are_planned_anew_each_over_its_own_page_table(kernels: s
         rows = replace(metadata, starts=torch.tensor(starts, dtype=torch.int32), starts_host=starts, plan_cache={})
         wanted = native.attend(q, k_pool, v_pool, rows, options(case))
         found = backend.attend(q, k_pool, v_pool, one, options(case))
-        torch.testing.assert_close(found, wanted, rtol=2e-3, atol=1e-3)  # the fake sums in another order
+        found, wanted = (each[..., :512] for each in (found, wanted))
+        tolerance = 2e-3 if kind == "heads" else 2e-2  # the fakes sum in another order
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance / 2)
     assert len(backend._buffers) == len(backend._fixed) == 2
+    if kind == "heads":  # planned for the capture, then with the function that compares no rows in Python
+        assert [wrapper.num_fast_plans for wrapper, _ in backend._fixed.values()] == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -120,14 +168,3 @@ def test_captured_steps_are_planned_anew_each_over_its_own_page_table(kernels: s
 def test_what_it_lacks_is_refused(case: Case) -> None:
     with pytest.raises(ValueError, match="Use triton"):
         FlashInfer().attend(*step(case), options(case))
-
-
-@pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_the_record_is_that_of_flashinfer(wrapper: type, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "flashinfer")
-    flashinfer = import_module("flashinfer")
-    real = inspect.signature(getattr(getattr(flashinfer, wrapper.__name__), method))
-    ours = inspect.signature(getattr(wrapper, method))
-    assert list(real.parameters) == list(ours.parameters)

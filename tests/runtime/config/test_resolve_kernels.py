@@ -12,6 +12,7 @@ import pytest
 from ops.backends import ATTENTION, SAMPLING, AttentionBackend
 from ops.machine import KNOWN_GPUS, Machine
 from runtime.config import Args, options
+from runtime.config.model_facts import ModelFacts
 from runtime.config.plan import KernelPlan
 from runtime.config.resolve import ANY_MODEL, decide
 
@@ -91,7 +92,7 @@ def test_a_gpu_that_is_not_used_does_not_count() -> None:
     assert "this model runs on the CPU" in refusals["attention_backend"]
 
 
-@pytest.mark.parametrize("name", ["flashmla", "cutlass_mla", "trtllm_mla", "aiter"])
+@pytest.mark.parametrize("name", ["flashmla", "cutlass_mla", "aiter"])
 def test_what_is_not_built_is_refused_with_what_it_needs(name: str) -> None:
     _, _, refusals = decided(H200, attention_backend=name)
     assert "not supported yet (and needs" in refusals["attention_backend"]
@@ -168,6 +169,66 @@ def test_a_soft_cap_is_refused_where_kernels_have_none() -> None:
     assert not builder.refusals
 
 
+MLA = replace(
+    ANY_MODEL,
+    architecture="DeepseekV3ForCausalLM",
+    head_dim=576,
+    num_kv_heads=1,
+    latent_dims=(512, 64),
+    dtype="bfloat16",
+)
+SMALL_MLA = replace(MLA, architecture="MiniCPM3ForCausalLM", head_dim=288, latent_dims=(256, 32))
+
+
+@pytest.mark.parametrize(
+    ("machine", "facts", "asked", "told"),
+    [
+        ("h200", MLA, {"attention_backend": "flashinfer"}, ""),
+        ("h200", MLA, {"attention_backend": "fa3"}, ""),
+        ("b200", MLA, {"attention_backend": "trtllm_mla", "page_size": 32}, ""),
+        ("b200", MLA, {"attention_backend": "trtllm_mla"}, ""),  # the page size follows
+        ("b200", MLA, {"attention_backend": "flashinfer"}, ""),
+        ("h200", SMALL_MLA, {"attention_backend": "flashinfer"}, "takes latent vectors of 512 + 64 dimensions"),
+        (
+            "h200",
+            MLA,
+            {"attention_backend": "flashinfer", "kv_cache_dtype": "fp8_e4m3"},
+            "reads latent vectors in the model's dtype only",
+        ),
+        ("b200", MLA, {"attention_backend": "trtllm_mla", "page_size": 16}, "reads pages of 32, 64 tokens"),
+        ("b200", MLA, {"attention_backend": "trtllm_mla", "page_size": 64, "dtype": "float16"}, "computes in bfloat16"),
+        ("h200", MLA, {"attention_backend": "trtllm_mla", "page_size": 64}, "an NVIDIA Blackwell GPU"),
+        ("b200", MLA, {"attention_backend": "trtllm_mha", "page_size": 64}, "takes heads of 64, 128, 256 dimensions"),
+        (
+            "b200",
+            replace(MLA, head_dim=128, latent_dims=None),
+            {"attention_backend": "trtllm_mla", "page_size": 64},
+            "computes multi-head latent attention only",
+        ),
+    ],
+)
+def test_kernels_for_latent_attention_are_used_or_refused(
+    machine: str, facts: ModelFacts, asked: dict[str, Any], told: str
+) -> None:
+    plan, builder = decide(Args.of(model_path="/models/small", **asked), Machine.named(machine), facts)
+    assert told in builder.refusals.get("attention_backend", "")
+    assert bool(builder.refusals) == bool(told)
+    assert plan.kernels.attention_backend == ("triton" if told else asked["attention_backend"])
+
+
+@pytest.mark.parametrize(
+    ("facts", "asked", "backend"),
+    [(MLA, {}, "fa3"), (MLA, {"kv_cache_dtype": "fp8_e4m3"}, "triton"), (SMALL_MLA, {}, "triton")],
+)
+def test_latent_attention_has_the_default_of_other_attention(
+    facts: ModelFacts, asked: dict[str, Any], backend: str
+) -> None:
+    machine = replace(H200, packages=COMPILED)
+    plan, builder = decide(Args.of(model_path="/models/small", **asked), machine, facts)
+    assert plan.kernels.attention_backend == backend
+    assert not builder.refusals
+
+
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3", "trtllm_mha"])
 def test_kernels_without_alibi_are_refused_by_name(backend: str) -> None:
     model = replace(ANY_MODEL, architecture="BloomForCausalLM", head_dim=128, dtype="bfloat16", alibi=True)
@@ -237,7 +298,11 @@ def capabilities() -> str:
         "kernels": lambda backend: backend.kernels,
         "GPU": lambda backend: str(backend.needs or "none needed"),
         "package": lambda backend: backend.needs.package if backend.needs else "",
-        "head dimensions": lambda backend: any_of(backend.head_dims),
+        "head dimensions": lambda backend: "none" if backend.only_latent else any_of(backend.head_dims),
+        "latent vectors (MLA)": lambda backend: (
+            ", ".join(f"{rank} + {rope}" for rank, rope in backend.latent_dims)
+            or ("none" if backend.head_dims else "any")
+        ),
         "dtypes": lambda backend: any_of(backend.dtypes),
         "pages of": lambda backend: any_of(backend.page_sizes),
         "cache in float8": lambda backend: "yes" if backend.float8_cache else "no",

@@ -50,6 +50,10 @@ def test_silent_fields_take_the_defaults_of_the_family(tmp_path) -> None:
     assert (facts.dtype, facts.weight_bytes, facts.eos_ids) == ("float32", 0, frozenset())
     qwen = config_of({**BARE, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": None})
     assert (qwen.num_kv_heads, qwen.head_dim) == (4, 128)
+    assert qwen.latent_dims is None
+    for name, sizes in (("DeepseekV3ForCausalLM", (512, 64)), ("MiniCPM3ForCausalLM", (256, 32))):
+        latent = config_of({**BARE, "architectures": [name]})
+        assert latent.latent_dims == sizes
 
 
 def test_ends_and_sampling_come_from_both_files(tmp_path) -> None:

@@ -246,28 +246,33 @@ def test_rows_that_drew_before_leave_nothing_to_those_that_come(monkeypatch: pyt
 @pytest.fixture
 def planned(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FlashInfer:
     """Return models whose captured steps attend with fakes of FlashInfer's wrappers for CUDA graphs."""
-    backend = FlashInfer(getattr(request, "param", "auto"))
+    kernels, _, latent = getattr(request, "param", "auto").partition(", ")
+    backend = FlashInfer(kernels)
 
     def attend(*step: Any) -> torch.Tensor:
         captured = step[3].replans is not None
         return (backend.attend if captured else late_steps.attend)(*step)
 
-    monkeypatch.setitem(sys.modules, "flashinfer", recorded_flashinfer.module())
+    for name, module in recorded_flashinfer.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(with_flashinfer, "WORKSPACE_BYTES", 16)
     monkeypatch.setattr(with_flashinfer, "check_heads", lambda q: None)
-    model = load_model(late_steps.facts(), late_steps.model_plan(), replace(late_steps.kernels(), attend=attend))
+    monkeypatch.setattr(with_flashinfer, "check_latent", lambda q, pool, options: None)
+    facts = late_steps.facts("deepseek_v3", kv_lora_rank=512, qk_rope_head_dim=64) if latent else late_steps.facts()
+    model = load_model(facts, late_steps.model_plan(), replace(late_steps.kernels(), attend=attend))
     monkeypatch.setattr(late_steps, "model", lambda family: model)
     return backend
 
 
-@pytest.mark.parametrize("planned", ["auto", "fa3"], indirect=True)
+@pytest.mark.parametrize("planned", ["auto", "fa3", "auto, latent vectors"], indirect=True)
 @pytest.mark.parametrize("haste", [0.0, 0.7])
 def test_rows_are_planned_anew_before_each_replay(planned: FlashInfer, haste: float):
     device = LateDevice(Random(1), haste)
     assert late_steps.outputs(PROMPTS, device=device, sizes=(1, 2, 4), capture_every=2) == late_steps.outputs(PROMPTS)
     assert len(planned._fixed) == 3
-    buffers = {wrapper.fixed._buffers[1].data_ptr() for wrapper in planned._fixed.values()}
-    assert len(buffers) == 1  # shared by all sizes
+    assert len({buffers.pages.data_ptr() for _, buffers in planned._fixed.values()}) == 1  # shared by all sizes
+    for wrapper, _ in planned._fixed.values():
+        assert (wrapper.num_plans if hasattr(wrapper, "num_plans") else wrapper.num_fast_plans) > 1
 
 
 @pytest.mark.parametrize("lost", ["plan", "wait"])

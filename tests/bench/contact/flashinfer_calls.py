@@ -1,0 +1,132 @@
+"""Compare every call of FlashInfer that Penstock makes with the signatures of the installed flashinfer.
+
+The backends run small cases with fakes of FlashInfer, which record the calls. Needs no GPU and imports no FlashInfer.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+import recorded_flashinfer
+from flashinfer_signatures import installed, signature
+from kernel_cases.attention import SINGLE, Case, options, step
+from ops.attention import with_fa3, with_flashinfer, with_trtllm, with_trtllm_mla
+from serve.bench import report
+
+HALF = Case(dtype=torch.float16)
+LATENT = Case(dtype=torch.bfloat16, num_heads=2, num_kv_heads=1, head_dim=576, page_size=32)
+
+
+class Call(NamedTuple):
+    """The shape of a call: its values do not matter to a signature."""
+
+    name: str  # for example "flashinfer.mla.Wrapper.plan"
+    num_positional: int  # including `self`
+    keywords: frozenset[str]
+
+
+def calls() -> set[Call]:
+    """Return the calls that all backends make."""
+    found: set[Call] = set()
+    modules = {name: _recording(module, found) for name, module in recorded_flashinfer.modules().items()}
+    with ExitStack() as patched:
+        patched.enter_context(patch.dict(sys.modules, modules))
+        for backend in (with_flashinfer, with_trtllm, with_trtllm_mla):
+            patched.enter_context(patch.object(backend, "WORKSPACE_BYTES", 16))
+        for make, case in _runs():
+            attend, given = make(), step(case)
+            if case.head_dim == LATENT.head_dim:
+                given = given._replace(v_pool=given.k_pool)
+            attend(*given, options(case))
+            if {count for _, count in case.rows} == {1}:
+                _capture(attend, given, case)
+    return found
+
+
+def problems(package: Path) -> list[str]:
+    """Return the calls that the installed package would not accept, with the reason."""
+    found = []
+    for call in sorted(calls(), key=str):
+        try:
+            keywords = dict.fromkeys(call.keywords)
+            signature(package, call.name).bind(*[None] * call.num_positional, **keywords)
+        except (LookupError, TypeError) as error:
+            found.append(f"{call.name}: {error}")
+    return found
+
+
+def _runs() -> Iterator[tuple[Any, Case]]:
+    for make in (with_flashinfer.make_attend, with_fa3.make_attend):
+        yield make, HALF
+        yield make, HALF._replace(rows=SINGLE)
+        yield make, LATENT
+        yield make, LATENT._replace(rows=SINGLE)
+    yield with_flashinfer.make_attend, HALF._replace(pool_dtype=torch.float8_e4m3fn, k_scale=0.5, v_scale=2.0)
+    yield with_trtllm.make_attend, HALF
+    yield with_trtllm_mla.make_attend, LATENT
+
+
+def _capture(attend: Any, given: Any, case: Case) -> None:
+    """Run a step as a capture does, then plan it again as a replay does."""
+    captured = replace(given.inputs, replans={}, plan_cache={})
+    attend(*given[:3], captured, options(case))
+    for replan in (captured.replans or {}).values():
+        replan(replace(given.inputs, plan_cache={}))
+
+
+def _recording(module: ModuleType, found: set[Call]) -> ModuleType:
+    """Return a copy of a fake module that adds each call to `found`."""
+    copy = ModuleType(module.__name__)
+    for name, each in vars(module).items():
+        if name.startswith("__"):
+            continue
+        whole = f"{module.__name__}.{name}"
+        if isinstance(each, type):
+            methods = {
+                method: _recorded(f"{whole}.{method}", getattr(each, method), found)
+                for method in ("__init__", "plan", "run", "reset_workspace_buffer")
+                if hasattr(each, method)
+            }
+            setattr(copy, name, type(name, (each,), methods))
+        else:
+            setattr(copy, name, _recorded(whole, each, found))
+    return copy
+
+
+def _recorded(name: str, run: Any, found: set[Call]) -> Any:
+    def called(*args: Any, **keywords: Any) -> Any:
+        found.add(Call(name, len(args), frozenset(keywords)))
+        return run(*args, **keywords)
+
+    return called
+
+
+def main() -> int:
+    """Print the comparison. Return 1 if the installed package would not accept a call."""
+    package = installed()
+    if package is None:
+        report.say("flashinfer is not installed: nothing to compare.")
+        return 0
+    try:
+        name = f"flashinfer-python {version('flashinfer-python')}"
+    except PackageNotFoundError:
+        name = str(package)
+    wrong = problems(package)
+    report.say(f"{len(calls())} kinds of calls compared with {name}: {len(wrong)} would not be accepted.")
+    for each in wrong:
+        report.say(f"error: {each}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
