@@ -62,11 +62,13 @@ class SamplingArgs:
         "batch.",
         plan="model.deterministic",
     )
-    rl_on_policy_target: str | None = planned(
+    rl_on_policy_target: str | None = option(
         None,
-        "Reproduce the log-probabilities of a trainer bit by bit.",
+        "Make log-probabilities equal those that a trainer (FSDP) computes with transformers' modules in float32, to "
+        "1e-5. Implies --enable-deterministic-inference and --dtype float32. Refused on a GPU, for quantised models "
+        "and for 8-bit KV caches.",
         choices=("fsdp",),
-        instead="set --enable-deterministic-inference, and compute the trainer's log-probabilities in the trainer",
+        plan="model.deterministic",
     )
     enable_custom_logit_processor: bool = planned(
         False,

@@ -16,6 +16,7 @@ from runtime.config.resolve.plan_builder import Decision, PlanBuilder
 
 DTYPES = {"half": "float16", "float": "float32"} | {name: name for name in ("float16", "bfloat16", "float32")}
 MAX_TABLE_SHARE = 0.1  # maximum share of the device's memory for rotary tables
+_PROMISES = ("enable_deterministic_inference", "rl_on_policy_target")  # options that promise independent results
 REFUSED = Decision("cpu", "the requested value cannot be used")
 _SEED_OPTIONS = ("seed_instance_ip", "seed_instance_service_port", "send_weights_group_ports")
 _OTHER_DEVICES = {
@@ -43,6 +44,7 @@ def model_plan(builder: PlanBuilder, machine: Machine, facts: ModelFacts) -> Mod
         seed_group_ports=_seed_group_ports(builder, facts),
         seed_key=Decision(builder.args.get("admin_api_key") or builder.args.get("api_key"), "this server's own key"),
         dtype=dtype,
+        deterministic=_deterministic(builder, facts),
         dependence=dependence,
         device=device,
         context_length=_context_length(builder, facts, _device_bytes(device.value, machine)),
@@ -65,21 +67,44 @@ def _dependence(
 ) -> Decision[str | None]:
     """Decide the reason why results may depend on other requests, or None if they do not.
 
-    Refuse --enable-deterministic-inference if results depend on other requests.
+    Refuse --enable-deterministic-inference and --rl-on-policy-target if results depend on other requests.
     """
-    option = "enable_deterministic_inference"
-    promised = bool(builder.args.get(option))
+    promises = [option for option in _PROMISES if builder.args.get(option)]
     reason = _batch_dependence(builder, machine, device, dtype, facts)
-    if reason is not None and promised:
-        builder.refuse(option, f"--enable-deterministic-inference: {reason}.")
+    if reason is not None:
+        for option in promises:
+            builder.refuse(option, f"--{option.replace('_', '-')}: {reason}.")
     config = facts.config.get("text_config", facts.config)
-    absorbed = promised or builder.args.get("flashinfer_mla_disable_ragged")
+    absorbed = promises or builder.args.get("flashinfer_mla_disable_ragged")
     if reason is None and config.get("kv_lora_rank") and not absorbed:
         reason = (
             "latent attention expands the keys of long prompts, which depends on the chunks; start the server with "
             "--enable-deterministic-inference"
         )
     return Decision(reason, "by the device, the kernels and the model")
+
+
+def _deterministic(builder: PlanBuilder, facts: ModelFacts) -> Decision[bool]:
+    """Decide whether results must depend on the request alone.
+
+    Refuse --rl-on-policy-target if weights, keys or products would be rounded more than in a trainer's float32.
+    """
+    target = builder.args.sampling.rl_on_policy_target
+    if target is None:
+        return builder.follow("enable_deterministic_inference")
+    args, why = builder.args, None
+    if DTYPES.get(args.model.dtype, "float32") != "float32":
+        why = (
+            f"--dtype {args.model.dtype} rounds every product, and a trainer that rounds the same products gets "
+            "log-probabilities that differ by up to 0.01; leave --dtype out and let the trainer compute in float32"
+        )
+    elif facts.quantization is not None or args.quant.quantization or args.quant.torchao_config:
+        why = "a trainer computes with weights that are not quantised"
+    elif args.cache.kv_cache_dtype != "auto":
+        why = "a trainer does not round keys and values; leave --kv-cache-dtype out"
+    if why is not None:
+        builder.refuse("rl_on_policy_target", f"--rl-on-policy-target {target}: {why}.")
+    return Decision(True, f"--rl-on-policy-target {target}")
 
 
 def _batch_dependence(builder: PlanBuilder, machine: Machine, device: str, dtype: str, facts: ModelFacts) -> str | None:
@@ -293,6 +318,8 @@ def _dtype(builder: PlanBuilder, gpu: Gpu | None, facts: ModelFacts) -> Decision
     if facts.dtype not in DTYPES.values():
         builder.refuse("dtype", f"Checkpoints in {facts.dtype} are not supported yet; set --dtype to convert it.")
         return Decision("float32", "the requested value cannot be used")
+    if builder.args.sampling.rl_on_policy_target is not None:
+        return Decision("float32", "a trainer computes log-probabilities in float32 (--rl-on-policy-target)")
     return _auto_dtype(gpu, facts.dtype, facts.quantization)
 
 
